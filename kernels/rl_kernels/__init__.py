@@ -1,0 +1,1 @@
+"""Fast operations of vocabulary size: log-probabilities, sampling, quantisation."""
