@@ -1,3 +1,107 @@
 """Pure functions for RL post-training of language models."""
 
+from rl_fn.advantages import Advantages, discounted_returns, gae, length_adaptive_lambda, td_lambda, whiten
+from rl_fn.aggregation import Ratio, aggregate, aggregate_parts, masked_mean, masked_sum, masked_var
+from rl_fn.batch import Batch
+from rl_fn.divergences import entropy, kl_abs, kl_categorical, kl_k1, kl_k2, kl_k3, kl_straight_through
+from rl_fn.group_advantages import grpo_advantages, rloo_advantages
+from rl_fn.importance import (
+    MismatchMetrics,
+    effective_sample_size,
+    log_ratio,
+    masked_importance_weights,
+    mismatch_metrics,
+    truncated_importance_weights,
+)
+from rl_fn.logprobs import RowState, TokenLogprobs, finish, logits_logprobs, merge, row_state, sequence_logprobs
+from rl_fn.objectives import Objective
+from rl_fn.pieces import (
+    GAE,
+    KL,
+    Aggregation,
+    Clip,
+    Entropy,
+    GroupNormalised,
+    LeaveOneOut,
+    MaskedImportance,
+    RawReward,
+    Reinforce,
+    TruncatedImportance,
+)
+from rl_fn.policy_losses import clipped_tokens, entropy_bonus, ppo_clip, reinforce
+from rl_fn.recipes import dapo, dr_grpo, grpo, ppo, reinforce_objective, rloo
+from rl_fn.recurrence import linear_recurrence
+from rl_fn.sampling import min_p, repetition_penalty, sample, temperature, top_k, top_p
+from rl_fn.value_losses import value_clip, value_huber, value_loss
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "GAE",
+    "KL",
+    "Advantages",
+    "Aggregation",
+    "Batch",
+    "Clip",
+    "Entropy",
+    "GroupNormalised",
+    "LeaveOneOut",
+    "MaskedImportance",
+    "MismatchMetrics",
+    "Objective",
+    "Ratio",
+    "RawReward",
+    "Reinforce",
+    "RowState",
+    "TokenLogprobs",
+    "TruncatedImportance",
+    "aggregate",
+    "aggregate_parts",
+    "clipped_tokens",
+    "dapo",
+    "discounted_returns",
+    "dr_grpo",
+    "effective_sample_size",
+    "entropy",
+    "entropy_bonus",
+    "finish",
+    "gae",
+    "grpo",
+    "grpo_advantages",
+    "kl_abs",
+    "kl_categorical",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_straight_through",
+    "length_adaptive_lambda",
+    "linear_recurrence",
+    "log_ratio",
+    "logits_logprobs",
+    "masked_importance_weights",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "merge",
+    "min_p",
+    "mismatch_metrics",
+    "ppo",
+    "ppo_clip",
+    "reinforce",
+    "reinforce_objective",
+    "repetition_penalty",
+    "rloo",
+    "rloo_advantages",
+    "row_state",
+    "sample",
+    "sequence_logprobs",
+    "td_lambda",
+    "temperature",
+    "top_k",
+    "top_p",
+    "truncated_importance_weights",
+    "value_clip",
+    "value_huber",
+    "value_loss",
+    "whiten",
+]

@@ -1,0 +1,95 @@
+"""What every module needs: one dtype rule, one exponential that stays finite, sums and deviations under a mask."""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+
+# At run time NumPy arrays are welcome too; statically everything is a jax.Array, which is what comes back.
+if TYPE_CHECKING:
+    Array = jax.Array
+else:
+    Array = jax.Array | np.ndarray
+Number = float | int
+Tokens = Float[Array, "*batch T"]
+Mask = Bool[Array, "*batch T"]
+Segments = Integer[Array, "*batch T"]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError for what a caller did; the condition is static, never a traced value."""
+    if not condition:
+        raise ValueError(message)
+
+
+def as_float(*arrays: Array | Number) -> tuple[jax.Array, ...]:
+    """All arrays in one dtype: float64 if any array is float64 (x64 enabled), else float32."""
+    converted = [jnp.asarray(x) for x in arrays]
+    wide = any(c.dtype == jnp.float64 for x, c in zip(arrays, converted, strict=True) if hasattr(x, "dtype"))
+    return tuple(c.astype(jnp.float64 if wide else jnp.float32) for c in converted)
+
+
+def as_mask(mask: Array) -> jax.Array:
+    """Return a boolean array; an integer mask is refused because ~mask and sums would silently mean something else."""
+    mask = jnp.asarray(mask)
+    require(mask.dtype == jnp.bool_, f"mask must be boolean (True = counts), got dtype {mask.dtype}")
+    return mask
+
+
+def keep(x: jax.Array, mask: Array | None) -> jax.Array:
+    """Return x where the mask is True, exactly zero (value and gradient) elsewhere."""
+    return x if mask is None else jnp.where(as_mask(mask), x, jnp.zeros_like(x))
+
+
+def exp_limit(dtype: jnp.dtype) -> float:
+    """Where the exponential leaves its curve for its tangent: e⁸⁰ = 5.5e34 in float32, e⁷⁰⁰ = 1e304 in float64."""
+    return 700.0 if dtype == jnp.float64 else 80.0
+
+
+def exp(x: jax.Array) -> jax.Array:
+    """Return eˣ up to exp_limit, its tangent e^c(1 + x − c) beyond: finite, increasing, gradient finite and not 0."""
+    c = exp_limit(x.dtype)
+    return jnp.exp(jnp.minimum(x, c)) * (1.0 + (jnp.maximum(x, c) - c))
+
+
+def expm1(x: jax.Array) -> jax.Array:
+    """Return eˣ − 1 without cancellation near zero, continued by its tangent beyond exp_limit."""
+    c = exp_limit(x.dtype)
+    return jnp.expm1(jnp.minimum(x, c)) + float(np.exp(c)) * (jnp.maximum(x, c) - c)
+
+
+def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """Numerator / denominator, and 0 where the denominator is 0; the gradient is finite in both cases."""
+    empty = denominator == 0
+    return jnp.where(empty, jnp.zeros_like(numerator), numerator / jnp.where(empty, 1.0, denominator))
+
+
+def sqrt(x: jax.Array) -> jax.Array:
+    """√x with gradient 0 instead of infinity at x = 0."""
+    positive = x > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)
+
+
+def deviations(
+    x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mean, x − mean (zero where masked) and count over the masked-in entries of axis, dimensions kept.
+
+    The mean is taken of the distances to one entry, so equal entries deviate by exactly 0 and a large common offset
+    costs no precision.
+    """
+    counted = as_mask(mask)
+    count = jnp.sum(counted, axis=axis, keepdims=True, dtype=x.dtype)
+    anchor = jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, where=counted, initial=-jnp.inf))
+    anchor = jnp.where(count > 0, anchor, 0.0)
+    distance = jnp.where(counted, x - anchor, 0.0)
+    mean_distance = divide(jnp.sum(distance, axis=axis, keepdims=True), count)
+    return anchor + mean_distance, jnp.where(counted, distance - mean_distance, 0.0), count
+
+
+def variance(deviation: jax.Array, count: jax.Array, axis: int | tuple[int, ...] | None, ddof: int = 1) -> jax.Array:
+    """Σ deviation² / (count − ddof), dimensions kept; 0 where count ≤ ddof."""
+    squares = jnp.sum(jnp.square(deviation), axis=axis, keepdims=True)
+    return divide(squares, jnp.maximum(count - ddof, 0.0))

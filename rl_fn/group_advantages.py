@@ -1,0 +1,93 @@
+"""Advantages from a group of answers to one prompt: the other answers are the baseline."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+
+from rl_fn._numerics import Array, Number, as_float, as_mask, deviations, divide, require, sqrt, variance
+
+SCALES = ("group", "batch", "none")
+
+Rewards = Float[Array, "*batch G"]
+Valid = Bool[Array, "*batch G"]
+
+
+def _valid(rewards: jax.Array, valid: Array | None) -> jax.Array:
+    return jnp.ones(rewards.shape, dtype=bool) if valid is None else as_mask(valid)
+
+
+def grpo_advantages(
+    rewards: Rewards, valid: Valid | None = None, *, scale: str = "group", eps: Number = 1e-6
+) -> Rewards:
+    """GRPO's group-relative advantage.
+
+    (r − mean) / (std + ε), std unbiased (n − 1)
+
+    The paper says std without saying which; the unbiased one is the field's choice. ε is absolute: it shrinks
+    advantages noticeably once std comes near it. `eps=0` is legal.
+
+    Args:
+        rewards: `*batch G`, one group of G answers along the last axis.
+        valid: True where an answer exists, `*batch G`; all by default.
+        scale: what std is taken over: "group", "batch" (all valid rewards passed in), or "none" (Dr. GRPO: no
+            division).
+        eps: ε, ≥ 0.
+
+    Returns:
+        `*batch G`, zero where invalid. A group of one and a group of equal rewards give exactly 0.
+
+    Raises:
+        ValueError: for an unknown scale or a negative eps.
+
+    Reference:
+        Shao et al. (DeepSeekMath), arXiv 2402.03300, section 4.1.2; "none": Liu et al., arXiv 2503.20783, section 3.2.
+
+    >>> import jax.numpy as jnp
+    >>> grpo_advantages(jnp.array([[1.0, 0.0, 0.5], [0.7, 0.7, 0.7]])).round(3).tolist()
+    [[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]
+
+    """
+    require(scale in SCALES, f"scale must be one of {SCALES}, got {scale!r}")
+    require(eps >= 0, f"eps must not be negative, got {eps}")
+    (r,) = as_float(rewards)
+    counted = _valid(r, valid)
+    _, deviation, count = deviations(r, counted, axis=-1)
+    if scale == "none":
+        return deviation
+    if scale == "group":
+        spread = sqrt(variance(deviation, count, -1))
+    else:
+        _, from_batch_mean, batch_count = deviations(r, counted)
+        spread = sqrt(variance(from_batch_mean, batch_count, None))
+    return divide(deviation, jnp.broadcast_to(spread + eps, deviation.shape))
+
+
+def rloo_advantages(rewards: Rewards, valid: Valid | None = None) -> Rewards:
+    """REINFORCE leave-one-out: the mean of the other answers is the baseline.
+
+    rᵢ − 1/(G − 1) Σ_{j≠i} rⱼ = G/(G − 1) (rᵢ − mean)
+
+    Args:
+        rewards: `*batch G`, one group of G ≥ 2 answers along the last axis.
+        valid: True where an answer exists, `*batch G`; all by default.
+
+    Returns:
+        `*batch G`, zero where invalid, and where an answer is the only valid one of its group (it has no baseline, and
+        contributes nothing). Equal rewards give exactly 0.
+
+    Raises:
+        ValueError: if G < 2.
+
+    Reference:
+        Ahmadian et al., arXiv 2402.14740, equation 8.
+
+    >>> import jax.numpy as jnp
+    >>> rloo_advantages(jnp.array([1.0, 0.0, 0.5])).tolist()
+    [0.75, -0.75, 0.0]
+
+    """
+    group = rewards.shape[-1]
+    require(group >= 2, f"leaving one out needs a group of at least 2, got rewards of shape {rewards.shape}")
+    (r,) = as_float(rewards)
+    _, deviation, count = deviations(r, _valid(r, valid), axis=-1)
+    return deviation * divide(count, jnp.maximum(count - 1.0, 0.0))
