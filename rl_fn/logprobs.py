@@ -24,6 +24,9 @@ class RowState(NamedTuple):
 
     maximum = max x;  sum_exp = Σ e^{x − maximum};  weighted = Σ (x − maximum) e^{x − maximum};
     target = x at the row's token, −inf where the tile does not hold it (or the support excludes it)
+
+    The maximum is a reference point that results do not depend on, held constant in derivatives: gradients are those of
+    `finish(state)`, not of the fields one by one.
     """
 
     maximum: PerRow

@@ -34,6 +34,7 @@ class Aggregation:
         require(self.mode in aggregation.MODES, f"mode must be one of {aggregation.MODES}, got {self.mode!r}")
         norm = self.mode == "seq-mean-token-sum-norm"
         require(norm == (self.horizon is not None), f"horizon goes with seq-mean-token-sum-norm only: {self}")
+        require(self.horizon is None or self.horizon > 0, f"the horizon must be positive, got {self.horizon}")
 
     def __call__(self, x: Array, mask: Array, segment_ids: Array | None) -> aggregation.Ratio:
         """Return the undivided aggregate."""

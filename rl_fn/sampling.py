@@ -18,7 +18,7 @@ Count = int | Integer[Array, "..."]
 
 def _column(parameter: jax.Array, logits: jax.Array) -> jax.Array:
     """Shape a number, or one per row, to meet logits of `*batch V`."""
-    require(parameter.ndim in (0, logits.ndim - 1), f"need a number or one per row, got shape {parameter.shape}")
+    require(parameter.shape in ((), logits.shape[:-1]), f"need a number or one per row, got shape {parameter.shape}")
     return jnp.broadcast_to(parameter[..., None] if parameter.ndim else parameter, (*logits.shape[:-1], 1))
 
 

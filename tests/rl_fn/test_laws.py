@@ -1,0 +1,177 @@
+"""Laws that every public function obeys, generated over the registry."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl_fn.laws import (
+    DETERMINISTIC,
+    DIFFERENTIABLE,
+    MASKED,
+    close,
+    compiled,
+    function_of_arrays,
+    gradient,
+    run,
+    split,
+    with_junk,
+)
+from tests.rl_fn.registry import CASES, T
+
+SEEDS = st.integers(0, 2**32 - 1)
+MASKED_DIFFERENTIABLE = sorted(set(MASKED) & set(DIFFERENTIABLE))
+
+
+@pytest.mark.parametrize("key", MASKED)
+@given(seed=SEEDS)
+def test_masked_positions_do_not_reach_the_value(key, seed):
+    args, kwargs = CASES[key].make(seed)
+    clean, dirty = run(key, args, kwargs), run(key, with_junk(key, args, seed), kwargs)
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("key", MASKED_DIFFERENTIABLE)
+@given(seed=SEEDS)
+def test_masked_positions_do_not_reach_the_gradient(key, seed):
+    args, kwargs = CASES[key].make(seed)
+    mask = args[CASES[key].mask]
+    clean, dirty = gradient(key, args, kwargs), gradient(key, with_junk(key, args, seed), kwargs)
+    for position, a, b in zip(CASES[key].differentiable, clean, dirty, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.isfinite(b).all()
+        if position in CASES[key].masked:
+            assert (b[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("key", MASKED)
+@pytest.mark.parametrize("counted", ["nothing", "one"])
+def test_nothing_or_one_counted_is_finite(key, counted):
+    args, kwargs = CASES[key].make(3)
+    mask = np.zeros_like(args[CASES[key].mask])
+    mask.flat[2] = counted == "one"
+    args = tuple(mask if i == CASES[key].mask else x for i, x in enumerate(args))
+    args = with_junk(key, args, 3)
+    for leaf in run(key, args, kwargs):
+        assert np.isfinite(leaf).all()
+        if counted == "nothing":
+            assert (leaf == 0).all()
+    if CASES[key].differentiable:
+        assert all(np.isfinite(g).all() for g in gradient(key, args, kwargs))
+
+
+@pytest.mark.parametrize("key", DETERMINISTIC)
+def test_jit_and_eager_agree(key):
+    args, kwargs = CASES[key].make(5)
+    close(run(key, args, kwargs), jax.tree.leaves(CASES[key].function(*args, **kwargs)))
+
+
+@pytest.mark.parametrize("key", DETERMINISTIC)
+def test_vmap_is_a_loop(key):
+    calls = [split(*CASES[key].make(seed))[0] for seed in (11, 12, 13)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *calls)
+    mapped = jax.tree.leaves(jax.jit(jax.vmap(function_of_arrays(key)))(*stacked))
+    for i, arrays in enumerate(calls):
+        close([leaf[i] for leaf in mapped], jax.tree.leaves(compiled(key)(*arrays)))
+
+
+@pytest.mark.parametrize("key", DIFFERENTIABLE)
+def test_gradient_is_the_difference_quotient(key):
+    case = CASES[key]
+    with jax.enable_x64(True):
+        arrays, _ = split(*case.make(17))
+        wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in arrays]
+        call = function_of_arrays(key)
+
+        def scalar(*values):
+            leaves = [x for x in jax.tree.leaves(call(*values)) if jnp.issubdtype(x.dtype, jnp.floating)]
+            assert all(leaf.dtype == jnp.float64 for leaf in leaves)
+            return sum(jnp.vdot(jnp.cos(jnp.arange(x.size, dtype=x.dtype)), x.ravel()) for x in leaves if x.size)
+
+        evaluate = jax.jit(jax.value_and_grad(scalar, argnums=case.differentiable))
+        _, gradients = evaluate(*wide)
+        rng = np.random.default_rng(0)
+        for position, got in zip(case.differentiable, gradients, strict=True):
+            direction = rng.normal(size=wide[position].shape)
+            moved = [
+                [x + step * direction if i == position else x for i, x in enumerate(wide)] for step in (-1e-6, 1e-6)
+            ]
+            expected = (evaluate(*moved[1])[0] - evaluate(*moved[0])[0]) / 2e-6
+            np.testing.assert_allclose(np.vdot(np.asarray(got), direction), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("key", DETERMINISTIC)
+def test_bfloat16_in_is_float32_inside(key):
+    arrays, _ = split(*CASES[key].make(19))
+    narrow = [jnp.asarray(x).astype(jnp.bfloat16) if _is_float(x) else x for x in arrays]
+    if not any(_is_float(x) for x in arrays):
+        return
+    widened = [x.astype(jnp.float32) if _is_float(x) else x for x in narrow]
+    got, expected = (jax.tree.leaves(compiled(key)(*values)) for values in (narrow, widened))
+    assert not any(leaf.dtype in (jnp.bfloat16, jnp.float16) for leaf in got)
+    close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def _is_float(x) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _paddable(key: str) -> bool:
+    args, kwargs = CASES[key].make(0)
+    return args[CASES[key].mask].shape[-1] == T and kwargs.get("axis") is None
+
+
+@pytest.mark.parametrize("key", [key for key in MASKED if _paddable(key)])
+@given(seed=SEEDS)
+def test_padding_changes_nothing(key, seed):
+    args, kwargs = CASES[key].make(seed)
+    shape = args[CASES[key].mask].shape
+
+    def pad(x, fill):
+        return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 3)], constant_values=fill)
+
+    def padded(i, x):
+        return pad(x, False if i == CASES[key].mask else np.nan) if np.shape(x) == shape else x
+
+    wide_args = tuple(padded(i, x) for i, x in enumerate(args))
+    wide_kwargs = {k: pad(x, 99) if k == "segment_ids" else x for k, x in kwargs.items()}
+    for a, b in zip(run(key, args, kwargs), run(key, wide_args, wide_kwargs), strict=True):
+        if a.shape == b.shape:
+            close([b], [a])
+        else:
+            close([b[..., :T]], [a])
+            assert not b[..., T:].any()
+
+
+@pytest.mark.parametrize("key", MASKED)
+@given(seed=SEEDS)
+def test_order_of_rows_does_not_matter(key, seed):
+    args, kwargs = CASES[key].make(seed)
+    rows = args[CASES[key].mask].shape[0]
+    order = np.random.default_rng(seed).permutation(rows)
+
+    def permuted(x):
+        return x[order] if isinstance(x, np.ndarray) and x.ndim and x.shape[0] == rows else x
+
+    shuffled = run(key, tuple(map(permuted, args)), {k: permuted(x) for k, x in kwargs.items()})
+    close(shuffled, [permuted(leaf) for leaf in run(key, args, kwargs)])
+
+
+FAR = ["log_ratio[token]", "log_ratio[sequence]", "kl_k1", "kl_k2", "kl_k3", "kl_abs", "ppo_clip", "ppo_clip[dual]"]
+FAR += ["mismatch_metrics", "truncated_importance_weights[token]", "masked_importance_weights[token]"]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("key", FAR)
+def test_log_ratios_of_a_hundred_are_finite(key, sign):
+    args, kwargs = CASES[key].make(23)
+    mask = np.ones_like(args[CASES[key].mask])
+    far = [np.full(mask.shape, min(0.0, s * 100.0), np.float32) for s in (sign, -sign)]
+    pair = CASES[key].masked[:2]
+    args = tuple(mask if i == CASES[key].mask else far[pair.index(i)] if i in pair else x for i, x in enumerate(args))
+    assert all(np.isfinite(leaf).all() for leaf in run(key, args, kwargs))
+    if CASES[key].differentiable:
+        assert all(np.isfinite(g).all() for g in gradient(key, args, kwargs))

@@ -1,0 +1,222 @@
+"""Objectives: cut a batch anyhow and it adds up; replace any piece; missing inputs are named."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rl_fn
+from tests.oracle import core
+from tests.rl_fn.registry import RECIPES, Draw
+
+EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.01, "correction_cap": 2.0}
+OBJECTIVES = {name: getattr(rl_fn, name)(**EVERYTHING) for name in RECIPES}
+OBJECTIVES["dr_grpo-horizon"] = rl_fn.dr_grpo(horizon=16, **EVERYTHING)
+OBJECTIVES["dapo-masked"] = rl_fn.dapo(**EVERYTHING)._replace(correction=rl_fn.MaskedImportance(0.3, 4.0))
+SHAPE = (8, 5)
+
+
+def _batch(seed: int = 0, shape: tuple[int, int] = SHAPE) -> rl_fn.Batch:
+    d = Draw(seed)
+    logprobs = d.logprobs(*shape)
+    near = [logprobs + d.normal(*shape, scale=0.3) for _ in range(3)]
+    return rl_fn.Batch(logprobs, near[0], d.normal(*shape), d.mask(*shape), near[1], near[2], d.positive(*shape))
+
+
+def _sliced(batch: rl_fn.Batch, rows) -> rl_fn.Batch:
+    return rl_fn.Batch(*(x if x is None else x[rows] for x in batch))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_micro_batches_add_up_to_the_whole(name):
+    objective, batch = OBJECTIVES[name], _batch()
+    loss, metrics = objective(batch)
+    cuts = [slice(a, b) for a, b in itertools.pairwise((0, 1, 4, 8))]
+    parts = [objective.parts(_sliced(batch, rows)) for rows in cuts]
+    np.testing.assert_allclose(sum(p[0] for p in parts).value(), loss, rtol=1e-5)
+    for metric, value in metrics.items():
+        np.testing.assert_allclose(sum(p[1][metric] for p in parts).value(), value, rtol=1e-5, atol=1e-7)
+    count = objective.denominator(batch.mask)
+    shares = [objective(_sliced(batch, rows), denominator=count)[0] for rows in cuts]
+    np.testing.assert_allclose(sum(map(float, shares)), loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_of_micro_batches_add_up(name):
+    objective, batch = OBJECTIVES[name], _batch(1)
+    count = objective.denominator(batch.mask)
+
+    def loss(x, rows):
+        cut = _sliced(batch._replace(logprobs=x), rows)
+        return objective(cut, denominator=count)[0]
+
+    x = jnp.asarray(batch.logprobs)
+    whole = jax.grad(loss)(x, slice(0, 8))
+    added = sum(jax.grad(loss)(x, slice(i, i + 4)) for i in (0, 4))
+    np.testing.assert_allclose(added, whole, rtol=1e-5, atol=1e-7)
+    assert np.asarray(whole).any()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_packed_batch_is_the_padded_one(name):
+    objective, batch = OBJECTIVES[name], _batch(2)
+    ids = np.repeat(np.arange(8, dtype=np.int32), 5)[None]
+    packed = rl_fn.Batch(*(x if x is None else x.reshape(1, -1) for x in batch[:7]), segment_ids=ids)
+    for a, b in zip(jax.tree.leaves(objective(batch)), jax.tree.leaves(objective(packed)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert float(objective.denominator(batch.mask)) == float(objective.denominator(packed.mask, ids))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_junk_at_masked_positions_is_harmless(name):
+    objective, batch = OBJECTIVES[name], _batch(3)
+    junk = np.random.default_rng(0).choice(np.array([np.nan, np.inf, -np.inf], np.float32), size=SHAPE)
+    dirty = rl_fn.Batch(*(x if x is None or x is batch.mask else np.where(batch.mask, x, junk) for x in batch))
+
+    def loss(x, other):
+        return objective(other._replace(logprobs=x))
+
+    outcome = [jax.value_and_grad(loss, has_aux=True)(jnp.asarray(b.logprobs), b) for b in (batch, dirty)]
+    for a, b in zip(*map(jax.tree.leaves, outcome), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_jit_takes_the_objective_as_function_and_as_static_argument():
+    objective, batch = OBJECTIVES["dapo"], _batch(4)
+    static = jax.jit(lambda o, b: o(b)[0], static_argnums=0)
+    np.testing.assert_allclose(jax.jit(objective)(batch)[0], objective(batch)[0], rtol=1e-6)
+    np.testing.assert_allclose(static(objective, batch), objective(batch)[0], rtol=1e-6)
+
+
+def test_objectives_compare_by_value_and_pieces_by_class():
+    assert rl_fn.grpo() == rl_fn.grpo() != rl_fn.grpo(clip_high=0.3)
+    assert hash(rl_fn.grpo()) == hash(rl_fn.grpo())
+    assert rl_fn.Reinforce() != rl_fn.LeaveOneOut()
+    a, b = (rl_fn.rloo()._replace(loss=loss) for loss in (rl_fn.Reinforce(), rl_fn.LeaveOneOut()))
+    assert a != b
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a.loss = rl_fn.Clip()
+
+
+def test_the_dapo_loss_is_its_equation():
+    batch = _batch(5)
+    per_token = core.ppo_clip(*batch[:4], clip_low=0.2, clip_high=0.28)
+    loss, metrics = rl_fn.dapo()(batch)
+    np.testing.assert_allclose(loss, core.aggregate(per_token, batch.mask, "token-mean"), rtol=1e-5)
+    cut = core.clipped_tokens(*batch[:4], clip_low=0.2, clip_high=0.28)
+    np.testing.assert_allclose(metrics["clip_fraction"], cut.sum() / batch.mask.sum(), rtol=1e-6)
+
+
+def test_the_grpo_loss_with_everything_is_its_equation():
+    b = _batch(6)
+    objective = rl_fn.grpo(kl_coef=0.04, entropy_coef=0.01, correction_cap=2.0)
+    weights = core.truncated_importance_weights(b.old_logprobs - b.rollout_logprobs, b.mask, cap=2.0)
+    per_token = weights * core.ppo_clip(*b[:4]) + 0.04 * core.kl_k3(b.logprobs, b.ref_logprobs) - 0.01 * b.entropies
+    loss, metrics = objective(b)
+    np.testing.assert_allclose(loss, core.aggregate(per_token, b.mask, "seq-mean-token-mean"), rtol=1e-5)
+    mean = {
+        "kl": core.kl_k3(b.logprobs, b.ref_logprobs),
+        "entropy": b.entropies,
+        "ratio_mean": np.exp(b.logprobs - b.old_logprobs),
+        "approx_kl": core.kl_k3(b.old_logprobs, b.logprobs),
+        "mismatch_k3": core.kl_k3(b.rollout_logprobs, b.old_logprobs),
+        "correction_weight": weights,
+    }
+    for metric, x in mean.items():
+        np.testing.assert_allclose(metrics[metric], core.aggregate(x, b.mask, "token-mean"), rtol=2e-5, err_msg=metric)
+
+
+def test_metrics_carry_no_gradient():
+    batch = _batch(7)
+
+    def ratio_mean(x):
+        return OBJECTIVES["grpo"](batch._replace(logprobs=x))[1]["ratio_mean"]
+
+    assert not jax.grad(ratio_mean)(jnp.asarray(batch.logprobs)).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [({"kl_coef": 0.1}, "ref_logprobs"), ({"entropy_coef": 0.1}, "entropies"), ({"correction_cap": 2.0}, "rollout")],
+)
+def test_a_missing_input_is_named(arguments, missing):
+    batch = rl_fn.Batch(*_batch()[:4])
+    with pytest.raises(ValueError, match=missing):
+        rl_fn.dapo(**arguments)(batch)
+
+
+def test_group_advantages_are_spread_over_tokens():
+    d = Draw(8)
+    rewards, mask = d.normal(2, 4), d.mask(2, 4, 6)
+    got = rl_fn.grpo().advantages(rewards, mask)
+    np.testing.assert_allclose(got, np.where(mask, core.grpo_advantages(rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6)
+    got = rl_fn.rloo().advantages(rewards, mask)
+    np.testing.assert_allclose(got, np.where(mask, core.rloo_advantages(rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="no critic"):
+        rl_fn.grpo().token_advantages(rewards, rewards, mask[..., 0])
+
+
+def test_ppo_takes_a_critic():
+    d = Draw(9)
+    rewards, values, mask = d.normal(), d.normal(), d.mask()
+    plain = rl_fn.ppo(whiten=False, lam=0.9).token_advantages(rewards, values, mask)
+    advantages, returns = core.gae(rewards, values, mask, lam=0.9)
+    np.testing.assert_allclose(plain.advantages, advantages, rtol=1e-4, atol=1e-5)
+    whitened = rl_fn.ppo(lam=0.9).token_advantages(rewards, values, mask)
+    np.testing.assert_allclose(whitened.advantages, core.whiten(advantages, mask), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(whitened.returns, returns, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="critic"):
+        rl_fn.ppo().advantages(rewards, mask[..., None])
+
+
+def test_any_function_of_a_batch_can_be_the_loss():
+    def cispo(b):
+        ratio = jax.lax.stop_gradient(jnp.minimum(jnp.exp(b.logprobs - b.old_logprobs), 1.2))
+        return -ratio * b.advantages * b.logprobs
+
+    objective = rl_fn.dapo()._replace(loss=cispo)
+    loss, metrics = jax.jit(objective)(_batch())
+    assert np.isfinite(loss) and "clip_fraction" not in metrics
+    assert "cispo" in objective.explain()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+def test_kl_estimators_by_name(estimator):
+    batch = _batch(10)
+    _, metrics = rl_fn.dapo(kl_coef=0.5, kl_estimator=estimator)(batch)
+    x = getattr(core, f"kl_{estimator.rstrip('+')}")(batch.logprobs, batch.ref_logprobs)
+    np.testing.assert_allclose(metrics["kl"], core.aggregate(x, batch.mask, "token-mean"), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_explanations_hold_the_constants(name):
+    text = OBJECTIVES[name].explain()
+    assert text.startswith(OBJECTIVES[name].name)
+    assert all(part in text for part in ("0.1·kl", "0.01·H", "w ="))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: rl_fn.Aggregation("mean"),
+        lambda: rl_fn.Aggregation("token-mean", 16.0),
+        lambda: rl_fn.Aggregation("seq-mean-token-sum-norm"),
+        lambda: rl_fn.Clip(low=-0.1),
+        lambda: rl_fn.Clip(dual=0.5),
+        lambda: rl_fn.KL("k4", 0.1),
+        lambda: rl_fn.KL("k3", -0.1),
+        lambda: rl_fn.GAE(lam=1.5),
+        lambda: rl_fn.Entropy(-1.0),
+        lambda: rl_fn.TruncatedImportance(cap=0.0),
+        lambda: rl_fn.TruncatedImportance(level="word"),
+        lambda: rl_fn.MaskedImportance(low=2.0, high=1.0),
+        lambda: rl_fn.GroupNormalised("world"),
+        lambda: rl_fn.dr_grpo(horizon=0),
+    ],
+)
+def test_bad_constants_are_refused(bad):
+    with pytest.raises(ValueError, match=r"must|need|goes"):
+        bad()
