@@ -1,0 +1,27 @@
+"""``InferenceEngine``: prompts in, token ids and the log-probabilities they were drawn with out."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from rl_bridge.engines.base import Engine, What
+from rl_bridge.types import Completion, Prompt, SamplingParams
+
+
+class InferenceEngine(Engine):
+    """A rollout worker (``rl_bridge.rollout``) behind the same face wherever it runs."""
+
+    movable: tuple[What, ...] = ("weights", "kv_cache")
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """``sampling.n`` completions a prompt, prompt by prompt. Token ids are never decoded and encoded again."""
+        return self.call("generate", prompts, sampling)
+
+    def update_weights(self, named_weights: Iterable[tuple[str, Tensor, int]], version: int) -> None:
+        """Take over new weights: an unknown, missing or damaged tensor, or an older version, is an error."""
+        self.call("update_weights", named_weights, version)
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that the next completions will be drawn from."""
+        return self.call("weights_version")

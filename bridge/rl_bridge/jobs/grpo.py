@@ -1,0 +1,185 @@
+"""GRPO post-training from a config: data, model, warm start, reinforcement learning, evaluation, results."""
+
+import copy
+import platform
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import rl_fn
+from rl_bridge.atomic import write_json
+from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
+from rl_bridge.data.reading import read_rows
+from rl_bridge.data.stream import RowStream
+from rl_bridge.engines import InferenceEngine, TrainEngine
+from rl_bridge.models.encoding import answer_completion
+from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
+from rl_bridge.rewards import Reward, exact_match, load_reward
+from rl_bridge.rollout import InProcessRollout
+from rl_bridge.tracking.run import Run, free_folder
+from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
+from rl_bridge.trainers.module import OptimizerConfig
+from rl_bridge.trainers.policy import PolicyModule
+from rl_bridge.trainers.sft import SFTConfig, SupervisedModule, sft
+
+RECIPES = {
+    "reinforce": rl_fn.reinforce_objective,
+    "grpo": rl_fn.grpo,
+    "dr_grpo": rl_fn.dr_grpo,
+    "dapo": rl_fn.dapo,
+    "rloo": rl_fn.rloo,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """An ``rl_fn`` recipe by name; what is None keeps the paper's value."""
+
+    algorithm: Literal["reinforce", "grpo", "dr_grpo", "dapo", "rloo"] = "dapo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coef: float | None = None
+    entropy_coef: float | None = None
+
+    def build(self) -> rl_fn.Objective:
+        """The objective."""
+        options = {"clip_low": self.clip_low, "clip_high": self.clip_high, "kl_coef": self.kl_coef}
+        options["entropy_coef"] = self.entropy_coef
+        try:
+            return RECIPES[self.algorithm](**{name: value for name, value in options.items() if value is not None})
+        except TypeError as error:
+            raise ValueError(f"{self.algorithm} does not take these options: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOJob:
+    """Everything a run depends on. ``data`` None is two-digit arithmetic; ``model`` None a tiny new Qwen2."""
+
+    grpo: GRPOConfig
+    optimizer: OptimizerConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    sft: SFTConfig = SFTConfig()
+    name: str = "grpo"
+    output: Path = Path("runs")
+    seed: int = 0
+    resume: bool = False
+    model: str | None = None
+    """Folder or hub id in Hugging Face format."""
+    data: str | None = None
+    """JSON, JSONL, CSV, Parquet or Arrow file, or a Hugging Face dataset; rows have ``prompt`` (and ``answer``)."""
+    eval_data: str | None = None
+    """Held-out rows; None holds ``held_out`` rows of ``data`` back."""
+    held_out: int = 600
+    reward: str | None = None
+    """``FILE.py:function`` called with (completion, row); None compares with the row's ``answer``."""
+    micro_batch_tokens: int = 16384
+    checkpoint_every: int = 50
+    threads: int | None = None
+    """CPU threads; None takes torch's default."""
+
+
+def run_grpo(job: GRPOJob) -> dict[str, Any]:
+    """Run the job to its end and return the summary that ``summary.json`` holds."""
+    reward = exact_match if job.reward is None else load_reward(job.reward)
+    train_rows, held_out = job_rows(job)
+    objective = job.objective.build()
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    seed_everything(job.seed)
+    model, tokenizer = load_pretrained(job.model) if job.model else new_for_rows(train_rows, seed=job.seed)
+    return train_and_evaluate(job, model, tokenizer, train_rows, held_out, reward, objective)
+
+
+def train_and_evaluate(
+    job: GRPOJob,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train_rows: Sequence[dict],
+    held_out: Sequence[dict],
+    reward: Reward,
+    objective: rl_fn.Objective,
+) -> dict[str, Any]:
+    """Warm start, reinforcement learning and evaluation of a model in hand."""
+    folder = job.output / job.name if job.resume else free_folder(job.output, job.name)
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int)
+    with Run(folder, job, resume=job.resume, checkpoint_every=job.checkpoint_every) as run:
+        rollout = InferenceEngine(InProcessRollout(copy.deepcopy(model), tokenizer)).build()
+        supervised = TrainEngine(SupervisedModule(model, job.sft.optimizer, updates=job.sft.steps)).build()
+        stream = RowStream(train_rows, seed=job.seed)
+        sft(run, supervised, stream, lambda row: answer_completion(tokenizer, row), job.sft, pad_token_id=pad)
+        supervised.sync_weights(rollout)
+        before = run.fact("before", lambda: evaluate(rollout, held_out, reward, job.grpo.sampling))
+        run.say(f"held-out accuracy before GRPO: {before['reward']:.3f}")
+
+        module = PolicyModule(
+            model,
+            job.optimizer,
+            objective,
+            updates=job.grpo.steps * job.grpo.minibatches,
+            micro_batch_tokens=job.micro_batch_tokens,
+            temperature=job.grpo.sampling.temperature,
+            first_version=job.sft.steps,
+        )
+        reference = None
+        if objective.kl is not None:
+            frozen = PolicyModule(copy.deepcopy(model), job.optimizer, objective, updates=1)
+            reference = TrainEngine(frozen).build()
+        policy = TrainEngine(module).build()
+        grpo(
+            run,
+            policy,
+            rollout,
+            stream,
+            reward,
+            objective,
+            job.grpo,
+            held_out=held_out,
+            reference=reference,
+            pad_token_id=pad,
+            seed=job.seed,
+        )
+        after = evaluate(rollout, held_out, reward, job.grpo.sampling)
+        save_pretrained(folder / "model", policy, tokenizer)
+        write_json(folder / "samples.json", {"before": before["samples"], "after": after["samples"]})
+        summary = {
+            "accuracy_before": before["reward"],
+            "accuracy_after": after["reward"],
+            "held_out": len(held_out),
+            "seconds": round(run.seconds, 1),
+            "seed": job.seed,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "objective": objective.explain(),
+            "versions": versions(),
+        }
+        run.finish(summary)
+    return summary
+
+
+def job_rows(job: GRPOJob) -> tuple[list[dict], list[dict]]:
+    """Rows to train on and rows held out."""
+    fields = ("prompt", "answer") if job.reward is None or job.sft.steps else ("prompt",)
+    rows = arithmetic_rows() if job.data is None else read_rows(job.data, fields=fields)
+    if job.eval_data is not None:
+        return rows, read_rows(job.eval_data, fields=fields)
+    return split_rows(rows, job.held_out, job.seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Every global generator: what a user's model or reward draws from is reproducible too."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def versions() -> dict[str, str]:
+    """What the result was made with."""
+    packages = ("rl-fn", "jax", "torch", "transformers", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}

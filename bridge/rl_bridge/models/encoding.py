@@ -1,0 +1,35 @@
+"""Prompts and answers → token ids, once; nothing is ever decoded and encoded again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.types import Completion, Prompt
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Text, messages (through the tokenizer's chat template) or token ids → token ids."""
+    if isinstance(prompt, str):
+        ids: Any = _encode_text(tokenizer, prompt, "prompt")
+    elif prompt and isinstance(prompt[0], Mapping):
+        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)  # type: ignore[arg-type]
+    else:
+        ids = prompt
+    if not ids or not all(isinstance(token, int) for token in ids):
+        raise ValueError(f"a prompt must be text, messages or token ids and not be empty, got {prompt!r}")
+    return list(ids)
+
+
+def answer_completion(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Completion:
+    """The row's own ``answer``, with the end-of-sequence token, as if it had been sampled."""
+    text = str(row["answer"])
+    tokens = [*_encode_text(tokenizer, text, "answer"), tokenizer.eos_token_id]
+    return Completion(encode_prompt(tokenizer, row["prompt"]), tokens, [0.0] * len(tokens), text, True)
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:
+    try:
+        return tokenizer(text, add_special_tokens=what == "prompt").input_ids
+    except Exception as error:  # the tokenizers library raises bare Exception for a character it does not know
+        raise ValueError(f"the tokenizer cannot encode the {what} {text!r}: {error}") from error

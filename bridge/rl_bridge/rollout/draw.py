@@ -1,0 +1,70 @@
+"""Drawing a token from logits, with random numbers that depend on the request and the position alone."""
+
+from collections.abc import Callable
+
+import torch
+
+from rl_bridge.functional import from_jax
+from rl_bridge.types import SamplingParams
+from rl_fn import min_p, top_k, top_p
+
+
+_ALL = (1 << 64) - 1
+
+
+def drawing(sampling: SamplingParams) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """A function (logits [N, V], uniforms [N]) → (tokens [N], log-probabilities [N]) for these parameters.
+
+    The log-probability is that of the distribution the token was drawn from, after temperature and truncation.
+    """
+    transforms = [
+        from_jax(lambda logits, f=transform, value=value: f(logits, value))
+        for transform, value in ((top_k, sampling.top_k), (top_p, sampling.top_p), (min_p, sampling.min_p))
+        if value is not None
+    ]
+
+    def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits.float()
+        if sampling.temperature == 0:
+            return logits.argmax(-1), torch.zeros(logits.shape[0], device=logits.device)
+        logits = logits / sampling.temperature
+        for transform in transforms:
+            logits = transform(logits)
+        logprobs = torch.log_softmax(logits, -1)
+        # Inverse CDF in float64: with 10⁵ tokens the float32 sum is off by more than many tokens weigh.
+        cumulative = torch.exp(logprobs.double()).cumsum(-1)
+        tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
+        return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+    return draw
+
+
+def uniform_numbers(seeds: torch.Tensor, position: int) -> torch.Tensor:
+    """One float64 in [0, 1) for each 64-bit seed: splitmix64 of (seed, position), its upper 53 bits."""
+    bits = _mix(_mix(seeds) + _signed((position + 1) * 0x9E3779B97F4A7C15 & _ALL))
+    return _shift(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def request_seeds(seed: int, prompts: int, samples: int, device: torch.device) -> torch.Tensor:
+    """A 64-bit seed for each (prompt, sample), [prompts, samples]: it does not change with the batch around it."""
+    prompt = torch.arange(prompts, device=device)[:, None]
+    sample = torch.arange(samples, device=device)[None, :]
+    start = _mix(torch.tensor(_signed(seed & _ALL), device=device))
+    return _mix(_mix(start + prompt + 1) + sample + 1)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finaliser; int64 arithmetic wraps as uint64 would."""
+    bits = bits + _signed(0x9E3779B97F4A7C15)
+    bits = (bits ^ _shift(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """A logical right shift: torch's ``>>`` on int64 copies the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

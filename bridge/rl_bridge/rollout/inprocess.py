@@ -1,0 +1,139 @@
+"""Generation in this process: any Hugging Face causal LM, batched, with a KV cache."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from rl_bridge.models.encoding import encode_prompt
+from rl_bridge.rollout.draw import drawing, request_seeds, uniform_numbers
+from rl_bridge.types import Completion, Prompt, SamplingParams
+from rl_bridge.weights import NamedWeights, receive_weights
+
+
+class InProcessRollout:
+    """The rollout worker of one device: its own copy of the weights, updated by ``update_weights``."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_batch_rows: int = 1024
+    ) -> None:
+        """``model`` becomes this worker's own. Rows beyond ``max_batch_rows`` wait: it bounds the KV cache."""
+        if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
+            raise ValueError("the tokenizer needs an eos_token and a pad_token")
+        self._model = model.eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+        self._max_batch_rows = max_batch_rows
+        self._version: int | None = 0
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """``sampling.n`` completions a prompt, in the order of the prompts."""
+        version = self.weights_version()
+        encoded = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
+        device, n = self.weights_device(), sampling.n
+        seeds = request_seeds(sampling.seed, len(prompts), n, device)
+        # Prompts of similar length go together, so that little is padding.
+        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+        completions: dict[int, list[Completion]] = {}
+        together = max(1, self._max_batch_rows // n)
+        for start in range(0, len(order), together):
+            chosen = order[start : start + together]
+            rows = self._decode([encoded[i] for i in chosen], seeds[torch.tensor(chosen, device=device)], sampling)
+            answers = [self._completion(encoded[i], *next(rows), version) for i in chosen for _ in range(n)]
+            completions |= {i: answers[k * n : (k + 1) * n] for k, i in enumerate(chosen)}
+        return [answer for i in range(len(prompts)) for answer in completions[i]]
+
+    def update_weights(self, weights: NamedWeights, version: int) -> None:
+        """Take over weights. If it fails, this worker refuses to generate until an update succeeds."""
+        if self._version is not None and version < self._version:
+            raise ValueError(f"stale weights: version {version} came after version {self._version}")
+        self._version = None
+        receive_weights(self._model, weights)
+        self._version = version
+
+    def weights_version(self) -> int:
+        """The version of the weights in use."""
+        if self._version is None:
+            raise ValueError("the weights here are incomplete: they were freed, or an update failed; sync them first")
+        return self._version
+
+    def weights_device(self) -> torch.device:
+        """Where the weights are."""
+        return self._model.device
+
+    def move(self, what: str, device: torch.device) -> None:
+        """Move the weights (to ``meta``: free them). A KV cache lives only during a call, so there is none to move."""
+        if what != "weights":
+            return
+        if device.type == "meta":
+            self._version = None
+        if self.weights_device().type == "meta":
+            self._model.to_empty(device=device)
+        else:
+            self._model.to(device)
+
+    def _completion(self, prompt: list[int], tokens: list[int], logprobs: list[float], version: int) -> Completion:
+        finished = tokens[-1] == self._tokenizer.eos_token_id
+        text = self._tokenizer.decode(tokens[:-1] if finished else tokens)
+        return Completion(prompt, tokens, logprobs, str(text), finished, version)
+
+    def _decode(
+        self, prompts: list[list[int]], seeds: torch.Tensor, sampling: SamplingParams
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """Tokens and log-probabilities of ``sampling.n`` rows a prompt, up to and with the end-of-sequence token.
+
+        A prompt is read once: its keys and values are then repeated for its samples. ``seeds`` is [prompts, n].
+        """
+        device, eos, pad = self.weights_device(), self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        draw, steps, count = drawing(sampling), sampling.max_new_tokens, len(prompts) * sampling.n
+        width = max(len(ids) for ids in prompts)
+        tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
+        padding = torch.tensor([width - len(ids) for ids in prompts], device=device)
+        columns = torch.arange(width, device=device)
+        attended = (columns >= padding[:, None]) if bool(padding.any()) else None
+        positions = (columns - padding[:, None]).clamp(min=0)
+        cache = DynamicCache()
+        logits = self._forward(tokens, attended, positions, cache)
+        if sampling.n > 1:
+            cache.batch_repeat_interleave(sampling.n)
+            logits, padding = (value.repeat_interleave(sampling.n, 0) for value in (logits, padding))
+            attended = None if attended is None else attended.repeat_interleave(sampling.n, 0)
+        seeds, live = seeds.reshape(-1), torch.arange(count, device=device)
+        drawn = torch.full((count, steps), pad, device=device)
+        logprobs = torch.zeros((count, steps), device=device)
+        lengths = torch.full((count,), steps, device=device)
+        running = torch.ones(count, dtype=torch.bool, device=device)
+        for position in range(steps):
+            chosen, chosen_logprobs = draw(logits, uniform_numbers(seeds[live], position))
+            drawn[live, position], logprobs[live, position] = chosen, chosen_logprobs
+            ended = running & (chosen == eos)
+            lengths[live[ended]] = position + 1
+            running &= ~ended
+            left = int(running.sum())
+            if left == 0 or position + 1 == steps:
+                break
+            # Finished rows leave the batch once they are a quarter of it: copying the cache costs about one step.
+            if 4 * left <= 3 * len(running):
+                keep = running.nonzero()[:, 0]
+                cache.batch_select_indices(keep)
+                live, chosen, running = live[keep], chosen[keep], running[keep]
+                attended = None if attended is None else attended[keep]
+            if attended is not None:
+                attended = torch.cat([attended, attended.new_ones(len(live), 1)], 1)
+            positions = (width + position - padding[live])[:, None]
+            logits = self._forward(chosen[:, None], attended, positions, cache)
+        for row, row_logprobs, length in zip(drawn.tolist(), logprobs.tolist(), lengths.tolist(), strict=True):
+            yield row[:length], row_logprobs[:length]
+
+    def _forward(
+        self, tokens: torch.Tensor, attended: torch.Tensor | None, positions: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        """Logits after the last token of each row; the cache grows by the tokens."""
+        return self._model(
+            input_ids=tokens,
+            attention_mask=attended,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]

@@ -1,0 +1,49 @@
+"""Learning curves of a run as one PNG."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from rl_bridge.atomic import replacing
+
+PANELS = ("reward", "held_out", "kl", "approx_kl", "entropy", "clip_fraction", "nll", "grad_norm", "tokens_per_second")
+
+
+def draw_curves(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """A panel a metric that occurs in ``records``, a colour a stage, against the record's time in seconds."""
+    panels = [name for name in PANELS if any(name in record for record in records)]
+    if not panels:
+        raise ValueError("there is nothing to draw: no step was logged")
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(rows, columns)).reshape(-1)
+    stages = list(dict.fromkeys(record["stage"] for record in records))
+    for axis, name in zip(axes, panels, strict=False):
+        for number, stage in enumerate(stages):
+            points = [(r["seconds"], r[name]) for r in records if r["stage"] == stage and name in r]
+            if points:
+                _curve(axis, np.array(points), f"C{number}", stage)
+        axis.set_title(name.replace("_", " "), fontsize=10)
+        axis.set_xlabel("seconds", fontsize=8)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle(title)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+
+
+def _curve(axis: Any, points: np.ndarray, colour: str, label: str) -> None:
+    """The raw points faintly, their running mean over a twentieth of them boldly."""
+    window = max(1, len(points) // 20)
+    if window > 1:
+        axis.plot(points[:, 0], points[:, 1], color=colour, alpha=0.25, linewidth=0.8)
+        smooth = np.convolve(points[:, 1], np.ones(window) / window, mode="valid")
+        axis.plot(points[window - 1 :, 0], smooth, color=colour, label=label)
+    else:
+        axis.plot(points[:, 0], points[:, 1], color=colour, marker="o", markersize=3, label=label)

@@ -1,0 +1,107 @@
+"""Policy optimisation with verifiable rewards on groups of answers: GRPO, DAPO, Dr. GRPO, RLOO, by the objective."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rl_bridge.data.stream import RowStream
+from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
+from rl_bridge.functional import from_jax
+from rl_bridge.rewards import Reward, score
+from rl_bridge.tracking.run import Run
+from rl_bridge.trainers.policy import mean
+from rl_bridge.types import SamplingParams, TokenBatch, collate
+from rl_fn import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """One step: ``prompts_per_step`` prompts, ``sampling.n`` answers each, ``minibatches`` updates."""
+
+    steps: int
+    prompts_per_step: int
+    sampling: SamplingParams
+    minibatches: int = 1
+    evaluate_every: int = 25
+    recompute_old_logprobs: bool = False
+    """False takes π_old from sampling time: exact where the rollout has the trainer's own weights and precision."""
+
+    def __post_init__(self) -> None:
+        """Refuse what has no group to compare within."""
+        if min(self.steps, self.prompts_per_step, self.minibatches, self.evaluate_every) < 1 or self.sampling.n < 2:
+            raise ValueError(f"counts must be ≥ 1 and a group needs sampling.n ≥ 2 answers, got {self}")
+
+
+def grpo(
+    run: Run,
+    policy: TrainEngine,
+    rollout: InferenceEngine,
+    stream: RowStream,
+    reward: Reward,
+    objective: Objective,
+    config: GRPOConfig,
+    *,
+    held_out: Sequence[dict],
+    reference: TrainEngine | None = None,
+    pad_token_id: int,
+    seed: int,
+) -> None:
+    """Sample, score, compare within groups, update; every step is logged, checkpointed when due, and resumable."""
+    advantages, denominator = from_jax(objective.advantages), from_jax(objective.denominator)
+    state = {"policy": policy, "stream": stream} | ({} if reference is None else {"reference": reference})
+    for step in run.steps("grpo", config.steps, state=state):
+        policy.sync_weights(rollout)
+        rows = stream.take(config.prompts_per_step)
+        sampling = replace(config.sampling, seed=seed * 1_000_003 + step)
+        completions = rollout.generate([row["prompt"] for row in rows], sampling)
+        answered = [row for row in rows for _ in range(sampling.n)]
+        rewards = torch.tensor(score(reward, [c.text for c in completions], answered)).view(len(rows), -1)
+
+        batch = collate(completions, pad_token_id)
+        groups = batch.mask.view(*rewards.shape, -1)
+        batch = batch._replace(
+            advantages=advantages(rewards, groups).flatten(0, 1), old_logprobs=batch.rollout_logprobs
+        )
+        metrics = {"reward": float(rewards.mean()), "tokens": float(batch.mask.sum(1).float().mean())}
+
+        informative = informative_rows(batch, objective)
+        metrics["informative"] = len(informative) / len(completions)
+        for part in informative.tensor_split(config.minibatches) if len(informative) else ():
+            minibatch = batch.rows(part)
+            if config.recompute_old_logprobs:
+                minibatch = minibatch._replace(old_logprobs=policy.token_logprobs(NeedParallel(minibatch)))
+            if reference is not None:
+                minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
+            parts = policy.train_step(NeedParallel(minibatch), float(denominator(minibatch.mask)))
+            metrics |= {name: mean(value) for name, value in parts.items()} | policy.optimizer_step()
+        if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
+            policy.sync_weights(rollout)
+            metrics["held_out"] = evaluate(rollout, held_out, reward, config.sampling)["reward"]
+        run.log(step, metrics, tokens=batch.input_ids.numel())
+
+
+def informative_rows(batch: TokenBatch, objective: Objective) -> torch.Tensor:
+    """Rows that can move the policy: with neither KL nor entropy term, one without advantage has no gradient.
+
+    The denominator counts these rows only, as in DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
+    """
+    assert batch.advantages is not None
+    if objective.kl is not None or objective.entropy is not None:
+        return torch.arange(len(batch.mask))
+    return (batch.advantages != 0).any(1).nonzero()[:, 0]
+
+
+def evaluate(
+    rollout: InferenceEngine, rows: Sequence[dict], reward: Reward, sampling: SamplingParams
+) -> dict[str, Any]:
+    """Greedy answers to ``rows``: the mean reward, and the first few of them to read."""
+    greedy = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=0.0)
+    completions = rollout.generate([row["prompt"] for row in rows], greedy)
+    scores = score(reward, [c.text for c in completions], rows)
+    samples = [
+        {"prompt": row["prompt"], "completion": c.text, "answer": row.get("answer"), "reward": value}
+        for row, c, value in zip(rows[:16], completions, scores, strict=False)
+    ]
+    return {"reward": sum(scores) / len(scores), "samples": samples}

@@ -1,0 +1,70 @@
+"""The module that policy-gradient algorithms train: an ``rl_fn`` objective over a causal LM."""
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_bridge.functional import from_jax
+from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
+from rl_bridge.types import TokenBatch
+from rl_fn import Batch, Objective, Ratio
+
+
+class PolicyModule(CausalLMModule):
+    """``train_step`` accumulates the gradient of the objective over micro-batches; ``optimizer_step`` applies it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: OptimizerConfig,
+        objective: Objective,
+        *,
+        updates: int,
+        micro_batch_tokens: int = 16384,
+        temperature: float = 1.0,
+        first_version: int = 0,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            updates=updates,
+            micro_batch_tokens=micro_batch_tokens,
+            temperature=temperature,
+            first_version=first_version,
+        )
+        self.objective = objective
+        self._parts = from_jax(objective.parts)
+
+    def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
+        """Add the gradient of Σ per-token losses / ``denominator`` to the parameters' gradients.
+
+        ``denominator`` is ``objective.denominator`` of the whole batch, over all micro-batches and workers: the
+        gradient then does not depend on how the batch was cut. Returns undivided metrics, which add up likewise.
+        """
+        if batch.old_logprobs is None or batch.advantages is None:
+            raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
+        metrics: dict[str, Ratio] = {}
+        for piece in batch.micro_batches(self.micro_batch_tokens):
+            logprobs, entropies = self(piece)
+            loss, parts = self._parts(
+                Batch(
+                    logprobs=logprobs,
+                    old_logprobs=piece.old_logprobs,
+                    advantages=piece.advantages,
+                    mask=piece.mask,
+                    rollout_logprobs=piece.rollout_logprobs,
+                    ref_logprobs=piece.ref_logprobs,
+                    # Shown as a metric always; differentiated only where the objective has an entropy bonus.
+                    entropies=entropies if self.objective.entropy is not None else entropies.detach(),
+                )
+            )
+            (loss.total / denominator).backward()
+            for name, part in parts.items():
+                detached = Ratio(part.total.detach().double(), part.denominator.detach().double())
+                metrics[name] = metrics[name] + detached if name in metrics else detached
+        return metrics
+
+
+def mean(metric: Ratio) -> float:
+    """A metric's value as a Python number, once all of its parts are in."""
+    total, denominator = float(torch.as_tensor(metric.total)), float(torch.as_tensor(metric.denominator))
+    return total / denominator if denominator else total

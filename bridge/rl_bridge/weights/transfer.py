@@ -1,0 +1,60 @@
+"""Weights travel as an iterator of (Hugging Face name, tensor, checksum); the receiver proves what arrived."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+NamedWeights = Iterable[tuple[str, torch.Tensor, int]]
+
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+_CHUNK = 1 << 22
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit checksum of a tensor's bits, computed where the tensor lies.
+
+    Words are multiplied by the odd number 2·place + 1 and added, modulo 2⁶⁴: any changed word, and any two exchanged
+    ones that differ, change the sum. Integer arithmetic, so it is the same on every device.
+    """
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    words = next(octets.view(dtype) for size, dtype in _WORDS if octets.numel() % size == 0)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _CHUNK):
+        piece = words[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + piece.numel(), device=tensor.device).mul_(2).add_(1)
+        total += places.mul_(piece).sum()
+    return int(total)
+
+
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Every parameter once (tied ones under their first name), with its checksum."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach(), checksum(parameter)
+
+
+def receive_weights(model: torch.nn.Module, incoming: NamedWeights) -> None:
+    """Copy incoming tensors into ``model``. All of them are checked; nothing may be unknown, missing or damaged.
+
+    Raises:
+        ValueError: a name the model does not have or that comes twice, another shape or dtype, a checksum that does
+            not fit the bits received, or a parameter for which nothing came.
+    """
+    expected = dict(model.named_parameters())
+    seen: set[str] = set()
+    with torch.no_grad():
+        for name, tensor, claimed in incoming:
+            if name not in expected or name in seen:
+                raise ValueError(f"weight {name!r} came twice" if name in seen else f"unknown weight {name!r}")
+            target = expected[name]
+            if tensor.shape != target.shape or tensor.dtype != target.dtype:
+                raise ValueError(
+                    f"weight {name!r}: expected {target.dtype} {tuple(target.shape)}, "
+                    f"got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+            target.copy_(tensor)
+            if checksum(target) != claimed:
+                raise ValueError(f"weight {name!r} was damaged on the way: its checksum is not the sender's")
+            seen.add(name)
+    missing = sorted(set(expected) - seen)
+    if missing:
+        raise ValueError(f"no weights came for {len(missing)} of {len(expected)} parameters, the first: {missing[0]!r}")

@@ -1,0 +1,12 @@
+"""The main job: GRPO of a small language model on two-digit arithmetic, to the end.
+
+    python experiments/quickstart.py            # the same as: rl-fn train grpo
+    python experiments/quickstart.py --help     # every option
+"""
+
+import sys
+
+from rl_bridge.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", "grpo", *sys.argv[1:]]))
