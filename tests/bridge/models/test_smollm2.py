@@ -1,0 +1,73 @@
+import importlib.util
+
+import pytest
+import torch
+
+from rl_bridge.models import smollm2
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec(smollm2.PACKAGE) is None or importlib.util.find_spec("gguf") is None,
+    reason="make install-smollm2",
+)
+
+
+def test_missing_package_names_the_install_command(monkeypatch):
+    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_smollm2")
+    with pytest.raises(ModuleNotFoundError, match=r"no_such_package_smollm2.*make install-smollm2"):
+        smollm2.load_smollm2()
+
+
+@needs_model
+def test_incomplete_package_names_the_file(monkeypatch):
+    monkeypatch.setattr(smollm2, "FILE", "absent.gguf")
+    with pytest.raises(FileNotFoundError, match=r"absent\.gguf.*make install-smollm2"):
+        smollm2.load_smollm2()
+
+
+# Reading the file takes 20 seconds on an idle machine, hence "slow".
+@pytest.fixture(scope="module")
+def loaded():
+    return smollm2.load_smollm2()
+
+
+@pytest.mark.slow
+@needs_model
+def test_model_is_trainable_float32_with_tied_embeddings(loaded):
+    model, _ = loaded
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.slow
+@needs_model
+def test_padding_is_not_the_end_of_a_turn(loaded):
+    model, tokenizer = loaded
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    for config in (model.config, model.generation_config):
+        assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
+@pytest.mark.slow
+@needs_model
+def test_every_digit_is_a_token(loaded):
+    _, tokenizer = loaded
+    text = "12345 + 67\n\n89"
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+    assert [token for token in tokens if token.strip("Ġ").isdigit()] == list("123456789")
+    assert tokens[-3:] == ["ĊĊ", "8", "9"]
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@pytest.mark.slow
+@needs_model
+def test_knows_the_capital_of_france(loaded):
+    model, tokenizer = loaded
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert tokenizer.decode(inputs["input_ids"][0]).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
+    tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(tokens)
+    assert tokens[-1] == tokenizer.eos_token_id
