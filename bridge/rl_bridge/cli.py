@@ -1,7 +1,8 @@
 """The command ``rl-fn``."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 
@@ -23,17 +24,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = words in ([], ["--help"], ["-h"])
         print(USAGE if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{USAGE}", end="")
         return 0 if wanted else 2
-    return train_grpo(tyro.cli(GRPOJob, default=quickstart(), args=words[2:], prog="rl-fn train grpo"))
+    return report(run_grpo, tyro.cli(GRPOJob, default=quickstart(), args=words[2:], prog="rl-fn train grpo"))
 
 
-def train_grpo(job: GRPOJob) -> int:
-    """Run GRPO, print the result on the last line. A user's mistake is one line, not a traceback."""
+def report(run: Callable[[GRPOJob], dict[str, Any]], job: GRPOJob) -> int:
+    """Run a job and print its result on the last line. A user's mistake is one line, not a traceback."""
     try:
-        summary = run_grpo(job)
+        summary = run(job)
     except Stopped as stop:
-        print(f"{stop}; go on with: rl-fn train grpo --name {job.name} --resume (and the same options)")
+        print(f"{stop}; go on with the same command and --name {stop.name} --resume")
         return 130
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+    except (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError) as error:
         print(f"rl-fn: error: {error}", file=sys.stderr)
         return 1
     before, after = summary["accuracy_before"], summary["accuracy_after"]

@@ -23,6 +23,7 @@ from rl_bridge.models.encoding import answer_completion
 from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
 from rl_bridge.rewards import Reward, exact_match, load_reward
 from rl_bridge.rollout import InProcessRollout
+from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.run import Run, free_folder
 from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
 from rl_bridge.trainers.module import OptimizerConfig
@@ -89,12 +90,17 @@ def run_grpo(job: GRPOJob) -> dict[str, Any]:
     """Run the job to its end and return the summary that ``summary.json`` holds."""
     reward = exact_match if job.reward is None else load_reward(job.reward)
     train_rows, held_out = job_rows(job)
-    objective = job.objective.build()
+    objective = prepare(job)
+    model, tokenizer = load_pretrained(job.model) if job.model else new_for_rows(train_rows, seed=job.seed)
+    return train_and_evaluate(job, model, tokenizer, train_rows, held_out, reward, objective)
+
+
+def prepare(job: GRPOJob) -> rl_fn.Objective:
+    """Threads and seeds of the process, and the objective: what comes before a model is made."""
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     seed_everything(job.seed)
-    model, tokenizer = load_pretrained(job.model) if job.model else new_for_rows(train_rows, seed=job.seed)
-    return train_and_evaluate(job, model, tokenizer, train_rows, held_out, reward, objective)
+    return job.objective.build()
 
 
 def train_and_evaluate(
@@ -152,6 +158,7 @@ def train_and_evaluate(
         summary = {
             "accuracy_before": before["reward"],
             "accuracy_after": after["reward"],
+            "gain": confidence_interval(after["scores"], before["scores"]),
             "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
             "seed": job.seed,

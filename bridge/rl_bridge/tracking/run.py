@@ -26,7 +26,11 @@ class Stateful(Protocol):
 
 
 class Stopped(KeyboardInterrupt):
-    """The user pressed Ctrl-C; a checkpoint of the last whole step is on disk."""
+    """The user pressed Ctrl-C; a checkpoint of the last whole step of the run ``name`` is on disk."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class Run:
@@ -93,7 +97,7 @@ class Run:
             if done == total or done % self._every == 0 or self._stop:
                 self._save(stage, done, state, finished)
             if self._stop:
-                raise Stopped(f"stopped after step {done} of {total} of {stage}")
+                raise Stopped(f"stopped after step {done} of {total} of {stage}", self.folder.name)
         self._bar.close()
         # A checkpoint of the next stage remembers that this one is behind it.
         if self._resumed is None:

@@ -96,7 +96,7 @@ def informative_rows(batch: TokenBatch, objective: Objective) -> torch.Tensor:
 def evaluate(
     rollout: InferenceEngine, rows: Sequence[dict], reward: Reward, sampling: SamplingParams
 ) -> dict[str, Any]:
-    """Greedy answers to ``rows``: the mean reward, and the first few of them to read."""
+    """Greedy answers to ``rows``: the mean reward, each row's score, and the first few answers to read."""
     greedy = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=0.0)
     completions = rollout.generate([row["prompt"] for row in rows], greedy)
     scores = score(reward, [c.text for c in completions], rows)
@@ -104,4 +104,4 @@ def evaluate(
         {"prompt": row["prompt"], "completion": c.text, "answer": row.get("answer"), "reward": value}
         for row, c, value in zip(rows[:16], completions, scores, strict=False)
     ]
-    return {"reward": sum(scores) / len(scores), "samples": samples}
+    return {"reward": sum(scores) / len(scores), "scores": scores, "samples": samples}
