@@ -61,7 +61,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOJob:
-    """Everything a run depends on. ``data`` None is two-digit arithmetic; ``model`` None a tiny new Qwen2."""
+    """Everything a run depends on. ``data`` None is two-digit addition; ``model`` None a tiny new Qwen2."""
 
     grpo: GRPOConfig
     optimizer: OptimizerConfig
@@ -80,6 +80,8 @@ class GRPOJob:
     held_out: int = 600
     reward: str | None = None
     """``FILE.py:function`` called with (completion, row); None compares with the row's ``answer``."""
+    track_kl: bool = True
+    """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass."""
     micro_batch_tokens: int = 16384
     checkpoint_every: int = 50
     threads: int | None = None
@@ -135,7 +137,7 @@ def train_and_evaluate(
             first_version=job.sft.steps,
         )
         reference = None
-        if objective.kl is not None:
+        if objective.kl is not None or job.track_kl:
             frozen = PolicyModule(copy.deepcopy(model), job.optimizer, objective, updates=1)
             reference = TrainEngine(frozen).build()
         policy = TrainEngine(module).build()
@@ -173,7 +175,7 @@ def train_and_evaluate(
 def job_rows(job: GRPOJob) -> tuple[list[dict], list[dict]]:
     """Rows to train on and rows held out."""
     fields = ("prompt", "answer") if job.reward is None or job.sft.steps else ("prompt",)
-    rows = arithmetic_rows() if job.data is None else read_rows(job.data, fields=fields)
+    rows = arithmetic_rows(["+"]) if job.data is None else read_rows(job.data, fields=fields)
     if job.eval_data is not None:
         return rows, read_rows(job.eval_data, fields=fields)
     return split_rows(rows, job.held_out, job.seed)

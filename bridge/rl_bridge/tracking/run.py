@@ -15,7 +15,7 @@ from rl_bridge.checkpoint import latest_checkpoint, load_checkpoint, save_checkp
 from rl_bridge.tracking.curves import draw_curves
 from rl_bridge.tracking.events import EventLog
 
-SHOWN = {"reward": "reward", "nll": "nll", "kl": "KL", "approx_kl": "KL", "entropy": "entropy", "clip_fraction": "clip"}
+SHOWN = {"reward": "reward", "nll": "nll", "kl": "KL", "entropy": "entropy", "clip_fraction": "clip"}
 
 
 class Stateful(Protocol):
@@ -111,7 +111,7 @@ class Run:
             record["tokens_per_second"] = tokens / (time.monotonic() - self._step_started)
         self._write({"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record})
         if self._bar is not None:
-            shown = {SHOWN[name]: f"{value:.3f}" for name, value in record.items() if name in SHOWN}
+            shown = {label: f"{record[name]:.3f}" for name, label in SHOWN.items() if name in record}
             if "tokens_per_second" in record:
                 shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
             self._bar.set_postfix(shown, refresh=False)
