@@ -1,7 +1,7 @@
 """The main job: GRPO of a small language model on two-digit arithmetic, to the end.
 
-    python experiments/quickstart.py            # the same as: rl-fn train grpo
-    python experiments/quickstart.py --help     # every option
+python experiments/quickstart.py            # the same as: rl-fn train grpo
+python experiments/quickstart.py --help     # every option
 """
 
 import sys

@@ -124,8 +124,8 @@ def train_and_evaluate(
         stream = RowStream(train_rows, seed=job.seed)
         sft(run, supervised, stream, lambda row: answer_completion(tokenizer, row), job.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
-        before = run.fact("before", lambda: evaluate(rollout, held_out, reward, job.grpo.sampling))
-        run.say(f"held-out accuracy before GRPO: {before['reward']:.3f}")
+        before = run.fact("before", lambda: evaluate_both(rollout, held_out, reward, job.grpo))
+        run.say(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")
 
         module = PolicyModule(
             model,
@@ -154,13 +154,20 @@ def train_and_evaluate(
             pad_token_id=pad,
             seed=job.seed,
         )
-        after = evaluate(rollout, held_out, reward, job.grpo.sampling)
+        after = evaluate_both(rollout, held_out, reward, job.grpo)
         save_pretrained(folder / "model", policy, tokenizer)
-        write_json(folder / "samples.json", {"before": before["samples"], "after": after["samples"]})
+        evaluations = [("before", before), ("after", after)]
+        write_json(
+            folder / "samples.json",
+            {when: {how: result["samples"] for how, result in results.items()} for when, results in evaluations},
+        )
         summary = {
-            "accuracy_before": before["reward"],
-            "accuracy_after": after["reward"],
-            "gain": confidence_interval(after["scores"], before["scores"]),
+            "accuracy_before": before["greedy"]["reward"],
+            "accuracy_after": after["greedy"]["reward"],
+            "gain": confidence_interval(after["greedy"]["scores"], before["greedy"]["scores"]),
+            "sampled_before": before["sampled"]["reward"],
+            "sampled_after": after["sampled"]["reward"],
+            "sampled_gain": confidence_interval(after["sampled"]["scores"], before["sampled"]["scores"]),
             "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
             "seed": job.seed,
@@ -170,6 +177,14 @@ def train_and_evaluate(
         }
         run.finish(summary)
     return summary
+
+
+def evaluate_both(
+    rollout: InferenceEngine, rows: Sequence[dict], reward: Reward, config: GRPOConfig
+) -> dict[str, dict[str, Any]]:
+    """Held-out answers, greedy and at the temperature of training."""
+    sampled = evaluate(rollout, rows, reward, config.sampling, temperature=config.sampling.temperature)
+    return {"greedy": evaluate(rollout, rows, reward, config.sampling), "sampled": sampled}
 
 
 def job_rows(job: GRPOJob) -> tuple[list[dict], list[dict]]:

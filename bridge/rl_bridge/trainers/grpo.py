@@ -94,11 +94,16 @@ def informative_rows(batch: TokenBatch, objective: Objective) -> torch.Tensor:
 
 
 def evaluate(
-    rollout: InferenceEngine, rows: Sequence[dict], reward: Reward, sampling: SamplingParams
+    rollout: InferenceEngine,
+    rows: Sequence[dict],
+    reward: Reward,
+    sampling: SamplingParams,
+    *,
+    temperature: float = 0.0,
 ) -> dict[str, Any]:
-    """Greedy answers to ``rows``: the mean reward, each row's score, and the first few answers to read."""
-    greedy = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=0.0)
-    completions = rollout.generate([row["prompt"] for row in rows], greedy)
+    """One answer to each of ``rows``, greedy by default: the mean reward, each score, and the first few to read."""
+    once = replace(sampling, temperature=temperature, n=1, seed=0)
+    completions = rollout.generate([row["prompt"] for row in rows], once)
     scores = score(reward, [c.text for c in completions], rows)
     samples = [
         {"prompt": row["prompt"], "completion": c.text, "answer": row.get("answer"), "reward": value}
