@@ -1,0 +1,186 @@
+"""`from_jax`: arguments in, cached program, results out; eagerly and under torch.compile."""
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from rl_bridge.functional import trace
+from rl_bridge.functional.dtypes import jax_dtype
+from rl_bridge.functional.program import Program
+
+_LIMIT = 512  # programs that one function keeps: a static argument that changes at every call must not fill the memory
+_LOWERINGS: dict[str, "_Lowering"] = {}
+_INTERNED: dict[Any, str] = {}
+_SKELETONS: dict[str, Any] = {}
+_COUNT = itertools.count()
+
+
+def from_jax(fn: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., Any]:
+    """A differentiable torch function that computes what the JAX function `fn` computes, without XLA.
+
+    `fn` is traced to a jaxpr, and the jaxpr is lowered to torch operations, once for each combination of tree, dtypes and
+    static values; `dynamic` traces with symbolic sizes, so that a new shape costs microseconds. Gradients are torch's.
+
+    Arguments are pytrees. torch tensors are traced; NumPy and JAX arrays are constants, known by their content;
+    everything else (numbers, strings, functions, any hashable) is static and part of the cache's key: pass a number that
+    changes from step to step as a zero-dimensional tensor. Results are the same pytree with torch tensors.
+
+    >>> import jax.numpy as jnp, torch
+    >>> from_jax(lambda x, power: jnp.sum(x ** power))(torch.tensor([1.0, 2.0]), 2)
+    tensor(5.)
+    """
+    lowering = _Lowering(fn, dynamic)
+    handle = f"{lowering.name}#{next(_COUNT)}#{id(lowering)}"
+    _LOWERINGS[handle] = lowering
+
+    @functools.wraps(fn, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            tensors: list[torch.Tensor] = []
+            skeleton = _take_tensors((args, kwargs), tensors)
+            # The addition makes a plain constant of a result that Dynamo could not put a guard on.
+            return _opaque("" + _intern(handle, skeleton), *tensors)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        return lowering(leaves, tree)
+
+    return call
+
+
+class _Lowering:
+    """The programs of one function."""
+
+    def __init__(self, fn: Callable[..., Any], dynamic: bool):
+        self.fn, self.dynamic = fn, dynamic
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self._programs: dict[Any, Program] = {}
+        self._families: dict[Any, list[Program] | None] = {}  # None: the function cannot be traced symbolically
+
+    def __call__(self, leaves: Sequence[Any], tree: Any) -> Any:
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if not tensors:
+            raise TypeError(f"from_jax({self.name}) was called without a torch tensor: call the JAX function itself")
+        static = (tree, jax.config.jax_enable_x64, *map(_static_key, leaves))
+        shapes = tuple(x.shape for x in tensors)
+        try:
+            program = self._programs.get((static, shapes))
+        except TypeError:  # sizes under torch.compile may be symbols, which have no hash
+            program, shapes = None, None
+        if program is None:
+            program = self._find(static, leaves, tree, tensors)
+            if shapes is not None:
+                if len(self._programs) >= _LIMIT:
+                    self._programs.clear()
+                self._programs[static, shapes] = program
+        return program(*tensors)
+
+    def _find(self, static: Any, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor]) -> Program:
+        rows, sizes = trace.pattern([x.shape for x in tensors])
+        family = (static, rows)
+        if self.dynamic:
+            if family not in self._families:
+                if len(self._families) >= _LIMIT:
+                    self._families.clear()
+                self._families[family] = self._trace_symbolic(leaves, tree, tensors, rows, len(sizes))
+            for program in self._families[family] or ():
+                if program.allows(sizes):
+                    return program
+        arguments = self._arguments(leaves)
+        shapes = [tuple(int(size) for size in x.shape) for x in tensors]
+        closed, out, static_out = trace.trace(self.fn, tree, leaves, arguments, shapes)
+        return Program(trace.Traced(closed, out, static_out, ()), [x.dtype for x in tensors], self.name)
+
+    def _trace_symbolic(
+        self, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor], rows: Any, count: int
+    ) -> list[Program] | None:
+        arguments = self._arguments(leaves)
+        try:
+            with trace.symbolic(rows, count) as (shapes, record):
+                closed, out, static_out = trace.trace(self.fn, tree, leaves, arguments, shapes)
+                names = tuple(f"s{i}" for i in range(count))
+                traced = trace.Traced(closed, out, static_out, names)
+                program = Program(traced, [x.dtype for x in tensors], self.name)
+                return [program.guarded(record.expressions())]
+        except Exception:
+            # Not every function can be traced for all sizes; one that fails for any size fails again, and raises, when
+            # it is traced for the sizes at hand.
+            return None
+
+    def _arguments(self, leaves: Sequence[Any]) -> list[trace.Argument]:
+        wide = jax.config.jax_enable_x64
+        result = []
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            dtype = jax_dtype(leaf.dtype)
+            if not wide and leaf.dtype == torch.int64:
+                dtype = np.dtype(np.int32)
+            elif not wide and leaf.dtype in (torch.float64, torch.uint64):
+                raise TypeError(
+                    f"from_jax({self.name}): {leaf.dtype} would be narrowed, as JAX computes in 32 bits by default; "
+                    "convert the tensor, or turn on jax_enable_x64"
+                )
+            result.append(trace.Argument(position, dtype))
+        return result
+
+
+def _static_key(leaf: Any) -> Any:
+    """What a leaf contributes to the cache's key, its sizes apart."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype
+    if isinstance(leaf, float):
+        return leaf.hex()  # tells 0.0 from -0.0, and nan is nan
+    if isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
+        data = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        host = np.asarray(data)
+        return (str(leaf.dtype), host.shape, hashlib.sha256(host.tobytes()).digest())
+    try:
+        hash(leaf)
+    except TypeError:
+        raise TypeError(
+            f"from_jax: a static argument must be hashable, got {type(leaf).__name__}; arguments are torch tensors, "
+            "arrays, hashable values, and pytrees of these"
+        ) from None
+    return (type(leaf), leaf)
+
+
+# -- torch.compile: Dynamo flattens the arguments, and sees one opaque call, through which AOTAutograd traces ------------
+_HOLE = "<from_jax: tensor>"
+
+
+def _take_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree)
+        return _HOLE
+    if isinstance(tree, dict):
+        return {key: _take_tensors(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*[_take_tensors(value, tensors) for value in tree])
+    if isinstance(tree, tuple):
+        return tuple([_take_tensors(value, tensors) for value in tree])
+    if isinstance(tree, list):
+        return [_take_tensors(value, tensors) for value in tree]
+    return tree
+
+
+@torch.compiler.assume_constant_result
+def _intern(handle: str, skeleton: Any) -> str:
+    leaves, tree = jax.tree.flatten(skeleton)
+    key = (handle, tree, *map(_static_key, leaves))
+    if key not in _INTERNED:
+        _INTERNED[key] = f"{handle}:{len(_INTERNED)}"
+        _SKELETONS[_INTERNED[key]] = (handle, leaves, tree)
+    return _INTERNED[key]
+
+
+@torch._dynamo.nonstrict_trace
+def _opaque(key: str, *tensors: torch.Tensor) -> Any:
+    handle, leaves, tree = _SKELETONS[key]
+    rest = iter(tensors)
+    filled = [next(rest) if isinstance(x, str) and x == _HOLE else x for x in leaves]
+    return _LOWERINGS[handle](filled, tree)

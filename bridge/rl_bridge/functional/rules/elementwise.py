@@ -1,0 +1,182 @@
+"""Element-wise primitives: one torch expression each, over operands that broadcast."""
+
+from typing import Any
+
+import numpy as np
+
+from rl_bridge.functional.dtypes import is_float, torch_dtype
+from rl_bridge.functional.emitter import Builder, Value, broadcast_shape, literal, rule
+
+# {0}, {1}: operands, as variables or numbers.
+_OPERATORS = {
+    "add": "{0} + {1}",
+    "add_any": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "neg": "-{0}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "not": "~{0}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "shift_left": "{0} << {1}",
+    "shift_right_arithmetic": "{0} >> {1}",
+    "abs": "abs({0})",
+}
+# Torch functions that want tensors; a number is lifted to a cached zero-dimensional tensor.
+_FUNCTIONS = {
+    "max": "torch.maximum",
+    "min": "torch.minimum",
+    "exp": "torch.exp",
+    "exp2": "torch.exp2",
+    "expm1": "torch.expm1",
+    "log": "torch.log",
+    "log1p": "torch.log1p",
+    "logistic": "torch.sigmoid",
+    "tanh": "torch.tanh",
+    "sin": "torch.sin",
+    "cos": "torch.cos",
+    "tan": "torch.tan",
+    "asin": "torch.asin",
+    "acos": "torch.acos",
+    "atan": "torch.atan",
+    "sinh": "torch.sinh",
+    "cosh": "torch.cosh",
+    "asinh": "torch.asinh",
+    "acosh": "torch.acosh",
+    "atanh": "torch.atanh",
+    "atan2": "torch.atan2",
+    "sqrt": "torch.sqrt",
+    "rsqrt": "torch.rsqrt",
+    "cbrt": "rt.cbrt",
+    "square": "torch.square",
+    "erf": "torch.erf",
+    "erfc": "torch.erfc",
+    "erf_inv": "torch.erfinv",
+    "lgamma": "torch.lgamma",
+    "digamma": "torch.digamma",
+    "sign": "rt.sign",
+    "floor": "torch.floor",
+    "ceil": "torch.ceil",
+    "is_finite": "torch.isfinite",
+    "nextafter": "torch.nextafter",
+}
+
+
+def _operator(b: Builder, eqn: Any, *xs: Value) -> Value:
+    return b.elementwise(_OPERATORS[eqn.primitive.name], xs, eqn)
+
+
+def _function(b: Builder, eqn: Any, *xs: Value) -> Value:
+    template = f"{_FUNCTIONS[eqn.primitive.name]}({', '.join(f'{{{i}}}' for i in range(len(xs)))})"
+    return b.elementwise(template, xs, eqn, tensors=range(len(xs)))
+
+
+rule(*_OPERATORS)(_operator)
+rule(*_FUNCTIONS)(_function)
+
+
+@rule("div")
+def _div(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
+    if is_float(x.dtype):
+        return b.elementwise("{0} / {1}", (x, y), eqn)
+    if y.literal:
+        return b.elementwise("torch.div({0}, {1}, rounding_mode='trunc')", (x, y), eqn, tensors=(0,))
+    return b.elementwise("rt.integer_divide({0}, {1})", (x, y), eqn, tensors=(0, 1))
+
+
+@rule("rem")
+def _rem(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
+    if is_float(x.dtype) or y.literal:
+        return b.elementwise("torch.fmod({0}, {1})", (x, y), eqn, tensors=(0,))
+    return b.elementwise("rt.integer_remainder({0}, {1})", (x, y), eqn, tensors=(0, 1))
+
+
+@rule("pow")
+def _pow(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
+    return b.elementwise("torch.pow({0}, {1})", (x, y), eqn, tensors=(0,) if x.is_number else ())
+
+
+@rule("integer_pow")
+def _integer_pow(b: Builder, eqn: Any, x: Value) -> Value:
+    power = eqn.params["y"]
+    return b.elementwise("{0} * {0}" if power == 2 else f"{{0}} ** ({power})", (x,), eqn)
+
+
+@rule("round")
+def _round(b: Builder, eqn: Any, x: Value) -> Value:
+    even = "EVEN" in str(getattr(eqn.params["rounding_method"], "name", eqn.params["rounding_method"]))
+    return b.elementwise("torch.round({0})" if even else "rt.round_away({0})", (x,), eqn, tensors=(0,))
+
+
+@rule("clamp")
+def _clamp(b: Builder, eqn: Any, low: Value, x: Value, high: Value) -> Value:
+    return b.elementwise("rt.clamp({0}, {1}, {2})", (low, x, high), eqn, tensors=(0, 1, 2))
+
+
+@rule("select_n")
+def _select_n(b: Builder, eqn: Any, which: Value, *cases: Value) -> Value:
+    if which.literal is not None:
+        return cases[int(which.literal)]
+    if which.dtype != np.bool_:
+        operands = (which, *cases)
+        holes = ", ".join(f"{{{i}}}" for i in range(len(operands)))
+        return b.elementwise(f"rt.select({holes})", operands, eqn, tensors=range(len(operands)))
+    false, true = cases
+    # torch.where of two numbers would have torch's default dtype.
+    numbers = false.is_number and true.is_number
+    return b.elementwise(
+        "torch.where({0}, {2}, {1})", (which, false, true), eqn, tensors=(0, 1, 2) if numbers else (0,)
+    )
+
+
+@rule("convert_element_type")
+def _convert(b: Builder, eqn: Any, x: Value) -> Value:
+    dtype = np.dtype(eqn.params["new_dtype"])
+    if dtype == x.dtype:
+        return x
+    if x.literal is not None:
+        return literal(np.asarray(x.literal, x.dtype).astype(dtype), x.shape, dtype)
+    if x.is_number and dtype.kind in "if":
+        convert = "float" if dtype.kind == "f" else "int"
+        return Value(f"torch.sym_{convert}({x.code})", x.shape, dtype, (), is_number=True)
+    return Value(b.emit(f"{b.scalar(x)}.to({torch_dtype(dtype)})")[0], x.shape, dtype, x.held)
+
+
+@rule("reduce_precision")
+def _reduce_precision(b: Builder, eqn: Any, x: Value) -> Value:
+    formats = {(5, 10): "torch.float16", (8, 7): "torch.bfloat16", (8, 23): "torch.float32", (11, 52): "torch.float64"}
+    bits = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
+    if bits not in formats:
+        raise NotImplementedError(
+            f"from_jax lowers reduce_precision only to a torch dtype, got (exponent, mantissa) {bits}"
+        )
+    return b.elementwise(f"{{0}}.to({formats[bits]}).to({torch_dtype(x.dtype)})", (x,), eqn, tensors=(0,))
+
+
+@rule("stop_gradient")
+def _stop_gradient(b: Builder, eqn: Any, x: Value) -> Value:
+    if x.is_number:
+        return x
+    return Value(b.emit(f"{x.code}.detach()")[0], x.shape, x.dtype, x.held, aliases_input=x.aliases_input)
+
+
+@rule("copy", "copy_p", "device_put", "sharding_constraint", "optimization_barrier")
+def _identity(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
+    return list(xs)
+
+
+@rule("bitcast_convert_type")
+def _bitcast(b: Builder, eqn: Any, x: Value) -> Value:
+    dtype = np.dtype(eqn.params["new_dtype"])
+    if dtype.itemsize != x.dtype.itemsize:
+        raise NotImplementedError(
+            f"from_jax lowers bitcast_convert_type between equal widths only: {x.dtype} to {dtype}"
+        )
+    code = b.emit(f"{b.scalar(x)}.view({torch_dtype(dtype)})")[0]
+    return Value(code, x.shape, dtype, broadcast_shape(x.held), aliases_input=x.aliases_input)

@@ -1,0 +1,79 @@
+"""gather, scatter and dynamic slices."""
+
+from typing import Any
+
+import numpy as np
+
+from rl_bridge.functional import gather as torch_gather
+from rl_bridge.functional.dtypes import is_float
+from rl_bridge.functional.emitter import Builder, Value, rule
+
+
+def _mode(mode: Any) -> str:
+    name = str(getattr(mode, "name", mode)).upper()
+    return "fill" if "FILL" in name else "clip" if "CLIP" in name else "promise"
+
+
+def _fill(value: Any, dtype: np.dtype) -> str:
+    if value is not None:
+        return f"({np.asarray(value).item()!r})"
+    if is_float(dtype):
+        return "nan"
+    if dtype == np.bool_:
+        return "True"
+    info = np.iinfo(dtype)
+    return str(info.min if dtype.kind == "i" else info.max)
+
+
+@rule("gather")
+def _gather(b: Builder, eqn: Any, x: Value, indices: Value) -> Value:
+    p = eqn.params
+    d = p["dimension_numbers"]
+    how = torch_gather.Indexing(
+        tuple(d.offset_dims),
+        tuple(d.collapsed_slice_dims),
+        tuple(d.start_index_map),
+        tuple(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)),
+        _mode(p["mode"]),
+    )
+    call = f"{b.bind('gather', torch_gather.gather)}({b.full(x)}, {b.full(indices)}, {b.bind('how', how)}, "
+    return b.out(f"{call}{b.shape(p['slice_sizes'])}, {_fill(p['fill_value'], x.dtype)})", eqn)
+
+
+@rule(
+    *(f"scatter{form}" for form in ("", "-add", "-sub", "-mul", "-min", "-max", "_add", "_sub", "_mul", "_min", "_max"))
+)
+def _scatter(b: Builder, eqn: Any, x: Value, indices: Value, updates: Value) -> Value:
+    d = eqn.params["dimension_numbers"]
+    how = torch_gather.Indexing(
+        tuple(d.update_window_dims),
+        tuple(d.inserted_window_dims),
+        tuple(d.scatter_dims_to_operand_dims),
+        tuple(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True)),
+        _mode(eqn.params["mode"]),
+    )
+    kind = eqn.primitive.name.removeprefix("scatter").lstrip("-_") or "set"
+    if kind == "set" and eqn.params["update_jaxpr"] is not None and len(_body(eqn.params["update_jaxpr"]).eqns):
+        raise NotImplementedError("from_jax does not lower scatter with a function of its own (x.at[...].apply)")
+    call = f"{b.bind('scatter', torch_gather.scatter)}({b.full(x)}, {b.full(indices)}, {b.full(updates)}, "
+    return b.out(f"{call}{b.bind('how', how)}, {kind!r})", eqn)
+
+
+def _body(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(b: Builder, eqn: Any, x: Value, *starts: Value) -> Value:
+    codes = "".join(f"{s.code}, " for s in starts)
+    function = b.bind("slice", torch_gather.dynamic_slice)
+    return b.out(
+        f"{function}({b.full(x)}, ({codes}), {b.shape(eqn.params['slice_sizes'])})", eqn, alias=x.aliases_input
+    )
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(b: Builder, eqn: Any, x: Value, update: Value, *starts: Value) -> Value:
+    codes = "".join(f"{s.code}, " for s in starts)
+    function = b.bind("update", torch_gather.dynamic_update_slice)
+    return b.out(f"{function}({b.full(x)}, {b.full(update)}, ({codes}))", eqn, alias=update.aliases_input)

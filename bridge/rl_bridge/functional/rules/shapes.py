@@ -1,0 +1,126 @@
+"""Shape primitives. Broadcasts stay lazy; the rest are torch views where torch has one."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_bridge.functional.dtypes import torch_dtype
+from rl_bridge.functional.emitter import Builder, Value, rule, same_shape
+
+
+@rule("broadcast_in_dim")
+def _broadcast_in_dim(b: Builder, eqn: Any, x: Value, *_: Value) -> Value:
+    shape = tuple(eqn.outvars[0].aval.shape)
+    if x.is_number:
+        return dataclasses.replace(x, shape=shape)
+    # Dimension i of x goes to position `to[i]`; what x lacks on the left (it may hold fewer) broadcasts by itself.
+    to = eqn.params["broadcast_dimensions"][len(x.shape) - len(x.held) :]
+    code, held, rank = x.code, list(x.held), len(shape)
+    offset = to[0] if to else rank
+    for position in range(offset, rank):
+        if position not in to:
+            code = b.emit(f"{code}.unsqueeze({position - offset})")[0]
+            held.insert(position - offset, 1)
+    return Value(code, shape, x.dtype, tuple(held), aliases_input=x.aliases_input)
+
+
+@rule("reshape")
+def _reshape(b: Builder, eqn: Any, x: Value, *_: Value) -> Value:
+    shape = tuple(eqn.outvars[0].aval.shape)
+    if x.is_number:
+        return dataclasses.replace(x, shape=shape)
+    if same_shape(shape, x.shape):
+        return x
+    if eqn.params.get("dimensions") is not None:
+        raise NotImplementedError("from_jax does not lower reshape with `dimensions`; transpose first")
+    return b.out(f"{b.full(x)}.reshape({b.shape(shape)})", eqn, alias=x.aliases_input)
+
+
+@rule("squeeze")
+def _squeeze(b: Builder, eqn: Any, x: Value) -> Value:
+    shape = tuple(eqn.outvars[0].aval.shape)
+    if x.is_number:
+        return dataclasses.replace(x, shape=shape)
+    missing = len(x.shape) - len(x.held)
+    drop = sorted((d - missing for d in eqn.params["dimensions"] if d >= missing), reverse=True)
+    code, held = x.code, list(x.held)
+    for axis in drop:
+        code = b.emit(f"{code}.squeeze({axis})")[0]
+        del held[axis]
+    return Value(code, shape, x.dtype, tuple(held), aliases_input=x.aliases_input)
+
+
+@rule("expand_dims")
+def _expand_dims(b: Builder, eqn: Any, x: Value) -> Value:
+    return b.out(f"{b.full(x)}.reshape({b.shape(tuple(eqn.outvars[0].aval.shape))})", eqn, alias=x.aliases_input)
+
+
+@rule("transpose")
+def _transpose(b: Builder, eqn: Any, x: Value) -> Value:
+    permutation = tuple(eqn.params["permutation"])
+    if x.is_number:
+        return dataclasses.replace(x, shape=tuple(eqn.outvars[0].aval.shape))
+    if permutation == tuple(range(len(permutation))):
+        return x
+    return b.out(f"{b.full(x)}.permute({permutation})", eqn, alias=x.aliases_input)
+
+
+@rule("slice")
+def _slice(b: Builder, eqn: Any, x: Value) -> Value:
+    if x.is_number:
+        return dataclasses.replace(x, shape=tuple(eqn.outvars[0].aval.shape))
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (1,) * len(starts)
+    code = b.full(x)
+    for axis, (start, limit, stride, size) in enumerate(zip(starts, limits, strides, x.shape, strict=True)):
+        if start == 0 and limit == size and stride == 1:
+            continue
+        cut = f"{b.dim(start)}:{b.dim(limit)}" + (f":{stride}" if stride != 1 else "")
+        code = b.emit(f"{code}[{':, ' * axis}{cut}]")[0]
+    return Value(
+        code, tuple(eqn.outvars[0].aval.shape), x.dtype, tuple(eqn.outvars[0].aval.shape), None, x.aliases_input
+    )
+
+
+@rule("rev")
+def _rev(b: Builder, eqn: Any, x: Value) -> Value:
+    return x if x.is_number else b.out(f"torch.flip({b.full(x)}, {tuple(eqn.params['dimensions'])})", eqn)
+
+
+@rule("concatenate")
+def _concatenate(b: Builder, eqn: Any, *xs: Value) -> Value:
+    return b.out(f"torch.cat(({''.join(f'{b.full(x)}, ' for x in xs)}), {eqn.params['dimension']})", eqn)
+
+
+@rule("split")
+def _split(b: Builder, eqn: Any, x: Value) -> list[Value]:
+    sizes = eqn.params["sizes"]
+    names = b.emit(f"torch.split({b.full(x)}, {b.shape(sizes)}, {eqn.params['axis']})", len(sizes))
+    shapes = [tuple(var.aval.shape) for var in eqn.outvars]
+    return [Value(n, s, x.dtype, s, None, x.aliases_input) for n, s in zip(names, shapes, strict=True)]
+
+
+@rule("iota")
+def _iota(b: Builder, eqn: Any, *_: Value) -> Value:
+    aval, axis = eqn.outvars[0].aval, eqn.params["dimension"]
+    shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
+    code = b.emit(f"torch.arange({b.dim(shape[axis])}, dtype={torch_dtype(dtype)}, device=device)")[0]
+    behind = len(shape) - axis - 1
+    if behind:
+        code = b.emit(f"{code}.reshape({(-1, *(1,) * behind)})")[0]
+    return Value(code, shape, dtype, (shape[axis], *(1,) * behind))
+
+
+@rule("dim_as_value")
+def _dim_as_value(b: Builder, eqn: Any) -> Value:
+    aval = eqn.outvars[0].aval
+    return Value(b.dim(eqn.params["dim"]), (), np.dtype(aval.dtype), (), is_number=True)
+
+
+@rule("pad")
+def _pad(b: Builder, eqn: Any, x: Value, fill: Value) -> Value:
+    config: Sequence[tuple[Any, Any, int]] = eqn.params["padding_config"]
+    text = "(" + "".join(f"({b.dim(low)}, {b.dim(high)}, {inner}), " for low, high, inner in config) + ")"
+    return b.out(f"rt.pad({b.full(x)}, {text}, {fill.code})", eqn)

@@ -1,0 +1,213 @@
+"""What generated code calls: the few operations that are not one torch operation."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from rl_bridge.functional.dtypes import torch_dtype
+
+
+def tracing() -> bool:
+    """Whether operations are being recorded (torch.compile, torch.export) rather than run."""
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_scalar(value: bool | int | float, text: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    del text  # tells 0.0 from -0.0 and True from 1 in the cache's key
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=dtype, device=device)
+
+
+def scalar(value: bool | int | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A zero-dimensional constant; cached per device, so that the call launches nothing."""
+    if tracing():
+        return torch.full((), value, dtype=dtype, device=device)
+    return _cached_scalar(value, repr(value), dtype, device)
+
+
+class Constant:
+    """A captured array, copied once to each device that it is used on."""
+
+    def __init__(self, array: np.ndarray):
+        self._array = array
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def _build(self, device: torch.device) -> Tensor:
+        # Via float64 lists: NumPy has no bfloat16 or float8 that torch would read.
+        dtype = torch_dtype(self._array.dtype)
+        wide = self._array.astype(np.float64) if dtype.is_floating_point else self._array
+        return torch.tensor(wide.tolist(), dtype=dtype, device=device).reshape(self._array.shape)
+
+    def on(self, device: torch.device) -> Tensor:
+        if tracing():  # a cached copy would be a fake tensor, and would outlive its mode
+            return self._build(device)
+        if device not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[device] = self._build(device)
+        return self._copies[device]
+
+
+# -- element-wise -----------------------------------------------------------------------------------------------------
+def sign(x: Tensor) -> Tensor:
+    return torch.where(torch.isnan(x), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x)
+
+
+def round_away(x: Tensor) -> Tensor:
+    whole = torch.trunc(x)
+    return torch.where((x - whole).abs() >= 0.5, whole + torch.sign(x), whole)
+
+
+def cbrt(x: Tensor) -> Tensor:
+    return torch.sign(x) * torch.abs(x) ** (1 / 3)
+
+
+def clamp(low: Tensor, x: Tensor, high: Tensor) -> Tensor:
+    # torch.clamp passes the gradient on at a bound; lax.clamp does not.
+    return torch.where(x <= low, low, torch.where(x >= high, high, x)) if x.is_floating_point() else x.clamp(low, high)
+
+
+def integer_divide(a: Tensor, b: Tensor) -> Tensor:
+    """Truncating, and -1 where XLA divides by zero (torch would raise on the CPU)."""
+    zero = b == 0
+    return torch.where(zero, torch.full_like(b, -1), torch.div(a, b.masked_fill(zero, 1), rounding_mode="trunc"))
+
+
+def integer_remainder(a: Tensor, b: Tensor) -> Tensor:
+    zero = b == 0
+    return torch.where(zero, a, torch.fmod(a, b.masked_fill(zero, 1)))
+
+
+def select(which: Tensor, *cases: Tensor) -> Tensor:
+    result = cases[-1]
+    for number in range(len(cases) - 2, -1, -1):
+        result = torch.where(which <= number, cases[number], result)
+    return result
+
+
+# -- reductions and scans along an axis ---------------------------------------------------------------------------------
+def product(x: Tensor, axes: Sequence[int]) -> Tensor:
+    for axis in sorted(axes, reverse=True):
+        x = torch.prod(x, axis, dtype=x.dtype)
+    return x
+
+
+def extremum(x: Tensor, axes: tuple[int, ...], largest: bool, empty: bool | int | float) -> Tensor:
+    if any(x.shape[axis] == 0 for axis in axes):
+        shape = [size for axis, size in enumerate(x.shape) if axis not in axes]
+        return torch.full(shape, empty, dtype=x.dtype, device=x.device)
+    return torch.amax(x, axes) if largest else torch.amin(x, axes)
+
+
+def argument(x: Tensor, axis: int, largest: bool, dtype: torch.dtype) -> Tensor:
+    x = x.to(torch.uint8) if x.dtype == torch.bool else x
+    return (torch.argmax(x, axis) if largest else torch.argmin(x, axis)).to(dtype)
+
+
+def cumulative_extremum(x: Tensor, axis: int, largest: bool, reverse: bool) -> Tensor:
+    """By doubling: torch.cummax gives the whole gradient of a tie to one of its entries, JAX shares it."""
+    pick = torch.maximum if largest else torch.minimum
+    return associative_scan(lambda a, b: (pick(a, b),), [x], axis, reverse)[0]
+
+
+def associative_scan(
+    combine: Callable[..., Sequence[Tensor]], elements: Sequence[Tensor], axis: int, reverse: bool
+) -> list[Tensor]:
+    """jax.lax.associative_scan, in the same order of operations: `combine(*left, *right)` on slices along `axis`."""
+    if reverse:
+        elements = [torch.flip(e, (axis,)) for e in elements]
+    results = _scan_forward(combine, list(elements), axis)
+    return [torch.flip(r, (axis,)) for r in results] if reverse else results
+
+
+def _scan_forward(combine: Callable[..., Sequence[Tensor]], elements: list[Tensor], axis: int) -> list[Tensor]:
+    size = elements[0].shape[axis]
+    if size < 2:
+        return elements
+
+    def cut(x: Tensor, start: int, stop: int, step: int = 1) -> Tensor:
+        return x[(slice(None),) * axis + (slice(start, stop, step),)]
+
+    pairs = size // 2
+    left, right = [cut(e, 0, 2 * pairs, 2) for e in elements], [cut(e, 1, size, 2) for e in elements]
+    odd = _scan_forward(combine, list(combine(*left, *right)), axis)
+    later = (size + 1) // 2 - 1  # even positions after the first
+    if later:
+        even = combine(*[cut(o, 0, later) for o in odd], *[cut(e, 2, size, 2) for e in elements])
+        even = [torch.cat([cut(e, 0, 1), tail], axis) for e, tail in zip(elements, even, strict=True)]
+    else:
+        even = [cut(e, 0, 1) for e in elements]
+    return [_interleave(e, o, axis, size) for e, o in zip(even, odd, strict=True)]
+
+
+def _interleave(even: Tensor, odd: Tensor, axis: int, size: int) -> Tensor:
+    pairs = size // 2
+    head = even.narrow(axis, 0, pairs)
+    woven = torch.stack([head, odd], axis + 1).flatten(axis, axis + 1)
+    return torch.cat([woven, even.narrow(axis, pairs, 1)], axis) if size % 2 else woven
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+def sort(operands: Sequence[Tensor], axis: int, keys: int) -> tuple[Tensor, ...]:
+    """Stable and lexicographic in the first `keys` operands, NaN last."""
+    if keys == 1 and len(operands) == 1:
+        return (torch.sort(operands[0], dim=axis, stable=True).values,)
+    order: Tensor | None = None
+    for key in reversed(operands[:keys]):
+        key = key.detach() if order is None else torch.gather(key.detach(), axis, order)
+        step = torch.sort(key, dim=axis, stable=True).indices
+        order = step if order is None else torch.gather(order, axis, step)
+    assert order is not None
+    return tuple(torch.gather(x, axis, order) for x in operands)
+
+
+def top_k(x: Tensor, k: int, axis: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """By a stable sort: torch.topk leaves open which of several equal entries it returns."""
+    values, indices = torch.sort(x, dim=axis, descending=True, stable=True)
+    return values.narrow(axis, 0, k), indices.narrow(axis, 0, k).to(dtype)
+
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+def pad(x: Tensor, config: Sequence[tuple[int, int, int]], fill: bool | int | float | Tensor) -> Tensor:
+    """lax.pad: `(low, high, interior)` per axis, negative amounts cut."""
+    if isinstance(fill, Tensor):
+        outside = pad(torch.zeros(x.shape, dtype=torch.bool, device=x.device), config, True)
+        return torch.where(outside, fill, pad(x, config, 0))
+    for axis, (_, _, interior) in enumerate(config):
+        size = x.shape[axis]
+        if interior and size > 1:
+            rest = list(x.shape)
+            rest.insert(axis + 1, interior)
+            gaps = torch.full(rest, fill, dtype=x.dtype, device=x.device)
+            spread = torch.cat([x.unsqueeze(axis + 1), gaps], axis + 1).flatten(axis, axis + 1)
+            x = spread.narrow(axis, 0, size + (size - 1) * interior)
+    for axis, (low, high, _) in enumerate(config):
+        if low < 0 or high < 0:
+            start = max(-low, 0)
+            x = x.narrow(axis, start, max(x.shape[axis] - start - max(-high, 0), 0))
+        low, high = max(low, 0), max(high, 0)
+        if low or high:
+            ends = [[*x.shape[:axis], width, *x.shape[axis + 1 :]] for width in (low, high)]
+            before, after = (torch.full(end, fill, dtype=x.dtype, device=x.device) for end in ends)
+            x = torch.cat([part for part, width in ((before, low), (x, 1), (after, high)) if width], axis)
+    return x
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+def narrow(x: Tensor, position: int) -> Tensor:
+    """int64 to the int32 that JAX computes in, refusing what does not fit."""
+    small = x.to(torch.int32)
+    fits = (small == x).all()
+    message = (
+        f"from_jax: traced argument {position} has int64 values beyond int32, in which JAX computes; see docs/bridge.md"
+    )
+    if tracing() or x.device.type != "cpu":
+        torch._assert_async(fits, message)  # raises on the device, without waiting for it
+    elif not fits:
+        raise ValueError(message)
+    return small
