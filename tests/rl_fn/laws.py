@@ -11,6 +11,9 @@ import numpy as np
 import rl_fn
 from tests.rl_fn.registry import CASES
 
+# Compiling is most of the suite's time; one law (jit and eager agree) looks at optimised code.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 JUNK = (np.nan, np.inf, -np.inf, 1e30)
 
 
@@ -44,7 +47,7 @@ def function_of_arrays(key: str) -> Callable[..., Any]:
 
 @functools.cache
 def compiled(key: str) -> Callable[..., Any]:
-    return jax.jit(function_of_arrays(key))
+    return quick_jit(function_of_arrays(key))
 
 
 def run(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:
@@ -65,7 +68,7 @@ def _compiled_gradient(key: str) -> Callable[..., Any]:
             start=jnp.zeros((), leaves[0].dtype),
         )
 
-    return jax.jit(jax.grad(scalar, argnums=case.differentiable))
+    return quick_jit(jax.grad(scalar, argnums=case.differentiable))
 
 
 def gradient(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:

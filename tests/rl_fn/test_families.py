@@ -1,5 +1,6 @@
 """Identities between members of a family, and what the papers promise."""
 
+import functools
 import itertools
 
 import jax
@@ -16,14 +17,20 @@ SEEDS = st.integers(0, 2**32 - 1)
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 PARTS = jax.jit(rl_fn.aggregate_parts, static_argnums=2, static_argnames="horizon")
 AGGREGATE = jax.jit(rl_fn.aggregate, static_argnums=2, static_argnames="horizon")
+TD_LAMBDA_AND_GAE = jax.jit(
+    lambda r, v, m, gamma, lam: [f(r, v, m, gamma=gamma, lam=lam, bootstrap=0.4) for f in (rl_fn.gae, rl_fn.td_lambda)],
+    static_argnums=(3, 4),
+)
+K3 = jax.jit(jax.value_and_grad(lambda x: rl_fn.kl_k3(x, jnp.zeros_like(x))[0]))
+GRPO = jax.jit(rl_fn.grpo_advantages, static_argnames=("scale", "eps"))
 GAE = jax.jit(lambda r, v, m: rl_fn.gae(r, v, m, gamma=0.9, lam=0.8))
 
 
-@given(seed=SEEDS, gamma=st.floats(0.0, 1.0), lam=st.floats(0.0, 1.0))
+@given(seed=SEEDS, gamma=st.sampled_from([0.0, 0.9, 1.0]), lam=st.sampled_from([0.0, 0.7, 1.0]))
 def test_td_lambda_is_gae(seed, gamma, lam):
     d = Draw(seed)
     rewards, values, mask = d.normal(), d.normal(), d.mask()
-    a, b = (f(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=0.4) for f in (rl_fn.gae, rl_fn.td_lambda))
+    a, b = TD_LAMBDA_AND_GAE(rewards, values, mask, gamma, lam)
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -82,7 +89,7 @@ def test_a_segments_size_does_not_spoil_its_neighbour():
     assert got[2:].tolist() == [0.75, 0.75]
 
 
-@given(seed=SEEDS, group=st.integers(2, 9))
+@given(seed=SEEDS, group=st.sampled_from([2, 3, 8]))
 def test_rloo_is_centred_times_g_over_g_minus_one(seed, group):
     rewards = Draw(seed).normal(2, group)
     centred = np.asarray(rl_fn.grpo_advantages(rewards, scale="none"))
@@ -90,12 +97,12 @@ def test_rloo_is_centred_times_g_over_g_minus_one(seed, group):
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1e4 + 0.3, -3e-5])
-@pytest.mark.parametrize("group", [1, 2, 7, 8])
+@pytest.mark.parametrize("group", [1, 7, 8])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 def test_equal_rewards_have_no_advantage(reward, group, eps):
     rewards = np.full((3, group), reward, np.float32)
     for scale in ("group", "batch", "none"):
-        assert not np.asarray(rl_fn.grpo_advantages(rewards, scale=scale, eps=eps)).any()
+        assert not np.asarray(GRPO(rewards, scale=scale, eps=eps)).any()
     if group > 1:
         assert not np.asarray(rl_fn.rloo_advantages(rewards)).any()
     assert not np.asarray(rl_fn.whiten(rewards, np.ones_like(rewards, bool), eps=eps)).any()
@@ -117,13 +124,21 @@ def test_normalised_advantages_ignore_an_offset_and_a_scale(seed):
     np.testing.assert_allclose(rl_fn.grpo_advantages(rewards + np.float32(1e4)), by_default, atol=2e-5)
 
 
+SLOPE = jax.jit(lambda loss, x, *rest: jax.grad(lambda y: loss(y, *rest).sum())(x), static_argnums=0)
+
+
+@functools.cache
+def _ppo(low, high, dual):
+    return functools.partial(rl_fn.ppo_clip, clip_low=low, clip_high=high, dual_clip=dual)
+
+
 @given(seed=SEEDS)
 def test_ppo_at_ratio_one_has_reinforces_gradient(seed):
     d = Draw(seed)
     logprobs, advantages = d.logprobs(), d.normal()
-    for clips in ({}, {"clip_low": 0.0, "clip_high": 0.0}, {"dual_clip": 3.0}):
-        ppo = jax.grad(lambda x, k=clips: rl_fn.ppo_clip(x, logprobs, advantages, **k).sum())(jnp.asarray(logprobs))
-        reinforce = jax.grad(lambda x: rl_fn.reinforce(x, advantages).sum())(jnp.asarray(logprobs))
+    reinforce = SLOPE(rl_fn.reinforce, jnp.asarray(logprobs), advantages)
+    for clips in ((0.2, 0.2, None), (0.0, 0.0, None), (0.2, 0.2, 3.0)):
+        ppo = SLOPE(_ppo(*clips), jnp.asarray(logprobs), logprobs, advantages)
         np.testing.assert_allclose(ppo, reinforce, rtol=1e-6)
 
 
@@ -132,14 +147,14 @@ def test_clipped_tokens_are_those_without_gradient(seed):
     d = Draw(seed)
     logprobs, old, advantages, mask = d.logprobs(), d.logprobs(), d.normal(), d.mask()
     clips = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.0}
-    slope = jax.grad(lambda x: rl_fn.ppo_clip(x, old, advantages, mask, **clips).sum())(jnp.asarray(logprobs))
+    slope = SLOPE(_ppo(*clips.values()), jnp.asarray(logprobs), old, advantages, mask)
     cut = rl_fn.clipped_tokens(logprobs, old, advantages, mask, **clips)
     np.testing.assert_array_equal(np.asarray(cut), (np.asarray(slope) == 0) & mask & (advantages != 0))
 
 
 @given(d=st.floats(-60.0, 60.0, width=32) | st.floats(-(2.0**-10), 2.0**-10, width=32))
 def test_k3_is_accurate_and_never_negative(d):
-    value, slope = jax.value_and_grad(lambda x: rl_fn.kl_k3(x, jnp.zeros(1))[0])(jnp.array([d], jnp.float32))
+    value, slope = K3(jnp.array([d], jnp.float32))
     exact = np.expm1(-np.longdouble(d)) + np.longdouble(d)
     assert value >= 0
     if abs(d) > 1e-6:  # below, expm1's own cancellation in long double shows
@@ -149,14 +164,14 @@ def test_k3_is_accurate_and_never_negative(d):
 
 @pytest.mark.parametrize("d", [90.0, -90.0])
 def test_k3_at_ninety(d):
-    value, slope = jax.value_and_grad(lambda x: rl_fn.kl_k3(x, jnp.zeros(1))[0])(jnp.array([d]))
+    value, slope = K3(jnp.array([d]))
     if d > 0:
         assert float(value) == 89.0 and float(slope[0]) == 1.0
     else:  # e⁹⁰ does not fit into float32: the tangent at 80
         np.testing.assert_allclose(float(value), np.exp(80.0) * 11, rtol=1e-5)
         np.testing.assert_allclose(float(slope[0]), -np.exp(80.0), rtol=1e-5)
     with jax.enable_x64(True):
-        value, slope = jax.value_and_grad(lambda x: rl_fn.kl_k3(x, jnp.zeros(1))[0])(jnp.array([d]))
+        value, slope = K3(jnp.array([d]))
         np.testing.assert_allclose([value, slope[0]], [np.expm1(-d) + d, -np.expm1(-d)], rtol=1e-12)
 
 
@@ -167,10 +182,12 @@ def test_kl_estimators_as_losses_by_enumeration():
     p = jax.nn.softmax(logits)
 
     def expected_gradient(estimator):
-        return jax.grad(lambda z: jnp.sum(p * estimator(jax.nn.log_softmax(z), jax.nn.log_softmax(ref))))(logits)
+        return jax.jit(jax.grad(lambda z: jnp.sum(p * estimator(jax.nn.log_softmax(z), jax.nn.log_softmax(ref)))))(
+            logits
+        )
 
-    reverse = jax.grad(lambda z: rl_fn.kl_categorical(z, ref))(logits)
-    forward = jax.grad(lambda z: rl_fn.kl_categorical(ref, z))(logits)
+    reverse = jax.jit(jax.grad(lambda z: rl_fn.kl_categorical(z, ref)))(logits)
+    forward = jax.jit(jax.grad(lambda z: rl_fn.kl_categorical(ref, z)))(logits)
     np.testing.assert_allclose(expected_gradient(rl_fn.kl_k1), np.zeros(6), atol=1e-6)
     np.testing.assert_allclose(expected_gradient(rl_fn.kl_k2), reverse, atol=1e-6)
     np.testing.assert_allclose(expected_gradient(rl_fn.kl_k3), forward, atol=1e-6)
