@@ -96,7 +96,7 @@ def gae(
         ValueError: if gamma, or lam as a number, is outside [0, 1].
 
     Reference:
-        Schulman et al., arXiv 1506.02438, equations 12 and 16.
+        Schulman et al., arXiv 1506.02438, equation 16.
 
     >>> import jax.numpy as jnp
     >>> gae(jnp.array([0.0, 1.0]), jnp.array([0.5, 0.5]), jnp.ones(2, bool)).advantages.tolist()
@@ -180,7 +180,7 @@ def length_adaptive_lambda(
         ValueError: if alpha is not positive.
 
     Reference:
-        Yue et al. (VAPO), arXiv 2504.05118, section 4.1 (length-adaptive GAE).
+        Yue et al. (VAPO), arXiv 2504.05118 (length-adaptive GAE).
 
     >>> import jax.numpy as jnp
     >>> print(length_adaptive_lambda(jnp.array([100, 1000])))

@@ -149,7 +149,7 @@ def kl_straight_through(value: Float[Array, "*shape"], gradient: Float[Array, "*
         TypeError: if the shapes differ (from JAX).
 
     Reference:
-        Bengio et al., arXiv 1308.3432, section 4, for the straight-through idea.
+        Bengio et al., arXiv 1308.3432, for the straight-through idea.
 
     >>> import jax.numpy as jnp
     >>> kl_straight_through(jnp.array([1.0]), jnp.array([5.0])).tolist()
@@ -176,7 +176,7 @@ def kl_categorical(logits: Float[Array, "*batch V"], ref_logits: Float[Array, "*
         TypeError: if the shapes differ (from JAX).
 
     Reference:
-        Kullback & Leibler, On Information and Sufficiency (1951), equation 2.4.
+        Kullback & Leibler, On Information and Sufficiency (1951).
 
     >>> import jax.numpy as jnp
     >>> kl_categorical(jnp.array([0.0, 0.0]), jnp.array([0.0, -jnp.inf])).tolist()

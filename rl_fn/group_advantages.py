@@ -79,7 +79,7 @@ def rloo_advantages(rewards: Rewards, valid: Valid | None = None) -> Rewards:
         ValueError: if G < 2.
 
     Reference:
-        Ahmadian et al., arXiv 2402.14740, equation 8.
+        Ahmadian et al., arXiv 2402.14740 (RLOO).
 
     >>> import jax.numpy as jnp
     >>> rloo_advantages(jnp.array([1.0, 0.0, 0.5])).tolist()

@@ -86,7 +86,7 @@ def truncated_importance_weights(
         ValueError: for an unknown level or a cap that is not positive.
 
     Reference:
-        Ionides, Truncated Importance Sampling (2008), equation 4; for rollouts, Yao et al., "Your Efficient RL
+        Ionides, Truncated Importance Sampling (2008); for rollouts, Yao et al., "Your Efficient RL
         Framework Secretly Brings You Off-Policy RL Training" (2025).
 
     >>> import jax.numpy as jnp
@@ -130,7 +130,7 @@ def masked_importance_weights(
         ValueError: for an unknown level, or unless 0 ≤ low < high.
 
     Reference:
-        Ling Team (IcePop), arXiv 2510.18855, section 3.
+        Ling Team (IcePop), arXiv 2510.18855 (Ring-1T).
 
     >>> import jax.numpy as jnp
     >>> masked_importance_weights(jnp.array([0.0, 3.0]), jnp.ones(2, bool), low=0.5, high=5.0).tolist()

@@ -221,7 +221,7 @@ def logits_logprobs(
 
     Reference:
         Shannon, A Mathematical Theory of Communication (1948), section 6, for H; the softcap: Gemma Team, arXiv
-        2408.00118, section 2.
+        2408.00118.
 
     >>> import jax.numpy as jnp
     >>> out = logits_logprobs(jnp.array([[0.0, 0.0, -jnp.inf]]), jnp.array([0]))

@@ -58,7 +58,7 @@ def reinforce_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Williams, Simple Statistical Gradient-Following Algorithms (1992), equation 11.
+        Williams, Simple Statistical Gradient-Following Algorithms (1992).
 
     >>> print(reinforce_objective().explain())
     reinforce: minimise seq-mean-token-sum of ℓ
@@ -114,7 +114,7 @@ def ppo(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Schulman et al., arXiv 1707.06347, equations 7 and 11, table 3 (λ = 0.95, ε = 0.2).
+        Schulman et al., arXiv 1707.06347, equations 7 and 11 (λ = 0.95, ε = 0.2 in its experiments).
 
     >>> ppo().loss
     Clip(low=0.2, high=0.2, dual=None)
@@ -313,7 +313,7 @@ def rloo(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Ahmadian et al., arXiv 2402.14740, equation 8.
+        Ahmadian et al., arXiv 2402.14740 (RLOO).
 
     >>> rloo().advantage
     LeaveOneOut()

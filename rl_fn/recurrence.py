@@ -94,7 +94,7 @@ def linear_recurrence(
         ValueError: if the mask is not boolean.
 
     Reference:
-        Blelloch, Prefix Sums and Their Applications (CMU-CS-90-190, 1990), section 1.4: first-order recurrences.
+        Blelloch, Prefix Sums and Their Applications (CMU-CS-90-190, 1990): first-order recurrences.
 
     >>> import jax.numpy as jnp
     >>> mask = jnp.array([True, False, True])

@@ -77,7 +77,7 @@ def top_k(logits: Logits, k: Count) -> Logits:
         ValueError: if k as a number is below 1, or an array k does not have one entry per row.
 
     Reference:
-        Fan et al., arXiv 1805.04833, section 5.
+        Fan et al., arXiv 1805.04833.
 
     >>> import jax.numpy as jnp
     >>> top_k(jnp.array([1.0, 3.0, 3.0, 2.0]), 2).tolist()
@@ -141,7 +141,7 @@ def min_p(logits: Logits, p: PerRow) -> Logits:
         ValueError: if p as a number is outside [0, 1], or an array p does not have one entry per row.
 
     Reference:
-        Nguyen et al., arXiv 2407.01082, section 3.
+        Nguyen et al., arXiv 2407.01082.
 
     >>> import jax.numpy as jnp
     >>> min_p(jnp.array([0.0, -1.0, -3.0]), 0.1).tolist()
@@ -216,7 +216,7 @@ def sample(
         ValueError: for parameters that the steps refuse.
 
     Reference:
-        Maddison et al., arXiv 1411.0030, section 2 (the Gumbel-max trick).
+        Maddison et al., arXiv 1411.0030 (the Gumbel-max trick).
 
     >>> import jax, jax.numpy as jnp
     >>> tokens, logprobs = sample(jax.random.key(0), jnp.array([[1.0, 9.0]]), temperature=0.0)
