@@ -3,6 +3,7 @@
 from rl_fn.advantages import Advantages, discounted_returns, gae, length_adaptive_lambda, td_lambda, whiten
 from rl_fn.aggregation import Ratio, aggregate, aggregate_parts, masked_mean, masked_sum, masked_var
 from rl_fn.batch import Batch
+from rl_fn.chunked_logprobs import linear_logprobs
 from rl_fn.divergences import entropy, kl_abs, kl_categorical, kl_k1, kl_k2, kl_k3, kl_straight_through
 from rl_fn.group_advantages import grpo_advantages, rloo_advantages
 from rl_fn.importance import (
@@ -75,6 +76,7 @@ __all__ = [
     "kl_k3",
     "kl_straight_through",
     "length_adaptive_lambda",
+    "linear_logprobs",
     "linear_recurrence",
     "log_ratio",
     "logits_logprobs",

@@ -315,6 +315,11 @@ def logits_logprobs(logits, tokens, *, temperature=1.0, softcap=None, support=No
     return tuple(out)
 
 
+def linear_logprobs(hidden, weight, tokens, *, bias=None, chunk=None, **options):
+    logits = _f(hidden) @ _f(weight).T + (0.0 if bias is None else _f(bias))
+    return logits_logprobs(logits, tokens, **options)
+
+
 def row_state(logits, tokens, *, start=0, temperature=1.0, softcap=None, support=None):
     out = np.zeros((4, *np.shape(tokens)))
     for row in np.ndindex(np.shape(tokens)):

@@ -301,6 +301,25 @@ def _states(d: Draw, parts: int) -> list[rl_fn.RowState]:
 
 case("merge", lambda d: (tuple(_states(d, 2)), {}))
 case("finish", lambda d: (tuple(_states(d, 1)), {}))
+case(
+    "linear_logprobs",
+    lambda d: ((d.normal(B, T, 5), d.normal(V, 5), d.integers(V, B, T)), {"chunk": 4}),
+    differentiable=(0, 1),
+)
+case(
+    "linear_logprobs[options]",
+    lambda d: (
+        (d.normal(B, 5), d.normal(V, 5), np.zeros(B, np.int32)),
+        {
+            "bias": d.normal(V),
+            "temperature": d.uniform(0.5, 2.0, B),
+            "softcap": 5.0,
+            "support": d.support(V),
+            "chunk": 4096,
+        },
+    ),
+    differentiable=(0, 1),
+)
 case("sequence_logprobs", lambda d: ((d.logprobs(), d.mask()), {}), differentiable=(0,), mask=1)
 case(
     "sequence_logprobs[packed]",

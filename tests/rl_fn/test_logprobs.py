@@ -82,6 +82,22 @@ def test_the_gradient_through_merged_tiles_is_that_of_the_whole_row():
     np.testing.assert_allclose(jax.grad(tiled)(logits), jax.grad(whole)(logits), rtol=1e-5, atol=1e-6)
 
 
+def test_linear_logprobs_do_not_depend_on_the_chunk_and_never_hold_the_logits():
+    d = Draw(3)
+    hidden, weight, tokens = jnp.asarray(d.normal(6, 5)), jnp.asarray(d.normal(103, 5)), d.integers(103, 6)
+
+    def total(h, w, chunk):
+        return jnp.stack(list(rl_fn.linear_logprobs(h, w, tokens, chunk=chunk))).sum()
+
+    gradient = jax.jit(jax.value_and_grad(total, argnums=(0, 1)), static_argnums=2)
+    whole = gradient(hidden, weight, 103)
+    for chunk in (7, 50, 1000):
+        for a, b in zip(jax.tree.leaves(gradient(hidden, weight, chunk)), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    text = gradient.lower(hidden, weight, 7).as_text()
+    assert "tensor<6x7xf32>" in text and "tensor<6x103xf32>" not in text and "tensor<15x6x7xf32>" not in text
+
+
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 def test_bfloat16_logits_of_a_large_vocabulary(offset):
     """Within 1e-4 nats of float64 on the same bfloat16 values; the entropy does not mind a common offset."""
