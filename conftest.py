@@ -1,4 +1,4 @@
-"""Test-wide switches, set before rl_fn is imported: annotations checked at run time, strict JAX promotion, one profile."""
+"""Test-wide switches, set before rl_fn is imported: annotations checked at run time, strict JAX promotion."""
 
 import os
 

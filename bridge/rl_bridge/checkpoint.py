@@ -51,7 +51,8 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _random_states() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
     return {
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],

@@ -39,7 +39,7 @@ def load_reward(source: str) -> Reward:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-    function = getattr(module, match[2], None)
+    function: Any = getattr(module, match[2], None)
     if not callable(function):
         raise ValueError(f"{path} has no function {match[2]!r}")
     return function

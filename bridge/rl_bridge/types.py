@@ -1,8 +1,8 @@
 """What travels between rollouts and trainers: sampling parameters, completions, and the tensors of a batch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,9 +70,10 @@ class TokenBatch(NamedTuple):
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
 
-    def map(self, function) -> "TokenBatch":
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenBatch":
         """The batch with ``function`` applied to every field that is present."""
-        return TokenBatch(*(None if value is None else function(value) for value in self))
+        fields: Any = (None if value is None else function(value) for value in self)
+        return TokenBatch(*fields)
 
     def rows(self, index: torch.Tensor | slice) -> "TokenBatch":
         """The chosen rows."""
@@ -86,7 +87,7 @@ class TokenBatch(NamedTuple):
         """Drop the columns that are padding in every row: fewer tokens, the same numbers."""
         width, kept = self.completion_ids.shape[1], max(1, int(self.mask.any(0).sum()))
         left = int(self.padding.min())
-        batch = TokenBatch(*(v if v is None or v.dim() < 2 else v[:, :kept] for v in self))
+        batch = self.map(lambda value: value if value.dim() < 2 else value[:, :kept])
         stop = self.input_ids.shape[1] - (width - kept)
         return batch._replace(input_ids=self.input_ids[:, left:stop], padding=self.padding - left)
 

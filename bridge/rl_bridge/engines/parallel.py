@@ -64,7 +64,7 @@ def gather(results: Sequence[Any]) -> Any:
     if len(results) == 1 or all(result is None for result in results):
         return first
     if isinstance(first, Ratio):
-        return Ratio(sum(r.total for r in results), sum(r.denominator for r in results))
+        return sum(results)
     if isinstance(first, torch.Tensor) and first.dim():
         return torch.cat(list(results))
     if isinstance(first, dict):

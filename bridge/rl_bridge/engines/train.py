@@ -27,6 +27,14 @@ class TrainEngine(Engine):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
 
+    def training_state(self) -> dict[str, Any]:
+        """What a checkpoint of the module holds."""
+        return self.call("training_state")
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Give the module back what its ``training_state`` was."""
+        self.call("load_training_state", state)
+
     def sync_weights(self, inference: InferenceEngine) -> int:
         """Carry the weights to an inference engine; returns their version, which its completions then bear."""
         version = self.call("weights_version")

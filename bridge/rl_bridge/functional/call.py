@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
 from rl_bridge.functional import trace
-from rl_bridge.functional.dtypes import jax_dtype
+from rl_bridge.functional.dtypes import jax_dtype, wide_types
 from rl_bridge.functional.program import Program
 
 _LIMIT = 512  # programs that one function keeps: a static argument that changes at every call must not fill the memory
@@ -24,12 +25,12 @@ _COUNT = itertools.count()
 def from_jax(fn: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., Any]:
     """A differentiable torch function that computes what the JAX function `fn` computes, without XLA.
 
-    `fn` is traced to a jaxpr, and the jaxpr is lowered to torch operations, once for each combination of tree, dtypes and
-    static values; `dynamic` traces with symbolic sizes, so that a new shape costs microseconds. Gradients are torch's.
+    `fn` is traced to a jaxpr, and the jaxpr is lowered to torch operations, once for each combination of tree, dtypes
+    and static values; `dynamic` traces with symbolic sizes, so that a new shape costs little. Gradients are torch's.
 
     Arguments are pytrees. torch tensors are traced; NumPy and JAX arrays are constants, known by their content;
-    everything else (numbers, strings, functions, any hashable) is static and part of the cache's key: pass a number that
-    changes from step to step as a zero-dimensional tensor. Results are the same pytree with torch tensors.
+    everything else (numbers, strings, functions, any hashable) is static and part of the cache's key: pass a number
+    that changes from step to step as a zero-dimensional tensor. Results are the same pytree with torch tensors.
 
     >>> import jax.numpy as jnp, torch
     >>> from_jax(lambda x, power: jnp.sum(x ** power))(torch.tensor([1.0, 2.0]), 2)
@@ -65,7 +66,7 @@ class _Lowering:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not tensors:
             raise TypeError(f"from_jax({self.name}) was called without a torch tensor: call the JAX function itself")
-        static = (tree, jax.config.jax_enable_x64, *map(_static_key, leaves))
+        static = (tree, wide_types(), *map(_static_key, leaves))
         shapes = tuple(x.shape for x in tensors)
         try:
             program = self._programs.get((static, shapes))
@@ -112,7 +113,7 @@ class _Lowering:
             return None
 
     def _arguments(self, leaves: Sequence[Any]) -> list[trace.Argument]:
-        wide = jax.config.jax_enable_x64
+        wide = wide_types()
         result = []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
@@ -136,8 +137,8 @@ def _static_key(leaf: Any) -> Any:
     if isinstance(leaf, float):
         return leaf.hex()  # tells 0.0 from -0.0, and nan is nan
     if isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
-        data = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        host = np.asarray(data)
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        host = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         return (str(leaf.dtype), host.shape, hashlib.sha256(host.tobytes()).digest())
     try:
         hash(leaf)
@@ -149,7 +150,7 @@ def _static_key(leaf: Any) -> Any:
     return (type(leaf), leaf)
 
 
-# -- torch.compile: Dynamo flattens the arguments, and sees one opaque call, through which AOTAutograd traces ------------
+# -- torch.compile: Dynamo flattens the arguments, and sees one opaque call, through which AOTAutograd traces ------
 _HOLE = "<from_jax: tensor>"
 
 

@@ -28,7 +28,7 @@ class _Custom(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients = iter(ctx.rule(*ctx.saved_tensors, *cotangents[: ctx.floats]))
         return (None,) * 5 + tuple(next(gradients) if wanted else None for wanted in ctx.wanted)
 
@@ -62,7 +62,7 @@ def cond(which: Tensor, branches: Sequence[Function], *operands: Tensor) -> list
 def scan(
     body: Function, length: int, reverse: bool, counts: tuple[int, int], shapes: Sequence[Any], *arguments: Tensor
 ) -> list[Tensor]:
-    """lax.scan as a Python loop. `counts`: constants and carries among the arguments; `shapes`: of the stacked results."""
+    """lax.scan as a Python loop. `counts`: constants and carries among the arguments; `shapes`: of what is stacked."""
     constants, carry = arguments[: counts[0]], list(arguments[counts[0] : sum(counts)])
     rows = [x.unbind(0) for x in arguments[sum(counts) :]]
     stacked: list[list[Tensor]] = [[] for _ in shapes]
@@ -80,7 +80,7 @@ def scan(
 
 
 def while_loop(condition: Function, body: Function, counts: tuple[int, int], *arguments: Tensor) -> list[Tensor]:
-    """lax.while_loop with a data-dependent end. Asking for the condition waits for the device: there is no other way."""
+    """lax.while_loop with a data-dependent end. Asking for the condition waits for the device."""
     if runtime.tracing():
         raise NotImplementedError(
             "lax.while_loop with a data-dependent condition cannot be traced by torch.compile; "

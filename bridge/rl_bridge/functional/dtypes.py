@@ -1,5 +1,7 @@
 """Which torch dtype is which JAX dtype; a dtype without a partner is refused by name."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,15 +37,19 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype:
     return _TO_JAX[dtype]
 
 
-def torch_dtype(dtype: object) -> torch.dtype:
+def torch_dtype(dtype: Any) -> torch.dtype:
     """The torch dtype of a JAX or NumPy dtype."""
     # Typed PRNG keys have an extended dtype, which np.dtype() cannot read.
-    plain = None if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
-    if plain not in _TO_TORCH:
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype) not in _TO_TORCH:
         raise NotImplementedError(f"from_jax has no torch dtype for JAX's {dtype}")
-    return _TO_TORCH[plain]
+    return _TO_TORCH[np.dtype(dtype)]
 
 
-def is_float(dtype: object) -> bool:
+def is_float(dtype: Any) -> bool:
     """Whether a JAX dtype (bfloat16 and float8 included) is a floating one."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def wide_types() -> bool:
+    """Whether JAX computes in 64 bits here (jax_enable_x64); by default it narrows 64-bit types to 32."""
+    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,7 @@
 """Turns a jaxpr into the source of one flat Python function: values, statements, and their clean-up.
 
 A value is either a Python literal or a torch variable. A variable may hold fewer elements than its JAX shape says, as
-long as it broadcasts to it: element-wise torch operations broadcast for free, so most of JAX's explicit broadcasts vanish.
+long as it broadcasts to it: element-wise torch operations broadcast for free, so JAX's explicit broadcasts vanish.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ class Builder:
 
     # -- statements --------------------------------------------------------------------------------------------------
     def emit(self, code: str, count: int | None = None) -> tuple[str, ...]:
-        """Adds `target = code` (or unpacks `count` targets), or finds the earlier statement: every statement is pure."""
+        """Adds `target = code` (or unpacks `count` targets), or finds the earlier one: every statement is pure."""
         if code not in self.seen:
             targets = tuple(self.fresh() for _ in range(count or 1))
             self.seen[code] = targets
@@ -195,7 +195,8 @@ class Builder:
 
         def read(atom: Any) -> Value:
             if isinstance(atom, jex_core.Literal):
-                return literal(atom.val, tuple(atom.aval.shape), np.dtype(atom.aval.dtype))
+                aval: Any = atom.aval
+                return literal(atom.val, tuple(aval.shape), np.dtype(aval.dtype))
             return env[atom]
 
         env.update(zip(jaxpr.constvars, map(self.constant, closed.consts), strict=True))
@@ -223,10 +224,11 @@ class Builder:
             if given is not None and given.is_number:
                 values.append(given)
                 continue
-            shape = tuple(var.aval.shape)
+            aval: Any = var.aval
             names.append(self.fresh())
-            torch_dtype(var.aval.dtype)
-            values.append(Value(names[-1], shape, np.dtype(var.aval.dtype), shape, aliases_input=True))
+            torch_dtype(aval.dtype)
+            shape = tuple(aval.shape)
+            values.append(Value(names[-1], shape, np.dtype(aval.dtype), shape, aliases_input=True))
         results = inner.run(closed, values)
         name = self.fresh("f")
         self.root.functions.append(inner.source(name, names, results, fresh))

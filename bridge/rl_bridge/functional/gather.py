@@ -13,8 +13,8 @@ from torch import Tensor
 class Indexing:
     """Dimension numbers of a gather or a scatter, in the gather's words.
 
-    `window`: dimensions of the result (the updates) that run inside a slice; `collapsed`: dimensions of the operand with
-    none; `indexed`: dimension of the operand that each index component moves; `batch`: pairs (operand, indices).
+    `window`: dimensions of the result (the updates) that run inside a slice; `collapsed`: dimensions of the operand
+    with none; `indexed`: dimension of the operand that each index component moves; `batch`: pairs (operand, indices).
     """
 
     window: tuple[int, ...]

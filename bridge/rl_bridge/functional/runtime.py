@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class Constant:
         return self._copies[device]
 
 
-# -- element-wise -----------------------------------------------------------------------------------------------------
+# -- element-wise ----------------------------------------------------------------------------------------------------
 def sign(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x)
 
@@ -90,7 +89,7 @@ def select(which: Tensor, *cases: Tensor) -> Tensor:
     return result
 
 
-# -- reductions and scans along an axis ---------------------------------------------------------------------------------
+# -- reductions and scans along an axis ------------------------------------------------------------------------------
 def product(x: Tensor, axes: Sequence[int]) -> Tensor:
     for axis in sorted(axes, reverse=True):
         x = torch.prod(x, axis, dtype=x.dtype)
@@ -152,7 +151,7 @@ def _interleave(even: Tensor, odd: Tensor, axis: int, size: int) -> Tensor:
     return torch.cat([woven, even.narrow(axis, pairs, 1)], axis) if size % 2 else woven
 
 
-# -- order ------------------------------------------------------------------------------------------------------------
+# -- order -----------------------------------------------------------------------------------------------------------
 def sort(operands: Sequence[Tensor], axis: int, keys: int) -> tuple[Tensor, ...]:
     """Stable and lexicographic in the first `keys` operands, NaN last."""
     if keys == 1 and len(operands) == 1:
@@ -172,7 +171,7 @@ def top_k(x: Tensor, k: int, axis: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return values.narrow(axis, 0, k), indices.narrow(axis, 0, k).to(dtype)
 
 
-# -- padding ----------------------------------------------------------------------------------------------------------
+# -- padding ---------------------------------------------------------------------------------------------------------
 def pad(x: Tensor, config: Sequence[tuple[int, int, int]], fill: bool | int | float | Tensor) -> Tensor:
     """lax.pad: `(low, high, interior)` per axis, negative amounts cut."""
     if isinstance(fill, Tensor):
@@ -198,7 +197,7 @@ def pad(x: Tensor, config: Sequence[tuple[int, int, int]], fill: bool | int | fl
     return x
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------------------------
 def narrow(x: Tensor, position: int) -> Tensor:
     """int64 to the int32 that JAX computes in, refusing what does not fit."""
     small = x.to(torch.int32)
@@ -207,7 +206,7 @@ def narrow(x: Tensor, position: int) -> Tensor:
         f"from_jax: traced argument {position} has int64 values beyond int32, in which JAX computes; see docs/bridge.md"
     )
     if tracing() or x.device.type != "cpu":
-        torch._assert_async(fits, message)  # raises on the device, without waiting for it
+        torch.ops.aten._assert_async.msg(fits, message)  # raises on the device, without waiting for it
     elif not fits:
         raise ValueError(message)
     return small

@@ -60,7 +60,7 @@ def trace(
 
 
 def pattern(shapes: Sequence[Sequence[Size]]) -> tuple[tuple[tuple[int, ...], ...], tuple[Size, ...]]:
-    """Which sizes are equal, and what they are: negative numbers stand for the sizes; 0 and 1, which broadcast, stay."""
+    """Which sizes are equal, and what they are: negative numbers stand for them; 0 and 1, which broadcast, stay."""
     sizes: list[Size] = []
     result = []
     for shape in shapes:
@@ -80,16 +80,19 @@ def pattern(shapes: Sequence[Sequence[Size]]) -> tuple[tuple[tuple[int, ...], ..
 
 @contextlib.contextmanager
 def symbolic(rows: Sequence[Sequence[int]], count: int) -> Iterator[tuple[list[tuple[Any, ...]], "Equalities"]]:
-    """Shapes with symbols for the sizes of a pattern, and a record of the equalities that JAX denies while it is open."""
+    """Shapes with symbols for the sizes of a pattern, and a record of the equalities that JAX denies in between."""
     names = [f"s{i}" for i in range(count)]
-    symbols = export.symbolic_shape(", ".join(names), constraints=[f"{name} >= 2" for name in names]) if names else ()
+    symbols: tuple[Any, ...] = ()
+    if names:
+        symbols = tuple(export.symbolic_shape(", ".join(names), constraints=[f"{name} >= 2" for name in names]))
     shapes = [tuple(symbols[-1 - size] if size < 0 else size for size in row) for row in rows]
     record = Equalities(tuple(names))
     with _LOCK:
         if not symbols:
             yield shapes, record
             return
-        kind, scope = type(symbols[0]), symbols[0].scope
+        kind: Any = type(symbols[0])
+        scope = symbols[0].scope
         equal, scan = kind.__eq__, jax.lax.associative_scan
 
         def recorded(self: Any, other: Any) -> bool:

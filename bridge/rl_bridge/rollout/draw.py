@@ -1,13 +1,14 @@
 """Drawing a token from logits, with random numbers that depend on the request and the position alone."""
 
 from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
 
 from rl_bridge.functional import from_jax
 from rl_bridge.types import SamplingParams
 from rl_fn import min_p, top_k, top_p
-
 
 _ALL = (1 << 64) - 1
 
@@ -17,11 +18,9 @@ def drawing(sampling: SamplingParams) -> Callable[[torch.Tensor, torch.Tensor], 
 
     The log-probability is that of the distribution the token was drawn from, after temperature and truncation.
     """
-    transforms = [
-        from_jax(lambda logits, f=transform, value=value: f(logits, value))
-        for transform, value in ((top_k, sampling.top_k), (top_p, sampling.top_p), (min_p, sampling.min_p))
-        if value is not None
-    ]
+    requested: tuple[tuple[Callable[..., Any], Any], ...]
+    requested = ((top_k, sampling.top_k), (top_p, sampling.top_p), (min_p, sampling.min_p))
+    transforms = [partial(_transform(function), value) for function, value in requested if value is not None]
 
     def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float()
@@ -37,6 +36,13 @@ def drawing(sampling: SamplingParams) -> Callable[[torch.Tensor, torch.Tensor], 
         return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
     return draw
+
+
+@cache
+def _transform(function: Callable[..., Any]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """The lowered transform, value first; lowered once for all calls."""
+    lowered = from_jax(function)
+    return lambda value, logits: lowered(logits, value)
 
 
 def uniform_numbers(seeds: torch.Tensor, position: int) -> torch.Tensor:

@@ -18,10 +18,9 @@ class InProcessRollout:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_batch_rows: int = 1024
     ) -> None:
         """``model`` becomes this worker's own. Rows beyond ``max_batch_rows`` wait: it bounds the KV cache."""
-        if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
-            raise ValueError("the tokenizer needs an eos_token and a pad_token")
         self._model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
+        self._eos, self._pad = _token_id(tokenizer, "eos_token"), _token_id(tokenizer, "pad_token")
         self._max_batch_rows = max_batch_rows
         self._version: int | None = 0
 
@@ -70,10 +69,10 @@ class InProcessRollout:
         if self.weights_device().type == "meta":
             self._model.to_empty(device=device)
         else:
-            self._model.to(device)
+            self._model.to(device=device)  # pyright: ignore[reportArgumentType]
 
     def _completion(self, prompt: list[int], tokens: list[int], logprobs: list[float], version: int) -> Completion:
-        finished = tokens[-1] == self._tokenizer.eos_token_id
+        finished = tokens[-1] == self._eos
         text = self._tokenizer.decode(tokens[:-1] if finished else tokens)
         return Completion(prompt, tokens, logprobs, str(text), finished, version)
 
@@ -84,7 +83,7 @@ class InProcessRollout:
 
         A prompt is read once: its keys and values are then repeated for its samples. ``seeds`` is [prompts, n].
         """
-        device, eos, pad = self.weights_device(), self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        device, eos, pad = self.weights_device(), self._eos, self._pad
         draw, steps, count = drawing(sampling), sampling.max_new_tokens, len(prompts) * sampling.n
         width = max(len(ids) for ids in prompts)
         tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
@@ -137,3 +136,10 @@ class InProcessRollout:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+    value = getattr(tokenizer, f"{name}_id")
+    if not isinstance(value, int):
+        raise ValueError(f"the tokenizer needs an {name} with one id, its {name}_id is {value!r}")
+    return value

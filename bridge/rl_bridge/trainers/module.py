@@ -144,7 +144,7 @@ class CausalLMModule(torch.nn.Module):
             if self.weights_device().type == "meta":
                 self.model.to_empty(device=device)
             else:
-                self.model.to(device)
+                self.model.to(device=device)  # pyright: ignore[reportArgumentType]
         else:
             for state in self.optimizer.state.values():
                 for key, value in state.items():

@@ -1,6 +1,7 @@
 """The module that policy-gradient algorithms train: an ``rl_fn`` objective over a causal LM."""
 
-import torch
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from rl_bridge.functional import from_jax
@@ -42,29 +43,32 @@ class PolicyModule(CausalLMModule):
         """
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
-        metrics: dict[str, Ratio] = {}
+        metrics: dict[str, Any] = {}
         for piece in batch.micro_batches(self.micro_batch_tokens):
             logprobs, entropies = self(piece)
-            loss, parts = self._parts(
-                Batch(
-                    logprobs=logprobs,
-                    old_logprobs=piece.old_logprobs,
-                    advantages=piece.advantages,
-                    mask=piece.mask,
-                    rollout_logprobs=piece.rollout_logprobs,
-                    ref_logprobs=piece.ref_logprobs,
-                    # Shown as a metric always; differentiated only where the objective has an entropy bonus.
-                    entropies=entropies if self.objective.entropy is not None else entropies.detach(),
-                )
-            )
+            fields: dict[str, Any] = {
+                "logprobs": logprobs,
+                "old_logprobs": piece.old_logprobs,
+                "advantages": piece.advantages,
+                "mask": piece.mask,
+                "rollout_logprobs": piece.rollout_logprobs,
+                "ref_logprobs": piece.ref_logprobs,
+                # Shown as a metric always; differentiated only where the objective has an entropy bonus.
+                "entropies": entropies if self.objective.entropy is not None else entropies.detach(),
+            }
+            loss, parts = self._parts(Batch(**fields))
             (loss.total / denominator).backward()
             for name, part in parts.items():
-                detached = Ratio(part.total.detach().double(), part.denominator.detach().double())
-                metrics[name] = metrics[name] + detached if name in metrics else detached
+                metrics[name] = metrics.get(name, 0) + detached(part)
         return metrics
 
 
-def mean(metric: Ratio) -> float:
-    """A metric's value as a Python number, once all of its parts are in."""
-    total, denominator = float(torch.as_tensor(metric.total)), float(torch.as_tensor(metric.denominator))
+def detached(part: Any) -> Any:
+    """A ``Ratio`` of torch scalars without its graph, in float64 for the sum over many parts."""
+    return Ratio(*(value.detach().double() for value in part))
+
+
+def mean(metric: Any) -> float:
+    """The value of a ``Ratio`` of torch scalars as a Python number, once all of its parts are in."""
+    total, denominator = float(metric.total), float(metric.denominator)
     return total / denominator if denominator else total

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
-from rl_bridge.trainers.policy import mean
+from rl_bridge.trainers.policy import detached, mean
 from rl_bridge.types import Completion, TokenBatch, collate
 from rl_fn import Ratio, aggregate_parts
-
 
 _aggregate_parts = from_jax(aggregate_parts)
 
@@ -32,11 +30,11 @@ class SupervisedModule(CausalLMModule):
 
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
-        total = Ratio(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+        total: Any = 0
         for piece in batch.micro_batches(self.micro_batch_tokens):
             loss = _aggregate_parts(-self(piece)[0], piece.mask, "token-mean")
             (loss.total / denominator).backward()
-            total = total + Ratio(loss.total.detach().double().cpu(), loss.denominator.double().cpu())
+            total = total + detached(loss)
         return {"nll": total}
 
 

@@ -34,7 +34,8 @@ def logits_logprobs(
         logits: ``[*batch, V]`` in any float dtype; the arithmetic is float32 (float64 for float64 logits). −inf marks
             a token that cannot be drawn.
         tokens: ``[*batch]`` integer token ids.
-        temperature: one positive number, or one for each row (``[*batch]``).
+        temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked and take no
+            gradient.
         softcap: Gemma's logit soft cap, or None.
         backend: ``"torch"`` or ``"reference"`` (rl_fn through XLA, not differentiable here). None takes the best
             supported one.
@@ -43,7 +44,8 @@ def logits_logprobs(
         ``LogitsLogprobs(logprobs, entropy, logsumexp)``, each ``[*batch]``.
 
     Raises:
-        ValueError: shapes that do not fit, a temperature or softcap that is not positive.
+        ValueError: shapes that do not fit, tokens that are not integers, a temperature (as a number) or softcap that is
+            not positive.
         NotImplementedError: a backend that does not exist; the message lists those that do.
 
     >>> logits = torch.tensor([[0.0, 0.0, float("-inf")]])
@@ -53,6 +55,8 @@ def logits_logprobs(
     """
     if tokens.shape != logits.shape[:-1]:
         raise ValueError(f"tokens must have shape {tuple(logits.shape[:-1])}, got {tuple(tokens.shape)}")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}")
     if isinstance(temperature, torch.Tensor):
         if temperature.dim() and temperature.shape != tokens.shape:
             raise ValueError(f"temperature must be a number or {tuple(tokens.shape)}, got {tuple(temperature.shape)}")

@@ -1,6 +1,7 @@
 """rl_fn's formula, run by XLA: the answer every other backend is compared with."""
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 import rl_fn
@@ -13,7 +14,7 @@ def run(
     if logits.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("backend 'reference' gives no torch gradient; available with one: torch")
     array = jnp.asarray(logits.detach().float().cpu().numpy())
-    scale = temperature if isinstance(temperature, float) else jnp.asarray(temperature.detach().cpu().numpy())
+    scale = jnp.asarray(temperature.detach().cpu().numpy()) if isinstance(temperature, torch.Tensor) else temperature
     result = rl_fn.logits_logprobs(array, jnp.asarray(tokens.cpu().numpy()), temperature=scale, softcap=softcap)
-    logprobs, entropy, logsumexp = (torch.tensor(value.tolist(), device=logits.device) for value in result)
+    logprobs, entropy, logsumexp = (torch.tensor(np.array(value), device=logits.device) for value in result)
     return logprobs, entropy, logsumexp
