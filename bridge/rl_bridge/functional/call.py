@@ -137,8 +137,10 @@ def _static_key(leaf: Any) -> Any:
     if isinstance(leaf, float):
         return leaf.hex()  # tells 0.0 from -0.0, and nan is nan
     if isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
-        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        host = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            host = np.asarray(jax.random.key_data(leaf))
+        else:
+            host = np.asarray(leaf)
         return (str(leaf.dtype), host.shape, hashlib.sha256(host.tobytes()).digest())
     try:
         hash(leaf)
