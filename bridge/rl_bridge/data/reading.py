@@ -3,6 +3,7 @@
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def _checked(row: Any, where: str, fields: Sequence[str]) -> dict[str, Any]:
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list):
@@ -56,7 +57,8 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    # Bytes, so that a line that is not UTF-8 is an error of this line, and a byte order mark is none.
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -66,9 +68,16 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        for number, row in enumerate(reader, 1):
+    with path.open("rb") as lines:
+        decoded = (line.decode("utf-8" if place else "utf-8-sig") for place, line in enumerate(lines))
+        reader = csv.DictReader(decoded, strict=True)
+        for number in count(1):
+            try:
+                row = next(reader, None)
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}, row {number}: not valid CSV: {error}") from error
+            if row is None:
+                return
             if None in row or None in row.values():
                 expected = len(reader.fieldnames or ())
                 raise ValueError(f"{path}, row {number}: expected {expected} columns as in the header line")
