@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,13 @@ def load_reward(source: str) -> Reward:
     spec = importlib.util.spec_from_file_location(f"rl_bridge_reward_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses, among others, look their own module up.
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-    function: Any = getattr(module, match[2], None)
+    function: Reward | None = getattr(module, match[2], None)
     if not callable(function):
         raise ValueError(f"{path} has no function {match[2]!r}")
     return function
