@@ -1,0 +1,25 @@
+import pytest
+import torch
+
+from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.tiny import tiny_qwen2
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return character_tokenizer("0123456789+-=")
+
+
+@pytest.fixture
+def new_model(tokenizer):
+    """A fresh two-layer model of width 16; the same seed gives the same weights."""
+    small = {"hidden": 16, "layers": 2, "heads": 2}
+    return lambda seed=0, **options: tiny_qwen2(tokenizer, **small | options, seed=seed)

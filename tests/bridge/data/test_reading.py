@@ -1,0 +1,186 @@
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rl_bridge.data.reading import read_rows
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 6)] + [{"prompt": 'say "é,\n"', "answer": "é"}]
+CHAT = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "answer": str(2 * i)} for i in range(3)]
+
+
+def write_json(path, rows):
+    path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+
+
+def write_jsonl(path, rows):
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_csv(path, rows):
+    quoted = [",".join('"' + value.replace('"', '""') + '"' for value in row.values()) for row in rows]
+    path.write_text("\r\n".join([",".join(rows[0]), *quoted]), encoding="utf-8", newline="")
+
+
+def write_parquet(path, rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def write_arrow_file(path, rows):
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_arrow_stream(path, rows):
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_saved_dataset(path, rows):
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+
+
+FORMATS = {
+    "rows.json": write_json,
+    "rows.jsonl": write_jsonl,
+    "rows.csv": write_csv,
+    "rows.parquet": write_parquet,
+    "file.arrow": write_arrow_file,
+    "stream.arrow": write_arrow_stream,
+    "UPPER.JSONL": write_jsonl,
+    "saved": write_saved_dataset,
+}
+
+
+def without_place(rows):
+    return [{name: value for name, value in row.items() if name != "_where"} for row in rows]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    path = tmp_path / name
+    FORMATS[name](path, ROWS)
+    assert without_place(read_rows(str(path), fields=("prompt", "answer"))) == ROWS
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"rows.csv"}))
+def test_chat_messages_in_every_format_but_csv(tmp_path, name):
+    path = tmp_path / name
+    FORMATS[name](path, CHAT)
+    assert without_place(read_rows(str(path), fields=("prompt", "answer"))) == CHAT
+
+
+def test_a_row_knows_its_file_and_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, ROWS)  # an empty line after each
+    assert [row["_where"] for row in read_rows(str(path))] == [f"{path}, row {n}" for n in (1, 3, 5, 7, 9, 11)]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
+    for name in ("rows.csv", "rows.jsonl", "rows.json"):
+        path = tmp_path / name
+        FORMATS[name](path, ROWS)
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+        assert without_place(read_rows(str(path), fields=("prompt", "answer"))) == ROWS
+
+
+@pytest.mark.parametrize("value", [0, 0.0, False])
+def test_a_false_value_is_no_missing_one(tmp_path, value):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, [{"prompt": "a", "answer": value}])
+    assert read_rows(str(path), fields=("prompt", "answer"))[0]["answer"] == value
+
+
+GOOD = '{"prompt": "1+1=", "answer": "2"}'
+BAD = {
+    "missing field": (
+        "rows.jsonl",
+        f'{GOOD}\n{{"prompt": "a"}}',
+        "row 2: field 'answer' is missing or empty",
+    ),
+    "empty field": ("rows.jsonl", '{"prompt": "", "answer": "2"}', "row 1: field 'prompt' is missing or empty"),
+    "null field": ("rows.jsonl", '{"prompt": "a", "answer": null}', "row 1: field 'answer' is missing or empty"),
+    "no messages": ("rows.jsonl", '{"prompt": [], "answer": "2"}', "row 1: field 'prompt' is missing or empty"),
+    "not an object": (
+        "rows.jsonl",
+        f"{GOOD}\n[1, 2]",
+        "row 2: expected an object with fields prompt, answer, got list",
+    ),
+    "not an object in json": ("rows.json", f'[{GOOD}, "a"]', "row 2: expected an object with fields.*got str"),
+    "number as prompt": ("rows.jsonl", '{"prompt": 5, "answer": "2"}', "row 1: prompt must be text or messages.*got 5"),
+    "messages without role": (
+        "rows.jsonl",
+        f'{GOOD}\n{{"prompt": [{{"content": "a"}}], "answer": "2"}}',
+        "row 2: prompt must be text or messages with role and content",
+    ),
+    "invalid line": ("rows.jsonl", f"{GOOD}\n{GOOD}\n{{'prompt'}}", "row 3: not valid JSON: .*"),
+    "invalid file": ("rows.json", "{", "not valid JSON: "),
+    "object as file": ("rows.json", GOOD, r"expected a list of rows, got dict \(one row a line is \.jsonl\)"),
+    "ragged, short": ("rows.csv", "prompt,answer\na,b\nc", "row 2: expected 2 columns as in the header line"),
+    "ragged, long": ("rows.csv", "prompt,answer\na,b,c", "row 1: expected 2 columns as in the header line"),
+    "open quote": ("rows.csv", 'prompt,answer\na,b\n"c,d', "row 2: not valid CSV: unexpected end of data"),
+    "csv without a field": (
+        "rows.csv",
+        "prompt,solution\na,b",
+        "row 1: field 'answer' is missing or empty; the row has",
+    ),
+    "empty jsonl": ("rows.jsonl", "\n", "has no rows"),
+    "empty json": ("rows.json", "[]", "has no rows"),
+    "empty csv": ("rows.csv", "", "has no rows"),
+    "header alone": ("rows.csv", "prompt,answer\n", "has no rows"),
+    "no parquet": ("rows.parquet", "prompt", "cannot be read as parquet"),
+    "no arrow": ("rows.arrow", "prompt", "cannot be read as arrow"),
+    "latin-1 line": (
+        "rows.jsonl",
+        f"{GOOD}\n".encode() + b'{"prompt": "\xe9"}',
+        "row 2: not valid JSON: 'utf-8' codec",
+    ),
+    "latin-1 json": ("rows.json", b'["\xe9"]', "not valid JSON: 'utf-8' codec"),
+    "latin-1 csv": ("rows.csv", b"prompt,answer\na,b\n\xe9,c", "row 2: not valid CSV: 'utf-8' codec"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_input_is_named_with_file_and_row(tmp_path, case):
+    name, content, message = BAD[case]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message) as raised:
+        read_rows(str(path), fields=("prompt", "answer"))
+    assert str(raised.value).startswith(str(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such file: .*absent\.jsonl"):
+        read_rows(str(tmp_path / "absent.jsonl"))
+
+
+def test_a_row_of_a_saved_dataset_is_checked_too(tmp_path):
+    write_saved_dataset(tmp_path / "saved", [*ROWS, {"prompt": "a", "answer": ""}])
+    with pytest.raises(ValueError, match="saved, row 7: field 'answer' is missing or empty"):
+        read_rows(str(tmp_path / "saved"), fields=("prompt", "answer"))
+
+
+def test_a_dataset_by_name_and_split(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or ROWS)
+    assert without_place(read_rows("org/name")) == ROWS
+    assert read_rows("org/name:test")[1]["_where"] == "org/name:test, row 2"
+    assert asked == [("org/name", "train"), ("org/name", "test")]
+
+
+def test_a_dataset_that_does_not_load(monkeypatch):
+    def refuse(name, split):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(
+        ValueError, match=r"'rows\.txt' is neither a file \(\.json, .*\) nor a dataset that loads: offline"
+    ):
+        read_rows("rows.txt")

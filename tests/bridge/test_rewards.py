@@ -1,0 +1,95 @@
+import re
+
+import numpy as np
+import pytest
+
+from rl_bridge.rewards import exact_match, load_reward, score
+
+ROW = {"prompt": "1+1=", "answer": "2", "_where": "problems.jsonl, row 7"}
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    def write(text):
+        path = tmp_path / "my_reward.py"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_reward_is_loaded_by_file_and_name(reward_file):
+    path = reward_file("def score(completion, row):\n    return len(completion) / int(row['answer'])\n")
+    assert load_reward(f"{path}:score")("abcd", ROW) == 2.0
+
+
+def test_a_reward_file_may_define_dataclasses(reward_file):
+    imports = "from __future__ import annotations\nfrom dataclasses import dataclass"
+    text = f"{imports}\n\n@dataclass\nclass Rule:\n    x: float\n"
+    path = reward_file(f"{text}\ndef score(completion, row):\n    return Rule(0.5).x\n")
+    assert load_reward(f"{path}:score")("", ROW) == 0.5
+
+
+@pytest.mark.parametrize("source", ["reward", "reward.py", "reward.py:", "reward.txt:score", "reward.py:a.b", ":score"])
+def test_a_source_of_another_form(source):
+    with pytest.raises(ValueError, match=re.escape(f"a reward is named FILE.py:function, got {source!r}")):
+        load_reward(source)
+
+
+def test_a_missing_reward_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such reward file: .*absent\.py"):
+        load_reward(f"{tmp_path / 'absent.py'}:score")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def other(completion, row): return 1.0", r"my_reward\.py has no function 'score'"),
+        ("score = 3", r"my_reward\.py has no function 'score'"),
+        ("def score(:", r"my_reward\.py cannot be loaded: SyntaxError"),
+        ("import no_such_module_here", r"my_reward\.py cannot be loaded: ModuleNotFoundError: .*no_such_module_here"),
+        ("raise RuntimeError('at import')", r"my_reward\.py cannot be loaded: RuntimeError: at import"),
+    ],
+)
+def test_a_reward_file_that_cannot_serve(reward_file, text, message):
+    path = reward_file(text)
+    with pytest.raises(ValueError, match=message):
+        load_reward(f"{path}:score")
+
+
+def test_scores_are_floats_in_order():
+    assert score(lambda c, row: len(c), ["", "a", "bb"], [ROW] * 3) == [0.0, 1.0, 2.0]
+    assert score(lambda c, row: c == "a", ["a", "b"], [ROW] * 2) == [1.0, 0.0]
+    assert score(lambda c, row: np.mean([1.0, 2.0]), ["a"], [ROW]) == [1.5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1", [1.0], 1j])
+def test_a_reward_that_is_no_finite_number_names_the_row(value):
+    def broken(completion, row):
+        return value if completion == "bad" else 1.0
+
+    message = f"reward broken on problems.jsonl, row 7 returned {value!r}, expected a finite number; completion 'bad'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        score(broken, ["good", "bad"], [{**ROW, "_where": "problems.jsonl, row 6"}, ROW])
+
+
+def test_a_reward_that_raises_names_the_row():
+    def broken(completion, row):
+        return 1 / 0
+
+    message = "reward broken on problems.jsonl, row 7 raised ZeroDivisionError: division by zero; completion 'a'"
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        score(broken, ["a"], [ROW])
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_a_row_must_come_with_each_completion():
+    with pytest.raises(ValueError, match="shorter"):
+        score(exact_match, ["a", "b"], [ROW])
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "wanted"), [("2", "2", 1.0), (" 2\n", 2, 1.0), ("22", "2", 0.0), ("", "2", 0.0)]
+)
+def test_exact_match(completion, answer, wanted):
+    assert exact_match(completion, {"answer": answer}) == wanted
