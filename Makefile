@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 RUN ?= quickstart
+WORKERS ?= auto
 
 .PHONY: quickstart test test-thorough lint types format install install-smollm2 benchmark-bridge clean help
 
@@ -16,10 +17,10 @@ quickstart: $(STAMP)
 	$(BIN)/python experiments/quickstart.py --name $(RUN)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not peers"
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow and not peers"
 
 test-thorough: $(STAMP)
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "not peers"
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not peers"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
