@@ -20,7 +20,7 @@ def quickstart() -> GRPOJob:
             optimizer=OptimizerConfig(learning_rate=2e-3, warmup=50, decay="constant", beta2=0.99),
         ),
         grpo=GRPOConfig(
-            steps=280, prompts_per_step=64, evaluate_every=20, sampling=SamplingParams(max_new_tokens=5, n=8)
+            steps=340, prompts_per_step=64, evaluate_every=20, sampling=SamplingParams(max_new_tokens=5, n=8)
         ),
         optimizer=OptimizerConfig(learning_rate=5e-4, warmup=10, final=0.05, beta2=0.95),
         objective=ObjectiveConfig(algorithm="dapo"),
