@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
+from rl_bridge.bits import GOLDEN, logical_shift, mix, signed
 from rl_bridge.functional import from_jax
 from rl_bridge.types import SamplingParams
 from rl_fn import min_p, top_k, top_p
-
-_ALL = (1 << 64) - 1
 
 
 def drawing(sampling: SamplingParams) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -47,30 +46,13 @@ def _transform(function: Callable[..., Any]) -> Callable[[Any, torch.Tensor], to
 
 def uniform_numbers(seeds: torch.Tensor, position: int) -> torch.Tensor:
     """One float64 in [0, 1) for each 64-bit seed: splitmix64 of (seed, position), its upper 53 bits."""
-    bits = _mix(_mix(seeds) + _signed((position + 1) * 0x9E3779B97F4A7C15 & _ALL))
-    return _shift(bits, 11).to(torch.float64) * 2.0**-53
+    bits = mix(mix(seeds) + signed((position + 1) * GOLDEN))
+    return logical_shift(bits, 11).to(torch.float64) * 2.0**-53
 
 
 def request_seeds(seed: int, prompts: int, samples: int, device: torch.device) -> torch.Tensor:
     """A 64-bit seed for each (prompt, sample), [prompts, samples]: it does not change with the batch around it."""
     prompt = torch.arange(prompts, device=device)[:, None]
     sample = torch.arange(samples, device=device)[None, :]
-    start = _mix(torch.tensor(_signed(seed & _ALL), device=device))
-    return _mix(_mix(start + prompt + 1) + sample + 1)
-
-
-def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser; int64 arithmetic wraps as uint64 would."""
-    bits = bits + _signed(0x9E3779B97F4A7C15)
-    bits = (bits ^ _shift(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift(bits, 27)) * _signed(0x94D049BB133111EB)
-    return bits ^ _shift(bits, 31)
-
-
-def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """A logical right shift: torch's ``>>`` on int64 copies the sign."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    start = mix(torch.tensor(signed(seed), device=device))
+    return mix(mix(start + prompt + 1) + sample + 1)

@@ -4,25 +4,28 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from rl_bridge.bits import GOLDEN, mix, signed
+
 NamedWeights = Iterable[tuple[str, torch.Tensor, int]]
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-_CHUNK = 1 << 22
+# Small enough for the temporaries to stay in a CPU's cache.
+_CHUNK = 1 << 16
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit checksum of a tensor's bits, computed where the tensor lies.
 
-    Words are multiplied by the odd number 2·place + 1 and added, modulo 2⁶⁴: any changed word, and any two exchanged
-    ones that differ, change the sum. Integer arithmetic, so it is the same on every device.
+    Σ mix(word + place·golden) modulo 2⁶⁴: one changed word always changes the sum, because mix is a bijection; words
+    that changed places do but for a chance of 2⁻⁶⁴, because it is not linear. The same on every device.
     """
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = next(octets.view(dtype) for size, dtype in _WORDS if octets.numel() % size == 0)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _CHUNK):
         piece = words[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start, start + piece.numel(), device=tensor.device).mul_(2).add_(1)
-        total += places.mul_(piece).sum()
+        places = torch.arange(start, start + piece.numel(), device=tensor.device)
+        total += mix(places.mul_(signed(GOLDEN)).add_(piece)).sum()
     return int(total)
 
 
