@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from rl_bridge.models.encoding import encode_prompt
 from rl_bridge.rollout.draw import drawing, request_seeds, uniform_numbers
 from rl_bridge.types import Completion, Prompt, SamplingParams
-from rl_bridge.weights import NamedWeights, receive_weights
+from rl_bridge.weights import NamedWeights, receive_weights, replace_parameters
 
 
 class InProcessRollout:
@@ -23,6 +23,7 @@ class InProcessRollout:
         self._eos, self._pad = _token_id(tokenizer, "eos_token"), _token_id(tokenizer, "pad_token")
         self._max_batch_rows = max_batch_rows
         self._version: int | None = 0
+        self._home = self.weights_device()
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -47,6 +48,8 @@ class InProcessRollout:
         if self._version is not None and version < self._version:
             raise ValueError(f"stale weights: version {version} came after version {self._version}")
         self._version = None
+        if self.weights_device().type == "meta":
+            self.move("weights", self._home)
         receive_weights(self._model, weights)
         self._version = version
 
@@ -66,10 +69,11 @@ class InProcessRollout:
             return
         if device.type == "meta":
             self._version = None
-        if self.weights_device().type == "meta":
-            self._model.to_empty(device=device)
-        else:
-            self._model.to(device=device)  # pyright: ignore[reportArgumentType]
+            self._home = self._home if self.weights_device().type == "meta" else self.weights_device()
+        if "meta" in (device.type, self.weights_device().type):
+            replace_parameters(self._model, device)
+        if device.type != "meta":
+            self._model.to(device=device)  # pyright: ignore[reportCallIssue]
 
     def _completion(self, prompt: list[int], tokens: list[int], logprobs: list[float], version: int) -> Completion:
         finished = tokens[-1] == self._eos

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_bridge.types import TokenBatch
-from rl_bridge.weights import named_weights
+from rl_bridge.weights import named_weights, replace_parameters
 from rl_kernels import logits_logprobs
 
 
@@ -68,6 +68,7 @@ class CausalLMModule(torch.nn.Module):
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: optimizer.scale(step, updates))
         self._version = first_version
+        self._freed, self._home = False, self.weights_device()
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of the completion tokens, [N, T] each.
@@ -75,6 +76,7 @@ class CausalLMModule(torch.nn.Module):
         Only the T positions that predict a completion token reach the vocabulary. Pad columns on the right need no
         mask (attention is causal); those on the left do.
         """
+        self._refuse_freed()
         width = batch.completion_ids.shape[1]
         arguments: dict[str, Any] = {}
         if bool((batch.padding > 0).any()):
@@ -108,6 +110,7 @@ class CausalLMModule(torch.nn.Module):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor, int]]:
         """(Hugging Face name, tensor, checksum) of every parameter."""
+        self._refuse_freed()
         return named_weights(self.model)
 
     def weights_version(self) -> int:
@@ -129,7 +132,10 @@ class CausalLMModule(torch.nn.Module):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take back what ``training_state`` gave."""
+        if self.weights_device().type == "meta":
+            self.move("weights", self._home)
         self.model.load_state_dict(state["model"])
+        self._freed = False
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self._version = state["version"]
@@ -141,13 +147,27 @@ class CausalLMModule(torch.nn.Module):
     def move(self, what: str, device: torch.device) -> None:
         """Move the weights or the optimiser's state. Freed (``meta``) training weights come back by a checkpoint."""
         if what == "weights":
-            if self.weights_device().type == "meta":
-                self.model.to_empty(device=device)
-            else:
-                self.model.to(device=device)  # pyright: ignore[reportArgumentType]
+            if device.type == "meta" and not self._freed:
+                self._freed, self._home = True, self.weights_device()
+            if "meta" in (device.type, self.weights_device().type):
+                self._follow(replace_parameters(self.model, device))
+            if device.type != "meta":
+                self.model.to(device=device)  # pyright: ignore[reportCallIssue]
         else:
             for state in self.optimizer.state.values():
                 for key, value in state.items():
                     # AdamW keeps its step counts on the host.
                     if isinstance(value, torch.Tensor) and value.dim():
                         state[key] = value.to(device)
+
+    def _follow(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+        """Point the optimiser at the parameters that took the place of others."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [replaced[parameter] for parameter in group["params"]]
+        for old, new in replaced.items():
+            if old in self.optimizer.state:
+                self.optimizer.state[new] = self.optimizer.state.pop(old)
+
+    def _refuse_freed(self) -> None:
+        if self._freed:
+            raise ValueError("these weights were freed: load a checkpoint (load_training_state) first")
