@@ -55,9 +55,12 @@ class Engine:
         return self.to("cpu", what)
 
     def meta(self) -> Self:
-        """Free the weights: shapes stay, values are gone until ``sync_weights`` or ``load`` brings them back."""
+        """Free the weights: shapes stay, values are gone until a sync or a checkpoint brings them back."""
         return self.to("meta", "weights")
 
 
 def _is_factory(worker: Any) -> bool:
-    return callable(worker) and not hasattr(worker, "move")
+    """A class or function; a module is callable too, but it is the worker."""
+    if isinstance(worker, type):
+        return True
+    return callable(worker) and not isinstance(worker, torch.nn.Module) and not hasattr(worker, "move")

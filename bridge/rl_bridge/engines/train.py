@@ -13,7 +13,6 @@ class TrainEngine(Engine):
     >>> from rl_bridge.engines import TrainEngine, NeedParallel
     >>> import torch
     >>> class Doubler(torch.nn.Module):
-    ...     def move(self, what, device): self.to(device)
     ...     def double(self, x): return 2 * x
     >>> TrainEngine(Doubler()).build().double(NeedParallel(torch.ones(2)))
     tensor([2., 2.])
