@@ -10,7 +10,7 @@ from rl_bridge.types import SamplingParams
 def quickstart() -> GRPOJob:
     """GRPO of a 1 M-parameter Qwen2 on two-digit addition: under five minutes on two CPU cores.
 
-    The warm start ends at its full learning rate, before it has learned the task; GRPO's rate decays to 5 %.
+    The warm start ends at its full learning rate, before it has learned the task.
     """
     return GRPOJob(
         name="quickstart",
@@ -20,8 +20,13 @@ def quickstart() -> GRPOJob:
             optimizer=OptimizerConfig(learning_rate=2e-3, warmup=50, decay="constant", beta2=0.99),
         ),
         grpo=GRPOConfig(
-            steps=340, prompts_per_step=64, evaluate_every=20, sampling=SamplingParams(max_new_tokens=5, n=8)
+            steps=180,
+            prompts_per_step=128,
+            minibatches=2,
+            evaluate_every=20,
+            sampling=SamplingParams(max_new_tokens=5, n=8),
         ),
-        optimizer=OptimizerConfig(learning_rate=5e-4, warmup=10, final=0.05, beta2=0.95),
+        # Five times this rate learns more slowly: the noise of a group's advantage undoes what it teaches.
+        optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup=10, final=0.2, beta2=0.99),
         objective=ObjectiveConfig(algorithm="dapo"),
     )
