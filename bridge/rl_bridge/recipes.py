@@ -20,8 +20,8 @@ def quickstart() -> GRPOJob:
             optimizer=OptimizerConfig(learning_rate=2e-3, warmup=50, decay="constant", beta2=0.99),
         ),
         grpo=GRPOConfig(
-            steps=180,
-            prompts_per_step=128,
+            steps=165,
+            prompts_per_step=96,
             minibatches=2,
             evaluate_every=20,
             sampling=SamplingParams(max_new_tokens=5, n=8),
