@@ -8,7 +8,7 @@ WORKERS ?= auto
 .PHONY: quickstart test test-thorough lint types format install install-smollm2 benchmark-bridge clean help
 
 help:
-	@echo "make quickstart   install, then GRPO on two-digit arithmetic to the end (about 5 minutes on 2 cores)"
+	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
 	@echo "make test         install, then the whole test suite"
 	@echo "make lint types   ruff and pyright"
 	@echo "make install      the environment alone (.venv)"
@@ -34,7 +34,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 benchmark-bridge: $(STAMP)
-	$(BIN)/python -m experiments.benchmarks.from_jax_ppo
+	$(BIN)/python experiments/benchmarks/from_jax_ppo.py
 
 install: $(STAMP)
 
