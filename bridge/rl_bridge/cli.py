@@ -40,3 +40,7 @@ def report(run: Callable[[GRPOJob], dict[str, Any]], job: GRPOJob) -> int:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     print(f"held-out accuracy {before:.2f} → {after:.2f} in {summary['seconds']:.0f} s")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
