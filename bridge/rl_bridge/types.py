@@ -85,7 +85,8 @@ class TokenBatch(NamedTuple):
 
     def trim(self) -> "TokenBatch":
         """Drop the columns that are padding in every row: fewer tokens, the same numbers."""
-        width, kept = self.completion_ids.shape[1], max(1, int(self.mask.any(0).sum()))
+        width, columns = self.completion_ids.shape[1], self.mask.any(0).nonzero()
+        kept = int(columns[-1]) + 1 if len(columns) else 1  # masked columns in between (a tool's output) stay
         left = int(self.padding.min())
         batch = self.map(lambda value: value if value.dim() < 2 else value[:, :kept])
         stop = self.input_ids.shape[1] - (width - kept)
