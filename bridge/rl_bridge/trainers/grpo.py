@@ -26,12 +26,19 @@ class GRPOConfig:
     minibatches: int = 1
     evaluate_every: int = 25
     recompute_old_logprobs: bool = False
-    """False takes π_old from sampling time: exact where the rollout has the trainer's own weights and precision."""
+    """False takes π_old from sampling time: exact where the rollout has the trainer's own weights and precision and
+    samples the whole distribution."""
 
     def __post_init__(self) -> None:
         """Refuse what has no group to compare within."""
         if min(self.steps, self.prompts_per_step, self.minibatches, self.evaluate_every) < 1 or self.sampling.n < 2:
             raise ValueError(f"counts must be ≥ 1 and a group needs sampling.n ≥ 2 answers, got {self}")
+        if self.sampling.temperature == 0:
+            raise ValueError("greedy answers to one prompt are all the same: sampling.temperature must be > 0")
+        truncated = [name for name in ("top_k", "top_p", "min_p") if getattr(self.sampling, name) is not None]
+        if truncated and not self.recompute_old_logprobs:
+            # π is of the whole distribution: against a truncated π_old no ratio would start at 1.
+            raise ValueError(f"sampling with {', '.join(truncated)} needs recompute_old_logprobs=True")
 
 
 def grpo(
@@ -65,21 +72,24 @@ def grpo(
             advantages=advantages(rewards, groups).flatten(0, 1), old_logprobs=batch.rollout_logprobs
         )
         metrics = {"reward": float(rewards.mean()), "tokens": float(batch.mask.sum(1).float().mean())}
+        processed = batch.input_ids.numel()
 
-        informative = informative_rows(batch, objective)
-        metrics["informative"] = len(informative) / len(completions)
-        for part in informative.tensor_split(config.minibatches) if len(informative) else ():
+        batch = batch.rows(informative_rows(batch, objective))
+        metrics["informative"] = len(batch.mask) / len(completions)
+        if len(batch.mask) and config.recompute_old_logprobs:  # before any update of this step
+            batch = batch._replace(old_logprobs=policy.token_logprobs(NeedParallel(batch)))
+        if len(batch.mask) and reference is not None:
+            batch = batch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(batch)))
+        for part in torch.arange(len(batch.mask)).tensor_split(config.minibatches):
+            if not len(part):  # fewer informative rows than minibatches
+                continue
             minibatch = batch.rows(part)
-            if config.recompute_old_logprobs:
-                minibatch = minibatch._replace(old_logprobs=policy.token_logprobs(NeedParallel(minibatch)))
-            if reference is not None:
-                minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
             parts = policy.train_step(NeedParallel(minibatch), float(denominator(minibatch.mask)))
             metrics |= {name: mean(value) for name, value in parts.items()} | policy.optimizer_step()
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             policy.sync_weights(rollout)
             metrics["held_out"] = evaluate(rollout, held_out, reward, config.sampling)["reward"]
-        run.log(step, metrics, tokens=batch.input_ids.numel())
+        run.log(step, metrics, tokens=processed)
 
 
 def informative_rows(batch: TokenBatch, objective: Objective) -> torch.Tensor:

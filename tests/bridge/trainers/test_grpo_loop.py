@@ -1,0 +1,190 @@
+"""The loop, against engines that write down what they were asked."""
+
+import math
+
+import pytest
+import torch
+
+import rl_fn
+from rl_bridge.data.stream import RowStream
+from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
+from rl_bridge.types import Completion, SamplingParams
+
+ROWS = [{"prompt": str(i), "answer": str(i), "_where": f"rows, row {i}"} for i in range(10)]
+
+
+class FakeRun:
+    def __init__(self):
+        self.records = []
+
+    def steps(self, stage, total, *, state):
+        self.state = state
+        yield from range(total)
+
+    def log(self, step, metrics, *, tokens):
+        self.records.append({**metrics, "tokens_in_batch": tokens})
+
+
+class FakeRollout:
+    """Answers sample number s of every prompt with s + 1 tokens."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, sampling):
+        self.calls.append((list(prompts), sampling))
+        return [
+            Completion([2] * (1 + i % 2), [3 + s] * (s + 1), [-1.0] * (s + 1), f"{prompt}/{s}", True)
+            for i, prompt in enumerate(prompts)
+            for s in range(sampling.n)
+        ]
+
+
+class FakePolicy:
+    """Counts updates; its log-probabilities are minus the number of updates so far, less one."""
+
+    def __init__(self):
+        self.events, self.batches, self.updates = [], [], 0
+
+    def sync_weights(self, rollout):
+        self.events.append("sync")
+
+    def token_logprobs(self, batch):
+        self.events.append("logprobs")
+        return torch.full(batch.data.mask.shape, -1.0 - self.updates)
+
+    def train_step(self, batch, denominator):
+        self.events.append("train")
+        self.batches.append((batch.data, denominator))
+        return {"loss": rl_fn.Ratio(torch.tensor(2.0), torch.tensor(4.0))}
+
+    def optimizer_step(self):
+        self.updates += 1
+        return {"grad_norm": 1.0}
+
+
+def run_loop(reward, objective=None, reference=None, steps=2, **options):
+    sampling = SamplingParams(max_new_tokens=4, n=4, temperature=0.8)
+    config = GRPOConfig(**{"steps": steps, "prompts_per_step": 3, "sampling": sampling, "evaluate_every": 2} | options)
+    run, policy, rollout = FakeRun(), FakePolicy(), FakeRollout()
+    stream = RowStream(ROWS, 0)
+    chosen = rl_fn.dapo() if objective is None else objective
+    grpo(
+        run, policy, rollout, stream, reward, chosen, config,
+        held_out=ROWS[:5], reference=reference, pad_token_id=0, seed=7,
+    )  # fmt: skip
+    return run, policy, rollout
+
+
+def longest_is_best(completion, row):
+    return float(completion.split("/")[1])
+
+
+def first_prompt_alone(completion, row):
+    return float(completion == f"{RowStream(ROWS, 0).take(1)[0]['prompt']}/0")
+
+
+def test_a_step_samples_scores_compares_and_updates():
+    run, policy, rollout = run_loop(longest_is_best)
+    assert policy.events == ["sync", "train", "sync", "train", "sync"]
+    prompts = [row["prompt"] for row in RowStream(ROWS, 0).take(6)]
+    assert [call[0] for call in rollout.calls] == [prompts[:3], prompts[3:], [row["prompt"] for row in ROWS[:5]]]
+    seeds = [call[1].seed for call in rollout.calls[:2]]
+    assert seeds == [7 * 1_000_003, 7 * 1_000_003 + 1]
+    assert (rollout.calls[2][1].temperature, rollout.calls[2][1].n) == (0.0, 1)
+    batch, denominator = policy.batches[0]
+    assert denominator == float(batch.mask.sum()) == 3 * (1 + 2 + 3 + 4)
+    group = (torch.arange(4.0) - 1.5) / torch.arange(4.0).std()
+    torch.testing.assert_close(batch.advantages[:, 0], group.repeat(3), rtol=1e-4, atol=1e-5)
+    assert not batch.advantages[~batch.mask].any()
+    assert torch.equal(batch.old_logprobs, batch.rollout_logprobs) and batch.ref_logprobs is None
+    assert run.records[0] == {
+        "reward": 1.5, "tokens": 2.5, "informative": 1.0, "loss": 0.5, "grad_norm": 1.0, "tokens_in_batch": 12 * 6,
+    }  # fmt: skip
+    assert "held_out" not in run.records[0] and run.records[1]["held_out"] == 0.0
+
+
+def test_groups_without_a_difference_are_left_out():
+    run, policy, _ = run_loop(first_prompt_alone, steps=1)
+    assert len(policy.batches[0][0].mask) == 4
+    assert policy.batches[0][1] == 1 + 2 + 3 + 4
+    assert run.records[0]["informative"] == pytest.approx(1 / 3)
+
+
+def test_a_step_without_any_difference_makes_no_update():
+    run, policy, _ = run_loop(lambda completion, row: 1.0, reference=FakePolicy())
+    assert "train" not in policy.events and policy.updates == 0
+    assert [record["informative"] for record in run.records] == [0.0, 0.0]
+
+
+def test_more_minibatches_than_informative_rows():
+    _, policy, _ = run_loop(first_prompt_alone, reference=FakePolicy(), steps=1, minibatches=7)
+    assert policy.updates == 4
+    assert [len(batch.mask) for batch, _ in policy.batches] == [1] * 4
+
+
+def test_minibatches_share_the_rows():
+    _, policy, _ = run_loop(longest_is_best, steps=1, minibatches=5)
+    assert [len(batch.mask) for batch, _ in policy.batches] == [3, 3, 2, 2, 2]
+    assert [denominator for _, denominator in policy.batches] == [float(b.mask.sum()) for b, _ in policy.batches]
+
+
+def test_old_logprobs_are_those_of_before_the_step_s_first_update():
+    _, policy, _ = run_loop(longest_is_best, minibatches=3, recompute_old_logprobs=True)
+    assert policy.events[:6] == ["sync", "logprobs", "train", "train", "train", "sync"]
+    olds = [float(batch.old_logprobs[0, 0]) for batch, _ in policy.batches]
+    assert olds == [-1.0] * 3 + [-4.0] * 3
+    assert all(float(batch.rollout_logprobs[0, 0]) == -1.0 for batch, _ in policy.batches)
+
+
+def test_the_reference_is_asked_about_every_row():
+    reference = FakePolicy()
+    reference.updates = 41
+    run, policy, _ = run_loop(first_prompt_alone, rl_fn.grpo(), reference, steps=1)
+    assert len(policy.batches[0][0].mask) == 12
+    assert set(policy.batches[0][0].ref_logprobs.unique().tolist()) == {-42.0}
+    assert run.state.keys() == {"policy", "stream", "reference"}
+
+
+def test_a_bad_reward_names_the_row_of_its_completion():
+    with pytest.raises(ValueError, match=r"on rows, row (\d) returned nan.*completion '\1/0'"):
+        run_loop(lambda completion, row: math.nan)
+
+
+def test_evaluation_shows_scores_and_samples():
+    rollout = FakeRollout()
+    result = evaluate(rollout, ROWS * 2, lambda c, row: float(row["answer"]), SamplingParams(max_new_tokens=4, n=3))
+    assert result["reward"] == 4.5 and result["scores"] == [float(i) for i in range(10)] * 2
+    assert len(result["samples"]) == 16
+    assert result["samples"][1] == {"prompt": "1", "completion": "1/0", "answer": "1", "reward": 1.0}
+
+
+SAMPLING = SamplingParams(max_new_tokens=4, n=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": 0},
+        {"prompts_per_step": 0},
+        {"minibatches": 0},
+        {"evaluate_every": 0},
+        {"sampling": SamplingParams(max_new_tokens=4, n=1)},
+    ],
+)
+def test_counts_are_checked(options):
+    with pytest.raises(ValueError, match=r"counts must be ≥ 1 and a group needs sampling\.n ≥ 2 answers"):
+        GRPOConfig(**{"steps": 1, "prompts_per_step": 1, "sampling": SAMPLING} | options)
+
+
+def test_greedy_groups_are_refused():
+    with pytest.raises(ValueError, match=r"sampling\.temperature must be > 0"):
+        GRPOConfig(steps=1, prompts_per_step=1, sampling=SamplingParams(max_new_tokens=4, n=2, temperature=0.0))
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_truncated_pi_old_is_refused(options):
+    sampling = SamplingParams(max_new_tokens=4, n=2, **options)
+    with pytest.raises(ValueError, match=f"sampling with {next(iter(options))} needs recompute_old_logprobs=True"):
+        GRPOConfig(steps=1, prompts_per_step=1, sampling=sampling)
+    GRPOConfig(steps=1, prompts_per_step=1, sampling=sampling, recompute_old_logprobs=True)
