@@ -14,7 +14,7 @@ from rl_kernels import logits_logprobs
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and a decay to ``final`` of the learning rate at the last step."""
+    """AdamW with linear warm-up and a decay that reaches ``final`` of the learning rate after the last update."""
 
     learning_rate: float
     warmup: int = 10

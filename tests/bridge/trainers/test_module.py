@@ -1,0 +1,147 @@
+import copy
+import math
+
+import pytest
+import torch
+
+from rl_bridge.models.encoding import answer_completion
+from rl_bridge.trainers.module import OptimizerConfig
+from rl_bridge.trainers.sft import SupervisedModule, supervised_batch
+from rl_bridge.types import Completion, collate
+
+BATCH = collate(
+    [Completion([2, 3, 4], [4, 5, 1], [0.0] * 3, "", True), Completion([6], [7, 1], [0.0] * 2, "", True)], 0
+)
+
+
+@pytest.fixture
+def module(new_model):
+    return SupervisedModule(new_model(), OptimizerConfig(learning_rate=1e-2, warmup=2), updates=10)
+
+
+def test_supervision_is_the_mean_negative_log_likelihood(module):
+    metrics = module.train_step(BATCH, float(BATCH.mask.sum()))
+    got = [p.grad.clone() for p in module.model.parameters()]
+    module.zero_grad()
+    total = 0.0
+    for row in ([2, 3, 4, 4, 5, 1], [6, 7, 1]):
+        ids, answer = torch.tensor([row]), 3 if len(row) == 6 else 2
+        labels = torch.cat([torch.full((1, len(row) - answer), -100), ids[:, -answer:]], 1)
+        total += module.model(input_ids=ids, labels=labels).loss * answer / 5
+    total.backward()
+    assert float(metrics["nll"].total) / 5 == pytest.approx(float(total.detach()), rel=1e-5)
+    for a, p in zip(got, module.model.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_supervision_does_not_depend_on_the_micro_batches(module):
+    def gradient(tokens):
+        module.micro_batch_tokens = tokens
+        module.zero_grad()
+        metrics = module.train_step(BATCH, 5.0)
+        return torch.cat([p.grad.flatten() for p in module.model.parameters()]), float(metrics["nll"].total)
+
+    (whole, nll), (cut, nll_cut) = gradient(10**6), gradient(1)
+    torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)
+    assert nll_cut == pytest.approx(nll, rel=1e-5)
+
+
+def test_training_lowers_the_loss(module):
+    losses = []
+    for _ in range(8):
+        losses.append(float(module.train_step(BATCH, 5.0)["nll"].total))
+        module.optimizer_step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_step_is_adamw_on_the_clipped_gradient(module):
+    twin = copy.deepcopy(module.model)
+    plain = torch.optim.AdamW(twin.parameters(), lr=5e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    module.train_step(BATCH, 0.05)
+    for p, q in zip(module.model.parameters(), twin.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    norm = math.sqrt(sum(float(q.grad.square().sum()) for q in twin.parameters()))
+    for q in twin.parameters():
+        q.grad /= norm
+    plain.step()
+    metrics = module.optimizer_step()
+    assert metrics == {"grad_norm": pytest.approx(norm, rel=1e-4), "learning_rate": 5e-3} and norm > 1
+    for p, q in zip(module.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        assert p.grad is None
+    assert module.weights_version() == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_stops_before_it_spoils_a_weight(module, value):
+    before = copy.deepcopy(module.training_state())
+    module.train_step(BATCH, 5.0)
+    next(module.model.parameters()).grad.view(-1)[3] = value
+    with pytest.raises(FloatingPointError, match=f"the gradient norm is {value} at update 1"):
+        module.optimizer_step()
+    after = module.training_state()
+    assert after["version"] == 0 and after["scheduler"] == before["scheduler"]
+    assert all(torch.equal(before["model"][name], after["model"][name]) for name in before["model"])
+
+
+def test_a_saved_state_goes_on_bit_for_bit(module, new_model):
+    def update(m):
+        m.train_step(BATCH, 5.0)
+        return m.optimizer_step()
+
+    update(module)
+    state = copy.deepcopy(module.training_state())
+    resumed = SupervisedModule(new_model(seed=9), OptimizerConfig(learning_rate=1e-2, warmup=2), updates=10)
+    resumed.load_training_state(state)
+    assert resumed.weights_version() == 1
+    assert [update(resumed) for _ in range(3)] == [update(module) for _ in range(3)]
+    for a, b in zip(module.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "total", "wanted"),
+    [
+        ({"warmup": 4, "decay": "constant"}, 10, {0: 0.25, 1: 0.5, 3: 1.0, 4: 1.0, 9: 1.0, 50: 1.0}),
+        ({"warmup": 0, "decay": "linear", "final": 0.1}, 10, {0: 1.0, 5: 0.55, 10: 0.1, 50: 0.1}),
+        ({"warmup": 2, "decay": "linear", "final": 0.0}, 6, {1: 1.0, 2: 1.0, 3: 0.75, 4: 0.5, 5: 0.25, 6: 0.0}),
+        ({"warmup": 0, "decay": "cosine", "final": 0.2}, 10, {0: 1.0, 5: 0.6, 10: 0.2, 50: 0.2}),
+        ({"warmup": 10, "decay": "linear", "final": 0.1}, 5, {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 11: 0.1}),
+    ],
+)
+def test_the_schedule(options, total, wanted):
+    config = OptimizerConfig(learning_rate=1.0, **options)
+    assert {step: config.scale(step, total) for step in wanted} == pytest.approx(wanted, abs=1e-6)
+
+
+def test_updates_follow_the_schedule(module):
+    rates = []
+    for _ in range(12):
+        module.train_step(BATCH, 5.0)
+        rates.append(module.optimizer_step()["learning_rate"])
+    config = module.optimizer_config
+    assert rates == pytest.approx([config.learning_rate * config.scale(step, 10) for step in range(12)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 0.0},
+        {"learning_rate": -1.0},
+        {"learning_rate": float("nan")},
+        {"max_grad_norm": 0.0},
+        {"warmup": -1},
+        {"final": 1.5},
+        {"final": -0.1},
+    ],
+)
+def test_an_optimizer_that_cannot_train_is_refused(options):
+    with pytest.raises(ValueError, match="need learning_rate > 0, max_grad_norm > 0, warmup ≥ 0 and final in"):
+        OptimizerConfig(**{"learning_rate": 1.0} | options)
+
+
+def test_a_supervised_batch_is_the_rows_own_answers(tokenizer):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "5=", "answer": "55"}]
+    batch = supervised_batch(rows, lambda row: answer_completion(tokenizer, row), 0)
+    assert tokenizer.batch_decode(batch.input_ids) == ["1+1=2<eos><pad>", "<pad><pad>5=55<eos>"]
+    assert batch.mask.tolist() == [[True, True, False], [True, True, True]]
