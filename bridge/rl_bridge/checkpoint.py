@@ -16,12 +16,15 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 def save_checkpoint(folder: Path, step: int, state: Mapping[str, Any], *, keep: int = 2) -> Path:
-    """Write ``folder/step-N/state.pt`` (tensors, numbers, the global random states) and drop all but the newest."""
+    """Write ``folder/step-N/state.pt`` (tensors, numbers, the global random states) and drop all but the newest.
+
+    What a killed process left half-written in ``folder`` goes too.
+    """
     path = folder / f"step-{step:08d}"
     with replacing(path) as temporary:
         temporary.mkdir()
         torch.save({"step": step, "random": _random_states(), **state}, temporary / "state.pt")
-    for old in sorted(_checkpoints(folder))[:-keep]:
+    for old in [*sorted(_checkpoints(folder))[:-keep], *folder.glob(".step-*.tmp")]:
         shutil.rmtree(old)
     return path
 
