@@ -123,7 +123,8 @@ class Run:
     def fact(self, name: str, find_out: Callable[[], Any]) -> Any:
         """A result that is found out once in a run's life, and remembered by its checkpoints."""
         if name not in self._facts:
-            self._facts[name] = find_out()
+            # As JSON has it: a checkpoint is read back without unpickling arbitrary classes.
+            self._facts[name] = json.loads(json.dumps(find_out(), default=str))
         return self._facts[name]
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -1,0 +1,217 @@
+import decimal
+import itertools
+import json
+import signal
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
+
+from rl_bridge.tracking.curves import draw_curves
+from rl_bridge.tracking.intervals import confidence_interval
+from rl_bridge.tracking.run import Run, Stopped, free_folder
+
+
+@dataclass
+class Config:
+    rate: float = 0.5
+
+
+class Counter:
+    """State that a resumed run must have back."""
+
+    def __init__(self):
+        self.count = 0
+
+    def training_state(self):
+        return {"count": self.count}
+
+    def load_training_state(self, state):
+        self.count = state["count"]
+
+
+SESSIONS = itertools.count()
+
+
+class Killed(Exception):
+    pass
+
+
+def go(folder, *, resume=False, kill_at=None, interrupt_at=None, every=3, stages=(("first", 4), ("second", 8))):
+    """A run whose metric is its counter; ``kill_at`` = (stage, step) dies after that step was logged."""
+    counter, visited = Counter(), []
+    # Event files are read in the order of the seconds in their names: sessions of a real run start seconds apart.
+    ahead = 10 * next(SESSIONS)
+    clock = SimpleNamespace(time=lambda: time.time() + ahead)
+    with (
+        patch.object(event_file_writer, "time", clock),
+        Run(folder, Config(), resume=resume, checkpoint_every=every) as run,
+    ):
+        for stage, total in stages:
+            for step in run.steps(stage, total, state={"counter": counter}):
+                counter.count += 1
+                visited.append((stage, step))
+                if (stage, step) == interrupt_at:
+                    signal.raise_signal(signal.SIGINT)
+                run.log(step, {"reward": float(counter.count)}, tokens=10)
+                if (stage, step) == kill_at:
+                    raise Killed
+            counter.count += 100 if stage == "first" else 0
+        run.finish({"count": counter.count})
+    return visited
+
+
+def metrics(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [(r["stage"], r["step"], r["reward"]) for r in records]
+
+
+def events(folder):
+    accumulator = EventAccumulator(str(folder / "events")).Reload()
+    tags = accumulator.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in tags if tag.endswith("reward")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    go(folder)
+    return folder
+
+
+def test_what_a_run_leaves_behind(whole):
+    names = {path.name for path in whole.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "events", "curves.png", "summary.json", "checkpoints"}
+    assert json.loads((whole / "config.json").read_text()) == {"rate": 0.5}
+    assert json.loads((whole / "summary.json").read_text()) == {"count": 112}
+    assert [m[:2] for m in metrics(whole)] == [("first", i) for i in range(4)] + [("second", i) for i in range(8)]
+    logged = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert all(r["tokens_per_second"] > 0 and r["seconds"] >= 0 for r in logged)
+    assert [r["seconds"] for r in logged] == sorted(r["seconds"] for r in logged)
+    rewards = [reward for _, _, reward in metrics(whole)]
+    assert events(whole) == {
+        "first/reward": list(enumerate(rewards[:4])),
+        "second/reward": list(enumerate(rewards[4:], 4)),
+    }
+    with Image.open(whole / "curves.png") as image:
+        image.load()
+        assert image.format == "PNG" and min(image.size) > 200
+    assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step-00000010", "step-00000012"]
+
+
+@pytest.mark.parametrize(
+    ("kill_at", "resumed_at"),
+    [
+        (("first", 3), ("first", 3)),
+        (("second", 1), ("second", 0)),
+        (("second", 6), ("second", 6)),
+    ],
+)
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, whole, kill_at, resumed_at):
+    folder = tmp_path / "run"
+    with pytest.raises(Killed):
+        go(folder, kill_at=kill_at)
+    with pytest.raises(Killed):  # and again, as soon as it is resumed
+        go(folder, resume=True, kill_at=resumed_at)
+    assert go(folder, resume=True)[0] == resumed_at
+    assert metrics(folder) == metrics(whole)
+    assert events(folder) == events(whole)
+    assert (folder / "summary.json").read_text() == (whole / "summary.json").read_text()
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_its_checkpoint(tmp_path, whole, capsys):
+    folder = tmp_path / "run"
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Stopped, match="stopped after step 2 of 8 of second") as stopped:
+        go(folder, interrupt_at=("second", 1))
+    assert stopped.value.name == "run"
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopping after this step" in capsys.readouterr().out
+    assert not (folder / "summary.json").exists()
+    assert go(folder, resume=True)[0] == ("second", 2)
+    assert metrics(folder) == metrics(whole)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    with Run(tmp_path / "run", Config()) as run, pytest.raises(KeyboardInterrupt) as raised:
+        for _ in run.steps("stage", 3, state={}):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("the second one was ignored")
+    assert not isinstance(raised.value, Stopped)
+
+
+def test_a_stage_of_no_steps(tmp_path):
+    visited = go(tmp_path / "run", stages=(("first", 0), ("second", 2)))
+    assert visited == [("second", 0), ("second", 1)]
+
+
+def test_a_fact_is_found_out_once_and_outlives_a_kill(tmp_path):
+    asked = []
+
+    def find_out():
+        asked.append(1)
+        return {"scores": (0.1, 1.0), "answer": decimal.Decimal("1.5")}
+
+    def session(*, resume, die_at):
+        with Run(tmp_path / "run", Config(), resume=resume, checkpoint_every=1) as run:
+            for step in run.steps("stage", 3, state={}):
+                assert run.fact("before", find_out) == {"scores": [0.1, 1.0], "answer": "1.5"}
+                run.log(step, {"reward": 1.0})
+                if step == die_at:
+                    raise Killed
+
+    for resume, die_at in ((False, 1), (True, 2)):
+        with pytest.raises(Killed):
+            session(resume=resume, die_at=die_at)
+    session(resume=True, die_at=None)
+    assert asked == [1]
+
+
+def test_a_run_overwrites_no_other(tmp_path):
+    assert free_folder(tmp_path, "run") == tmp_path / "run"
+    go(tmp_path / "run")
+    assert free_folder(tmp_path, "run") == tmp_path / "run-2"
+    (tmp_path / "run-2").mkdir()
+    (tmp_path / "run-3").write_text("a file")
+    assert free_folder(tmp_path, "run") == tmp_path / "run-4"
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(FileExistsError):
+        Run(tmp_path / "run", Config())
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(ValueError, match=r"run has no checkpoint to resume from"):
+        Run(tmp_path / "run", Config(), resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_curves([{"stage": "a", "seconds": 1.0, "unknown": 2.0}], tmp_path / "curves.png", title="x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_points_and_one_panel_are_drawn(tmp_path):
+    records = [{"stage": "a", "seconds": float(i), "reward": i / 100} for i in range(100)]
+    draw_curves(records, tmp_path / "curves.png", title="x")
+    with Image.open(tmp_path / "curves.png") as image:
+        image.load()
+        assert image.format == "PNG"
+
+
+def test_the_interval_covers_the_gain_and_only_as_often_as_it_says():
+    narrow, wide = (confidence_interval([1.0, 0.0] * n, [0.0, 0.0] * n) for n in (200, 10))
+    assert narrow["mean"] == wide["mean"] == 0.5
+    assert wide["low"] < narrow["low"] < 0.5 < narrow["high"] < wide["high"]
+    assert narrow["high"] - narrow["low"] == pytest.approx(2 * 1.96 * 0.5 / 20, rel=0.1)
+    assert confidence_interval([1.0] * 9, [1.0] * 9) == {"mean": 0.0, "low": 0.0, "high": 0.0, "level": 0.95}
+    for after, before in (([], []), ([1.0], [1.0, 0.0])):
+        with pytest.raises(ValueError, match="need the same rows before and after"):
+            confidence_interval(after, before)
