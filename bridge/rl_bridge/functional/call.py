@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 
 from rl_bridge.functional import trace
 from rl_bridge.functional.dtypes import jax_dtype, wide_types
+from rl_bridge.functional.guards import refuse_fork
 from rl_bridge.functional.program import Program
 
 _LIMIT = 512  # programs that one function keeps: a static argument that changes at every call must not fill the memory
-_LOWERINGS: dict[str, "_Lowering"] = {}
+# Weak: the function holds its implementation, and compiled code finds it here by its handle.
+_IMPLEMENTATIONS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _INTERNED: dict[Any, str] = {}
 _SKELETONS: dict[str, Any] = {}
 _COUNT = itertools.count()
@@ -36,9 +39,15 @@ def from_jax(fn: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., A
     >>> from_jax(lambda x, power: jnp.sum(x ** power))(torch.tensor([1.0, 2.0]), 2)
     tensor(5.)
     """
-    lowering = _Lowering(fn, dynamic)
-    handle = f"{lowering.name}#{next(_COUNT)}#{id(lowering)}"
-    _LOWERINGS[handle] = lowering
+    return as_torch_function(fn, _Lowering(fn, dynamic))
+
+
+def as_torch_function(
+    fn: Callable[..., Any], implementation: Callable[[Sequence[Any], Any], Any]
+) -> Callable[..., Any]:
+    """`fn`'s signature around `implementation(leaves, tree)`, eagerly and under torch.compile."""
+    handle = f"{getattr(fn, '__name__', type(fn).__name__)}#{next(_COUNT)}"
+    _IMPLEMENTATIONS[handle] = implementation
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +57,7 @@ def from_jax(fn: Callable[..., Any], *, dynamic: bool = True) -> Callable[..., A
             # The addition makes a plain constant of a result that Dynamo could not put a guard on.
             return _opaque("" + _intern(handle, skeleton), *tensors)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        return lowering(leaves, tree)
+        return implementation(leaves, tree)
 
     return call
 
@@ -66,7 +75,7 @@ class _Lowering:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not tensors:
             raise TypeError(f"from_jax({self.name}) was called without a torch tensor: call the JAX function itself")
-        static = (tree, wide_types(), *map(_static_key, leaves))
+        static = (tree, wide_types(), *map(static_key, leaves))
         shapes = tuple(x.shape for x in tensors)
         try:
             program = self._programs.get((static, shapes))
@@ -81,6 +90,7 @@ class _Lowering:
         return program(*tensors)
 
     def _find(self, static: Any, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor]) -> Program:
+        refuse_fork(f"from_jax({self.name}), to trace a new combination of arguments,")
         rows, sizes = trace.pattern([x.shape for x in tensors])
         family = (static, rows)
         if self.dynamic:
@@ -91,7 +101,7 @@ class _Lowering:
             for program in self._families[family] or ():
                 if program.allows(sizes):
                     return program
-        arguments = self._arguments(leaves)
+        arguments = traced_arguments(leaves, f"from_jax({self.name})")
         shapes = [tuple(int(size) for size in x.shape) for x in tensors]
         closed, out, static_out = trace.trace(self.fn, tree, leaves, arguments, shapes)
         return Program(trace.Traced(closed, out, static_out, ()), [x.dtype for x in tensors], self.name)
@@ -99,7 +109,7 @@ class _Lowering:
     def _trace_symbolic(
         self, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor], rows: Any, count: int
     ) -> list[Program] | None:
-        arguments = self._arguments(leaves)
+        arguments = traced_arguments(leaves, f"from_jax({self.name})")
         try:
             with trace.symbolic(rows, count) as (shapes, record):
                 closed, out, static_out = trace.trace(self.fn, tree, leaves, arguments, shapes)
@@ -112,25 +122,27 @@ class _Lowering:
             # it is traced for the sizes at hand.
             return None
 
-    def _arguments(self, leaves: Sequence[Any]) -> list[trace.Argument]:
-        wide = wide_types()
-        result = []
-        for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            dtype = jax_dtype(leaf.dtype)
-            if not wide and leaf.dtype == torch.int64:
-                dtype = np.dtype(np.int32)
-            elif not wide and leaf.dtype in (torch.float64, torch.uint64):
-                raise TypeError(
-                    f"from_jax({self.name}): {leaf.dtype} would be narrowed, as JAX computes in 32 bits by default; "
-                    "convert the tensor, or turn on jax_enable_x64"
-                )
-            result.append(trace.Argument(position, dtype))
-        return result
+
+def traced_arguments(leaves: Sequence[Any], who: str) -> list[trace.Argument]:
+    """The tensors among the leaves, with the dtypes that JAX sees; 64 bits are not narrowed in silence."""
+    wide = wide_types()
+    result = []
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        dtype = jax_dtype(leaf.dtype)
+        if not wide and leaf.dtype == torch.int64:
+            dtype = np.dtype(np.int32)
+        elif not wide and leaf.dtype in (torch.float64, torch.uint64):
+            raise TypeError(
+                f"{who}: {leaf.dtype} would be narrowed, as JAX computes in 32 bits by default; convert the tensor, or "
+                "turn on jax_enable_x64"
+            )
+        result.append(trace.Argument(position, dtype))
+    return result
 
 
-def _static_key(leaf: Any) -> Any:
+def static_key(leaf: Any) -> Any:
     """What a leaf contributes to the cache's key, its sizes apart."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype
@@ -174,7 +186,7 @@ def _take_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
 @torch.compiler.assume_constant_result
 def _intern(handle: str, skeleton: Any) -> str:
     leaves, tree = jax.tree.flatten(skeleton)
-    key = (handle, tree, *map(_static_key, leaves))
+    key = (handle, tree, *map(static_key, leaves))
     if key not in _INTERNED:
         _INTERNED[key] = f"{handle}:{len(_INTERNED)}"
         _SKELETONS[_INTERNED[key]] = (handle, leaves, tree)
@@ -186,4 +198,4 @@ def _opaque(key: str, *tensors: torch.Tensor) -> Any:
     handle, leaves, tree = _SKELETONS[key]
     rest = iter(tensors)
     filled = [next(rest) if isinstance(x, str) and x == _HOLE else x for x in leaves]
-    return _LOWERINGS[handle](filled, tree)
+    return _IMPLEMENTATIONS[handle](filled, tree)

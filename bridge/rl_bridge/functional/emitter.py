@@ -4,6 +4,7 @@ A value is either a Python literal or a torch variable. A variable may hold fewe
 long as it broadcasts to it: element-wise torch operations broadcast for free, so JAX's explicit broadcasts vanish.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -86,6 +87,7 @@ class Builder:
         self.root: Builder = root
         self.statements: list[_Statement] = []
         self.seen: dict[str, tuple[str, ...]] = {}
+        self.sums: dict[str, tuple[str, tuple[int, ...], int]] = {}  # operand, axes, rank of each sum
         if parent is None:
             self.count = 0
             self.functions: list[str] = []
@@ -234,11 +236,31 @@ class Builder:
         self.root.functions.append(inner.source(name, names, results, fresh))
         return name
 
+    def sum(self, operand: str, axes: Sequence[int], rank: int, dtype: torch.dtype) -> str:
+        axes = tuple(sorted(axes))
+        name = self.emit(f"torch.sum({operand}, {axes}, dtype={dtype})")[0]
+        self.sums[name] = (operand, axes, rank)
+        return name
+
+    def _merge_sums(self, outputs: Sequence[str]) -> None:
+        """Makes one reduction of a sum of a sum that nothing else reads: compilers give each a kernel of its own."""
+        reads = collections.Counter(name for s in self.statements for name in _VARIABLE.findall(s.code))
+        reads.update(outputs)
+        for statement in self.statements:
+            operand, axes, _ = self.sums.get(statement.targets[0], ("", (), 0))
+            if operand in self.sums and reads[operand] == 1:
+                inner, inner_axes, rank = self.sums[operand]
+                kept = [axis for axis in range(rank) if axis not in inner_axes]
+                merged = tuple(sorted((*inner_axes, *(kept[axis] for axis in axes))))
+                statement.code = statement.code.replace(f"{operand}, {axes}", f"{inner}, {merged}")
+                self.sums[statement.targets[0]] = (inner, merged, rank)
+
     def source(
         self, name: str, parameters: Sequence[str], results: Sequence[Value], fresh: int, prelude: Sequence[str] = ()
     ) -> str:
         """The function's text: dead statements dropped, and every variable freed after its last use."""
         outputs = [self._fresh(v) if i < fresh else self.full(v) for i, v in enumerate(results)]
+        self._merge_sums(outputs)
         needed = set(outputs)
         body: list[str] = []
         for statement in reversed(self.statements):

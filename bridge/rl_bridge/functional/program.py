@@ -35,7 +35,7 @@ class Program:
             if jax_dtype(dtype) != value.dtype:
                 narrow.append(f"{value.code} = rt.narrow({value.code}, {i})")
         results = builder.run(traced.closed, values)
-        identifier = re.sub(r"\W", "_", name)
+        identifier = "lowered_" + re.sub(r"\W", "_", name)  # a prefix: the function may be called abs
         body = builder.source(identifier, names, results, len(results), ["@PRELUDE"])
         prelude = [f"device = {names[0]}.device", *self._sizes(traced, builder, names), *narrow]
         prelude += [line for function in builder.functions for line in function.split("\n")]

@@ -67,8 +67,12 @@ def cbrt(x: Tensor) -> Tensor:
 
 
 def clamp(low: Tensor, x: Tensor, high: Tensor) -> Tensor:
-    # torch.clamp passes the gradient on at a bound; lax.clamp does not.
-    return torch.where(x <= low, low, torch.where(x >= high, high, x)) if x.is_floating_point() else x.clamp(low, high)
+    result = torch.minimum(torch.maximum(x, low), high)
+    if not x.is_floating_point():
+        return result
+    # At a bound torch gives the gradient to x or shares it; lax.clamp drops it.
+    outside = torch.where(x < low, low, torch.where(x > high, high, result.detach()))
+    return torch.where((x > low) & (x < high), x, outside)
 
 
 def integer_divide(a: Tensor, b: Tensor) -> Tensor:

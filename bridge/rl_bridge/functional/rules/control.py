@@ -34,11 +34,11 @@ def _passed(b: Builder, xs: Sequence[Value]) -> str:
     return "".join(f", {b.full(x)}" for x in xs)
 
 
-@rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+@rule("custom_jvp_call", "custom_vjp_call")
 def _custom(b: Builder, eqn: Any, *xs: Value) -> Sequence[Value]:
     """The rule is JAX code: jax.vjp applies it, and its forward and backward are lowered like any other function."""
     if all(x.is_number for x in xs):
-        return b.run(closed(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))), xs)
+        return b.run(closed(eqn.params["call_jaxpr"]), xs)
     passed = [i for i, x in enumerate(xs) if not x.is_number]
     active = [i for i in passed if is_float(xs[i].dtype)]
     floats = [i for i, var in enumerate(eqn.outvars) if is_float(var.aval.dtype)]
@@ -47,13 +47,15 @@ def _custom(b: Builder, eqn: Any, *xs: Value) -> Sequence[Value]:
         if x.is_number and x.literal is None:
             passed.append(i)
     passed.sort()
+    # A jaxpr of this one equation: evaluating it is JAX's own way to bind a primitive with functions in its parameters.
+    variables = {var: i for i, var in enumerate(eqn.invars) if not isinstance(var, jex_core.Literal)}
+    body = closed(eqn.params["call_jaxpr"]).jaxpr
+    single = body.replace(constvars=[], invars=list(variables), outvars=list(eqn.outvars), eqns=[eqn])
+    call = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(single, ()))
 
     def bind(arguments: dict[int, Any]) -> list[Any]:
-        functions, params = eqn.primitive.get_bind_params(eqn.params)
-        full = [
-            arguments[i] if i in arguments else jax.numpy.broadcast_to(numbers[i], xs[i].shape) for i in range(len(xs))
-        ]
-        return eqn.primitive.bind(*functions, *full, **params)
+        given = {i: jax.numpy.broadcast_to(number, xs[i].shape) for i, number in numbers.items()} | arguments
+        return call(*(given[i] for i in variables.values()))
 
     spec: dict[str, Any] = {}
 
@@ -84,9 +86,9 @@ def _custom(b: Builder, eqn: Any, *xs: Value) -> Sequence[Value]:
         b.function(backward_jaxpr, [None] * len(backward_jaxpr.in_avals)),
     ]
     wanted = tuple(i in active for i in passed)
-    call = f"{b.bind('custom', control.custom)}({functions[0]}, {functions[1]}, {len(order)}, {len(floats)}, {wanted}"
+    code = f"{b.bind('custom', control.custom)}({functions[0]}, {functions[1]}, {len(order)}, {len(floats)}, {wanted}"
     avals = [eqn.outvars[i].aval for i in order]
-    names = b.emit(f"{call}{_passed(b, [xs[i] for i in passed])})", len(order))
+    names = b.emit(f"{code}{_passed(b, [xs[i] for i in passed])})", len(order))
     values = [Value(n, tuple(a.shape), np.dtype(a.dtype), tuple(a.shape)) for n, a in zip(names, avals, strict=True)]
     return [values[order.index(i)] for i in range(len(order))]
 

@@ -12,7 +12,10 @@ from rl_bridge.functional.emitter import Builder, Value, rule
 @rule("reduce_sum")
 def _sum(b: Builder, eqn: Any, x: Value) -> Value:
     axes = tuple(eqn.params["axes"])
-    return b.out(f"torch.sum({b.full(x)}, {axes}, dtype={torch_dtype(x.dtype)})", eqn) if axes else x
+    if not axes:
+        return x
+    shape = tuple(eqn.outvars[0].aval.shape)
+    return Value(b.sum(b.full(x), axes, len(x.shape), torch_dtype(x.dtype)), shape, x.dtype, shape)
 
 
 @rule("reduce_prod")
