@@ -93,7 +93,10 @@ def run_grpo(job: GRPOJob) -> dict[str, Any]:
     reward = exact_match if job.reward is None else load_reward(job.reward)
     train_rows, held_out = job_rows(job)
     objective = prepare(job)
-    model, tokenizer = load_pretrained(job.model) if job.model else new_for_rows(train_rows, seed=job.seed)
+    if job.model is None:
+        model, tokenizer = new_for_rows([*train_rows, *held_out], seed=job.seed)
+    else:
+        model, tokenizer = load_pretrained(job.model)
     return train_and_evaluate(job, model, tokenizer, train_rows, held_out, reward, objective)
 
 
@@ -154,6 +157,7 @@ def train_and_evaluate(
             pad_token_id=pad,
             seed=job.seed,
         )
+        policy.sync_weights(rollout)  # a run resumed after its last step has made none
         after = evaluate_both(rollout, held_out, reward, job.grpo)
         save_pretrained(folder / "model", policy, tokenizer)
         evaluations = [("before", before), ("after", after)]

@@ -1,0 +1,49 @@
+import pytest
+
+from rl_bridge.cli import main
+from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.loading import save_pretrained
+from rl_bridge.models.tiny import tiny_qwen2
+
+OPTIONS = {
+    "--sft.steps": 6,
+    "--sft.rows-per-step": 16,
+    "--grpo.steps": 8,
+    "--grpo.prompts-per-step": 4,
+    "--grpo.sampling.n": 4,
+    "--grpo.evaluate-every": 4,
+    "--checkpoint-every": 3,
+    "--held-out": 20,
+    "--threads": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A model small enough for a whole run to take seconds."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = character_tokenizer("0123456789+-=")
+    save_pretrained(folder, tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def arguments(tmp_path, model_folder):
+    """The words of a command: ``OPTIONS``, into ``tmp_path``, with what is given here on top."""
+
+    def words(name, *more, **changes):
+        options = {**OPTIONS, "--output": tmp_path, "--model": model_folder, "--name": name, **changes}
+        return ["train", "grpo", *(str(word) for pair in options.items() for word in pair), *more]
+
+    return words
+
+
+@pytest.fixture
+def run_to_end(tmp_path):
+    """Run a command in this process; its folder."""
+
+    def run(words):
+        assert main(words) == 0
+        return tmp_path / words[words.index("--name") + 1]
+
+    return run
