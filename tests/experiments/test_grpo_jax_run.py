@@ -125,7 +125,7 @@ def test_stopped_and_resumed_equals_uninterrupted(monkeypatch, tmp_path, tiny, w
 
 
 # The second flag makes compiling faster and the program slower, which is the better part for a program this small.
-FLAGS = "--xla_force_host_platform_device_count=2 --xla_llvm_disable_expensive_passes=true"
+FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 SCRIPT = """
 import json, sys
 from experiments import grpo_jax
