@@ -1,5 +1,6 @@
 """What the seam's tests share: the same NumPy arguments through JAX and through from_jax, values and gradients."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ def jax_gradient(fn: Callable[..., Any], args: Sequence[Any], places: Sequence[i
         leaves = [x for x in jax.tree.leaves(fn(*filled)) if jnp.issubdtype(x.dtype, jnp.floating)]
         return sum((jnp.sum(weights(x) * x.astype(jnp.float32)) for x in leaves), start=jnp.float32(0.0))
 
+    if not places:
+        return ()
     return jax.grad(scalar, argnums=tuple(range(len(places))))(*(jnp.asarray(args[i]) for i in places))
 
 
@@ -82,3 +85,39 @@ def check(
         expected = jax_gradient(fn, arrays, places)
         for actual, wanted in zip(torch_gradient(lowered, args, places), expected, strict=True):
             np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=10 * rtol, atol=10 * atol)
+
+
+class Family:
+    """Many small functions. JAX compiles all of them, with their gradients, as one program a shape: that is quick."""
+
+    def __init__(
+        self,
+        functions: dict[str, Callable[..., Any]],
+        draw: Callable[[str, tuple[int, ...], int], Sequence[np.ndarray]],
+    ):
+        self.functions, self._draw = functions, draw
+        self._lowered = {name: from_jax(function) for name, function in functions.items()}
+        # Optimised code is not what is tested, and takes longer to compile.
+        self._jitted = jax.jit(self._all, compiler_options={"xla_backend_optimization_level": 0})
+        self._expected = functools.lru_cache(maxsize=64)(self._compute)
+
+    def _all(self, arguments: dict[str, Sequence[Any]]) -> dict[str, Any]:
+        return {
+            name: (function(*arguments[name]), jax_gradient(function, arguments[name], floating(arguments[name])))
+            for name, function in self.functions.items()
+        }
+
+    def _compute(self, shape: tuple[int, ...], seed: int) -> dict[str, Any]:
+        return self._jitted({name: tuple(self._draw(name, shape, seed)) for name in self.functions})
+
+    def check(self, name: str, shape: tuple[int, ...], seed: int, rtol: float = 3e-5, atol: float = 5e-6) -> None:
+        value, gradient = self._expected(shape, seed)[name]
+        args = self._draw(name, shape, seed)
+        lowered = self._lowered[name]
+        assert_same(lowered(*map(to_torch, args)), value, rtol, atol)
+        for actual, wanted in zip(torch_gradient(lowered, args, floating(args)), gradient, strict=True):
+            np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=10 * rtol, atol=10 * atol)
+
+
+def floating(args: Sequence[Any]) -> list[int]:
+    return [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
