@@ -75,7 +75,7 @@ def check(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """from_jax(fn) gives fn's values and gradients. `places`: arguments with a gradient, by default the floating ones."""
+    """from_jax(fn) gives fn's values and gradients. `places`: arguments with a gradient."""
     lowered = lowered or from_jax(fn)
     arrays = [jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in args]
     assert_same(lowered(*map(to_torch, args)), fn(*arrays), rtol, atol)
