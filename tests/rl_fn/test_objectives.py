@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rl_fn
-from tests.oracle import core
+from tests.oracle.lookup import ORACLE
 from tests.rl_fn.laws import quick_jit
 from tests.rl_fn.registry import RECIPES, Draw
 
@@ -112,30 +112,34 @@ def test_objectives_compare_by_value_and_pieces_by_class():
 
 def test_the_dapo_loss_is_its_equation():
     batch = _batch(5)
-    per_token = core.ppo_clip(*batch[:4], clip_low=0.2, clip_high=0.28)
+    per_token = ORACLE["ppo_clip"](*batch[:4], clip_low=0.2, clip_high=0.28)
     loss, metrics = _run(rl_fn.dapo(), batch)[:2]
-    np.testing.assert_allclose(loss, core.aggregate(per_token, batch.mask, "token-mean"), rtol=1e-5)
-    cut = core.clipped_tokens(*batch[:4], clip_low=0.2, clip_high=0.28)
+    np.testing.assert_allclose(loss, ORACLE["aggregate"](per_token, batch.mask, "token-mean"), rtol=1e-5)
+    cut = ORACLE["clipped_tokens"](*batch[:4], clip_low=0.2, clip_high=0.28)
     np.testing.assert_allclose(metrics["clip_fraction"], cut.sum() / batch.mask.sum(), rtol=1e-6)
 
 
 def test_the_grpo_loss_with_everything_is_its_equation():
     b = _batch(6)
     objective = rl_fn.grpo(kl_coef=0.04, entropy_coef=0.01, correction_cap=2.0)
-    weights = core.truncated_importance_weights(b.old_logprobs - b.rollout_logprobs, b.mask, cap=2.0)
-    per_token = weights * core.ppo_clip(*b[:4]) + 0.04 * core.kl_k3(b.logprobs, b.ref_logprobs) - 0.01 * b.entropies
+    weights = ORACLE["truncated_importance_weights"](b.old_logprobs - b.rollout_logprobs, b.mask, cap=2.0)
+    per_token = (
+        weights * ORACLE["ppo_clip"](*b[:4]) + 0.04 * ORACLE["kl_k3"](b.logprobs, b.ref_logprobs) - 0.01 * b.entropies
+    )
     loss, metrics = _run(objective, b)[:2]
-    np.testing.assert_allclose(loss, core.aggregate(per_token, b.mask, "seq-mean-token-mean"), rtol=1e-5)
+    np.testing.assert_allclose(loss, ORACLE["aggregate"](per_token, b.mask, "seq-mean-token-mean"), rtol=1e-5)
     mean = {
-        "kl": core.kl_k3(b.logprobs, b.ref_logprobs),
+        "kl": ORACLE["kl_k3"](b.logprobs, b.ref_logprobs),
         "entropy": b.entropies,
         "ratio_mean": np.exp(b.logprobs - b.old_logprobs),
-        "approx_kl": core.kl_k3(b.old_logprobs, b.logprobs),
-        "mismatch_k3": core.kl_k3(b.rollout_logprobs, b.old_logprobs),
+        "approx_kl": ORACLE["kl_k3"](b.old_logprobs, b.logprobs),
+        "mismatch_k3": ORACLE["kl_k3"](b.rollout_logprobs, b.old_logprobs),
         "correction_weight": weights,
     }
     for metric, x in mean.items():
-        np.testing.assert_allclose(metrics[metric], core.aggregate(x, b.mask, "token-mean"), rtol=2e-5, err_msg=metric)
+        np.testing.assert_allclose(
+            metrics[metric], ORACLE["aggregate"](x, b.mask, "token-mean"), rtol=2e-5, err_msg=metric
+        )
 
 
 def test_metrics_carry_no_gradient():
@@ -161,9 +165,13 @@ def test_group_advantages_are_spread_over_tokens():
     d = Draw(8)
     rewards, mask = d.normal(2, 4), d.mask(2, 4, 6)
     got = rl_fn.grpo().advantages(rewards, mask)
-    np.testing.assert_allclose(got, np.where(mask, core.grpo_advantages(rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        got, np.where(mask, ORACLE["grpo_advantages"](rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6
+    )
     got = rl_fn.rloo().advantages(rewards, mask)
-    np.testing.assert_allclose(got, np.where(mask, core.rloo_advantages(rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        got, np.where(mask, ORACLE["rloo_advantages"](rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6
+    )
     with pytest.raises(ValueError, match="no critic"):
         rl_fn.grpo().token_advantages(rewards, rewards, mask[..., 0])
 
@@ -172,10 +180,10 @@ def test_ppo_takes_a_critic():
     d = Draw(9)
     rewards, values, mask = d.normal(), d.normal(), d.mask()
     plain = rl_fn.ppo(whiten=False, lam=0.9).token_advantages(rewards, values, mask)
-    advantages, returns = core.gae(rewards, values, mask, lam=0.9)
+    advantages, returns = ORACLE["gae"](rewards, values, mask, lam=0.9)
     np.testing.assert_allclose(plain.advantages, advantages, rtol=1e-4, atol=1e-5)
     whitened = rl_fn.ppo(lam=0.9).token_advantages(rewards, values, mask)
-    np.testing.assert_allclose(whitened.advantages, core.whiten(advantages, mask), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(whitened.advantages, ORACLE["whiten"](advantages, mask), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(whitened.returns, returns, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="critic"):
         rl_fn.ppo().advantages(rewards, mask[..., None])
@@ -196,8 +204,8 @@ def test_any_function_of_a_batch_can_be_the_loss():
 def test_kl_estimators_by_name(estimator):
     batch = _batch(10)
     metrics = _run(rl_fn.dapo(kl_coef=0.5, kl_estimator=estimator), batch).metrics
-    x = getattr(core, f"kl_{estimator.rstrip('+')}")(batch.logprobs, batch.ref_logprobs)
-    np.testing.assert_allclose(metrics["kl"], core.aggregate(x, batch.mask, "token-mean"), rtol=2e-5, atol=1e-6)
+    x = ORACLE[f"kl_{estimator.rstrip('+')}"](batch.logprobs, batch.ref_logprobs)
+    np.testing.assert_allclose(metrics["kl"], ORACLE["aggregate"](x, batch.mask, "token-mean"), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -31,7 +31,7 @@ UNSAFE = frozenset(
 def _gym() -> Any:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ModuleNotFoundError("reasoning tasks need reasoning-gym; install with: make install-smollm2")
-    import reasoning_gym
+    import reasoning_gym  # pyright: ignore[reportMissingImports]  (an extra)
 
     return reasoning_gym
 
