@@ -31,11 +31,15 @@ CausalLMModule.optimizer_step = dying
 sys.exit(main(sys.argv[3:]))
 """
 
-# Even digits are good: a reward that an untrained model gets some of. Ctrl-C comes in the middle of the step after
-# ``lines`` were logged, if the file ``interrupt`` asks for it.
+# Even digits beyond two are good: some groups of an untrained model get some, some none. A little of the reward is
+# drawn from the global generators. Ctrl-C comes in the middle of the step after ``lines`` were logged, if the file
+# ``interrupt`` asks for it.
 REWARD = """
 import signal
 from pathlib import Path
+
+import numpy
+import torch
 
 FLAG = Path(__file__).with_name("interrupt")
 
@@ -45,7 +49,9 @@ def even_digits(completion, row):
         if len(Path(metrics).read_text().splitlines()) == int(lines):
             FLAG.unlink()
             signal.raise_signal(signal.SIGINT)
-    return sum(character in "02468" for character in completion) / 5
+    noise = numpy.random.random() + float(torch.rand(()))
+    digits = sum(character in "02468" for character in completion)
+    return max(digits - 2, 0) * (1 + noise / 100)
 """
 
 
@@ -114,9 +120,7 @@ def test_other_data_is_no_continuation(tmp_path, arguments, reward, capsys):
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     capsys.readouterr()
     assert main([*words, "--resume", "--held-out", "30"]) == 1
-    assert (
-        "rl-fn: error: the checkpoint was made on 8080 rows with seed 0, this run has 8070" in capsys.readouterr().err
-    )
+    assert "error: the checkpoint was made on 8080 rows with seed 0, this run has 8070" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert {path: content for path, content in after.items() if path in before and "events" not in str(path)} == {
         path: content for path, content in before.items() if "events" not in str(path)
