@@ -4,15 +4,27 @@ The cases of a family are in tests/rl_fn/cases/FAMILY.py; every module there is 
 """
 
 import importlib
+import inspect
 from pathlib import Path
 
 import rl_fn
 from tests.rl_fn.cases.base import CASES, B, Case, Draw, G, T, V
 
-__all__ = ["CASES", "RECIPES", "B", "Case", "Draw", "G", "T", "V"]
+__all__ = ["CASES", "CONSTRUCTORS", "HOST", "RECIPES", "B", "Case", "Draw", "G", "T", "V"]
 
 for _file in sorted(Path(__file__).with_name("cases").glob("*.py")):
     importlib.import_module(f"tests.rl_fn.cases.{_file.stem}")
 
+
+def _functions_of(*modules: str) -> tuple[str, ...]:
+    public = {name: getattr(rl_fn, name) for name in rl_fn.__all__}
+    owners = {f"rl_fn.{module}" for module in modules}
+    return tuple(name for name, x in public.items() if inspect.isfunction(x) and x.__module__ in owners)
+
+
 # These return an Objective, not arrays: tested in test_objectives.py.
-RECIPES = tuple(name for name in rl_fn.__all__ if getattr(rl_fn, name).__module__ == "rl_fn.recipes")
+RECIPES = _functions_of("recipes")
+# These return an init/update pair: tested in test_controllers.py, test_constraints.py and test_pareto_archive.py.
+CONSTRUCTORS = _functions_of("controllers", "schedules", "constraints", "pareto_archive")
+# These work on the host, NumPy in and out: tested in test_packing.py and test_hypervolume.py.
+HOST = _functions_of("balance", "packing", "hypervolume")

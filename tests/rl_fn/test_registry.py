@@ -1,14 +1,16 @@
 """The registry covers the library: a public function without a case, or a case without a function, fails here."""
 
+import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import rl_fn
-from tests.rl_fn.registry import CASES, RECIPES
+from tests.rl_fn.registry import CASES, CONSTRUCTORS, HOST, RECIPES
 
 
 def _public_functions() -> set[str]:
@@ -16,7 +18,18 @@ def _public_functions() -> set[str]:
 
 
 def test_every_public_function_has_a_case():
-    assert {case.name for case in CASES.values()} | set(RECIPES) == _public_functions()
+    assert {case.name for case in CASES.values()} | {*RECIPES, *CONSTRUCTORS, *HOST} == _public_functions()
+
+
+def test_functions_outside_the_table_are_called_in_a_test_of_their_own():
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in Path(__file__).parent.glob("test_*.py")]
+    called = {
+        node.func.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert {*CONSTRUCTORS, *HOST} - called == set()
 
 
 def test_all_is_sorted_and_complete():
