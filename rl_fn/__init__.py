@@ -2,10 +2,12 @@
 
 from rl_fn.advantages import Advantages, discounted_returns, gae, length_adaptive_lambda, td_lambda, whiten
 from rl_fn.aggregation import Ratio, aggregate, aggregate_parts, masked_mean, masked_sum, masked_var
+from rl_fn.balancing import balance
 from rl_fn.batch import Batch
 from rl_fn.chunked_logprobs import linear_logprobs
 from rl_fn.divergences import entropy, kl_abs, kl_categorical, kl_k1, kl_k2, kl_k3, kl_straight_through
 from rl_fn.group_advantages import grpo_advantages, rloo_advantages
+from rl_fn.hypervolumes import hypervolume, hypervolume_contribution
 from rl_fn.importance import (
     MismatchMetrics,
     effective_sample_size,
@@ -16,6 +18,7 @@ from rl_fn.importance import (
 )
 from rl_fn.logprobs import RowState, TokenLogprobs, finish, logits_logprobs, merge, row_state, sequence_logprobs
 from rl_fn.objectives import Objective
+from rl_fn.packing import pack, position_ids, segment_ids, zigzag_gather, zigzag_split
 from rl_fn.pieces import (
     GAE,
     KL,
@@ -58,6 +61,7 @@ __all__ = [
     "TruncatedImportance",
     "aggregate",
     "aggregate_parts",
+    "balance",
     "clipped_tokens",
     "dapo",
     "discounted_returns",
@@ -69,6 +73,8 @@ __all__ = [
     "gae",
     "grpo",
     "grpo_advantages",
+    "hypervolume",
+    "hypervolume_contribution",
     "kl_abs",
     "kl_categorical",
     "kl_k1",
@@ -87,6 +93,8 @@ __all__ = [
     "merge",
     "min_p",
     "mismatch_metrics",
+    "pack",
+    "position_ids",
     "ppo",
     "ppo_clip",
     "reinforce",
@@ -96,6 +104,7 @@ __all__ = [
     "rloo_advantages",
     "row_state",
     "sample",
+    "segment_ids",
     "sequence_logprobs",
     "td_lambda",
     "temperature",
@@ -106,4 +115,6 @@ __all__ = [
     "value_huber",
     "value_loss",
     "whiten",
+    "zigzag_gather",
+    "zigzag_split",
 ]

@@ -24,7 +24,7 @@ def _functions_of(*modules: str) -> tuple[str, ...]:
 
 # These return an Objective, not arrays: tested in test_objectives.py.
 RECIPES = _functions_of("recipes")
-# These return an init/update pair: tested in test_controllers.py, test_constraints.py and test_pareto_archive.py.
-CONSTRUCTORS = _functions_of("controllers", "schedules", "constraints", "pareto_archive")
+# These return an init/update pair: tested in test_controllers.py, test_constraints.py and test_archive.py.
+CONSTRUCTORS = _functions_of("controllers", "schedules", "constraints", "archive")
 # These work on the host, NumPy in and out: tested in test_packing.py and test_hypervolume.py.
-HOST = _functions_of("balance", "packing", "hypervolume")
+HOST = _functions_of("balancing", "packing", "hypervolumes")
