@@ -11,7 +11,7 @@ from rl_fn._numerics import require
 
 # Swaps stop at this excess over the mean; below it the remaining gain is smaller than what one token costs.
 _TOLERANCE = 1e-3
-_ROUNDS, _PAIRS = 48, 64
+_ROUNDS, _PAIRS = 32, 64
 # Candidate swaps examined in one round; wider parts are sampled.
 _CANDIDATES = 1 << 17
 
@@ -58,7 +58,7 @@ def _swap(slots: np.ndarray, lengths: np.ndarray) -> None:
     it is a move.
     """
     parts, width = slots.shape
-    loads = lengths[slots].sum(axis=1)
+    loads = lengths[slots].sum(axis=1, dtype=lengths.dtype)
     target = max(loads.mean(), lengths.max()) * (1.0 + _TOLERANCE)
     shift = 0
     for _ in range(_ROUNDS):
@@ -123,7 +123,9 @@ def balance(lengths: Sequence[int] | np.ndarray, parts: int, *, equal_size: bool
     slots = np.full((parts, width), empty)
     slots[np.arange(width) < sizes[:, None]] = np.fromiter(itertools.chain.from_iterable(members), np.int64, array.size)
     if array.size and parts > 1:
-        _swap(slots, np.append(array, 0))
+        # Narrow integers where twice the total still fits: the search for swaps is bound by memory.
+        narrow = np.int32 if 2 * int(array.sum()) < 2**31 else np.int64
+        _swap(slots, np.append(array, 0).astype(narrow))
     owner = np.zeros(array.size + 1, np.int64)
     owner[slots] = np.arange(parts)[:, None]
     return np.split(np.argsort(owner[:-1], kind="stable"), np.cumsum(np.bincount(owner[:-1], minlength=parts))[:-1])

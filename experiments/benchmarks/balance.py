@@ -35,6 +35,13 @@ def lengths_of(name: str) -> np.ndarray:
             raise ValueError(f"no lengths called {name!r}")
 
 
+def least_heaviest(lengths: np.ndarray) -> float:
+    """Lower bound on the heaviest of parts of equal size: the m longest need company, at best the shortest."""
+    m = np.arange(1, PARTS + 1)
+    long, short = np.cumsum(np.sort(lengths)[::-1]), np.cumsum(np.sort(lengths))
+    return float(((long[m - 1] + short[(ITEMS // PARTS - 1) * m - 1]) / m).max())
+
+
 class Subset:
     """One part of a partial partition."""
 
@@ -86,7 +93,12 @@ def main() -> None:
     for name in ("lognormal", "pareto", "bimodal"):
         lengths = lengths_of(name)
         as_list = lengths.tolist()
-        row = {"lengths": name, "longest_over_mean_part": round(float(lengths.max() * PARTS / lengths.sum()), 4)}
+        mean = float(lengths.sum()) / PARTS
+        row: dict[str, object] = {
+            "lengths": name,
+            "longest_over_mean": round(float(lengths.max()) / mean, 6),
+            "equal_size_bound_over_mean": round(max(1.0, least_heaviest(lengths) / mean), 6),
+        }
         for label, split, repeats in (
             ("balance", lambda x=lengths: rl_fn.balance(x, PARTS), REPEATS),
             ("balance_equal_size", lambda x=lengths: rl_fn.balance(x, PARTS, equal_size=True), REPEATS),
