@@ -5,6 +5,17 @@ from rl_fn.aggregation import Ratio, aggregate, aggregate_parts, masked_mean, ma
 from rl_fn.balancing import balance
 from rl_fn.batch import Batch
 from rl_fn.chunked_logprobs import linear_logprobs
+from rl_fn.controllers import (
+    CoefState,
+    Controller,
+    EntropyState,
+    PIDState,
+    adaptive_entropy,
+    exponential_kl,
+    fixed_kl,
+    linear_kl,
+    pid_kl,
+)
 from rl_fn.divergences import entropy, kl_abs, kl_categorical, kl_k1, kl_k2, kl_k3, kl_straight_through
 from rl_fn.group_advantages import grpo_advantages, rloo_advantages
 from rl_fn.hypervolumes import hypervolume, hypervolume_contribution
@@ -36,6 +47,7 @@ from rl_fn.policy_losses import clipped_tokens, entropy_bonus, ppo_clip, reinfor
 from rl_fn.recipes import dapo, dr_grpo, grpo, ppo, reinforce_objective, rloo
 from rl_fn.recurrence import linear_recurrence
 from rl_fn.sampling import min_p, repetition_penalty, sample, temperature, top_k, top_p
+from rl_fn.schedules import ScheduleState, scheduled_kl
 from rl_fn.value_losses import value_clip, value_huber, value_loss
 
 __version__ = "0.1.0"
@@ -47,18 +59,24 @@ __all__ = [
     "Aggregation",
     "Batch",
     "Clip",
+    "CoefState",
+    "Controller",
     "Entropy",
+    "EntropyState",
     "GroupNormalised",
     "LeaveOneOut",
     "MaskedImportance",
     "MismatchMetrics",
     "Objective",
+    "PIDState",
     "Ratio",
     "RawReward",
     "Reinforce",
     "RowState",
+    "ScheduleState",
     "TokenLogprobs",
     "TruncatedImportance",
+    "adaptive_entropy",
     "aggregate",
     "aggregate_parts",
     "balance",
@@ -69,7 +87,9 @@ __all__ = [
     "effective_sample_size",
     "entropy",
     "entropy_bonus",
+    "exponential_kl",
     "finish",
+    "fixed_kl",
     "gae",
     "grpo",
     "grpo_advantages",
@@ -82,6 +102,7 @@ __all__ = [
     "kl_k3",
     "kl_straight_through",
     "length_adaptive_lambda",
+    "linear_kl",
     "linear_logprobs",
     "linear_recurrence",
     "log_ratio",
@@ -94,6 +115,7 @@ __all__ = [
     "min_p",
     "mismatch_metrics",
     "pack",
+    "pid_kl",
     "position_ids",
     "ppo",
     "ppo_clip",
@@ -104,6 +126,7 @@ __all__ = [
     "rloo_advantages",
     "row_state",
     "sample",
+    "scheduled_kl",
     "segment_ids",
     "sequence_logprobs",
     "td_lambda",
