@@ -5,6 +5,7 @@ from rl_fn.aggregation import Ratio, aggregate, aggregate_parts, masked_mean, ma
 from rl_fn.balancing import balance
 from rl_fn.batch import Batch
 from rl_fn.chunked_logprobs import linear_logprobs
+from rl_fn.constraints import Lagrangian, LagrangianState, lagrangian
 from rl_fn.controllers import (
     CoefState,
     Controller,
@@ -64,6 +65,8 @@ __all__ = [
     "Entropy",
     "EntropyState",
     "GroupNormalised",
+    "Lagrangian",
+    "LagrangianState",
     "LeaveOneOut",
     "MaskedImportance",
     "MismatchMetrics",
@@ -101,6 +104,7 @@ __all__ = [
     "kl_k2",
     "kl_k3",
     "kl_straight_through",
+    "lagrangian",
     "length_adaptive_lambda",
     "linear_kl",
     "linear_logprobs",
