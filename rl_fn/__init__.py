@@ -2,6 +2,7 @@
 
 from rl_fn.advantages import Advantages, discounted_returns, gae, length_adaptive_lambda, td_lambda, whiten
 from rl_fn.aggregation import Ratio, aggregate, aggregate_parts, masked_mean, masked_sum, masked_var
+from rl_fn.archive import ArchiveState, ParetoArchive, pareto_archive
 from rl_fn.balancing import balance
 from rl_fn.batch import Batch
 from rl_fn.chunked_logprobs import linear_logprobs
@@ -29,6 +30,7 @@ from rl_fn.importance import (
     truncated_importance_weights,
 )
 from rl_fn.logprobs import RowState, TokenLogprobs, finish, logits_logprobs, merge, row_state, sequence_logprobs
+from rl_fn.multi_objective import crowding_distance, pareto_mask, tchebycheff, weighted_sum
 from rl_fn.objectives import Objective
 from rl_fn.packing import pack, position_ids, segment_ids, zigzag_gather, zigzag_split
 from rl_fn.pieces import (
@@ -45,6 +47,7 @@ from rl_fn.pieces import (
     TruncatedImportance,
 )
 from rl_fn.policy_losses import clipped_tokens, entropy_bonus, ppo_clip, reinforce
+from rl_fn.quantization import Quantized, dequantize, quantize_fp8, quantize_int8, smooth_scales
 from rl_fn.recipes import dapo, dr_grpo, grpo, ppo, reinforce_objective, rloo
 from rl_fn.recurrence import linear_recurrence
 from rl_fn.sampling import min_p, repetition_penalty, sample, temperature, top_k, top_p
@@ -58,6 +61,7 @@ __all__ = [
     "KL",
     "Advantages",
     "Aggregation",
+    "ArchiveState",
     "Batch",
     "Clip",
     "CoefState",
@@ -72,6 +76,8 @@ __all__ = [
     "MismatchMetrics",
     "Objective",
     "PIDState",
+    "ParetoArchive",
+    "Quantized",
     "Ratio",
     "RawReward",
     "Reinforce",
@@ -84,7 +90,9 @@ __all__ = [
     "aggregate_parts",
     "balance",
     "clipped_tokens",
+    "crowding_distance",
     "dapo",
+    "dequantize",
     "discounted_returns",
     "dr_grpo",
     "effective_sample_size",
@@ -119,10 +127,14 @@ __all__ = [
     "min_p",
     "mismatch_metrics",
     "pack",
+    "pareto_archive",
+    "pareto_mask",
     "pid_kl",
     "position_ids",
     "ppo",
     "ppo_clip",
+    "quantize_fp8",
+    "quantize_int8",
     "reinforce",
     "reinforce_objective",
     "repetition_penalty",
@@ -133,6 +145,8 @@ __all__ = [
     "scheduled_kl",
     "segment_ids",
     "sequence_logprobs",
+    "smooth_scales",
+    "tchebycheff",
     "td_lambda",
     "temperature",
     "top_k",
@@ -141,6 +155,7 @@ __all__ = [
     "value_clip",
     "value_huber",
     "value_loss",
+    "weighted_sum",
     "whiten",
     "zigzag_gather",
     "zigzag_split",
