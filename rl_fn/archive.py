@@ -57,7 +57,7 @@ def pareto_archive(capacity: int, objectives: int, *, maximize: Directions) -> P
 
     """
     require(capacity >= 1 and objectives >= 1, f"need capacity, objectives ≥ 1, got {capacity} and {objectives}")
-    signs(maximize, objectives)
+    signs(maximize, objectives)  # raises here, not at the first insert
 
     def init() -> ArchiveState:
         points = jnp.zeros((capacity, objectives), jnp.float32)

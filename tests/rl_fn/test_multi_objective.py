@@ -44,7 +44,7 @@ def test_directions_are_a_change_of_sign(seed):
         np.testing.assert_array_equal(function(f, z, True), function(f * flip, z * flip, [True, False, True]))
 
 
-@given(seed=SEEDS, count=st.integers(1, 8))
+@given(seed=SEEDS, count=st.sampled_from([1, 4, 8]))
 def test_the_front_is_sound_and_complete(seed, count):
     points = np.random.default_rng(seed).integers(0, 4, (count, 3)).astype(np.float32)
     kept = np.asarray(rl_fn.pareto_mask(points, maximize=True))
