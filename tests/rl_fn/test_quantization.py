@@ -200,9 +200,7 @@ def test_equals_compressed_tensors_bit_for_bit(kind, strategy):
     scale, zero_point = helpers.calculate_qparams(smallest, largest, arguments)
     dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
     expected = forward.quantize(tensor, scale, zero_point, arguments, dtype=dtype)
-    if kind == "int":
-        got = quantize_int8["row" if strategy == "channel" else "tensor"](w)
-    else:
-        got = quantize_fp8[strategy](w)
+    int8 = {"channel": quantize_int8["row"], "tensor": quantize_int8["tensor"]}
+    got = (int8 if kind == "int" else quantize_fp8)[strategy](w)
     np.testing.assert_array_equal(np.asarray(got.scale).reshape(scale.shape), scale.numpy())
     np.testing.assert_array_equal(bits(got.values), expected.view(torch.uint8).numpy())
