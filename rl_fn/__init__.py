@@ -18,7 +18,10 @@ from rl_fn.controllers import (
     linear_kl,
     pid_kl,
 )
+from rl_fn.distillation import distillation_advantages, gkd, on_policy_distillation, top_k_distillation
 from rl_fn.divergences import entropy, kl_abs, kl_categorical, kl_k1, kl_k2, kl_k3, kl_straight_through
+from rl_fn.dpo_losses import dpo, dpo_norm, dpo_robust, f_dpo, rpo
+from rl_fn.exact_divergences import forward_kl, jensen_shannon, kl_importance_corrected, reverse_kl, total_variation
 from rl_fn.group_advantages import grpo_advantages, rloo_advantages
 from rl_fn.hypervolumes import hypervolume, hypervolume_contribution
 from rl_fn.importance import (
@@ -30,8 +33,10 @@ from rl_fn.importance import (
     truncated_importance_weights,
 )
 from rl_fn.logprobs import RowState, TokenLogprobs, finish, logits_logprobs, merge, row_state, sequence_logprobs
+from rl_fn.margin_losses import discopop, hinge, ipo, sppo
 from rl_fn.multi_objective import crowding_distance, pareto_mask, tchebycheff, weighted_sum
 from rl_fn.objectives import Objective
+from rl_fn.off_policy_advantages import clipped_importance_advantages, n_step, retrace, vtrace
 from rl_fn.packing import pack, position_ids, segment_ids, zigzag_gather, zigzag_split
 from rl_fn.pieces import (
     GAE,
@@ -47,11 +52,16 @@ from rl_fn.pieces import (
     TruncatedImportance,
 )
 from rl_fn.policy_losses import clipped_tokens, entropy_bonus, ppo_clip, reinforce
+from rl_fn.preference_losses import apo_down, apo_zero, bco, exo, nca
 from rl_fn.quantization import Quantized, dequantize, quantize_fp8, quantize_int8, smooth_scales
 from rl_fn.recipes import dapo, dr_grpo, grpo, ppo, reinforce_objective, rloo
 from rl_fn.recurrence import linear_recurrence
+from rl_fn.reference_free_losses import cpo, orpo, simpo, tpo
+from rl_fn.response_losses import kto, kto_kl, wpo_weights
+from rl_fn.reward_model_losses import PreferenceMetrics, bradley_terry, plackett_luce, preference_metrics
 from rl_fn.sampling import min_p, repetition_penalty, sample, temperature, top_k, top_p
 from rl_fn.schedules import ScheduleState, scheduled_kl
+from rl_fn.transport_losses import aot, aot_unpaired
 from rl_fn.value_losses import value_clip, value_huber, value_loss
 
 __version__ = "0.1.0"
@@ -77,6 +87,7 @@ __all__ = [
     "Objective",
     "PIDState",
     "ParetoArchive",
+    "PreferenceMetrics",
     "Quantized",
     "Ratio",
     "RawReward",
@@ -88,30 +99,53 @@ __all__ = [
     "adaptive_entropy",
     "aggregate",
     "aggregate_parts",
+    "aot",
+    "aot_unpaired",
+    "apo_down",
+    "apo_zero",
     "balance",
+    "bco",
+    "bradley_terry",
+    "clipped_importance_advantages",
     "clipped_tokens",
+    "cpo",
     "crowding_distance",
     "dapo",
     "dequantize",
+    "discopop",
     "discounted_returns",
+    "distillation_advantages",
+    "dpo",
+    "dpo_norm",
+    "dpo_robust",
     "dr_grpo",
     "effective_sample_size",
     "entropy",
     "entropy_bonus",
+    "exo",
     "exponential_kl",
+    "f_dpo",
     "finish",
     "fixed_kl",
+    "forward_kl",
     "gae",
+    "gkd",
     "grpo",
     "grpo_advantages",
+    "hinge",
     "hypervolume",
     "hypervolume_contribution",
+    "ipo",
+    "jensen_shannon",
     "kl_abs",
     "kl_categorical",
+    "kl_importance_corrected",
     "kl_k1",
     "kl_k2",
     "kl_k3",
     "kl_straight_through",
+    "kto",
+    "kto_kl",
     "lagrangian",
     "length_adaptive_lambda",
     "linear_kl",
@@ -126,37 +160,53 @@ __all__ = [
     "merge",
     "min_p",
     "mismatch_metrics",
+    "n_step",
+    "nca",
+    "on_policy_distillation",
+    "orpo",
     "pack",
     "pareto_archive",
     "pareto_mask",
     "pid_kl",
+    "plackett_luce",
     "position_ids",
     "ppo",
     "ppo_clip",
+    "preference_metrics",
     "quantize_fp8",
     "quantize_int8",
     "reinforce",
     "reinforce_objective",
     "repetition_penalty",
+    "retrace",
+    "reverse_kl",
     "rloo",
     "rloo_advantages",
     "row_state",
+    "rpo",
     "sample",
     "scheduled_kl",
     "segment_ids",
     "sequence_logprobs",
+    "simpo",
     "smooth_scales",
+    "sppo",
     "tchebycheff",
     "td_lambda",
     "temperature",
     "top_k",
+    "top_k_distillation",
     "top_p",
+    "total_variation",
+    "tpo",
     "truncated_importance_weights",
     "value_clip",
     "value_huber",
     "value_loss",
+    "vtrace",
     "weighted_sum",
     "whiten",
+    "wpo_weights",
     "zigzag_gather",
     "zigzag_split",
 ]

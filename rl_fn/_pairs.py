@@ -1,0 +1,49 @@
+"""What preference losses share: shapes, log-ratios of a pair, and a softplus that holds at any argument."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Integer
+
+from rl_fn._numerics import Array, Number, as_float, divide, keep, require
+
+Pairs = Float[Array, "*batch"]
+PairMask = Bool[Array, "*batch"]
+Lengths = Float[Array, "*batch"] | Integer[Array, "*batch"]
+
+
+def check_beta(beta: Number) -> None:
+    require(beta > 0, f"beta must be positive, got {beta}")
+
+
+def check_smoothing(label_smoothing: Number) -> None:
+    require(0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+
+
+def log_ratios(
+    chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array, mask: Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Give log π/π_ref of both sides of each pair, zero where masked."""
+    c, r, ref_c, ref_r = as_float(chosen, rejected, ref_chosen, ref_rejected)
+    return keep(c, mask) - keep(ref_c, mask), keep(r, mask) - keep(ref_r, mask)
+
+
+def both(chosen: Array, rejected: Array, mask: Array | None) -> tuple[jax.Array, jax.Array]:
+    """Both sides of each pair in one dtype, zero where masked."""
+    c, r = as_float(chosen, rejected)
+    return keep(c, mask), keep(r, mask)
+
+
+def per_token(x: jax.Array, lengths: Array, mask: Array | None) -> jax.Array:
+    """Divide x by the length, zero where masked or where the length is 0."""
+    counts = jnp.asarray(lengths).astype(x.dtype)
+    return divide(x, keep(counts, mask))
+
+
+def softplus(x: jax.Array) -> jax.Array:
+    """log(1 + eˣ) = −log σ(−x): exact to rounding for every x, gradient σ(x) (½ at 0 by the halves of the tie)."""
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+
+
+def smoothed_logistic(z: jax.Array, label_smoothing: Number) -> jax.Array:
+    """−(1 − ε) log σ(z) − ε log σ(−z), in its form with one softplus: log(1 + e^{−z}) + εz."""
+    return softplus(-z) + label_smoothing * z
