@@ -97,7 +97,7 @@ def dpo_robust(
         ValueError: for β ≤ 0 or ε outside [0, ½).
 
     Reference:
-        Chowdhury et al., arXiv 2403.00409, section 3.
+        Chowdhury et al., arXiv 2403.00409, section 3.1.
 
     >>> import jax.numpy as jnp
     >>> zero = jnp.zeros(1)
@@ -210,7 +210,7 @@ def f_dpo(
         ValueError: for β ≤ 0, ε outside [0, ½), α outside [0, 1] or an unknown divergence.
 
     Reference:
-        Wang et al. (f-DPO), arXiv 2309.16240, table 1.
+        Wang et al. (f-DPO), arXiv 2309.16240.
 
     >>> import jax.numpy as jnp
     >>> zero = jnp.zeros(1)
