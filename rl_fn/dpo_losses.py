@@ -261,7 +261,7 @@ def rpo(
         ValueError: for β ≤ 0, α < 0 or ε outside [0, ½).
 
     Reference:
-        Pang et al. (Iterative Reasoning Preference Optimization), arXiv 2404.19733, equation 1. Other methods share the
+        Pang et al. (Iterative Reasoning Preference Optimization), arXiv 2404.19733. Other methods share the
         name: Nemotron's reward-aware RPO (arXiv 2406.11704) is not this one.
 
     >>> import jax.numpy as jnp

@@ -40,7 +40,7 @@ def kto(
         ValueError: for β ≤ 0 or a negative weight.
 
     Reference:
-        Ethayarajh et al., arXiv 2402.01306, section 4.
+        Ethayarajh et al., arXiv 2402.01306.
 
     >>> import jax.numpy as jnp
     >>> zero = jnp.zeros(2)
@@ -75,7 +75,7 @@ def kto_kl(logprobs: Pairs, ref_logprobs: Pairs, mask: PairMask | None = None) -
         ValueError: if the mask is not boolean.
 
     Reference:
-        Ethayarajh et al., arXiv 2402.01306, section 4.
+        Ethayarajh et al., arXiv 2402.01306.
 
     >>> import jax.numpy as jnp
     >>> float(kto_kl(jnp.array([-1.0, -2.0]), jnp.array([-2.0, -2.0])))

@@ -46,7 +46,7 @@ def bradley_terry(
 
     Reference:
         Bradley & Terry, Rank Analysis of Incomplete Block Designs (1952); m: Touvron et al. (Llama 2), arXiv
-        2307.09288, equation 2; c: Eisenstein et al., arXiv 2312.09244.
+        2307.09288; c: Eisenstein et al., arXiv 2312.09244.
 
     >>> import jax.numpy as jnp
     >>> print(bradley_terry(jnp.array([1.0]), jnp.array([1.0]), center=0.01).round(4))
@@ -75,7 +75,7 @@ def plackett_luce(rewards: Tokens, mask: Mask | None = None) -> Float[Array, "*b
         ValueError: if the mask is not boolean.
 
     Reference:
-        Plackett, The Analysis of Permutations (1975); Rafailov et al., arXiv 2305.18290, appendix A.3.
+        Plackett, The Analysis of Permutations (1975); Rafailov et al., arXiv 2305.18290, appendix, for DPO from rankings.
 
     >>> import jax.numpy as jnp
     >>> print(f"{plackett_luce(jnp.zeros((1, 3))).item():.4f}")
@@ -126,7 +126,7 @@ def preference_metrics(
         ValueError: for β ≤ 0.
 
     Reference:
-        Rafailov et al., arXiv 2305.18290, section 4, for the implicit reward.
+        Rafailov et al., arXiv 2305.18290, for the implicit reward.
 
     >>> import jax.numpy as jnp
     >>> zero = jnp.zeros(2)
