@@ -75,7 +75,7 @@ def plackett_luce(rewards: Tokens, mask: Mask | None = None) -> Float[Array, "*b
         ValueError: if the mask is not boolean.
 
     Reference:
-        Plackett, The Analysis of Permutations (1975); Rafailov et al., arXiv 2305.18290, appendix, for DPO from rankings.
+        Plackett, The Analysis of Permutations (1975); Rafailov et al., arXiv 2305.18290, for DPO from rankings.
 
     >>> import jax.numpy as jnp
     >>> print(f"{plackett_luce(jnp.zeros((1, 3))).item():.4f}")
