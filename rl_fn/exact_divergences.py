@@ -1,0 +1,180 @@
+"""Exact divergences between two categorical distributions, from their logits, and the KL estimate made on-policy."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, exp, keep, require
+from rl_fn.divergences import kl_categorical, kl_k3
+from rl_fn.logprobs import log_softmax
+
+Logits = Float[Array, "*batch V"]
+
+
+def reverse_kl(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"]:
+    """Exact reverse KL divergence: expectation under the policy, so mode-seeking.
+
+    KL(π‖π_ref) = Σᵥ πᵥ (log πᵥ − log π_refᵥ)
+
+    Args:
+        logits: logits of π, `*batch V`; −inf excludes an entry.
+        ref_logits: logits of π_ref, `*batch V`.
+
+    Returns:
+        `*batch`, ≥ 0 to rounding; +inf where π reaches an entry that π_ref excludes.
+
+    Raises:
+        TypeError: if the shapes differ (from JAX).
+
+    Reference:
+        Kullback & Leibler, On Information and Sufficiency (1951).
+
+    >>> import jax.numpy as jnp
+    >>> print(reverse_kl(jnp.array([0.0, -jnp.inf]), jnp.array([0.0, 0.0])).round(4))
+    0.6931
+
+    """
+    return kl_categorical(logits, ref_logits)
+
+
+def forward_kl(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"]:
+    """Exact forward KL divergence: expectation under the reference, so mass-covering.
+
+    KL(π_ref‖π) = Σᵥ π_refᵥ (log π_refᵥ − log πᵥ)
+
+    Args:
+        logits: logits of π, `*batch V`; −inf excludes an entry.
+        ref_logits: logits of π_ref, `*batch V`.
+
+    Returns:
+        `*batch`, ≥ 0 to rounding; +inf where π_ref reaches an entry that π excludes.
+
+    Raises:
+        TypeError: if the shapes differ (from JAX).
+
+    Reference:
+        Kullback & Leibler, On Information and Sufficiency (1951).
+
+    >>> import jax.numpy as jnp
+    >>> print(forward_kl(jnp.array([0.0, -jnp.inf]), jnp.array([0.0, 0.0])))
+    inf
+
+    """
+    return kl_categorical(ref_logits, logits)
+
+
+def _finite(log_p: jax.Array) -> jax.Array:
+    """Log-probabilities with a huge negative number in place of −inf, whose gradient would be NaN."""
+    return jnp.maximum(log_p, -1e30)
+
+
+def jensen_shannon(logits: Logits, ref_logits: Logits, *, beta: Number = 0.5) -> Float[Array, "*batch"]:
+    """Generalised Jensen–Shannon divergence: finite even where the supports differ.
+
+    β KL(π_ref‖m) + (1 − β) KL(π‖m);  m = β π_ref + (1 − β) π
+
+    Divided by β it tends to the forward KL as β → 0; divided by 1 − β to the reverse KL as β → 1. At β = ½ it is the
+    symmetric divergence, at most log 2.
+
+    Args:
+        logits: logits of π (the student), `*batch V`; −inf excludes an entry.
+        ref_logits: logits of π_ref (the teacher), `*batch V`.
+        beta: β, weight of π_ref in the mixture, 0 < β < 1.
+
+    Returns:
+        `*batch`, ≥ 0 to rounding, at most −β log β − (1 − β) log(1 − β).
+
+    Raises:
+        ValueError: unless 0 < beta < 1 (at the ends the divergence is 0 for any two distributions).
+
+    Reference:
+        Agarwal et al. (GKD), arXiv 2306.13649, section 2 (generalised JSD).
+
+    >>> import jax.numpy as jnp
+    >>> print(jensen_shannon(jnp.array([0.0, -jnp.inf]), jnp.array([-jnp.inf, 0.0])).round(4))
+    0.6931
+
+    """
+    require(0.0 < beta < 1.0, f"beta must be in (0, 1), got {beta}")
+    new, ref = as_float(logits, ref_logits)
+    log_p, log_q = _finite(log_softmax(ref)), _finite(log_softmax(new))
+    log_beta, log_rest = jnp.log(jnp.asarray(beta, log_p.dtype)), jnp.log1p(-jnp.asarray(beta, log_p.dtype))
+    # log(β p + (1 − β) q) by its larger term: the difference of the two logs is what the smaller one adds.
+    a, b = log_p + log_beta, log_q + log_rest
+    log_m = jnp.maximum(a, b) + jnp.log1p(jnp.exp(-jnp.abs(a - b)))
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    return jnp.sum(beta * p * (log_p - log_m) + (1.0 - beta) * q * (log_q - log_m), axis=-1)
+
+
+def total_variation(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"]:
+    """Total variation distance: the largest difference in probability of any set of tokens.
+
+    ½ Σᵥ |πᵥ − π_refᵥ|
+
+    Args:
+        logits: logits of π, `*batch V`; −inf excludes an entry.
+        ref_logits: logits of π_ref, `*batch V`.
+
+    Returns:
+        `*batch`, in [0, 1] to rounding.
+
+    Raises:
+        TypeError: if the shapes differ (from JAX).
+
+    Reference:
+        Levin, Peres & Wilmer, Markov Chains and Mixing Times (2009), proposition 4.2.
+
+    >>> import jax.numpy as jnp
+    >>> float(total_variation(jnp.array([0.0, -jnp.inf]), jnp.array([0.0, 0.0])))
+    0.5
+
+    """
+    new, ref = as_float(logits, ref_logits)
+    return 0.5 * jnp.sum(jnp.abs(jnp.exp(log_softmax(new)) - jnp.exp(log_softmax(ref))), axis=-1)
+
+
+def kl_importance_corrected(
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    ref_logprobs: Tokens,
+    mask: Mask | None = None,
+    *,
+    log_clip: Number | None = None,
+) -> Tokens:
+    """Estimator of KL(π‖π_ref) from tokens of π_old whose value and gradient, as a loss, are both unbiased.
+
+    ρ k3 = ρ (e^{−d} + d − 1);  ρ = π/π_old,  d = log π − log π_ref
+
+    The gradient flows through ρ too: that is what turns k3's forward-KL gradient into the reverse-KL one. Unbiased per
+    token: the tokens before it still come from π_old. A product of two exponentials, it overflows float32 once log ρ
+    and −d together pass about 85; `log_clip` bounds both.
+
+    Args:
+        logprobs: log π of the sampled tokens, in nats, `*batch T`.
+        old_logprobs: log π_old of the same tokens, π_old being the policy that sampled them, `*batch T`.
+        ref_logprobs: log π_ref of the same tokens, `*batch T`.
+        mask: True where a token counts, `*batch T`; without it every token does.
+        log_clip: |log ρ| and |d| are held at this many nats (their gradient is then 0); none by default.
+
+    Returns:
+        `*batch T`, ≥ 0, zero where masked.
+
+    Raises:
+        ValueError: if log_clip is not positive.
+
+    Reference:
+        DeepSeek-AI (DeepSeek-V3.2), arXiv 2512.02556 (unbiased KL estimate).
+
+    >>> import jax.numpy as jnp
+    >>> new, old, ref = jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25])), jnp.log(jnp.array([0.5]))
+    >>> print(kl_importance_corrected(new, old, ref), kl_importance_corrected(old, old, ref).round(4))
+    [0.] [0.3069]
+
+    """
+    require(log_clip is None or log_clip > 0, f"log_clip must be positive, got {log_clip}")
+    new, old, ref = as_float(logprobs, old_logprobs, ref_logprobs)
+    new, old, ref = keep(new, mask), keep(old, mask), keep(ref, mask)
+    log_rho, d = new - old, new - ref
+    if log_clip is not None:
+        log_rho, d = jnp.clip(log_rho, -log_clip, log_clip), jnp.clip(d, -log_clip, log_clip)
+    return exp(log_rho) * kl_k3(d, jnp.zeros_like(d))
