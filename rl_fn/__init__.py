@@ -57,10 +57,13 @@ from rl_fn.quantization import Quantized, dequantize, quantize_fp8, quantize_int
 from rl_fn.recipes import dapo, dr_grpo, grpo, ppo, reinforce_objective, rloo
 from rl_fn.recurrence import linear_recurrence
 from rl_fn.reference_free_losses import cpo, orpo, simpo, tpo
+from rl_fn.regularised_losses import dro, kimi, topr
 from rl_fn.response_losses import kto, kto_kl, wpo_weights
 from rl_fn.reward_model_losses import PreferenceMetrics, bradley_terry, plackett_luce, preference_metrics
 from rl_fn.sampling import min_p, repetition_penalty, sample, temperature, top_k, top_p
 from rl_fn.schedules import ScheduleState, scheduled_kl
+from rl_fn.sequence_losses import gmpo, gspo, gspo_token, luspo, vespo
+from rl_fn.token_losses import cispo, decoupled_ppo, dppo, gpg_loss, sapo
 from rl_fn.transport_losses import aot, aot_unpaired
 from rl_fn.value_losses import value_clip, value_huber, value_loss
 
@@ -106,11 +109,13 @@ __all__ = [
     "balance",
     "bco",
     "bradley_terry",
+    "cispo",
     "clipped_importance_advantages",
     "clipped_tokens",
     "cpo",
     "crowding_distance",
     "dapo",
+    "decoupled_ppo",
     "dequantize",
     "discopop",
     "discounted_returns",
@@ -118,7 +123,9 @@ __all__ = [
     "dpo",
     "dpo_norm",
     "dpo_robust",
+    "dppo",
     "dr_grpo",
+    "dro",
     "effective_sample_size",
     "entropy",
     "entropy_bonus",
@@ -130,13 +137,18 @@ __all__ = [
     "forward_kl",
     "gae",
     "gkd",
+    "gmpo",
+    "gpg_loss",
     "grpo",
     "grpo_advantages",
+    "gspo",
+    "gspo_token",
     "hinge",
     "hypervolume",
     "hypervolume_contribution",
     "ipo",
     "jensen_shannon",
+    "kimi",
     "kl_abs",
     "kl_categorical",
     "kl_importance_corrected",
@@ -153,6 +165,7 @@ __all__ = [
     "linear_recurrence",
     "log_ratio",
     "logits_logprobs",
+    "luspo",
     "masked_importance_weights",
     "masked_mean",
     "masked_sum",
@@ -185,6 +198,7 @@ __all__ = [
     "row_state",
     "rpo",
     "sample",
+    "sapo",
     "scheduled_kl",
     "segment_ids",
     "sequence_logprobs",
@@ -197,12 +211,14 @@ __all__ = [
     "top_k",
     "top_k_distillation",
     "top_p",
+    "topr",
     "total_variation",
     "tpo",
     "truncated_importance_weights",
     "value_clip",
     "value_huber",
     "value_loss",
+    "vespo",
     "vtrace",
     "weighted_sum",
     "whiten",

@@ -1,0 +1,28 @@
+"""Cases of policy losses of sequences, padded and packed."""
+
+from tests.rl_fn.cases.base import case
+
+# A gradient that stops somewhere is no derivative of the value: test_policy_losses.py checks those.
+_STOPPED = ("gspo_token", "vespo", "topr")
+_WIDE = {"clip_low": 0.3, "clip_high": 0.4}
+for _name, _options in {
+    "gspo": _WIDE,
+    "gspo_token": _WIDE,
+    "luspo": _WIDE,
+    "gmpo": {},
+    "vespo": {"k_pos": 1.5},
+    "dro": {"beta": 0.3},
+    "kimi": {"tau": 0.3, "level": "sequence_sum"},
+    "topr": {},
+}.items():
+    for _packed in (False, True):
+        case(
+            f"{_name}[packed]" if _packed else _name,
+            lambda d, options=_options, packed=_packed: (
+                (d.logprobs(), d.logprobs(), d.normal(), d.mask()),
+                {**options, **({"segment_ids": d.segments()} if packed else {})},
+            ),
+            differentiable=() if _name in _STOPPED else (0,),
+            mask=3,
+            masked=(0, 1, 2),
+        )
