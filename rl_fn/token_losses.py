@@ -230,7 +230,7 @@ def dppo(
     >>> import jax.numpy as jnp
     >>> new, old = jnp.log(jnp.array([0.02, 0.9])), jnp.log(jnp.array([0.01, 0.6]))
     >>> dppo(new, old, jnp.ones(2), threshold=0.2).round(3).tolist()
-    [-2.0, -0.0]
+    [-2.0, 0.0]
 
     """
     require(divergence in DIVERGENCES, f"divergence must be one of {DIVERGENCES}, got {divergence!r}")
