@@ -4,6 +4,13 @@ from rl_fn.advantages import Advantages, discounted_returns, gae, length_adaptiv
 from rl_fn.aggregation import Ratio, aggregate, aggregate_parts, masked_mean, masked_sum, masked_var
 from rl_fn.archive import ArchiveState, ParetoArchive, pareto_archive
 from rl_fn.balancing import balance
+from rl_fn.baselines import (
+    gpg_advantages,
+    leave_one_out_std_advantages,
+    maxrl_advantages,
+    opo_advantages,
+    remax_advantages,
+)
 from rl_fn.batch import Batch
 from rl_fn.chunked_logprobs import linear_logprobs
 from rl_fn.constraints import Lagrangian, LagrangianState, lagrangian
@@ -18,6 +25,7 @@ from rl_fn.controllers import (
     linear_kl,
     pid_kl,
 )
+from rl_fn.corrections import off_policy_sequence_mask, rejection_mask, second_moment_mask, total_variation_mask
 from rl_fn.distillation import distillation_advantages, gkd, on_policy_distillation, top_k_distillation
 from rl_fn.divergences import entropy, kl_abs, kl_categorical, kl_k1, kl_k2, kl_k3, kl_straight_through
 from rl_fn.dpo_losses import dpo, dpo_norm, dpo_robust, f_dpo, rpo
@@ -138,6 +146,7 @@ __all__ = [
     "gae",
     "gkd",
     "gmpo",
+    "gpg_advantages",
     "gpg_loss",
     "grpo",
     "grpo_advantages",
@@ -159,6 +168,7 @@ __all__ = [
     "kto",
     "kto_kl",
     "lagrangian",
+    "leave_one_out_std_advantages",
     "length_adaptive_lambda",
     "linear_kl",
     "linear_logprobs",
@@ -170,12 +180,15 @@ __all__ = [
     "masked_mean",
     "masked_sum",
     "masked_var",
+    "maxrl_advantages",
     "merge",
     "min_p",
     "mismatch_metrics",
     "n_step",
     "nca",
+    "off_policy_sequence_mask",
     "on_policy_distillation",
+    "opo_advantages",
     "orpo",
     "pack",
     "pareto_archive",
@@ -190,6 +203,8 @@ __all__ = [
     "quantize_int8",
     "reinforce",
     "reinforce_objective",
+    "rejection_mask",
+    "remax_advantages",
     "repetition_penalty",
     "retrace",
     "reverse_kl",
@@ -200,6 +215,7 @@ __all__ = [
     "sample",
     "sapo",
     "scheduled_kl",
+    "second_moment_mask",
     "segment_ids",
     "sequence_logprobs",
     "simpo",
@@ -213,6 +229,7 @@ __all__ = [
     "top_p",
     "topr",
     "total_variation",
+    "total_variation_mask",
     "tpo",
     "truncated_importance_weights",
     "value_clip",

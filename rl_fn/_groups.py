@@ -1,0 +1,39 @@
+"""Groups of answers: which count, and how ragged groups become dense ones."""
+
+import jax
+import jax.numpy as jnp
+
+from rl_fn._numerics import Array, as_mask
+
+
+def valid_of(rewards: jax.Array, valid: Array | None) -> jax.Array:
+    """Return the mask of answers that exist; all without one."""
+    return jnp.ones(rewards.shape, dtype=bool) if valid is None else as_mask(valid)
+
+
+def peers(valid: jax.Array, group_ids: Array | None) -> jax.Array:
+    """Return `*batch N N`: at [i, j], whether answer j is a valid member of answer i's group.
+
+    A comparison of all pairs: no sort and no scatter, and the order of the answers does not matter. Memory grows with
+    N², so N is the answers of a batch, not its tokens.
+    """
+    counted = jnp.broadcast_to(valid[..., None, :], (*valid.shape, valid.shape[-1]))
+    if group_ids is None:
+        return counted
+    ids = jnp.asarray(group_ids)
+    return counted & (ids[..., :, None] == ids[..., None, :])
+
+
+def rows_of(x: jax.Array) -> jax.Array:
+    """Return `*batch N N`: every row is x, to be read under peers."""
+    return jnp.broadcast_to(x[..., None, :], (*x.shape, x.shape[-1]))
+
+
+def own(x: jax.Array) -> jax.Array:
+    """Return the diagonal of `*batch N N`: of what was computed in answer i's view, answer i's entry."""
+    return jnp.sum(jnp.where(diagonal(x.shape), x, jnp.zeros_like(x)), axis=-1)
+
+
+def diagonal(shape: tuple[int, ...]) -> jax.Array:
+    """Return a mask, True at [i, i] of `*batch N N`."""
+    return jnp.broadcast_to(jnp.eye(shape[-1], dtype=bool), shape)
