@@ -82,9 +82,10 @@ class _Statement:
 class Builder:
     """Emits statements into one function; nested functions share the dimensions, the device and the globals."""
 
-    def __init__(self, parent: "Builder | None" = None):
+    def __init__(self, parent: "Builder | None" = None, inside_rule: bool = False):
         root = parent.root if parent else self
         self.root: Builder = root
+        self.inside_rule = inside_rule or (parent is not None and parent.inside_rule)  # of a custom derivative
         self.statements: list[_Statement] = []
         self.seen: dict[str, tuple[str, ...]] = {}
         self.sums: dict[str, tuple[str, tuple[int, ...], int]] = {}  # operand, axes, rank of each sum
@@ -215,12 +216,14 @@ class Builder:
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def function(self, closed: Any, arguments: Sequence[Value | None], fresh: int = 0) -> str:
+    def function(
+        self, closed: Any, arguments: Sequence[Value | None], fresh: int = 0, inside_rule: bool = False
+    ) -> str:
         """Defines a nested function for a jaxpr; an argument that is given as a number is baked in, not passed.
 
         The first `fresh` results share no memory with the arguments.
         """
-        inner = Builder(self)
+        inner = Builder(self, inside_rule)
         names, values = [], []
         for var, given in zip(closed.jaxpr.invars, arguments, strict=True):
             if given is not None and given.is_number:

@@ -53,6 +53,13 @@ class Constant:
 
 
 # -- element-wise ----------------------------------------------------------------------------------------------------
+def absolute(x: Tensor) -> Tensor:
+    # The derivative of |x| at 0 is 1 in JAX, and 0 in torch.
+    if x.is_floating_point() and x.requires_grad and torch.is_grad_enabled():
+        return torch.where(x >= 0, x, -x)
+    return torch.abs(x)
+
+
 def sign(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x)
 
@@ -91,6 +98,32 @@ def select(which: Tensor, *cases: Tensor) -> Tensor:
     for number in range(len(cases) - 2, -1, -1):
         result = torch.where(which <= number, cases[number], result)
     return result
+
+
+def total_order(x: Tensor) -> Tensor:
+    """Integers in the order of the numbers: the bits of a float, those under the sign flipped where it is negative."""
+    width = 8 * x.element_size()
+    bits = x.detach().view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
+    return torch.where(bits < 0, bits ^ (2 ** (width - 1) - 1), bits)
+
+
+def _unsigned(x: Tensor) -> Tensor:
+    """The bits as non-negative int64; torch shifts signed integers arithmetically and few unsigned ones at all."""
+    width = 8 * x.element_size()
+    if width == 64:
+        raise NotImplementedError(f"from_jax lowers logical shifts and bit counts up to 32 bits, got {x.dtype}")
+    return x.to(torch.int64) & (2**width - 1)
+
+
+def shift_right_logical(x: Tensor, by: Tensor) -> Tensor:
+    distance = by.to(torch.int64)
+    inside = (distance >= 0) & (distance < 8 * x.element_size())  # XLA shifts everything out
+    return torch.where(inside, _unsigned(x) >> distance.clamp(0, 32), 0).to(x.dtype)
+
+
+def population_count(x: Tensor) -> Tensor:
+    bits = _unsigned(x)
+    return sum(((bits >> i) & 1 for i in range(8 * x.element_size())), start=torch.zeros_like(bits)).to(x.dtype)
 
 
 # -- reductions and scans along an axis ------------------------------------------------------------------------------

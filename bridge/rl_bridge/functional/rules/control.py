@@ -37,7 +37,7 @@ def _passed(b: Builder, xs: Sequence[Value]) -> str:
 @rule("custom_jvp_call", "custom_vjp_call")
 def _custom(b: Builder, eqn: Any, *xs: Value) -> Sequence[Value]:
     """The rule is JAX code: jax.vjp applies it, and its forward and backward are lowered like any other function."""
-    if all(x.is_number for x in xs):
+    if b.inside_rule or all(x.is_number for x in xs):  # torch will not differentiate this
         return b.run(closed(eqn.params["call_jaxpr"]), xs)
     passed = [i for i, x in enumerate(xs) if not x.is_number]
     active = [i for i in passed if is_float(xs[i].dtype)]
@@ -82,8 +82,8 @@ def _custom(b: Builder, eqn: Any, *xs: Value) -> Sequence[Value]:
     backward_jaxpr = jax.make_jaxpr(backward)(*spec["residuals"], *cotangents)
     order = [*floats, *(i for i in range(len(eqn.outvars)) if i not in floats)]
     functions = [
-        b.function(forward_jaxpr, [None] * len(passed), fresh=len(order)),
-        b.function(backward_jaxpr, [None] * len(backward_jaxpr.in_avals)),
+        b.function(forward_jaxpr, [None] * len(passed), fresh=len(order), inside_rule=True),
+        b.function(backward_jaxpr, [None] * len(backward_jaxpr.in_avals), inside_rule=True),
     ]
     wanted = tuple(i in active for i in passed)
     code = f"{b.bind('custom', control.custom)}({functions[0]}, {functions[1]}, {len(order)}, {len(floats)}, {wanted}"

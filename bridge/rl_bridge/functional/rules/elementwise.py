@@ -26,12 +26,12 @@ _OPERATORS = {
     "xor": "{0} ^ {1}",
     "shift_left": "{0} << {1}",
     "shift_right_arithmetic": "{0} >> {1}",
-    "abs": "abs({0})",
 }
 # Torch functions that want tensors; a number is lifted to a cached zero-dimensional tensor.
 _FUNCTIONS = {
     "max": "torch.maximum",
     "min": "torch.minimum",
+    "abs": "rt.absolute",
     "exp": "torch.exp",
     "exp2": "torch.exp2",
     "expm1": "torch.expm1",
@@ -65,7 +65,13 @@ _FUNCTIONS = {
     "ceil": "torch.ceil",
     "is_finite": "torch.isfinite",
     "nextafter": "torch.nextafter",
+    "population_count": "rt.population_count",
+    "shift_right_logical": "rt.shift_right_logical",
 }
+
+
+# In IEEE's total order: NaN equals itself and comes last, -0 comes before 0.
+_TOTAL_ORDER = {"eq_to": "==", "le_to": "<=", "lt_to": "<"}
 
 
 def _operator(b: Builder, eqn: Any, *xs: Value) -> Value:
@@ -79,6 +85,12 @@ def _function(b: Builder, eqn: Any, *xs: Value) -> Value:
 
 rule(*_OPERATORS)(_operator)
 rule(*_FUNCTIONS)(_function)
+
+
+@rule(*_TOTAL_ORDER)
+def _total_order(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
+    sides = ("rt.total_order({0})", "rt.total_order({1})") if is_float(x.dtype) else ("{0}", "{1}")
+    return b.elementwise(f" {_TOTAL_ORDER[eqn.primitive.name]} ".join(sides), (x, y), eqn, tensors=(0, 1))
 
 
 @rule("div")

@@ -94,6 +94,23 @@ def _concatenate(b: Builder, eqn: Any, *xs: Value) -> Value:
     return b.out(f"torch.cat(({''.join(f'{b.full(x)}, ' for x in xs)}), {eqn.params['dimension']})", eqn)
 
 
+@rule("stack")
+def _stack(b: Builder, eqn: Any, *xs: Value) -> Value:
+    return b.out(f"torch.stack(({''.join(f'{b.full(x)}, ' for x in xs)}), {eqn.params['axis']})", eqn)
+
+
+@rule("unstack")
+def _unstack(b: Builder, eqn: Any, x: Value) -> list[Value]:
+    names = b.emit(f"torch.unbind({b.full(x)}, {eqn.params['axis']})", len(eqn.outvars))
+    shapes = [tuple(var.aval.shape) for var in eqn.outvars]
+    return [Value(n, s, x.dtype, s, None, x.aliases_input) for n, s in zip(names, shapes, strict=True)]
+
+
+@rule("tile")
+def _tile(b: Builder, eqn: Any, x: Value) -> Value:
+    return b.out(f"torch.tile({b.full(x)}, {b.shape(eqn.params['reps'])})", eqn, alias=x.aliases_input)
+
+
 @rule("split")
 def _split(b: Builder, eqn: Any, x: Value) -> list[Value]:
     sizes = eqn.params["sizes"]
