@@ -190,7 +190,9 @@ def leave_one_out_std_advantages(
     exists = valid_of(r, valid)
     together = peers(exists, group_ids)
     others = together & ~diagonal(together.shape)
-    mean, deviation, count = deviations(rows_of(r), others, axis=-1)
+    # Centred in the group first: a large common offset of the rewards then costs no precision.
+    _, centred, _ = deviations(rows_of(r), together, axis=-1)
+    mean, deviation, count = deviations(centred, others, axis=-1)
     spread = sqrt(variance(deviation, count, -1))[..., 0]
-    distance = jnp.where(exists & (count[..., 0] > 0), jnp.where(exists, r, 0.0) - mean[..., 0], 0.0)
+    distance = jnp.where(exists & (count[..., 0] > 0), own(centred) - mean[..., 0], 0.0)
     return jnp.where(spread > 0, divide(distance, spread), distance)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, exp, keep, require
+from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, exp, expm1, keep, require
 from rl_fn.divergences import kl_categorical, kl_k3
 from rl_fn.logprobs import log_softmax
 
@@ -177,4 +177,8 @@ def kl_importance_corrected(
     log_rho, d = new - old, new - ref
     if log_clip is not None:
         log_rho, d = jnp.clip(log_rho, -log_clip, log_clip), jnp.clip(d, -log_clip, log_clip)
-    return exp(log_rho) * kl_k3(d, jnp.zeros_like(d))
+    # k3's own derivative passes through its continuation beyond 80 nats, where a ratio of 6000 overflows (∞ · 0). The
+    # slope 1 − e^{−d} is finite wherever the product is.
+    fixed = jax.lax.stop_gradient(d)
+    k3 = kl_k3(fixed, jnp.zeros_like(fixed)) - expm1(-fixed) * (d - fixed)
+    return exp(log_rho) * k3
