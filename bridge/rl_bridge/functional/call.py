@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import torch.utils._pytree as pytree
 
 from rl_bridge.functional import trace
 from rl_bridge.functional.dtypes import jax_dtype, wide_types
@@ -49,7 +51,6 @@ def as_torch_function(
     handle = f"{getattr(fn, '__name__', type(fn).__name__)}#{next(_COUNT)}"
     _IMPLEMENTATIONS[handle] = implementation
 
-    @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             tensors: list[torch.Tensor] = []
@@ -59,7 +60,9 @@ def as_torch_function(
         leaves, tree = jax.tree.flatten((args, kwargs))
         return implementation(leaves, tree)
 
-    return call
+    # Dynamo counts its recompilations by code object: one for all functions would reach the limit after eight of them.
+    own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    return functools.wraps(fn, updated=())(own)
 
 
 class _Lowering:
@@ -165,13 +168,13 @@ def static_key(leaf: Any) -> Any:
 
 
 # -- torch.compile: Dynamo flattens the arguments, and sees one opaque call, through which AOTAutograd traces ------
-_HOLE = "<from_jax: tensor>"
+_HOLE = "<from_jax: tensor> "  # and its number: JAX sorts the keys of a dict, so that order says nothing
 
 
 def _take_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
-        return _HOLE
+        return f"{_HOLE}{len(tensors) - 1}"
     if isinstance(tree, dict):
         return {key: _take_tensors(value, tensors) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -196,6 +199,33 @@ def _intern(handle: str, skeleton: Any) -> str:
 @torch._dynamo.nonstrict_trace
 def _opaque(key: str, *tensors: torch.Tensor) -> Any:
     handle, leaves, tree = _SKELETONS[key]
-    rest = iter(tensors)
-    filled = [next(rest) if isinstance(x, str) and x == _HOLE else x for x in leaves]
-    return _IMPLEMENTATIONS[handle](filled, tree)
+    filled = [tensors[int(x[len(_HOLE) :])] if isinstance(x, str) and x.startswith(_HOLE) else x for x in leaves]
+    return _named(_IMPLEMENTATIONS[handle](filled, tree))
+
+
+class _Named:
+    """A NamedTuple on its way out of the opaque call: Dynamo cannot unflatten torch's own node type for them."""
+
+    def __init__(self, kind: type, values: list[Any]):
+        self.kind, self.values = kind, values
+
+
+def _named(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _named(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return _Named(type(tree), [_named(value) for value in tree])
+    if isinstance(tree, tuple | list):
+        return type(tree)([_named(value) for value in tree])
+    return tree
+
+
+def _from_named(named: _Named) -> tuple[list[Any], type]:
+    return named.values, named.kind
+
+
+def _to_named(values: Any, kind: type) -> Any:
+    return kind(*values)
+
+
+pytree.register_pytree_node(_Named, _from_named, _to_named, serialized_type_name="rl_bridge.functional.NamedTuple")
