@@ -23,6 +23,7 @@ from rl_bridge.functional.dtypes import torch_dtype
 Shape = tuple[Any, ...]  # of int, or of JAX's symbolic dimensions
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
+_UNSIGNED = (np.dtype(np.uint16), np.dtype(np.uint32))
 _VARIABLE = re.compile(r"\bv\d+\b")
 
 
@@ -82,7 +83,7 @@ class _Statement:
 class Builder:
     """Emits statements into one function; nested functions share the dimensions, the device and the globals."""
 
-    def __init__(self, parent: "Builder | None" = None, inside_rule: bool = False):
+    def __init__(self, parent: "Builder | None" = None, inside_rule: bool = False, who: str = "fn"):
         root = parent.root if parent else self
         self.root: Builder = root
         self.inside_rule = inside_rule or (parent is not None and parent.inside_rule)  # of a custom derivative
@@ -90,6 +91,7 @@ class Builder:
         self.seen: dict[str, tuple[str, ...]] = {}
         self.sums: dict[str, tuple[str, tuple[int, ...], int]] = {}  # operand, axes, rank of each sum
         if parent is None:
+            self.who = who  # for messages
             self.count = 0
             self.functions: list[str] = []
             self.dims: dict[str, str] = {}
@@ -164,13 +166,24 @@ class Builder:
         """Emits `template` over broadcasting operands; `tensors` lists those that torch will not take as numbers."""
         aval = eqn.outvars[0].aval
         shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
+        wide = any(value.dtype in _UNSIGNED for value in operands)
+        operands = [self._widened(value) if wide else value for value in operands]
         if all(value.literal is not None for value in operands):
             return literal(self._fold(template, operands), shape, dtype)
         if all(value.is_number for value in operands):  # sizes: torch must compute them in the array's dtype
             tensors = (0, *tensors)
         codes = [self.scalar(v) if i in tensors else v.code for i, v in enumerate(operands)]
         name = self.emit(template.format(*codes))[0]
+        if wide and dtype in _UNSIGNED:  # the conversion keeps the low bits: arithmetic wraps around as in XLA
+            name = self.emit(f"{name}.to({torch_dtype(dtype)})")[0]
         return Value(name, shape, dtype, broadcast_shape(*(v.held for v in operands)))
+
+    def _widened(self, value: Value) -> Value:
+        """An unsigned integer as int64: torch stores uint16 and uint32, but has no arithmetic for them."""
+        if value.dtype not in _UNSIGNED:
+            return value
+        code = value.code if value.is_number else self.emit(f"{value.code}.to(torch.int64)")[0]
+        return dataclasses.replace(value, code=code, dtype=np.dtype(np.int64))
 
     def _fold(self, template: str, operands: Sequence[Value]) -> Any:
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -208,7 +221,7 @@ class Builder:
             lower = RULES.get(eqn.primitive.name)
             if lower is None:
                 raise NotImplementedError(
-                    f"from_jax has no torch lowering for JAX's primitive '{eqn.primitive.name}', "
+                    f"from_jax({self.root.who}) has no torch lowering for JAX's primitive '{eqn.primitive.name}', "
                     f"used at {source_info_util.summarize(eqn.source_info)}"
                 )
             results = lower(self, eqn, *map(read, eqn.invars))

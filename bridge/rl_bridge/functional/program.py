@@ -23,7 +23,7 @@ class Program:
     """Calls with the traced arguments, returns the result as the function would: `program(*tensors)`."""
 
     def __init__(self, traced: Traced, dtypes: Sequence[torch.dtype], name: str):
-        builder = Builder()
+        builder = Builder(who=name)
         names = [builder.fresh() for _ in dtypes]
         avals = traced.closed.in_avals
         values = [

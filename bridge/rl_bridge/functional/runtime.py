@@ -107,23 +107,24 @@ def total_order(x: Tensor) -> Tensor:
     return torch.where(bits < 0, bits ^ (2 ** (width - 1) - 1), bits)
 
 
-def _unsigned(x: Tensor) -> Tensor:
-    """The bits as non-negative int64; torch shifts signed integers arithmetically and few unsigned ones at all."""
-    width = 8 * x.element_size()
-    if width == 64:
-        raise NotImplementedError(f"from_jax lowers logical shifts and bit counts up to 32 bits, got {x.dtype}")
+def _unsigned(x: Tensor, width: int) -> Tensor:
+    """The bits as a non-negative int64: torch shifts signed integers arithmetically, and unsigned ones not at all."""
     return x.to(torch.int64) & (2**width - 1)
 
 
-def shift_right_logical(x: Tensor, by: Tensor) -> Tensor:
-    distance = by.to(torch.int64)
-    inside = (distance >= 0) & (distance < 8 * x.element_size())  # XLA shifts everything out
-    return torch.where(inside, _unsigned(x) >> distance.clamp(0, 32), 0).to(x.dtype)
+def shift_right_logical(x: Tensor, by: Tensor, width: int) -> Tensor:
+    distance = _unsigned(by, width)
+    return torch.where(distance < width, _unsigned(x, width) >> distance.clamp(max=width), 0).to(x.dtype)
 
 
-def population_count(x: Tensor) -> Tensor:
-    bits = _unsigned(x)
-    return sum(((bits >> i) & 1 for i in range(8 * x.element_size())), start=torch.zeros_like(bits)).to(x.dtype)
+def population_count(x: Tensor, width: int) -> Tensor:
+    bits = _unsigned(x, width)
+    return sum(((bits >> i) & 1 for i in range(width)), start=torch.zeros_like(bits)).to(x.dtype)
+
+
+def clz(x: Tensor, width: int) -> Tensor:
+    bits = _unsigned(x, width)
+    return sum((bits < 2**i for i in range(width)), start=torch.zeros_like(bits)).to(x.dtype)
 
 
 # -- reductions and scans along an axis ------------------------------------------------------------------------------

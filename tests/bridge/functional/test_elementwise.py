@@ -17,6 +17,16 @@ SHAPES = st.sampled_from([(), (2, 1, 4), (2, 0)])
 SEEDS = st.integers(0, 3)
 
 ANY, POSITIVE, UNIT = "any", "positive", "unit"
+
+
+def _unsigned(x, y):
+    """torch has hardly any arithmetic for these dtypes; results wrap around."""
+    one, odd = x.dtype.type(1), x.dtype.type(40503)
+    arithmetic = (x + y, x - y, x * odd, lax.div(x, y | one), lax.rem(x, y | one), lax.max(x, y), ~x, x ^ y)
+    shifts = (x << one, lax.shift_right_logical(x, one), lax.population_count(x), lax.clz(y))
+    return *arithmetic, *shifts, x < y, x == y, jnp.where(x > y, x, one), x.astype(jnp.float32)
+
+
 UNARY = {
     "exp": (jnp.exp, ANY),
     "exp2": (jnp.exp2, ANY),
@@ -104,6 +114,14 @@ INTEGER = {
     "not": lambda x, y: (~x, ~(x > y)),
     "shift_left": lambda x, y: x << jnp.abs(y),
     "shift_right": lambda x, y: x >> jnp.abs(y),
+    "shift_right_logical": lambda x, y: (
+        lax.shift_right_logical(x, jnp.abs(y)),
+        lax.shift_right_logical(x, y + 32),
+        lax.shift_right_logical(x.astype(jnp.int8), jnp.int8(1)),
+    ),
+    "bit_counts": lambda x, y: (lax.population_count(x), lax.clz(y), lax.population_count(x.astype(jnp.uint8))),
+    "uint32": lambda x, y: _unsigned(x.astype(jnp.uint32), y.astype(jnp.uint32)),
+    "uint16": lambda x, y: _unsigned(x.astype(jnp.uint16), y.astype(jnp.uint16)),
     "bools": lambda x, y: ((x > 0) & (y > 0), (x > 0) | (y > 0), (x > 0) ^ (y > 0)),
     "max": jnp.maximum,
     "by_number": lambda x, y: (lax.div(x, np.int32(3)), lax.rem(y, np.int32(2)), x * 5, 7 - y),

@@ -65,8 +65,6 @@ _FUNCTIONS = {
     "ceil": "torch.ceil",
     "is_finite": "torch.isfinite",
     "nextafter": "torch.nextafter",
-    "population_count": "rt.population_count",
-    "shift_right_logical": "rt.shift_right_logical",
 }
 
 
@@ -107,6 +105,15 @@ def _rem(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
     if is_float(x.dtype) or y.literal:
         return b.elementwise("torch.fmod({0}, {1})", (x, y), eqn, tensors=(0,))
     return b.elementwise("rt.integer_remainder({0}, {1})", (x, y), eqn, tensors=(0, 1))
+
+
+@rule("shift_right_logical", "population_count", "clz")
+def _bits(b: Builder, eqn: Any, *xs: Value) -> Value:
+    width = 8 * xs[0].dtype.itemsize
+    if width == 64:
+        raise NotImplementedError(f"from_jax lowers {eqn.primitive.name} up to 32 bits, got {xs[0].dtype}")
+    operands = "".join(f"{{{i}}}, " for i in range(len(xs)))
+    return b.elementwise(f"rt.{eqn.primitive.name}({operands}{width})", xs, eqn, tensors=range(len(xs)))
 
 
 @rule("pow")
