@@ -15,16 +15,17 @@ def quickstart() -> GRPOJob:
     return GRPOJob(
         name="quickstart",
         sft=SFTConfig(
-            steps=150,
+            steps=135,
             rows_per_step=256,
             optimizer=OptimizerConfig(learning_rate=2e-3, warmup=50, decay="constant", beta2=0.99),
         ),
         grpo=GRPOConfig(
-            steps=165,
-            prompts_per_step=96,
+            steps=240,
+            prompts_per_step=192,
             minibatches=2,
             evaluate_every=20,
-            sampling=SamplingParams(max_new_tokens=5, n=8),
+            # At the same cost, four answers to 192 prompts learn faster than eight to 96, and those than sixteen to 48.
+            sampling=SamplingParams(max_new_tokens=5, n=4),
         ),
         # Five times this rate learns more slowly: the noise of a group's advantage undoes what it teaches.
         optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup=10, final=0.2, beta2=0.99),
