@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_bridge.functional import runtime
 
+_ONCE = "from_jax: create_graph=True through a jax.custom_vjp or custom_jvp function, whose rule is differentiated once"
 Function = Callable[..., Sequence[Tensor]]
 
 
@@ -27,8 +27,10 @@ class _Custom(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            # Not once_differentiable: it looks at the cotangents alone, and loses what depends on the residuals.
+            raise RuntimeError(_ONCE)
         gradients = iter(ctx.rule(*ctx.saved_tensors, *cotangents[: ctx.floats]))
         return (None,) * 5 + tuple(next(gradients) if wanted else None for wanted in ctx.wanted)
 
