@@ -92,9 +92,7 @@ def test_keyword_arguments_in_any_order():
     torch.testing.assert_close(compiled(x, y, z), x * z - y)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_an_objective_and_its_gradient(backend):
     parts = from_jax(rl_fn.dapo().parts)
