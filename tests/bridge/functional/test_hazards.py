@@ -46,6 +46,22 @@ def test_through_xla_refuses_subclasses_and_sparse_tensors():
         through_xla(jnp.sin)(X.to_sparse())
 
 
+def test_dtensor_is_refused_over_dlpack_and_whole_through_from_jax():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(X, init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(TypeError, match=r"through_xla\(sin\): a DTensor.*full_tensor\(\) or x.to_local\(\)"):
+            through_xla(jnp.sin)(sharded)
+        result = from_jax(lambda x: jnp.sum(jnp.sin(x), axis=-1))(sharded)
+        assert isinstance(result, DTensor)
+        torch.testing.assert_close(result.full_tensor(), X.sin().sum(-1))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @SEAMS
 def test_float64_is_refused_and_int64_narrowed_if_it_fits(seam):
     with pytest.raises(TypeError, match=r"float64 would be narrowed.*jax_enable_x64"):
