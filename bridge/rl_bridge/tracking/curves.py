@@ -12,8 +12,13 @@ from rl_bridge.atomic import replacing
 PANELS = ("reward", "held_out", "kl", "approx_kl", "entropy", "clip_fraction", "nll", "grad_norm", "tokens_per_second")
 
 
-def draw_curves(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
-    """A panel a metric that occurs in ``records``, a colour a stage, against the record's time in seconds."""
+def draw_curves(
+    records: Sequence[Mapping[str, Any]], path: Path, *, title: str, levels: Mapping[str, float] | None = None
+) -> None:
+    """A panel a metric that occurs in ``records``, a colour a stage, against the record's time in seconds.
+
+    ``levels`` are dashed lines: the value of a metric before the stage that the run is about.
+    """
     panels = [name for name in PANELS if any(name in record for record in records)]
     if not panels:
         raise ValueError("there is nothing to draw: no step was logged")
@@ -27,6 +32,8 @@ def draw_curves(records: Sequence[Mapping[str, Any]], path: Path, *, title: str)
             points = [(r["seconds"], r[name]) for r in records if r["stage"] == stage and name in r]
             if points:
                 _curve(axis, np.array(points), f"C{number}", stage)
+        if levels and name in levels:
+            axis.axhline(levels[name], color="grey", linewidth=0.8, linestyle="--", label=f"before: {levels[name]:.3f}")
         axis.set_title(name.replace("_", " "), fontsize=10)
         axis.set_xlabel("seconds", fontsize=8)
         axis.grid(alpha=0.3)

@@ -131,7 +131,8 @@ class Run:
         """Write summary.json and draw the curves."""
         self._metrics.flush()
         records = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-        draw_curves(records, self.folder / "curves.png", title=self.folder.name)
+        levels = {"held_out": summary["accuracy_before"]} if "accuracy_before" in summary else None
+        draw_curves(records, self.folder / "curves.png", title=self.folder.name, levels=levels)
         write_json(self.folder / "summary.json", summary)
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -200,7 +200,7 @@ def test_nothing_to_draw(tmp_path):
 
 def test_many_points_and_one_panel_are_drawn(tmp_path):
     records = [{"stage": "a", "seconds": float(i), "reward": i / 100} for i in range(100)]
-    draw_curves(records, tmp_path / "curves.png", title="x")
+    draw_curves(records, tmp_path / "curves.png", title="x", levels={"reward": 0.3, "absent": 1.0})
     with Image.open(tmp_path / "curves.png") as image:
         image.load()
         assert image.format == "PNG"
