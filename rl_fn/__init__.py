@@ -12,6 +12,7 @@ from rl_fn.baselines import (
     remax_advantages,
 )
 from rl_fn.batch import Batch
+from rl_fn.batch_advantages import gdpo_advantages, reinforce_pp_advantages, reinforce_pp_baseline_advantages
 from rl_fn.chunked_logprobs import linear_logprobs
 from rl_fn.constraints import Lagrangian, LagrangianState, lagrangian
 from rl_fn.controllers import (
@@ -26,11 +27,13 @@ from rl_fn.controllers import (
     pid_kl,
 )
 from rl_fn.corrections import off_policy_sequence_mask, rejection_mask, second_moment_mask, total_variation_mask
+from rl_fn.covariance_losses import clip_cov, high_entropy_mask, kl_cov
 from rl_fn.distillation import distillation_advantages, gkd, on_policy_distillation, top_k_distillation
 from rl_fn.divergences import entropy, kl_abs, kl_categorical, kl_k1, kl_k2, kl_k3, kl_straight_through
 from rl_fn.dpo_losses import dpo, dpo_norm, dpo_robust, f_dpo, rpo
 from rl_fn.exact_divergences import forward_kl, jensen_shannon, kl_importance_corrected, reverse_kl, total_variation
 from rl_fn.group_advantages import grpo_advantages, rloo_advantages
+from rl_fn.group_tools import group_filter, overlong_penalty
 from rl_fn.hypervolumes import hypervolume, hypervolume_contribution
 from rl_fn.importance import (
     MismatchMetrics,
@@ -46,6 +49,7 @@ from rl_fn.multi_objective import crowding_distance, pareto_mask, tchebycheff, w
 from rl_fn.objectives import Objective
 from rl_fn.off_policy_advantages import clipped_importance_advantages, n_step, retrace, vtrace
 from rl_fn.packing import pack, position_ids, segment_ids, zigzag_gather, zigzag_split
+from rl_fn.passk_advantages import pass_at_k, passk_advantages, passk_analytic_advantages
 from rl_fn.pieces import (
     GAE,
     KL,
@@ -71,6 +75,7 @@ from rl_fn.reward_model_losses import PreferenceMetrics, bradley_terry, plackett
 from rl_fn.sampling import min_p, repetition_penalty, sample, temperature, top_k, top_p
 from rl_fn.schedules import ScheduleState, scheduled_kl
 from rl_fn.sequence_losses import gmpo, gspo, gspo_token, luspo, vespo
+from rl_fn.token_baselines import optimal_token_baseline_advantages, step_group_advantages
 from rl_fn.token_losses import cispo, decoupled_ppo, dppo, gpg_loss, sapo
 from rl_fn.transport_losses import aot, aot_unpaired
 from rl_fn.value_losses import value_clip, value_huber, value_loss
@@ -118,6 +123,7 @@ __all__ = [
     "bco",
     "bradley_terry",
     "cispo",
+    "clip_cov",
     "clipped_importance_advantages",
     "clipped_tokens",
     "cpo",
@@ -144,14 +150,17 @@ __all__ = [
     "fixed_kl",
     "forward_kl",
     "gae",
+    "gdpo_advantages",
     "gkd",
     "gmpo",
     "gpg_advantages",
     "gpg_loss",
+    "group_filter",
     "grpo",
     "grpo_advantages",
     "gspo",
     "gspo_token",
+    "high_entropy_mask",
     "hinge",
     "hypervolume",
     "hypervolume_contribution",
@@ -160,6 +169,7 @@ __all__ = [
     "kimi",
     "kl_abs",
     "kl_categorical",
+    "kl_cov",
     "kl_importance_corrected",
     "kl_k1",
     "kl_k2",
@@ -189,10 +199,15 @@ __all__ = [
     "off_policy_sequence_mask",
     "on_policy_distillation",
     "opo_advantages",
+    "optimal_token_baseline_advantages",
     "orpo",
+    "overlong_penalty",
     "pack",
     "pareto_archive",
     "pareto_mask",
+    "pass_at_k",
+    "passk_advantages",
+    "passk_analytic_advantages",
     "pid_kl",
     "plackett_luce",
     "position_ids",
@@ -203,6 +218,8 @@ __all__ = [
     "quantize_int8",
     "reinforce",
     "reinforce_objective",
+    "reinforce_pp_advantages",
+    "reinforce_pp_baseline_advantages",
     "rejection_mask",
     "remax_advantages",
     "repetition_penalty",
@@ -221,6 +238,7 @@ __all__ = [
     "simpo",
     "smooth_scales",
     "sppo",
+    "step_group_advantages",
     "tchebycheff",
     "td_lambda",
     "temperature",

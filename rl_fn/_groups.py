@@ -1,9 +1,38 @@
 """Groups of answers: which count, and how ragged groups become dense ones."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Integer
 
-from rl_fn._numerics import Array, as_mask
+from rl_fn._numerics import Array, as_mask, deviations, variance
+
+Groups = Integer[Array, "*batch G"]
+
+
+class Within(NamedTuple):
+    """What an answer knows of its group, `*batch G`: mean, its distance to it, size, unbiased variance."""
+
+    mean: jax.Array
+    deviation: jax.Array
+    count: jax.Array
+    variance: jax.Array
+
+
+def within(x: jax.Array, valid: jax.Array, group_ids: Array | None) -> Within:
+    """Return each answer's view of its group; the deviation is zero where invalid.
+
+    Without group_ids the group is the last axis, and nothing of size G² is made.
+    """
+    if group_ids is None:
+        mean, deviation, count = deviations(x, valid, axis=-1)
+        spread = variance(deviation, count, -1)
+        return Within(*(jnp.broadcast_to(part, x.shape) for part in (mean, deviation, count, spread)))
+    mean, deviation, count = deviations(rows_of(x), peers(valid, group_ids), axis=-1)
+    spread = variance(deviation, count, -1)
+    distance = jnp.where(valid, own(deviation), 0.0)
+    return Within(mean[..., 0], distance, count[..., 0], spread[..., 0])
 
 
 def valid_of(rewards: jax.Array, valid: Array | None) -> jax.Array:

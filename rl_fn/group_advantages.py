@@ -1,10 +1,10 @@
 """Advantages from a group of answers to one prompt: the other answers are the baseline."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from rl_fn._numerics import Array, Number, as_float, as_mask, deviations, divide, require, sqrt, variance
+from rl_fn._groups import Groups, valid_of, within
+from rl_fn._numerics import Array, Number, as_float, deviations, divide, require, sqrt, variance
 
 SCALES = ("group", "batch", "none")
 
@@ -12,12 +12,13 @@ Rewards = Float[Array, "*batch G"]
 Valid = Bool[Array, "*batch G"]
 
 
-def _valid(rewards: jax.Array, valid: Array | None) -> jax.Array:
-    return jnp.ones(rewards.shape, dtype=bool) if valid is None else as_mask(valid)
-
-
 def grpo_advantages(
-    rewards: Rewards, valid: Valid | None = None, *, scale: str = "group", eps: Number = 1e-6
+    rewards: Rewards,
+    valid: Valid | None = None,
+    *,
+    scale: str = "group",
+    eps: Number = 1e-6,
+    group_ids: Groups | None = None,
 ) -> Rewards:
     """GRPO's group-relative advantage.
 
@@ -32,6 +33,7 @@ def grpo_advantages(
         scale: what std is taken over: "group", "batch" (all valid rewards passed in), or "none" (Dr. GRPO: no
             division).
         eps: ε, ≥ 0.
+        group_ids: `*batch G`, equal within a group, for ragged groups in any order.
 
     Returns:
         `*batch G`, zero where invalid. A group of one and a group of equal rewards give exactly 0.
@@ -50,19 +52,18 @@ def grpo_advantages(
     require(scale in SCALES, f"scale must be one of {SCALES}, got {scale!r}")
     require(eps >= 0, f"eps must not be negative, got {eps}")
     (r,) = as_float(rewards)
-    counted = _valid(r, valid)
-    _, deviation, count = deviations(r, counted, axis=-1)
+    exists = valid_of(r, valid)
+    group = within(r, exists, group_ids)
     if scale == "none":
-        return deviation
+        return group.deviation
     if scale == "group":
-        spread = sqrt(variance(deviation, count, -1))
-    else:
-        _, from_batch_mean, batch_count = deviations(r, counted)
-        spread = sqrt(variance(from_batch_mean, batch_count, None))
-    return divide(deviation, jnp.broadcast_to(spread + eps, deviation.shape))
+        return divide(group.deviation, sqrt(group.variance) + eps)
+    _, from_batch_mean, answers = deviations(r, exists)
+    spread = sqrt(variance(from_batch_mean, answers, None))
+    return divide(group.deviation, jnp.broadcast_to(spread + eps, r.shape))
 
 
-def rloo_advantages(rewards: Rewards, valid: Valid | None = None) -> Rewards:
+def rloo_advantages(rewards: Rewards, valid: Valid | None = None, *, group_ids: Groups | None = None) -> Rewards:
     """REINFORCE leave-one-out: the mean of the other answers is the baseline.
 
     rᵢ − 1/(G − 1) Σ_{j≠i} rⱼ = G/(G − 1) (rᵢ − mean)
@@ -70,6 +71,7 @@ def rloo_advantages(rewards: Rewards, valid: Valid | None = None) -> Rewards:
     Args:
         rewards: `*batch G`, one group of G ≥ 2 answers along the last axis.
         valid: True where an answer exists, `*batch G`; all by default.
+        group_ids: `*batch G`, equal within a group, for ragged groups in any order.
 
     Returns:
         `*batch G`, zero where invalid, and where an answer is the only valid one of its group (it has no baseline, and
@@ -86,8 +88,8 @@ def rloo_advantages(rewards: Rewards, valid: Valid | None = None) -> Rewards:
     [0.75, -0.75, 0.0]
 
     """
-    group = rewards.shape[-1]
-    require(group >= 2, f"leaving one out needs a group of at least 2, got rewards of shape {rewards.shape}")
+    size = rewards.shape[-1]
+    require(size >= 2, f"leaving one out needs a group of at least 2, got rewards of shape {rewards.shape}")
     (r,) = as_float(rewards)
-    _, deviation, count = deviations(r, _valid(r, valid), axis=-1)
-    return deviation * divide(count, jnp.maximum(count - 1.0, 0.0))
+    group = within(r, valid_of(r, valid), group_ids)
+    return group.deviation * divide(group.count, jnp.maximum(group.count - 1.0, 0.0))
