@@ -2,6 +2,7 @@
 imported before an operation needs it.
 """
 
-from rl_kernels.logits_logprobs import logits_logprobs
+from rl_kernels.linear_logprobs import linear_logprobs
+from rl_kernels.logits_logprobs import TokenLogprobs, logits_logprobs
 
-__all__ = ["logits_logprobs"]
+__all__ = ["TokenLogprobs", "linear_logprobs", "logits_logprobs"]

@@ -1,12 +1,55 @@
 """Which backend of an operation runs. An explicit request is honoured or refused, never replaced."""
 
-from collections.abc import Callable, Sequence
+import os
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+# Best first. "reference" answers any question slowly and is never chosen.
+BACKENDS = {
+    "logits_logprobs": ("torch", "reference"),
+    "linear_logprobs": ("torch", "reference"),
+}
 
 
-def resolve(operation: str, available: Sequence[str], backend: str | None) -> Callable:
-    """The ``run`` function of a backend: the first of ``available`` unless one is asked for by name."""
-    name = available[0] if backend is None else backend
-    if name not in available:
-        raise NotImplementedError(f"{operation} has no backend {name!r}; available: {', '.join(available)}")
-    return import_module(f"rl_kernels.{operation}.{name}").run
+@torch.compiler.assume_constant_result
+def select(operation: str, device: str, backend: str | None) -> str:
+    """The backend asked for, or the best that runs on a kind of device ("cpu", "cuda", …)."""
+    names = BACKENDS[operation]
+    if backend is None:
+        return next(name for name in names if refusal(name, device) is None)
+    if backend not in names:
+        raise NotImplementedError(f"{operation} has no backend {backend!r}; available: {', '.join(names)}")
+    reason = refusal(backend, device)
+    if reason is not None:
+        runnable = [name for name in names if refusal(name, device) is None]
+        raise NotImplementedError(
+            f"{operation}: backend {backend!r} cannot run on {device} here: {reason}; available: {', '.join(runnable)}"
+        )
+    return backend
+
+
+@cache
+def refusal(backend: str, device: str) -> str | None:
+    """Why a backend cannot run on a kind of device, or None if it can."""
+    if backend == "triton":
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        if device != "cuda" and not interpreting():
+            return "Triton compiles for GPUs (on a CPU its interpreter runs with TRITON_INTERPRET=1, for tests)"
+    if backend == "reference" and find_spec("jax") is None:
+        return "jax is not installed"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, which is decided when a kernel's file is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def implementation(operation: str, backend: str) -> ModuleType:
+    """The module of a backend; its name is its file's."""
+    return import_module(f"rl_kernels.{operation}.{backend}")

@@ -1,20 +1,80 @@
-"""rl_fn's formula, run by XLA: the answer every other backend is compared with."""
+"""rl_fn's formula, run by XLA: the answer every other backend is compared with. It holds every row at once."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch import Tensor
 
 import rl_fn
 
 
-def run(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float | torch.Tensor, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values only: a tensor that needs a gradient is refused."""
-    if logits.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("backend 'reference' gives no torch gradient; available with one: torch")
-    array = jnp.asarray(logits.detach().float().cpu().numpy())
-    scale = jnp.asarray(temperature.detach().cpu().numpy()) if isinstance(temperature, torch.Tensor) else temperature
-    result = rl_fn.logits_logprobs(array, jnp.asarray(tokens.cpu().numpy()), temperature=scale, softcap=softcap)
-    logprobs, entropy, logsumexp = (torch.tensor(np.array(value), device=logits.device) for value in result)
-    return logprobs, entropy, logsumexp
+def forward(
+    logits: Tensor, tokens: Tensor, inverse: Tensor, softcap: float | None, support: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities [N, K], entropy [N], logsumexp [N]; 0 where masked."""
+    function = _function(tokens, inverse, softcap, support, mask, logits.shape[-1])
+    return tuple(as_tensor(value, logits.device) for value in jax.jit(function)(as_array(logits)))  # pyright: ignore[reportReturnType]
+
+
+def backward(
+    logits: Tensor,
+    tokens: Tensor,
+    inverse: Tensor,
+    softcap: float | None,
+    support: Tensor | None,
+    mask: Tensor | None,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    cotangents: tuple[Tensor, Tensor, Tensor],
+    gradient: Tensor,
+) -> None:
+    """Write dL/dlogits into ``gradient``, which may be the logits' own memory."""
+    function = _function(tokens, inverse, softcap, support, mask, logits.shape[-1])
+
+    def pulled(x, c):
+        return jax.vjp(function, x)[1](c)[0]
+
+    result = jax.jit(pulled)(as_array(logits), tuple(as_array(c) for c in cotangents))
+    gradient.copy_(as_tensor(result, logits.device))
+
+
+def _function(tokens, inverse, softcap, support, mask, vocabulary):
+    ids, temperature = jnp.asarray(tokens.cpu().numpy()), 1.0 / as_array(inverse)
+    kept = None if support is None else kept_set(support, vocabulary)
+    counted = None if mask is None else jnp.asarray(mask.cpu().numpy())
+
+    def function(x):
+        if counted is not None:
+            x = jnp.where(counted[:, None], x, 0.0)
+        each = [
+            rl_fn.logits_logprobs(x, ids[:, k], temperature=temperature, softcap=softcap, support=kept)
+            for k in range(ids.shape[1])
+        ]
+        # Without a target there is still an entropy.
+        row = rl_fn.logits_logprobs(
+            x, jnp.zeros(x.shape[0], jnp.int32), temperature=temperature, softcap=softcap, support=kept
+        )
+        logprobs = jnp.stack([e.logprobs for e in each], 1) if each else jnp.zeros((x.shape[0], 0), row.entropy.dtype)
+        values = (logprobs, row.entropy, row.logsumexp)
+        if counted is None:
+            return values
+        return tuple(jnp.where(counted.reshape(-1, *[1] * (v.ndim - 1)), v, 0.0) for v in values)
+
+    return function
+
+
+def kept_set(support: Tensor, vocabulary: int) -> jax.Array:
+    if support.dtype == torch.bool:
+        return jnp.asarray(support.cpu().numpy())
+    ids = support.cpu().numpy()
+    kept = np.zeros((len(ids), vocabulary + 1), bool)
+    np.put_along_axis(kept, np.where(ids < 0, vocabulary, ids), True, 1)
+    return jnp.asarray(kept[:, :vocabulary])
+
+
+def as_array(x: Tensor) -> jax.Array:
+    return jnp.asarray(x.detach().float().cpu().numpy())
+
+
+def as_tensor(x: jax.Array, device: torch.device) -> Tensor:
+    return torch.tensor(np.array(x), device=device)

@@ -14,8 +14,8 @@ LOGITS, TOKENS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        (torch.zeros(3, 2, dtype=torch.long), {}, r"tokens must have shape \(2, 3\), got \(3, 2\)"),
-        (torch.zeros(2, dtype=torch.long), {}, r"tokens must have shape \(2, 3\), got \(2,\)"),
+        (torch.zeros(3, 2, dtype=torch.long), {}, r"tokens must have shape \(2, 3\), .*got \(3, 2\)"),
+        (torch.zeros(2, dtype=torch.long), {}, r"tokens must have shape \(2, 3\), .*got \(2,\)"),
         (torch.zeros(2, 3), {}, r"tokens must be integers, got torch\.float32"),
         (torch.zeros(2, 3, dtype=torch.bool), {}, r"tokens must be integers, got torch\.bool"),
         (TOKENS, {"temperature": 0.0}, r"temperature must be positive, got 0\.0"),
@@ -32,18 +32,8 @@ def test_bad_arguments_are_named(tokens, options, message, backend):
 
 
 def test_an_unknown_backend_raises_and_names_those_there_are():
-    with pytest.raises(
-        NotImplementedError, match=r"logits_logprobs has no backend 'cuda'; available: torch, reference"
-    ):
+    with pytest.raises(NotImplementedError, match=r"no backend 'cuda'; available: torch, reference"):
         logits_logprobs(LOGITS, TOKENS, backend="cuda")
-
-
-def test_the_reference_refuses_to_lose_a_gradient():
-    logits = LOGITS.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="no torch gradient; available with one: torch"):
-        logits_logprobs(logits, TOKENS, backend="reference")
-    with torch.no_grad():
-        assert not logits_logprobs(logits, TOKENS, backend="reference").logprobs.requires_grad
 
 
 @pytest.mark.parametrize(("asked", "runs"), [("torch", "torch"), ("reference", "reference"), (None, "torch")])
@@ -51,7 +41,7 @@ def test_the_backend_that_runs_is_the_one_asked_for(monkeypatch, asked, runs):
     ran = []
     for name in ("torch", "reference"):
         module = importlib.import_module(f"rl_kernels.logits_logprobs.{name}")
-        monkeypatch.setattr(module, "run", lambda *a, f=module.run, n=name: (ran.append(n), f(*a))[1])
+        monkeypatch.setattr(module, "forward", lambda *a, f=module.forward, n=name: (ran.append(n), f(*a))[1])
     logits_logprobs(LOGITS, TOKENS, backend=asked)
     assert ran == [runs]
 

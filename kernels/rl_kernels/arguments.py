@@ -1,0 +1,73 @@
+"""What the operations take, checked and brought to rows: [N, …] for the backends, whatever the batch's shape."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Arguments a row. ``tokens`` [N, K] int64; ``inverse`` [N] scale over temperature, in the arithmetic's dtype;
+    ``support`` bool [N, V] or ids [N, S]; ``mask`` [N] bool, False for a row that is left out.
+    """
+
+    tokens: Tensor
+    inverse: Tensor
+    support: Tensor | None
+    mask: Tensor | None
+
+
+def rows_of(
+    batch: torch.Size,
+    vocabulary: int,
+    dtype: torch.dtype,
+    tokens: Tensor,
+    *,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    support: Tensor | None,
+    mask: Tensor | None,
+) -> Rows:
+    """Checked arguments a row; ``dtype`` is the logits'. Values of tensors are not read, so that no device waits."""
+    if tokens.shape != batch and tokens.shape[:-1] != batch:
+        raise ValueError(
+            f"tokens must have shape {tuple(batch)}, with or without a last axis of K tokens, got {tuple(tokens.shape)}"
+        )
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}")
+    if isinstance(temperature, Tensor):
+        if temperature.dim() and temperature.shape != batch:
+            raise ValueError(f"temperature must be a number or {tuple(batch)}, got {tuple(temperature.shape)}")
+    elif not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if not logit_scale > 0:
+        raise ValueError(f"logit_scale must be positive, got {logit_scale}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+    if mask is not None and (mask.shape != batch or mask.dtype != torch.bool):
+        raise ValueError(f"mask must be bool {tuple(batch)}, got {mask.dtype} {tuple(mask.shape)}")
+    count = batch.numel()
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    inverse = logit_scale / torch.as_tensor(temperature, dtype=exact, device=tokens.device)
+    return Rows(
+        tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).long(),
+        inverse.expand(batch).reshape(count),
+        None if support is None else _support(support, batch, vocabulary),
+        None if mask is None else mask.reshape(count),
+    )
+
+
+def _support(support: Tensor, batch: torch.Size, vocabulary: int) -> Tensor:
+    count = batch.numel()
+    if support.dtype == torch.bool:
+        if support.shape not in ((vocabulary,), (*batch, vocabulary)):
+            raise ValueError(
+                f"a bool support must be {(vocabulary,)} or {(*batch, vocabulary)}, got {tuple(support.shape)}"
+            )
+        return support.expand(*batch, vocabulary).reshape(count, vocabulary)
+    if support.is_floating_point() or support.is_complex():
+        raise ValueError(f"support must be bool or token ids, got {support.dtype}")
+    if support.shape[:-1] != batch:
+        raise ValueError(f"support of token ids must be {(*batch, 'S')}, got {tuple(support.shape)}")
+    return support.reshape(count, support.shape[-1]).long()

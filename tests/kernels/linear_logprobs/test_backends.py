@@ -1,0 +1,147 @@
+"""Every backend, with every option, against float64: values and gradients of hidden states, weight and bias."""
+
+import pytest
+import torch
+
+from rl_kernels import linear_logprobs, logits_logprobs
+from tests.kernels.cases import OPTIONS, N, V, ids, normal, tokens_for
+from tests.kernels.exact import exact, gradients
+
+H = 19
+BACKENDS = ["torch", "reference"]
+each_option = pytest.mark.parametrize("option", list(OPTIONS))
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+# Smaller than a row of logits, one that cuts both ways, and the default.
+SMALL = 4 * 5 * H * 3
+
+
+def model(dtype=torch.float32):
+    return normal(N, H, scale=1.0).to(dtype), normal(V, H, scale=1.0, seed=1).to(dtype), normal(V, seed=2).to(dtype)
+
+
+def cotangents(targets):
+    first = normal(N, seed=5) if targets is None else normal(N, targets, seed=5)
+    return first, normal(N, seed=6), normal(N, seed=7)
+
+
+def assert_equal_to_float64(backend, options, *, targets=None, biased=True, workspace=None, dtype=torch.float32):
+    hidden, weight, bias = model(dtype)
+    tokens = tokens_for(options, targets=targets)
+    leaves = [hidden.clone(), weight.clone(), *([bias.clone()] if biased else [])]
+    if "mask" in options:
+        leaves[0][~options["mask"]] = float("nan")
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    leaves = [x.requires_grad_() for x in leaves]
+    more = {} if workspace is None else {"workspace": workspace}
+    got = linear_logprobs(*leaves[:2], tokens, bias=leaves[2] if biased else None, **options, **more, backend=backend)
+    clean = doubles[0] if "mask" not in options else torch.where(options["mask"][:, None], doubles[0], 0.0)
+    logits = clean @ doubles[1].T + (doubles[2] if biased else 0.0)
+    wanted = exact(logits, tokens, **options)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a.double(), b.detach(), rtol=1e-5, atol=1e-4)
+    c = cotangents(targets)
+    size = max(1.0, 1.0 / torch.as_tensor(options.get("temperature", 1.0)).min().item())
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    mine, theirs = gradients(got, [x.float() for x in c], leaves), gradients(wanted, c, doubles)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=max(rounding, 3e-5), atol=max(rounding, 1e-4) * size)
+
+
+@each_backend
+@each_option
+def test_values_and_gradients(backend, option):
+    assert_equal_to_float64(backend, OPTIONS[option])
+
+
+@pytest.mark.parametrize("workspace", [1, SMALL, 4 * 5 * V * H])
+@pytest.mark.parametrize("option", ["plain", "everything", "mask"])
+@pytest.mark.parametrize("targets", [None, 3])
+def test_any_cut_into_blocks(workspace, option, targets):
+    assert_equal_to_float64("torch", OPTIONS[option], targets=targets, biased=False, workspace=workspace)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(backend, dtype):
+    assert_equal_to_float64(backend, {"temperature": 0.7}, dtype=dtype)
+
+
+def test_logits_are_never_rounded_to_the_operands_precision():
+    """From bf16 operands within 1e-5 nats of float64, where bf16 logits are 2e-3 off."""
+    hidden = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = (torch.randn(4096, 256, generator=torch.Generator().manual_seed(1)) * 0.2).bfloat16()
+    tokens = ids(64, high=4096)
+    wanted = exact(hidden.double() @ weight.double().T, tokens)[0]
+    error = (linear_logprobs(hidden, weight, tokens).logprobs - wanted).abs().mean().item()
+    rounded = (logits_logprobs(hidden @ weight.T, tokens).logprobs - wanted).abs().mean().item()
+    assert error < 1e-5 < 1e-3 < rounded
+
+
+def test_no_rows_and_no_targets():
+    hidden, weight, _ = model()
+    leaf = hidden[:0].clone().requires_grad_()
+    out = linear_logprobs(leaf, weight, torch.zeros(0, dtype=torch.long))
+    assert [x.shape for x in out] == [(0,), (0,), (0,)]
+    out.logprobs.sum().backward()
+    assert leaf.grad is not None and leaf.grad.shape == (0, H)
+    assert linear_logprobs(hidden, weight, torch.zeros(N, 0, dtype=torch.long)).logprobs.shape == (N, 0)
+
+
+def test_batch_shape_and_strides():
+    hidden, weight, _ = model()
+    tokens = ids(2, 3)
+    strided = torch.stack([hidden[:6].view(2, 3, H), normal(2, 3, H).float()], -1)[..., 0]
+    assert not strided.is_contiguous()
+    flat = linear_logprobs(hidden[:6], weight.T.contiguous().T, tokens.view(6))
+    for a, b in zip(linear_logprobs(strided, weight, tokens), flat, strict=True):
+        assert a.shape == (2, 3)
+        torch.testing.assert_close(a.view(6), b, rtol=1e-6, atol=1e-6)
+
+
+def test_gradcheck():
+    hidden, weight, bias = (x.double()[:5].requires_grad_() for x in model())
+    tokens, mask = torch.tensor([0, 4, 2, 2, 1]), torch.tensor([True, True, False, True, True])
+
+    def function(hidden, weight, bias):
+        return tuple(
+            linear_logprobs(hidden, weight, tokens, bias=bias, softcap=3.0, temperature=0.7, mask=mask, workspace=500)
+        )
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(V, H + 1)}, rf"weight must be \(V, {H}\), got \({V}, {H + 1}\)"),
+        ({"bias": torch.zeros(V + 1)}, rf"bias must be \({V},\), got \({V + 1},\)"),
+        ({"workspace": 0}, "workspace must be a positive number of bytes, got 0"),
+        ({"start": 3}, "start is 3, but without a group"),
+        ({"mask": torch.zeros(N)}, r"mask must be bool \(7,\), got torch.float32 \(7,\)"),
+        ({"logit_scale": 0.0}, "logit_scale must be positive, got 0.0"),
+        ({"support": torch.zeros(3, 2, dtype=torch.long)}, r"support of token ids must be \(7, 'S'\), got \(3, 2\)"),
+        ({"support": torch.zeros(3, dtype=torch.bool)}, r"a bool support must be \(37,\) or \(7, 37\), got \(3,\)"),
+        ({"support": torch.zeros(N, 2)}, "support must be bool or token ids, got torch.float32"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    hidden, weight, _ = model()
+    arguments = {"hidden": hidden, "weight": weight, "tokens": ids(N)} | change
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(**arguments)
+
+
+def test_custom_operation_and_torch_compile():
+    hidden, weight, bias = (x.detach().requires_grad_() for x in model())
+    tokens, inverse = ids(N, 1), torch.ones(N)
+    arguments = (hidden, weight, bias, tokens, inverse, None, None, None, 0, None, 1000, "torch")
+    torch.library.opcheck(torch.ops.rl_kernels.linear_logprobs.default, arguments)
+
+    def loss(h, w):
+        out = linear_logprobs(h, w, tokens[:, 0], temperature=0.8)
+        return (out.logprobs - 0.1 * out.entropy).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected, actual = (torch.autograd.grad(f(hidden, weight), (hidden, weight)) for f in (loss, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
