@@ -1,0 +1,93 @@
+"""Which tests concern which function: by the names a test speaks of and by who calls whom in the package."""
+
+import ast
+import re
+from collections import defaultdict, deque
+from pathlib import Path
+
+WORD = re.compile(r"[A-Za-z_]\w*")
+# Generated over the table of cases: only the case in the test's id says which function it is about.
+GENERATED = ("test_laws.py", "test_oracle.py")
+
+
+def identifiers(node: ast.AST) -> set[str]:
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return names | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+
+
+def _definitions(body: list[ast.stmt]) -> dict[str, set[str]]:
+    """The names that each top-level definition or assignment mentions."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] |= identifiers(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                for name in identifiers(target):
+                    found[name] |= identifiers(node.value)
+    return found
+
+
+class CallGraph:
+    """Who mentions whom among the top-level definitions of the package's files; a shared name joins its bearers."""
+
+    def __init__(self, trees: dict[str, ast.Module]) -> None:
+        mentions: dict[str, set[str]] = defaultdict(set)
+        for tree in trees.values():
+            for name, names in _definitions(tree.body).items():
+                mentions[name] |= names
+        self.callers: dict[str, set[str]] = defaultdict(set)
+        for name, names in mentions.items():
+            for mentioned in names & set(mentions):
+                self.callers[mentioned].add(name)
+
+    def distances(self, name: str) -> dict[str, int]:
+        """Everything that reaches `name`, and in how many calls."""
+        found, queue = {name: 0}, deque([name])
+        while queue:
+            current = queue.popleft()
+            for caller in self.callers[current] - set(found):
+                found[caller] = found[current] + 1
+                queue.append(caller)
+        return found
+
+
+class Selection:
+    """The tests of a function, nearest first."""
+
+    def __init__(self, nodeids: list[str], root: Path, trees: dict[str, ast.Module]) -> None:
+        self.graph, self.root = CallGraph(trees), root
+        self.files: dict[str, dict[str, set[str]]] = {}
+        self.names = {nodeid: self._names(nodeid) for nodeid in nodeids}
+
+    def _names(self, nodeid: str) -> set[str]:
+        path, test = nodeid.split("::", 1)
+        if not Path(path).name.startswith("test_"):
+            return {test.rsplit(".", 1)[-1]}  # a doctest
+        own, _, parameters = test.partition("[")
+        named = set(WORD.findall(parameters))
+        if Path(path).name in GENERATED:
+            return named
+        if path not in self.files:
+            self.files[path] = _definitions(ast.parse((self.root / path).read_text(encoding="utf-8")).body)
+        definitions, seen = self.files[path], set()
+        waiting = {own.split("::")[-1]}
+        while waiting:
+            name = waiting.pop()
+            seen.add(name)
+            waiting |= definitions.get(name, set()) - seen
+        return named | seen
+
+    def of(self, owner: str, file: str) -> dict[str, int]:
+        """Tests and the number of calls between what they name and the owner."""
+        if owner:
+            distances = self.graph.distances(owner.split(".")[0])
+        else:
+            tree = ast.parse((self.root / "rl_fn" / file).read_text(encoding="utf-8"))
+            distances = dict.fromkeys(_definitions(tree.body), 0)
+        found = {}
+        for nodeid, names in self.names.items():
+            if near := names & distances.keys():
+                found[nodeid] = min(distances[name] for name in near)
+        return found

@@ -1,0 +1,196 @@
+"""Hands mutants to warm processes, ends the ones that hang, and keeps every result."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import queue
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from tests.mutation.mutants import Mutant
+from tests.mutation.worker import ROOT, serve
+
+# The tests of rl_fn: its own folder and the doctests.
+PATHS = ("tests/rl_fn", "rl_fn")
+# Wall-clock time, on a machine that may be busy.
+HANG_SECONDS = 200.0
+GROUP = 30
+
+
+def digest(paths: Iterable[Path]) -> str:
+    total = hashlib.sha256()
+    for path in sorted(paths):
+        total.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+class Worker:
+    """One process and the pipe to it."""
+
+    def __init__(self, number: int, examples: int, compiled: Path) -> None:
+        self.number, self.examples, self.compiled = number, examples, compiled
+        context = multiprocessing.get_context("spawn")
+        self.connection, child = context.Pipe()
+        log = str(Path(tempfile.gettempdir()) / f"mutation-{os.getpid()}-{number}.log")
+        self.process = context.Process(
+            target=serve, args=(child, list(PATHS), examples, str(compiled), log), daemon=True
+        )
+        self.process.start()
+        child.close()
+        try:
+            self.items: list[str] = self.connection.recv()[1]
+        except EOFError:
+            raise RuntimeError(f"the tests could not be collected; see {log}") from None
+
+    def ask(self, *request: Any, seconds: float = HANG_SECONDS) -> Any:
+        """The answer, or None if there is none in time (the process is then ended)."""
+        self.connection.send(request)
+        return self.answer(seconds)
+
+    def answer(self, seconds: float) -> Any:
+        try:
+            if self.connection.poll(seconds):
+                return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            pass  # The process died, which a mutant can bring about; the caller sees None.
+        self.stop()
+        return None
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+class Store:
+    """Results on disk, valid as long as the files they were made from are unchanged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"results": {}}
+        if path.exists():
+            self.data = json.loads(path.read_text(encoding="utf-8"))
+        self.sources = {p.name: digest([p]) for p in (ROOT / "rl_fn").glob("*.py")}
+        support = [*(ROOT / "tests/oracle").glob("*.py"), *(ROOT / "tests/rl_fn/cases").glob("*.py")]
+        support += [ROOT / "tests/rl_fn/laws.py", ROOT / "tests/rl_fn/registry.py"]
+        self.support = digest(support)
+        self.all_tests = digest(p for path in PATHS for p in (ROOT / path).rglob("*.py")) + self.support
+
+    def test_key(self, nodeid: str) -> str:
+        return digest([ROOT / nodeid.split("::")[0]]) + self.support
+
+    def save(self) -> None:
+        write_atomically(self.path, json.dumps(self.data))
+
+    def result(self, mutant: Mutant) -> dict[str, Any] | None:
+        """A kill holds while its source and the test are the same; a survival while every test is."""
+        entry = self.data["results"].get(mutant.id)
+        if entry is None or entry["source"] != self.sources[mutant.file]:
+            return None
+        if entry["by"] and (ROOT / entry["by"].split("::")[0]).exists():
+            return entry if entry["test"] == self.test_key(entry["by"]) else None
+        return entry if entry["test"] == self.all_tests else None
+
+    def put(self, mutant: Mutant, status: str, by: str, seconds: float, ran: int) -> None:
+        key = self.test_key(by) if by else self.all_tests
+        entry = {"status": status, "by": by, "seconds": round(seconds, 3), "ran": ran, "test": key}
+        self.data["results"][mutant.id] = entry | {"source": self.sources[mutant.file]}
+
+
+def groups_of(mutants: list[Mutant]) -> Iterator[list[Mutant]]:
+    """Neighbours together, so that the test that killed one is tried first on the next."""
+    for file in dict.fromkeys(mutant.file for mutant in mutants):
+        members = sorted((m for m in mutants if m.file == file), key=lambda m: (m.line, m.column))
+        for start in range(0, len(members), GROUP):
+            yield members[start : start + GROUP]
+
+
+class Crew:
+    """Threads that each drive one process through groups of mutants until none is left."""
+
+    def __init__(self, store: Store, examples: int, progress: tqdm) -> None:
+        self.store, self.examples, self.progress = store, examples, progress
+        self.stopping = threading.Event()
+        self.unsteady: set[str] = set()
+
+    def fresh(self, number: int) -> Worker:
+        worker = Worker(number, self.examples, self.store.path.with_name("compiled"))
+        worker.ask("avoid", self.unsteady)
+        return worker
+
+    def drive(self, worker: Worker, groups: queue.SimpleQueue[list[Mutant]]) -> None:
+        try:
+            while not self.stopping.is_set():
+                try:
+                    group = groups.get_nowait()
+                except queue.Empty:
+                    return
+                worker = self.group(worker, group)
+        finally:
+            worker.stop()
+
+    def group(self, worker: Worker, group: list[Mutant]) -> Worker:
+        """The results count only if the tests that killed pass again on the unmutated code, in the same process."""
+        done: list[tuple[Mutant, str, str, float, int]] = []
+        for mutant in group:
+            if self.stopping.is_set():
+                break
+            answer = worker.ask("run", mutant.id)
+            if answer is None:
+                worker = self.fresh(worker.number)
+                answer = ("timeout", "", HANG_SECONDS, 0)
+            done.append((mutant, *answer))
+            self.progress.update()
+        killers = sorted({by for _, _, by, _, _ in done if by})
+        failing = worker.ask("check", killers, seconds=HANG_SECONDS + 10 * len(killers))
+        if failing:
+            worker.stop()
+            worker = self.fresh(worker.number)
+            # Those that fail in a new process too tell nothing; the others failed for what a mutant left behind.
+            self.unsteady |= set(worker.ask("check", failing) or failing)
+            worker.ask("avoid", self.unsteady)
+        elif failing is None:
+            worker = self.fresh(worker.number)
+        for mutant, status, by, seconds, ran in done:
+            if by not in (failing or ()):
+                self.store.put(mutant, status, by, seconds, ran)
+        self.store.save()
+        return worker
+
+
+def run(mutants: list[Mutant], store: Store, processes: int, examples: int) -> set[str]:
+    """Every mutant that has no valid result yet, twice where state was left behind; returns those still without one."""
+    for _ in range(2):
+        todo = [mutant for mutant in mutants if store.result(mutant) is None]
+        if not todo:
+            break
+        groups: queue.SimpleQueue[list[Mutant]] = queue.SimpleQueue()
+        for group in groups_of(todo):
+            groups.put(group)
+        with tqdm(total=len(todo), desc="mutants", mininterval=5) as progress:
+            crew = Crew(store, examples, progress)
+            workers = [crew.fresh(number) for number in range(processes)]
+            threads = [threading.Thread(target=crew.drive, args=(worker, groups)) for worker in workers]
+            for thread in threads:
+                thread.start()
+            try:
+                for thread in threads:
+                    thread.join()
+            except KeyboardInterrupt:
+                crew.stopping.set()
+                for thread in threads:
+                    thread.join()
+                raise
+    return {mutant.id for mutant in mutants if store.result(mutant) is None}
