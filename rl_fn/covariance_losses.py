@@ -140,7 +140,10 @@ def kl_cov(
     new, old, a = keep(new, mask), keep(old, mask), keep(a, mask)
     counted = as_mask(mask)
     chosen = _smallest(-_covariances(new, a, counted), counted, _number(share, counted, new.dtype))
-    return -exp(new - old) * a + jnp.where(chosen, coef * jnp.abs(new - old), 0.0)
+    d = new - old
+    # |d| with gradient 0 at d = 0, where every token is on policy; jnp.abs has gradient 1 there.
+    size = jax.lax.stop_gradient(jnp.sign(d)) * d
+    return -exp(d) * a + jnp.where(chosen, coef * size, 0.0)
 
 
 def high_entropy_mask(entropies: Tokens, mask: Mask, *, quantile: Number = 0.8) -> Bool[Array, "*batch T"]:

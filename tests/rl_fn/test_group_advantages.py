@@ -1,5 +1,7 @@
 """Identities and invariances of advantages from a group."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +14,16 @@ from tests.rl_fn.registry import Draw
 SEEDS = st.integers(0, 2**32 - 1)
 OPO, GPG = jax.jit(rl_fn.opo_advantages), jax.jit(rl_fn.gpg_advantages)
 LEAVE_ONE_OUT = jax.jit(rl_fn.leave_one_out_std_advantages)
-RAGGED = ["gpg_advantages", "maxrl_advantages", "leave_one_out_std_advantages"]
+RAGGED = {
+    "grpo_advantages": {},
+    "rloo_advantages": {},
+    "gpg_advantages": {},
+    "maxrl_advantages": {},
+    "leave_one_out_std_advantages": {},
+    "passk_advantages": {},
+    "passk_analytic_advantages": {"k": 2},
+    "group_filter": {"low": 0.4},
+}
 
 
 @given(seed=SEEDS)
@@ -26,7 +37,7 @@ def test_rloo_is_the_centred_reward_scaled_up(seed):
 @given(seed=SEEDS)
 def test_ragged_groups_equal_dense_ones(name, seed):
     d = Draw(seed)
-    function, dense = getattr(rl_fn, name), d.uniform(0.1, 1.0, 3, 4)
+    function, dense = functools.partial(getattr(rl_fn, name), **RAGGED[name]), d.uniform(0.1, 1.0, 3, 4)
     order = d.rng.permutation(12)
     ids = np.repeat(np.arange(3, dtype=np.int32), 4)[order]
     ragged = function(dense.reshape(-1)[order], group_ids=ids)
