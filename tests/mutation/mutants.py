@@ -89,14 +89,11 @@ class Mutant:
 
 def _field(node: ast.AST, name: str, value: Any, index: int | None = None) -> Change:
     def change() -> Callable[[], None]:
-        target = node if index is None else getattr(node, name)
-        if index is None:
-            old = getattr(node, name)
-            setattr(node, name, value)
-            return lambda: setattr(node, name, old)
-        old = target[index]
-        target[index] = value
-        return lambda: target.__setitem__(index, old)
+        holder: Any = getattr(node, name) if index is not None else vars(node)
+        key = name if index is None else index
+        old = holder[key]
+        holder[key] = value
+        return lambda: holder.__setitem__(key, old)
 
     return change
 
@@ -225,6 +222,7 @@ class _Finder:
     def constant(self, node: ast.Constant, parent: ast.AST, name: str, i: int | None) -> None:
         value = node.value
         news: list[Any] = []
+        kind = "constant"
         if isinstance(value, bool):
             news, kind = [not value], "flag"
         elif isinstance(value, int):
@@ -233,7 +231,6 @@ class _Finder:
             if value > 2 and not self.index:
                 news = [value + 1]
         elif isinstance(value, float):
-            kind = "constant"
             news = [1.0] if value == 0 else [2.0, 0.0] if value == 1 else [value * 1.1]
         for new in news:
             self.add(node, kind, repr(new), _field(node, "value", new), before=repr(value))

@@ -135,11 +135,17 @@ class Package:
         holders = [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is old]
         for holder in holders:
             setattr(holder, name, new)
-        return lambda: [setattr(holder, name, old) for holder in holders] and None
+
+        def undo() -> None:
+            for holder in holders:
+                setattr(holder, name, old)
+
+        return undo
 
     def _class_attribute(self, mutant: Mutant) -> Callable[[], None]:
         """A dataclass's default is in the class and among the defaults of its __init__."""
-        body = next(n.body for n in self.trees[mutant.file].body if getattr(n, "name", "") == mutant.owner)
+        classes = [n for n in self.trees[mutant.file].body if isinstance(n, ast.ClassDef)]
+        body = next(n.body for n in classes if n.name == mutant.owner)
         with mutant.set():
             name, node = self._statement(mutant, body)
             new = self._value(mutant, node)

@@ -151,7 +151,8 @@ class Crew:
             if answer is None:
                 worker = self.fresh(worker.number)
                 answer = ("timeout", "", HANG_SECONDS, 0)
-            done.append((mutant, *answer))
+            status, by, seconds, ran = answer
+            done.append((mutant, status, by, seconds, ran))
             self.progress.update()
         killers = sorted({by for _, _, by, _, _ in done if by})
         failing = worker.ask("check", killers, seconds=HANG_SECONDS + 10 * len(killers))
