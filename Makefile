@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 RUN ?= quickstart
 WORKERS ?= auto
 
-.PHONY: quickstart test test-thorough lint types format install install-smollm2 benchmark-bridge mutation clean help
+.PHONY: quickstart test test-thorough lint types format install install-smollm2 benchmark-bridge mutation benchmark-core peers clean help
 
 help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
@@ -39,6 +39,17 @@ benchmark-bridge: $(STAMP)
 # The mutation score of rl_fn, about an hour on one core; MUTATION="--sample 600 --seed 1" for an estimate.
 mutation: $(STAMP)
 	$(BIN)/python -m tests.mutation $(MUTATION)
+
+benchmark-core: .venv-peers/.installed
+	.venv-peers/bin/python experiments/benchmarks/core.py
+
+# The other libraries live in an environment of their own: see experiments/peers/README.md.
+peers: .venv-peers/.installed
+	.venv-peers/bin/python experiments/peers/table.py
+
+.venv-peers/.installed: pyproject.toml constraints.txt experiments/peers/install.sh
+	PYTHON=$(PYTHON) bash experiments/peers/install.sh .venv-peers
+	touch $@
 
 install: $(STAMP)
 

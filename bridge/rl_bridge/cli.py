@@ -12,14 +12,22 @@ from rl_bridge.tracking.run import Stopped
 
 USAGE = """usage: rl-fn train grpo [--help] [options]
 
+       rl-fn check {trl,verl,openrlhf,tunix}
+
 commands:
   train grpo   GRPO post-training; without options: two-digit arithmetic on a tiny model (the quickstart)
+  check        rl_fn's dialects against an installed library's own functions: value and gradient, option by option
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["check"]:
+        # Not loaded for a training run.
+        from rl_bridge.check.report import check
+
+        return check(words[1:])
     if words[:2] != ["train", "grpo"]:
         wanted = words in ([], ["--help"], ["-h"])
         print(USAGE if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{USAGE}", end="")

@@ -58,8 +58,7 @@ def kl_penalty(name: str, coef: float, option: str = "kl_penalty") -> KL:
 
 def _loss(o: dict[str, Any]) -> Callable[[Batch], jax.Array]:
     def either(name: str) -> float:
-        own = o[name]
-        return float(o["actor.clip_ratio"]) if own is None else float(own)
+        return float(o[name if o[name] is not None else "actor.clip_ratio"])
 
     mode = one_of("verl", "actor.policy_loss.loss_mode", o["actor.policy_loss.loss_mode"], LOSSES)
     low, high = either("actor.clip_ratio_low"), either("actor.clip_ratio_high")
@@ -78,7 +77,8 @@ def _loss(o: dict[str, Any]) -> Callable[[Batch], jax.Array]:
         return TokenLoss(sequence_losses.gmpo, (("clip_low", low), ("clip_high", high)))
     if mode == "dro":
         beta = o["actor.policy_loss.dro_beta"]
-        require(beta is not None and beta > 0, f"verl: dro needs a positive actor.policy_loss.dro_beta, got {beta}")
+        if beta is None or beta <= 0:
+            raise ValueError(f"verl: dro needs a positive actor.policy_loss.dro_beta, got {beta}")
         return TokenLoss(regularised_losses.dro, (("beta", float(beta)),))
     if mode == "cispo":
         return TokenLoss(token_losses.cispo, (("clip_low", low), ("clip_high", high)))

@@ -1,0 +1,49 @@
+"""rl_fn against the installed libraries, option by option: run in .venv-peers (make peers), skipped elsewhere."""
+
+import importlib
+import importlib.util
+
+import pytest
+
+from rl_bridge.check.case import compare
+from rl_bridge.check.loading import Absent, version
+from rl_bridge.check.report import LIBRARIES, MODULES
+
+
+def _is_there(library: str) -> bool:
+    try:
+        version(library)
+    except Absent:
+        return False
+    return True
+
+
+CASES = [
+    pytest.param(library, case, id=f"{library} {case.name}")
+    for library in LIBRARIES
+    if _is_there(library)
+    for module in MODULES[library]
+    for case in importlib.import_module(f"rl_bridge.check.{module}").cases()
+]
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(not CASES, reason="no other library is installed: make peers")
+@pytest.mark.parametrize(("library", "case"), CASES)
+def test_agrees(library, case):
+    row = compare(library, case)
+    assert row.agrees, row
+
+
+@pytest.mark.peers
+@pytest.mark.skipif(not _is_there("trl"), reason="trl is not installed: make peers")
+def test_the_defaults_of_trl_are_those_of_its_config():
+    """The dataclass's own, before its checks of the hardware."""
+    import dataclasses
+
+    from rl_fn.dialects.trl import DEFAULTS
+
+    config = importlib.import_module("trl.trainer.grpo_config").GRPOConfig
+    theirs = {field.name: field.default for field in dataclasses.fields(config)}
+    assert {name: theirs[name] for name in DEFAULTS} == DEFAULTS
