@@ -16,7 +16,7 @@ class Within(NamedTuple):
 
     mean: jax.Array
     deviation: jax.Array
-    count: jax.Array
+    size: jax.Array
     variance: jax.Array
 
 

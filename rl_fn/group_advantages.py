@@ -92,4 +92,4 @@ def rloo_advantages(rewards: Rewards, valid: Valid | None = None, *, group_ids: 
     require(size >= 2, f"leaving one out needs a group of at least 2, got rewards of shape {rewards.shape}")
     (r,) = as_float(rewards)
     group = within(r, valid_of(r, valid), group_ids)
-    return group.deviation * divide(group.count, jnp.maximum(group.count - 1.0, 0.0))
+    return group.deviation * divide(group.size, jnp.maximum(group.size - 1.0, 0.0))

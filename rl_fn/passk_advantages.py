@@ -110,7 +110,7 @@ def passk_analytic_advantages(
     earlier = rows_of(place) < jnp.broadcast_to(place[..., :, None], together.shape)
     is_below = together & ((theirs < mine) | ((theirs == mine) & earlier))
     below = jnp.sum(is_below, axis=-1, dtype=r.dtype)
-    n = group.count
+    n = group.size
     # Shares of the sets of k: those whose best is j, and of those with i, whose best is i, or j above i.
     best_here = _falling_ratio(below, n - 1.0, k - 1)
     overall = best_here * divide(jnp.full_like(n, k), n)
