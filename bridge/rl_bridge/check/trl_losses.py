@@ -47,46 +47,55 @@ def _weights(trainer: Any, options: dict[str, Any], t: dict[str, torch.Tensor]) 
     return names["vllm_importance_sampling_ratio"]
 
 
+def loss_of(options: dict[str, Any], t: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """GRPOTrainer._compute_loss on the given tensors, as a function of the log-probabilities."""
+    trainer = load("trl.trainer.grpo_trainer").GRPOTrainer
+    o = {**DEFAULTS, **options}
+    high = o["epsilon_high"]
+    me = types.SimpleNamespace(
+        **{k: v for k, v in o.items() if k not in ("epsilon", "epsilon_high")},
+        epsilon_low=o["epsilon"],
+        epsilon_high=o["epsilon"] if high is None else high,
+        args=types.SimpleNamespace(**o, steps_per_generation=1),
+        accelerator=_accelerator(),
+        model=types.SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        aux_loss_enabled=False,
+        use_adaptive_entropy=False,
+        _entropy_bonus_enabled=o["entropy_coef"] != 0,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        get_off_policy_mask=trainer.get_off_policy_mask,
+        get_gamma_weights=trainer.get_gamma_weights,
+    )
+    me.get_high_entropy_mask = lambda *a: trainer.get_high_entropy_mask(me, *a)
+    ids = torch.zeros(t["mask"].shape, dtype=torch.long)
+    inputs: dict[str, Any] = {
+        "prompt_ids": ids,
+        "prompt_mask": ids,
+        "completion_ids": ids,
+        "completion_mask": t["mask"],
+        "advantages": t["advantages"],
+        "old_per_token_logps": t["old_logprobs"],
+        "ref_per_token_logps": t["ref_logprobs"],
+        "num_items_in_batch": t["mask"].sum(),
+    }
+    if o["use_vllm"]:
+        inputs["sampling_per_token_logps"] = t["rollout_logprobs"]
+        inputs["importance_sampling_ratio"] = _weights(trainer, o, t)
+
+    def run(logprobs: torch.Tensor) -> torch.Tensor:
+        me._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, t["entropies"], None)
+        return trainer._compute_loss(me, None, inputs)
+
+    return run
+
+
 def loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
-    """GRPOTrainer._compute_loss on given log-probabilities."""
+    """The same with its gradient."""
 
     def run(example: Example) -> Numbers:
-        trainer = load("trl.trainer.grpo_trainer").GRPOTrainer
         t = example.torch()
-        o = {**DEFAULTS, **options}
-        high = o["epsilon_high"]
-        me = types.SimpleNamespace(
-            **{k: v for k, v in o.items() if k not in ("epsilon", "epsilon_high")},
-            epsilon_low=o["epsilon"],
-            epsilon_high=o["epsilon"] if high is None else high,
-            args=types.SimpleNamespace(**o, steps_per_generation=1),
-            accelerator=_accelerator(),
-            model=types.SimpleNamespace(training=True),
-            current_gradient_accumulation_steps=1,
-            aux_loss_enabled=False,
-            use_adaptive_entropy=False,
-            _entropy_bonus_enabled=o["entropy_coef"] != 0,
-            _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-            get_off_policy_mask=trainer.get_off_policy_mask,
-            get_gamma_weights=trainer.get_gamma_weights,
-            _get_per_token_logps_and_entropies=lambda *_, **__: (t["logprobs"], t["entropies"], None),
-        )
-        me.get_high_entropy_mask = lambda *a: trainer.get_high_entropy_mask(me, *a)
-        ids = torch.zeros(example.mask.shape, dtype=torch.long)
-        inputs: dict[str, Any] = {
-            "prompt_ids": ids,
-            "prompt_mask": ids,
-            "completion_ids": ids,
-            "completion_mask": t["mask"],
-            "advantages": t["advantages"],
-            "old_per_token_logps": t["old_logprobs"],
-            "ref_per_token_logps": t["ref_logprobs"],
-            "num_items_in_batch": t["mask"].sum(),
-        }
-        if o["use_vllm"]:
-            inputs["sampling_per_token_logps"] = t["rollout_logprobs"]
-            inputs["importance_sampling_ratio"] = _weights(trainer, o, t)
-        return torch_numbers(trainer._compute_loss(me, None, inputs), t["logprobs"])
+        return torch_numbers(loss_of(options, t)(t["logprobs"]), t["logprobs"])
 
     return run
 

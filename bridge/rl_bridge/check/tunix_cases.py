@@ -22,22 +22,37 @@ def core() -> Any:
     return load("tunix.rl.algo_core", bare=BARE)
 
 
+def loss_of(options: dict[str, Any], data: Any, logits: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """grpo_loss_fn or ppo_policy_loss_fn on given data, as a function of the log-probabilities."""
+    algo = core()
+    ppo = options.get("policy_loss_fn") == "ppo"
+    given = {**(PPO if ppo else GRPO), **options}
+    fallback = given["epsilon"]
+    if ppo:
+        given["epsilon_low"] = given["epsilon_low"] or fallback
+    given["epsilon_high"] = given["epsilon_high"] or fallback
+    config = types.SimpleNamespace(**given, temperature=1.0)
+
+    def value(x: jax.Array) -> jax.Array:
+        with (
+            mock.patch.object(algo.common, "compute_per_token_logps", lambda *_, **__: (x, logits)),
+            mock.patch.object(algo.nnx, "split", lambda _: (None, None)),
+        ):
+            function = algo.ppo_policy_loss_fn if ppo else algo.grpo_loss_fn
+            return function(None, data, config, 0, 1)[0]
+
+    return value
+
+
 def loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
-    """grpo_loss_fn or ppo_policy_loss_fn on given log-probabilities in place of a model's."""
+    """The same on an example, with its gradient."""
 
     def run(example: Example) -> Numbers:
-        algo = core()
-        ppo = options.get("policy_loss_fn") == "ppo"
-        given = {**(PPO if ppo else GRPO), **options}
-        fallback = given["epsilon"]
-        if ppo:
-            given["epsilon_low"] = given["epsilon_low"] or fallback
-        given["epsilon_high"] = given["epsilon_high"] or fallback
         mask = jnp.asarray(example.mask).astype(jnp.float32)
         weights = None
-        if given.get("sampler_is"):
+        if options.get("sampler_is"):
             log_ratio = jnp.clip(jnp.asarray(example.old_logprobs - example.rollout_logprobs), -20.0, 20.0)
-            weights = jnp.minimum(jnp.exp(log_ratio), given["sampler_is_threshold"]) * mask
+            weights = jnp.minimum(jnp.exp(log_ratio), options["sampler_is_threshold"]) * mask
         data = types.SimpleNamespace(
             prompt_ids=None,
             completion_ids=None,
@@ -47,19 +62,9 @@ def loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
             ref_per_token_logps=jnp.asarray(example.ref_logprobs),
             sampler_is_weights=weights,
         )
-        config = types.SimpleNamespace(**given, temperature=1.0)
         # Two logits (z, 0) whose entropy is what tunix averages; the rest of the function sees log-probabilities alone.
         logits = jnp.stack([jnp.asarray(example.values), jnp.zeros(example.mask.shape)], axis=-1)
-
-        def value(x: jax.Array) -> jax.Array:
-            with (
-                mock.patch.object(algo.common, "compute_per_token_logps", lambda *_, **__: (x, logits)),
-                mock.patch.object(algo.nnx, "split", lambda _: (None, None)),
-            ):
-                function = algo.ppo_policy_loss_fn if ppo else algo.grpo_loss_fn
-                return function(None, data, config, 0, 1)[0]
-
-        return jax_numbers(value, example.logprobs)
+        return jax_numbers(loss_of(options, data, logits), example.logprobs)
 
     return run
 
