@@ -1,5 +1,6 @@
 """Pure functions for RL post-training of language models."""
 
+from rl_fn import pieces, recipes
 from rl_fn.advantages import Advantages, discounted_returns, gae, length_adaptive_lambda, td_lambda, whiten
 from rl_fn.aggregation import Ratio, aggregate, aggregate_parts, masked_mean, masked_sum, masked_var
 from rl_fn.archive import ArchiveState, ParetoArchive, pareto_archive
@@ -11,7 +12,7 @@ from rl_fn.baselines import (
     opo_advantages,
     remax_advantages,
 )
-from rl_fn.batch import Batch
+from rl_fn.batch import Batch, Rollouts
 from rl_fn.batch_advantages import gdpo_advantages, reinforce_pp_advantages, reinforce_pp_baseline_advantages
 from rl_fn.chunked_logprobs import linear_logprobs
 from rl_fn.constraints import Lagrangian, LagrangianState, lagrangian
@@ -50,23 +51,11 @@ from rl_fn.objectives import Objective
 from rl_fn.off_policy_advantages import clipped_importance_advantages, n_step, retrace, vtrace
 from rl_fn.packing import pack, position_ids, segment_ids, zigzag_gather, zigzag_split
 from rl_fn.passk_advantages import pass_at_k, passk_advantages, passk_analytic_advantages
-from rl_fn.pieces import (
-    GAE,
-    KL,
-    Aggregation,
-    Clip,
-    Entropy,
-    GroupNormalised,
-    LeaveOneOut,
-    MaskedImportance,
-    RawReward,
-    Reinforce,
-    TruncatedImportance,
-)
+from rl_fn.pieces import *  # noqa: F403
 from rl_fn.policy_losses import clipped_tokens, entropy_bonus, ppo_clip, reinforce
 from rl_fn.preference_losses import apo_down, apo_zero, bco, exo, nca
 from rl_fn.quantization import Quantized, dequantize, quantize_fp8, quantize_int8, smooth_scales
-from rl_fn.recipes import dapo, dr_grpo, grpo, ppo, reinforce_objective, rloo
+from rl_fn.recipes import *  # noqa: F403
 from rl_fn.recurrence import linear_recurrence
 from rl_fn.reference_free_losses import cpo, orpo, simpo, tpo
 from rl_fn.regularised_losses import dro, kimi, topr
@@ -83,22 +72,14 @@ from rl_fn.value_losses import value_clip, value_huber, value_loss
 __version__ = "0.1.0"
 
 __all__ = [
-    "GAE",
-    "KL",
     "Advantages",
-    "Aggregation",
     "ArchiveState",
     "Batch",
-    "Clip",
     "CoefState",
     "Controller",
-    "Entropy",
     "EntropyState",
-    "GroupNormalised",
     "Lagrangian",
     "LagrangianState",
-    "LeaveOneOut",
-    "MaskedImportance",
     "MismatchMetrics",
     "Objective",
     "PIDState",
@@ -106,12 +87,10 @@ __all__ = [
     "PreferenceMetrics",
     "Quantized",
     "Ratio",
-    "RawReward",
-    "Reinforce",
+    "Rollouts",
     "RowState",
     "ScheduleState",
     "TokenLogprobs",
-    "TruncatedImportance",
     "adaptive_entropy",
     "aggregate",
     "aggregate_parts",
@@ -128,7 +107,6 @@ __all__ = [
     "clipped_tokens",
     "cpo",
     "crowding_distance",
-    "dapo",
     "decoupled_ppo",
     "dequantize",
     "discopop",
@@ -138,7 +116,6 @@ __all__ = [
     "dpo_norm",
     "dpo_robust",
     "dppo",
-    "dr_grpo",
     "dro",
     "effective_sample_size",
     "entropy",
@@ -156,7 +133,6 @@ __all__ = [
     "gpg_advantages",
     "gpg_loss",
     "group_filter",
-    "grpo",
     "grpo_advantages",
     "gspo",
     "gspo_token",
@@ -211,13 +187,11 @@ __all__ = [
     "pid_kl",
     "plackett_luce",
     "position_ids",
-    "ppo",
     "ppo_clip",
     "preference_metrics",
     "quantize_fp8",
     "quantize_int8",
     "reinforce",
-    "reinforce_objective",
     "reinforce_pp_advantages",
     "reinforce_pp_baseline_advantages",
     "rejection_mask",
@@ -225,7 +199,6 @@ __all__ = [
     "repetition_penalty",
     "retrace",
     "reverse_kl",
-    "rloo",
     "rloo_advantages",
     "row_state",
     "rpo",
@@ -261,3 +234,7 @@ __all__ = [
     "zigzag_gather",
     "zigzag_split",
 ]
+# The pieces of objectives and the recipes list their own names.
+__all__ += pieces.__all__
+__all__ += recipes.__all__
+__all__.sort(key=lambda name: (not name.isupper(), not name[0].isupper(), name))  # pyright: ignore[reportUnsupportedDunderAll]

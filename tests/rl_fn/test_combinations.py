@@ -1,0 +1,299 @@
+"""Any piece in any slot: the objective works, or it is refused with the reason and the remedy."""
+
+import dataclasses
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rl_fn
+from rl_fn import pieces
+from rl_fn.aggregation import MODES
+from tests.rl_fn.recipe_batches import COLUMNS, OBJECTIVES, batch, rollouts
+from tests.rl_fn.registry import RECIPES
+
+GSPO, GAE = rl_fn.GSPO(), rl_fn.GAE()
+TIS, ICEPOP = rl_fn.TruncatedImportance(), rl_fn.MaskedImportance()
+# The arguments that a piece has no default for.
+ARGUMENTS = {
+    "KL": ("k3", 0.1),
+    "Aggregation": ("seq-mean-token-sum-norm", 16.0),
+    "Entropy": (0.1,),
+    "Rejection": (0.5,),
+    "SequenceMask": (0.5,),
+    "TotalVariation": (0.5,),
+    "Sum": ((rl_fn.Clip(), rl_fn.PositiveExample()),),
+    "Product": ((TIS, rl_fn.SecondMoment()),),
+}
+PIECES = {
+    name: getattr(rl_fn, name)(*ARGUMENTS.get(name, ()))
+    for name in pieces.__all__
+    if name in rl_fn.__all__ and inspect.isclass(getattr(rl_fn, name)) and not inspect.isabstract(getattr(rl_fn, name))
+}
+
+
+def _of(*modules):
+    return {name: piece for name, piece in PIECES.items() if type(piece).__module__.split(".")[-1] in modules}
+
+
+LOSSES = _of("token_losses", "sequence_losses")
+CORRECTIONS = _of("weights") | {"none": None}
+ADVANTAGES = _of("estimators", "group_estimators")
+AGGREGATIONS = [rl_fn.Aggregation(mode, 16.0 if mode == "seq-mean-token-sum-norm" else None) for mode in MODES]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason", "remedy"),
+    [
+        (lambda: rl_fn.decoupled_ppo_objective()._replace(correction=TIS), "count it twice", "correction=None"),
+        (lambda: rl_fn.vespo_objective()._replace(correction=ICEPOP), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.topr_objective()._replace(correction=TIS), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.dppo_objective()._replace(correction=TIS), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.Product((TIS, ICEPOP)), "counted once", "keep one"),
+        (
+            lambda: rl_fn.decoupled_ppo_objective()._replace(correction=rl_fn.Product((rl_fn.SecondMoment(), TIS))),
+            "count it twice",
+            "Clip for DecoupledClip",
+        ),
+        (lambda: rl_fn.dapo()._replace(loss=GSPO), "whole sequence", "GSPOToken"),
+        (lambda: rl_fn.dapo()._replace(loss=rl_fn.GMPO()), "whole sequence", "seq-mean-token-mean"),
+        (
+            lambda: rl_fn.luspo_objective()._replace(aggregation=rl_fn.Aggregation("seq-mean-token-sum")),
+            "whole sequence",
+            "seq-mean-token-mean",
+        ),
+        (
+            lambda: rl_fn.kimi_objective()._replace(aggregation=rl_fn.Aggregation("token-mean")),
+            "whole sequence",
+            "level='token'",
+        ),
+        (lambda: rl_fn.gspo_objective()._replace(advantage=GAE), "its own advantage", "GSPOToken"),
+        (
+            lambda: rl_fn.gspo_objective()._replace(advantage=rl_fn.TeacherLogRatio()),
+            "its own advantage",
+            "GSPOToken",
+        ),
+        (
+            lambda: rl_fn.gspo_objective()._replace(advantage=rl_fn.WhitenedReturns(), reward_kl=rl_fn.KL("k1", 0.1)),
+            "its own advantage",
+            "GSPOToken",
+        ),
+        (lambda: rl_fn.rloo(kl_coef=0.1, reward_kl_coef=0.1), "penalises it twice", "reward_kl=None"),
+        (lambda: rl_fn.ppo(kl_coef=0.1, reward_kl_coef=0.1), "penalises it twice", "kl=None"),
+        (lambda: rl_fn.gdpo()._replace(reward_kl=rl_fn.KL("k1", 0.1)), "cannot hold a KL", "into the loss"),
+        (lambda: rl_fn.gigpo()._replace(reward_kl=rl_fn.KL("k1", 0.1)), "cannot hold a KL", "into the loss"),
+        (lambda: rl_fn.ppo()._replace(advantage=rl_fn.GroupNormalised()), "trains a critic", "value=None"),
+        (lambda: rl_fn.grpo()._replace(value=rl_fn.ValueLoss()), "trains a critic", "GAE"),
+        (lambda: rl_fn.Aggregation("seq-mean-token-sum-norm"), "horizon", "generation budget"),
+        (lambda: rl_fn.ppo(dual_clip=1.0), "dual clip", "must exceed 1"),
+        (lambda: rl_fn.gspo_objective(dual_clip=0.5), "dual_clip", "must exceed 1"),
+    ],
+)
+def test_the_impossible_is_refused_when_it_is_made(make, reason, remedy):
+    with pytest.raises(ValueError, match=reason) as refused:
+        make()
+    assert remedy in str(refused.value)
+
+
+def test_the_same_pieces_apart_are_accepted():
+    assert rl_fn.vespo_objective(behaviour="old")._replace(correction=TIS).needs() == ("rollout_logprobs",)
+    assert rl_fn.dppo_objective(behaviour="old").needs() == ()
+    assert rl_fn.dapo(correction_cap=2.0)._replace(loss=rl_fn.GSPOToken()).correction == TIS
+    assert rl_fn.ppo()._replace(advantage=rl_fn.GroupNormalised(), value=None).inputs() == ("rewards",)
+    assert rl_fn.kimi_objective(level="token")._replace(aggregation=rl_fn.Aggregation("token-mean"))
+    assert rl_fn.m2po(correction_cap=3.0).correction == rl_fn.Product(
+        (rl_fn.SecondMoment(), rl_fn.TruncatedImportance(3.0))
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_field_that_the_batch_lacks_is_named(name):
+    objective = OBJECTIVES[name]
+    of = batch(objective, 1)
+    assert {"ref_logprobs", "entropies"} <= set(objective.needs())
+    for field in objective.needs():
+        with pytest.raises(ValueError, match=f"{objective.name} has .* needs batch.{field}; it is None"):
+            objective(of._replace(**{field: None}))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_the_advantages_lack_is_named(name):
+    objective = getattr(rl_fn, name)()
+    read, _ = rollouts(objective, 1)
+    if isinstance(objective.advantage, rl_fn.GAE):
+        with pytest.raises(ValueError, match=r"needs a critic: call token_advantages"):
+            objective.advantages(read.rewards, read.mask)
+        with pytest.raises(ValueError, match=r"value=ValueLoss.* needs batch.values"):
+            objective.value_parts(batch(objective, 1))
+        return
+    for field in objective.inputs():
+        with pytest.raises(ValueError, match=f"which needs Rollouts.{field}"):
+            objective.advantages_of(read._replace(**{field: None}))
+    with pytest.raises(ValueError, match="has no critic: call advantages"):
+        objective.token_advantages(read.mask[0, 0] * 1.0, read.mask[0, 0] * 1.0, read.mask[0, 0])
+    with pytest.raises(ValueError, match="has no critic's loss: give value=ValueLoss"):
+        objective.value_parts(batch(objective, 1))
+
+
+def test_a_penalty_in_the_reward_needs_its_log_probabilities():
+    objective = rl_fn.rloo(reward_kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"needs Rollouts\.old_logprobs"):
+        objective.advantages(np.ones((1, 2), np.float32), np.ones((1, 2, 3), bool))
+    with pytest.raises(ValueError, match="give old_logprobs and ref_logprobs"):
+        rl_fn.ppo(reward_kl_coef=0.1).token_rewards(np.ones((1, 2), np.float32), np.ones((1, 2, 3), bool))
+
+
+def test_rewards_of_another_shape_are_refused():
+    mask = np.ones((3, 4, 2), bool)
+    with pytest.raises(ValueError, match=r"needs rewards \(\*batch, R, G\)"):
+        rl_fn.gdpo().advantages(np.ones(4, np.float32), mask[0])
+    with pytest.raises(ValueError, match=r"weights .* for 2 rewards"):
+        rl_fn.gdpo(weights=(1.0, 2.0, 3.0)).advantages(np.ones((3, 2, 4), np.float32), mask)
+    with pytest.raises(ValueError, match="one sequence a row"):
+        zeros = np.zeros((1, 4), np.float32)
+        rl_fn.vapo().token_advantages(zeros, zeros, zeros == 0, segment_ids=np.zeros((1, 4), np.int32))
+
+
+def test_a_penalty_in_the_reward_is_taken_off_once():
+    objective = rl_fn.rloo(reward_kl_coef=0.5)
+    read, _ = rollouts(objective, 2)
+    d = np.where(read.mask, read.old_logprobs - read.ref_logprobs, 0.0)
+    expected = rl_fn.rloo().advantages(read.rewards - 0.5 * d.sum(-1), read.mask)
+    np.testing.assert_allclose(objective.advantages_of(read), expected, rtol=1e-5, atol=1e-5)
+    log = {"old_logprobs": read.old_logprobs, "ref_logprobs": read.ref_logprobs}
+    rewards = np.asarray(rl_fn.ppo(reward_kl_coef=0.5).token_rewards(read.rewards, read.mask, **log))
+    some = read.mask.any(-1)
+    np.testing.assert_allclose(
+        rewards.sum(-1), np.where(some, read.rewards, 0.0) - 0.5 * d.sum(-1), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_critic_has_its_loss():
+    objective = rl_fn.ppo(value_clip=0.5)
+    of = batch(objective, 3)
+    draw = np.random.default_rng(3).normal(size=(3, *of.mask.shape)).astype(np.float32)
+    of = of._replace(values=draw[0], old_values=draw[1], returns=draw[2])
+    loss, metrics = objective.value_parts(of)
+    expected = np.maximum((draw[0] - draw[2]) ** 2, (np.clip(draw[0], draw[1] - 0.5, draw[1] + 0.5) - draw[2]) ** 2)
+    np.testing.assert_allclose(loss.value(), expected[of.mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["value_loss"].value(), expected[of.mask].mean(), rtol=1e-5)
+    plain = rl_fn.ppo().value_parts(of._replace(old_values=None))[0]
+    np.testing.assert_allclose(plain.value(), ((draw[0] - draw[2]) ** 2)[of.mask].mean(), rtol=1e-5)
+    gradient = jax.grad(lambda v: rl_fn.ppo().value_parts(of._replace(values=v))[0].value())(jnp.asarray(draw[0]))
+    np.testing.assert_allclose(
+        gradient, np.where(of.mask, 2 * (draw[0] - draw[2]) / of.mask.sum(), 0.0), rtol=1e-5, atol=1e-7
+    )
+
+
+FULL = batch(rl_fn.dapo(), 4)._replace(values=None)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss):
+    """Shapes only, which is what an objective that cannot work fails at; numbers are the recipes' laws."""
+    plain = rl_fn.reinforce_objective()
+    worked = 0
+    for aggregation, (name, correction) in itertools.product(AGGREGATIONS, CORRECTIONS.items()):
+        try:
+            objective = plain._replace(loss=LOSSES[loss], aggregation=aggregation, correction=correction)
+        except ValueError as refused:
+            assert ": drop the correction" in str(refused) or ": aggregate by one of" in str(refused)
+            continue
+        worked += 1
+        # The correction multiplies whatever the aggregation is: one of the six is enough.
+        if name == "none" or aggregation.mode == "seq-mean-token-mean":
+            shaped = (
+                FULL
+                if aggregation.mode != "prompt-mean"
+                else rl_fn.Batch(*(x if x is None else x.reshape(2, 4, COLUMNS) for x in FULL))
+            )
+            total, metrics = jax.eval_shape(objective, shaped)
+            assert total.shape == () and all(metric.shape == () for metric in metrics.values())
+    assert worked >= len(CORRECTIONS) - 2
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_advantage_goes_with_every_loss_of_a_token(name):
+    objective = rl_fn.dapo()._replace(advantage=ADVANTAGES[name])
+    of = batch(objective, 5)
+    assert np.isfinite(objective(of)[0])
+
+
+def _numbers(piece):
+    """Numeric hyper-parameters, and those that are None and could be a number."""
+    for field in dataclasses.fields(piece):
+        value = getattr(piece, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield field.name, type(value)
+        elif value is None and "float" in str(field.type) and "tuple" not in str(field.type):
+            yield field.name, float
+
+
+@pytest.mark.parametrize("name", [name for name in PIECES if dataclasses.fields(PIECES[name]) and name != "Entropy"])
+def test_an_explanation_has_every_number(name):
+    """Every hyper-parameter gets a value of its own, and all of them occur; KL's coefficient stands before its term."""
+    piece = PIECES[name]
+    if isinstance(piece, rl_fn.Sum | rl_fn.Product):
+        parts = piece.losses if isinstance(piece, rl_fn.Sum) else piece.factors
+        assert all(part.explain() in piece.explain() for part in parts)
+        return
+    values = {
+        field: 7 + i if kind is int else round((3.5 if "dual" in field else 0.31) + 0.017 * i, 4)
+        for i, (field, kind) in enumerate(_numbers(piece))
+    }
+    changed = dataclasses.replace(piece, **values)
+    text = rl_fn.dapo()._replace(kl=changed).explain() if name == "KL" else changed.explain()
+    assert [field for field, value in values.items() if f"{value:g}" not in text] == []
+
+
+@pytest.mark.parametrize("name", LOSSES | ADVANTAGES)
+def test_an_objective_explains_its_pieces(name):
+    piece = PIECES[name]
+    mode = "seq-mean-token-mean" if "seq-mean-token-mean" in getattr(piece, "modes", MODES) else "seq-mean-token-sum"
+    slot = {"loss" if name in LOSSES else "advantage": piece}
+    objective = rl_fn.reinforce_objective()._replace(**slot, aggregation=rl_fn.Aggregation(mode))
+    assert PIECES[name].explain() in objective.explain()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: rl_fn.DecoupledClip(low=-1.0),
+        lambda: rl_fn.DecoupledClip(weight_cap=0.0),
+        lambda: rl_fn.CISPO(clip_high=-1.0),
+        lambda: rl_fn.SAPO(tau_pos=0.0),
+        lambda: rl_fn.DPPO(threshold=0.0),
+        lambda: rl_fn.DPPO(behaviour="new"),
+        lambda: rl_fn.DRO(beta=0.0),
+        lambda: rl_fn.Kimi(level="word"),
+        lambda: rl_fn.TOPR("word"),
+        lambda: rl_fn.GMPO(clip_low=-0.1),
+        lambda: rl_fn.LUSPO(dual_clip=1.0),
+        lambda: rl_fn.VESPO(k_pos=-1.0),
+        lambda: rl_fn.ClipCov(share=2.0),
+        lambda: rl_fn.ClipCov(cov_low=5.0),
+        lambda: rl_fn.KLCov(coef=-1.0),
+        lambda: rl_fn.PositiveExample(-0.1),
+        lambda: rl_fn.Sum(()),
+        lambda: rl_fn.Product(()),
+        lambda: rl_fn.Rejection(0.0),
+        lambda: rl_fn.Rejection(0.1, level="word"),
+        lambda: rl_fn.SecondMoment(0.0),
+        lambda: rl_fn.TotalVariation(-0.1),
+        lambda: rl_fn.HighEntropy(1.5),
+        lambda: rl_fn.ValueLoss(clip=0.0),
+        lambda: rl_fn.WhitenedReturns(gamma=1.5),
+        lambda: rl_fn.StepGroups(scale="batch"),
+        lambda: rl_fn.LengthAdaptiveGAE(alpha=0.0),
+        lambda: rl_fn.TeacherLogRatio(clip=0.0),
+        lambda: rl_fn.InformativeShare(alpha="all"),
+        lambda: rl_fn.BestOfSets(0),
+        lambda: rl_fn.GroupNormalised(eps=-1.0),
+    ],
+)
+def test_bad_constants_are_refused_at_once(bad):
+    with pytest.raises(ValueError, match=r"must|need"):
+        bad()
