@@ -1,8 +1,8 @@
 """rl_fn's advantages and losses against the other libraries' own functions: python experiments/benchmarks/core.py.
 
-64 × 4096 tokens (make benchmark-core, in the environment of make peers). rl_fn is compiled by jax.jit; the others run as
-they ship. The two functions of a pair get the same numbers, must agree, and take turns; a ratio is of medians. Writes
-results.json, table.md and plot.png.
+64 × 4096 tokens (make benchmark-core, in the environment of make peers). rl_fn is compiled by jax.jit; the others run
+as they ship. The two functions of a pair get the same numbers, must agree, and take turns; a ratio is of medians.
+Writes results.json, table.md and plot.png.
 """
 
 import argparse
@@ -82,7 +82,8 @@ def table(result: dict[str, Any]) -> str:
         f"{facts['rows']} × {facts['length']} tokens; {facts['hardware']}; load {facts['load']:.1f} at the start; "
         f"{facts['date']}; {facts['repeats']} turns.",
         ", ".join(f"{name} {number}" for name, number in facts["versions"].items()) + ".",
-        "rl_fn under jax.jit, the others as they ship; medians; equal results were a condition. Above 1, rl_fn is faster.",
+        "rl_fn under jax.jit, the others as they ship; medians; equal results were a condition.",
+        "Above 1, rl_fn is faster.",
     ]
     for kind in ("recursion", "group", "loss"):
         lines += [

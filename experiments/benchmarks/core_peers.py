@@ -70,7 +70,7 @@ class Data:
         return rl_fn.Batch(*(self.jax(name) for name in names))
 
 
-def jitted(function: Callable[..., Any], *arrays: jax.Array) -> Call:
+def jitted(function: Callable[..., Any], *arrays: jax.Array | float) -> Call:
     """A call of a compiled function that waits for its result."""
     compiled = jax.jit(function)
     return lambda: jax.block_until_ready(compiled(*arrays))
@@ -145,7 +145,11 @@ def recursions(d: Data) -> list[Pair]:
     }
     theirs: list[tuple[str, str, Call]] = [
         ("gae, whitened", "verl", lambda: core.compute_gae_advantage_return(t_rewards, t_values, ones, GAMMA, LAM)[0]),
-        ("gae, whitened", "tunix", jitted(tunix_core.compute_gae_advantages, rewards, values, mask, GAMMA, LAM)),
+        (
+            "gae, whitened",
+            "tunix",
+            jitted(lambda *a: tunix_core.compute_gae_advantages(*a)[0], rewards, values, mask, GAMMA, LAM),
+        ),
         ("gae", "openrlhf", lambda: maker.get_advantages_and_returns(None, t_values, t_rewards, ones, GAMMA, LAM)[0]),
         ("gae", "rlax", jitted(by_rlax, rewards, values)),
         ("gae", "torchrl", lambda: functional.generalized_advantage_estimate(GAMMA, LAM, *columns)[0]),
