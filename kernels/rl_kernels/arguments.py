@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Arguments a row. ``tokens`` [N, K] int64; ``inverse`` [N] scale over temperature, in the arithmetic's dtype;
-    ``support`` bool [N, V] or ids [N, S]; ``mask`` [N] bool, False for a row that is left out.
+    """Arguments a row, contiguous. ``tokens`` [N, K] int64; ``inverse`` [N], scale over temperature in the dtype of the
+    arithmetic; ``support`` bool [N, V] or ids [N, S]; ``mask`` [N] bool, False for a row that is left out.
     """
 
     tokens: Tensor
@@ -51,10 +51,10 @@ def rows_of(
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     inverse = logit_scale / torch.as_tensor(temperature, dtype=exact, device=tokens.device)
     return Rows(
-        tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).long(),
-        inverse.expand(batch).reshape(count),
+        tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).long().contiguous(),
+        inverse.expand(batch).reshape(count).contiguous(),
         None if support is None else _support(support, batch, vocabulary),
-        None if mask is None else mask.reshape(count),
+        None if mask is None else mask.reshape(count).contiguous(),
     )
 
 

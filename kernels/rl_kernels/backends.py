@@ -6,21 +6,18 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-import torch
-
 # Best first. "reference" answers any question slowly and is never chosen.
 BACKENDS = {
-    "logits_logprobs": ("torch", "reference"),
+    "logits_logprobs": ("triton", "torch", "reference"),
     "linear_logprobs": ("torch", "reference"),
 }
 
 
-@torch.compiler.assume_constant_result
 def select(operation: str, device: str, backend: str | None) -> str:
     """The backend asked for, or the best that runs on a kind of device ("cpu", "cuda", …)."""
     names = BACKENDS[operation]
     if backend is None:
-        return next(name for name in names if refusal(name, device) is None)
+        return next(name for name in names if refusal(name, device) is None and suits(name, device))
     if backend not in names:
         raise NotImplementedError(f"{operation} has no backend {backend!r}; available: {', '.join(names)}")
     reason = refusal(backend, device)
@@ -45,11 +42,16 @@ def refusal(backend: str, device: str) -> str | None:
     return None
 
 
+def suits(backend: str, device: str) -> bool:
+    """Whether a backend that can run is one to choose: an interpreter is not."""
+    return backend != "triton" or device == "cuda"
+
+
 def interpreting() -> bool:
     """Whether Triton kernels run in its interpreter, which is decided when a kernel's file is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def implementation(operation: str, backend: str) -> ModuleType:
-    """The module of a backend; its name is its file's."""
-    return import_module(f"rl_kernels.{operation}.{backend}")
+def implementation(operation: str, device: str, backend: str | None) -> ModuleType:
+    """The module of the backend that `select` names; a backend's name is its file's."""
+    return import_module(f"rl_kernels.{operation}.{select(operation, device, backend)}")

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_kernels.arguments import rows_of
-from rl_kernels.backends import implementation, select
+from rl_kernels.backends import implementation
 from rl_kernels.logits_logprobs import TokenLogprobs
 from rl_kernels.row_state import RowState, finish, merge_all
 
@@ -90,7 +90,6 @@ def linear_logprobs(
         support=support,
         mask=mask,
     )
-    name = select("linear_logprobs", hidden.device.type, backend)
     logprobs, entropy, logsumexp = _forward(
         hidden.reshape(len(rows.inverse), hidden.shape[-1]),
         weight,
@@ -103,7 +102,7 @@ def linear_logprobs(
         start,
         None if group is None else group.group_name,
         workspace,
-        name,
+        backend,
     )
     return TokenLogprobs(logprobs.view(tokens.shape), entropy.view(batch), logsumexp.view(batch))
 
@@ -135,9 +134,9 @@ def _forward(
     start: int,
     group: str | None,
     workspace: int,
-    backend: str,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("linear_logprobs", backend).forward
+    run = implementation("linear_logprobs", hidden.device.type, backend).forward
     state = run(hidden, weight, bias, tokens, inverse, softcap, support, mask, start, workspace)
     results = finish(state if group is None else _gathered(state, group))
     if mask is None:
@@ -171,9 +170,9 @@ def _backward(
     workspace: int,
     outputs: list[Tensor],
     cotangents: list[Tensor],
-    backend: str,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("linear_logprobs", backend).backward
+    run = implementation("linear_logprobs", hidden.device.type, backend).backward
     d_hidden, d_weight, d_bias = run(
         hidden,
         weight,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_kernels.arguments import rows_of
-from rl_kernels.backends import implementation, select
+from rl_kernels.backends import implementation
 
 
 class TokenLogprobs(NamedTuple):
@@ -74,10 +74,9 @@ def logits_logprobs(
         support=support,
         mask=mask,
     )
-    name = select("logits_logprobs", logits.device.type, backend)
     flat = logits.reshape(len(rows.inverse), logits.shape[-1])
     logprobs, entropy, logsumexp = _forward(
-        flat, rows.tokens, rows.inverse, softcap, rows.support, rows.mask, inplace_backward, name
+        flat, rows.tokens, rows.inverse, softcap, rows.support, rows.mask, inplace_backward, backend
     )
     return TokenLogprobs(
         logprobs.view(tokens.shape), entropy.view(logits.shape[:-1]), logsumexp.view(logits.shape[:-1])
@@ -93,9 +92,11 @@ def _forward(
     support: Tensor | None,
     mask: Tensor | None,
     inplace_backward: bool,
-    backend: str,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return implementation("logits_logprobs", backend).forward(logits, tokens, inverse, softcap, support, mask)
+    return implementation("logits_logprobs", logits.device.type, backend).forward(
+        logits, tokens, inverse, softcap, support, mask
+    )
 
 
 @_forward.register_fake
@@ -113,10 +114,10 @@ def _backward(
     mask: Tensor | None,
     outputs: list[Tensor],
     cotangents: list[Tensor],
-    backend: str,
+    backend: str | None,
 ) -> Tensor:
     gradient = torch.empty_like(logits)
-    run = implementation("logits_logprobs", backend).backward
+    run = implementation("logits_logprobs", logits.device.type, backend).backward
     run(logits, tokens, inverse, softcap, support, mask, tuple(outputs), tuple(cotangents), gradient)
     return gradient
 
@@ -136,9 +137,9 @@ def _backward_(
     mask: Tensor | None,
     outputs: list[Tensor],
     cotangents: list[Tensor],
-    backend: str,
+    backend: str | None,
 ) -> None:
-    run = implementation("logits_logprobs", backend).backward
+    run = implementation("logits_logprobs", logits.device.type, backend).backward
     run(logits, tokens, inverse, softcap, support, mask, tuple(outputs), tuple(cotangents), logits)
 
 

@@ -32,14 +32,16 @@ def test_bad_arguments_are_named(tokens, options, message, backend):
 
 
 def test_an_unknown_backend_raises_and_names_those_there_are():
-    with pytest.raises(NotImplementedError, match=r"no backend 'cuda'; available: torch, reference"):
+    with pytest.raises(NotImplementedError, match=r"no backend 'cuda'; available: triton, torch, reference"):
         logits_logprobs(LOGITS, TOKENS, backend="cuda")
 
 
-@pytest.mark.parametrize(("asked", "runs"), [("torch", "torch"), ("reference", "reference"), (None, "torch")])
+@pytest.mark.parametrize(
+    ("asked", "runs"), [("torch", "torch"), ("reference", "reference"), ("triton", "triton"), (None, "torch")]
+)
 def test_the_backend_that_runs_is_the_one_asked_for(monkeypatch, asked, runs):
     ran = []
-    for name in ("torch", "reference"):
+    for name in ("torch", "triton", "reference"):
         module = importlib.import_module(f"rl_kernels.logits_logprobs.{name}")
         monkeypatch.setattr(module, "forward", lambda *a, f=module.forward, n=name: (ran.append(n), f(*a))[1])
     logits_logprobs(LOGITS, TOKENS, backend=asked)

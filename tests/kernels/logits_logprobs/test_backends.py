@@ -7,10 +7,9 @@ from rl_kernels import logits_logprobs
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, tokens_for
 from tests.kernels.exact import exact, gradients
 
-BACKENDS = ["torch", "reference"]
+BACKENDS = ["torch", "triton", "reference"]
 each_option = pytest.mark.parametrize("option", list(OPTIONS))
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-COTANGENTS = {None: (normal(N, seed=5), normal(N, seed=6), normal(N, seed=7))}
 
 
 def cotangents(targets):

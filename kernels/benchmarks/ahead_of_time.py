@@ -1,0 +1,163 @@
+"""Compile every Triton kernel for every architecture, without a GPU: registers, spills, shared memory, instructions.
+
+    python kernels/benchmarks/ahead_of_time.py            # table, and results/ahead_of_time.json beside this file
+    python kernels/benchmarks/ahead_of_time.py --check    # exit 1 if a kernel spills, or lacks what it should have
+
+Must run without TRITON_INTERPRET.
+"""
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+# Triton 3.9 warns where the choice is left open; results must not depend on the version.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+# Bytes of shared memory a block may have.
+SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
+RESULTS = Path(__file__).parent / "results" / "ahead_of_time.json"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One specialisation: argument types by name, constants, and what its machine code must contain."""
+
+    name: str
+    module: str
+    function: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int = 8
+    stages: int = 3
+    matrix: bool = False
+    """Whether matrix instructions are expected."""
+    targets: tuple[str, ...] = tuple(TARGETS)
+    aligned: tuple[str, ...] = field(default=())
+    """Arguments that are multiples of 16, pointers included."""
+
+
+def kernels() -> list[Kernel]:
+    """Every kernel of every operation: each folder's triton.py lists its own."""
+    listed = []
+    folder = Path(import_module("rl_kernels").__file__ or "").parent
+    for file in sorted(folder.glob("*/triton*.py")):
+        module = import_module(f"rl_kernels.{file.parent.name}.{file.stem}")
+        for name, (function, types, constants, options) in module.SPECIALISATIONS.items():
+            kernel = Kernel(f"{file.parent.name}: {name}", module.__name__, function, types, constants, **options)
+            listed.append(kernel)
+    return listed
+
+
+def compiled(kernel: Kernel, target: str) -> dict[str, Any]:
+    """Compile one kernel for one target and read what came out."""
+    function = getattr(import_module(kernel.module), kernel.function)
+    names = function.arg_names
+    unknown = set(kernel.types) | set(kernel.constants)
+    if unknown != set(names):
+        raise ValueError(f"{kernel.name}: arguments {sorted(unknown ^ set(names))} are not those of {kernel.function}")
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned}
+    source = ASTSource(
+        fn=function,
+        signature={name: kernel.types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in kernel.constants.items()},
+        attrs=attributes,
+    )
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    result = triton.compile(source, target=TARGETS[target], options=options)
+    row = {"kernel": kernel.name, "target": target, "shared": result.metadata.shared}
+    return row | (nvidia(result.asm) if target.startswith("sm_") else amd(result.asm))
+
+
+def nvidia(asm: Any) -> dict[str, Any]:
+    """From the cubin, by the tools that Triton brings."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True)
+        sass = subprocess.run([tool, "--dump-sass", file.name], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
+    if found is None:
+        raise ValueError(f"no resource usage in {usage.stdout!r}")
+    matrix = sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA|IMMA|QGMMA|DMMA|IGMMA|UTCIMMA|OMMA)\b", sass)))
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
+    return {"registers": int(found[1]), "spills": spills, "matrix": matrix}
+
+
+def amd(asm: Any) -> dict[str, Any]:
+    """From the assembly's metadata."""
+    text = asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", text)
+        if found is None:
+            raise ValueError(f"no {name} in the assembly")
+        return int(found[1])
+
+    spills = number("vgpr_spill_count") + number("sgpr_spill_count")
+    return {
+        "registers": number("vgpr_count"),
+        "spills": spills,
+        "matrix": sorted(set(re.findall(r"\bv_(mfma\w*?)_", text))),
+    }
+
+
+def faults(row: dict[str, Any], kernel: Kernel) -> list[str]:
+    """What is wrong with a compiled kernel."""
+    found = []
+    if row["spills"]:
+        found.append(f"{row['spills']} spills")
+    if row["shared"] > SHARED[row["target"]]:
+        found.append(f"{row['shared']} bytes of shared memory, {SHARED[row['target']]} there are")
+    if kernel.matrix and not row["matrix"]:
+        found.append("no matrix instruction")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    arguments = parser.parse_args()
+    rows, wrong = [], []
+    for kernel in kernels():
+        for target in arguments.targets.split(","):
+            if arguments.only in kernel.name and target in kernel.targets:
+                rows.append(compiled(kernel, target))
+                wrong += [f"{kernel.name} on {target}: {fault}" for fault in faults(rows[-1], kernel)]
+                print(*rows[-1].values(), sep=" | ", flush=True)
+    if not arguments.check:
+        from rl_bridge.atomic import write_json
+
+        RESULTS.parent.mkdir(exist_ok=True)
+        versions = {"python": platform.python_version(), "triton": version("triton")}
+        write_json(RESULTS, {"versions": versions, "kernels": [asdict(k) for k in kernels()], "compiled": rows})
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
