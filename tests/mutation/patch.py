@@ -37,9 +37,12 @@ class Package:
     def __init__(self, folder: Path, package: str) -> None:
         self.folder, self.package = folder, package
         self.trees: dict[str, ast.Module] = {}
+        self.sources: dict[str, list[str]] = {}
         self.mutants: dict[str, Mutant] = {}
         for path in sorted(folder.glob("*.py")):
-            tree, found = mutants(path.read_text(encoding="utf-8"), path.name)
+            source = path.read_text(encoding="utf-8")
+            self.sources[path.name] = source.splitlines()
+            tree, found = mutants(source, path.name)
             self.trees[path.name] = tree
             self.mutants |= {mutant.id: mutant for mutant in found}
         self._closures: dict[tuple[str, str], list[types.FunctionType]] | None = None

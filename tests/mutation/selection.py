@@ -59,6 +59,7 @@ class Selection:
     def __init__(self, nodeids: list[str], root: Path, trees: dict[str, ast.Module]) -> None:
         self.graph, self.root = CallGraph(trees), root
         self.files: dict[str, dict[str, set[str]]] = {}
+        self.texts: dict[str, str] = {}
         self.names = {nodeid: self._names(nodeid) for nodeid in nodeids}
 
     def _names(self, nodeid: str) -> set[str]:
@@ -70,7 +71,8 @@ class Selection:
         if Path(path).name in GENERATED:
             return named
         if path not in self.files:
-            self.files[path] = _definitions(ast.parse((self.root / path).read_text(encoding="utf-8")).body)
+            self.texts[path] = (self.root / path).read_text(encoding="utf-8")
+            self.files[path] = _definitions(ast.parse(self.texts[path]).body)
         definitions, seen = self.files[path], set()
         waiting = {own.split("::")[-1]}
         while waiting:
@@ -86,8 +88,11 @@ class Selection:
         else:
             tree = ast.parse((self.root / "rl_fn" / file).read_text(encoding="utf-8"))
             distances = dict.fromkeys(_definitions(tree.body), 0)
-        found = {}
+        found, module = {}, file.removesuffix(".py")
         for nodeid, names in self.names.items():
             if near := names & distances.keys():
                 found[nodeid] = min(distances[name] for name in near)
+                # A test file that imports the module itself is about its helpers, whatever else bears their names.
+                if not found[nodeid] and f"rl_fn.{module} import" in self.texts.get(nodeid.split("::")[0], ""):
+                    found[nodeid] = -1
         return found
