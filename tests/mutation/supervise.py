@@ -111,7 +111,8 @@ class Store:
 
 def groups_of(mutants: list[Mutant]) -> Iterator[list[Mutant]]:
     """Neighbours together, so that the test that killed one is tried first on the next."""
-    for file in dict.fromkeys(mutant.file for mutant in mutants):
+    # Shared helpers last: almost every test concerns them, and a process has compiled most of it by then.
+    for file in sorted({mutant.file for mutant in mutants}, key=lambda name: (name.startswith("_"), name)):
         members = sorted((m for m in mutants if m.file == file), key=lambda m: (m.line, m.column))
         for start in range(0, len(members), GROUP):
             yield members[start : start + GROUP]

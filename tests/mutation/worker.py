@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 # Not about the mathematics, or meaningless without jax.jit.
 EXCLUDED = ("test_registry.py", "test_jit_and_eager_agree", "test_a_case_is_deterministic")
 # Of wall-clock time for a test, of processor time for a mutant.
-ITEM_SECONDS, MUTANT_SECONDS, MUTANT_ITEMS = 60, 6.0, 150
-LEAST_ITEMS = 25
+ITEM_SECONDS, MUTANT_SECONDS, MUTANT_ITEMS = 60, 4.0, 150
+LEAST_ITEMS = 15
 
 
 def _eager(function: Any = None, **_: Any) -> Any:
