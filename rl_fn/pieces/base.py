@@ -34,7 +34,8 @@ class FunctionLoss:
     """A loss of the library as a piece: its fields are the function's hyper-parameters, which the function checks.
 
     sequence: every token holds the loss of its whole sequence. over_batch: a statistic of all tokens passed in decides,
-    so that micro-batches do not add up to the batch. weighs_rollout: it already multiplies by a function of π/μ or
+    so that micro-batches do not add up to the batch. beside_advantage: it has a gradient where the advantage is 0.
+    weighs_rollout: it already multiplies by a function of π/μ or
     π_old/μ. modes: the aggregations that keep the paper's meaning.
     """
 
@@ -42,6 +43,7 @@ class FunctionLoss:
     packs: ClassVar[bool] = False
     sequence: ClassVar[bool] = False
     over_batch: ClassVar[bool] = False
+    beside_advantage: ClassVar[bool] = False
     modes: ClassVar[tuple[str, ...]] = MODES
 
     def __post_init__(self) -> None:

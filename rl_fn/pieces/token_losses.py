@@ -168,6 +168,7 @@ class DRO(FunctionLoss):
     beta: float = 0.1
     level: str = "sequence_sum"
     function = staticmethod(regularised_losses.dro)
+    beside_advantage: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
     @property
@@ -187,6 +188,7 @@ class Kimi(FunctionLoss):
     tau: float = 0.1
     level: str = "sequence_sum"
     function = staticmethod(regularised_losses.kimi)
+    beside_advantage: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
     @property
@@ -237,6 +239,7 @@ class KLCov(FunctionLoss):
     share: float = 2e-4
     coef: float = 1.0
     function = staticmethod(covariance_losses.kl_cov)
+    beside_advantage: ClassVar[bool] = True
     over_batch: ClassVar[bool] = True
 
     def explain(self) -> str:
@@ -249,6 +252,7 @@ class PositiveExample:
     """coef · −log π on the tokens of answers that earned the reward (batch.correct): VAPO's language-model loss."""
 
     coef: float = 0.1
+    beside_advantage: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("correct",)
 
     def __post_init__(self) -> None:
@@ -296,6 +300,11 @@ class Sum:
     def over_batch(self) -> bool:
         """Whether one of them has a statistic of the batch."""
         return any(getattr(loss, "over_batch", False) for loss in self.losses)
+
+    @property
+    def beside_advantage(self) -> bool:
+        """Whether one of them has a gradient where the advantage is 0."""
+        return any(getattr(loss, "beside_advantage", False) for loss in self.losses)
 
     @property
     def weighs_rollout(self) -> bool:

@@ -86,7 +86,7 @@ def vapo(
     *,
     gamma: Number = 1.0,
     critic_lam: Number = 1.0,
-    alpha: Number = 0.05,
+    lam_alpha: Number = 0.05,
     whiten: bool = True,
     clip_low: Number = 0.2,
     clip_high: Number = 0.28,
@@ -114,7 +114,7 @@ def vapo(
     Args:
         gamma: discount.
         critic_lam: λ of the critic's returns.
-        alpha: α > 0, of the policy's λ.
+        lam_alpha: α > 0, of the policy's λ.
         whiten: whiten the advantages over the batch.
         clip_low: ε_low.
         clip_high: ε_high.
@@ -143,7 +143,7 @@ def vapo(
     loss = Sum((clip, PositiveExample(float(positive_coef)))) if positive_coef else clip
     return assemble(
         "vapo",
-        LengthAdaptiveGAE(float(gamma), float(critic_lam), whiten, float(alpha)),
+        LengthAdaptiveGAE(float(gamma), float(critic_lam), whiten, float(lam_alpha)),
         loss,
         "token-mean",
         kl_estimator=kl_estimator,

@@ -63,7 +63,7 @@ def passk(
 
 def grpo_passk(
     *,
-    scale: bool = True,
+    divide_by_std: bool = True,
     eps: Number = 1e-6,
     clip_low: Number = 0.2,
     clip_high: Number = 0.2,
@@ -80,7 +80,7 @@ def grpo_passk(
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
     Args:
-        scale: divide by std + ε, or not.
+        divide_by_std: divide by std + ε, or not.
         eps: added to the standard deviation.
         clip_low: ε_low.
         clip_high: ε_high.
@@ -105,7 +105,7 @@ def grpo_passk(
     """
     return assemble(
         "grpo_passk",
-        BestOnly(scale, float(eps)),
+        BestOnly(divide_by_std, float(eps)),
         Clip(float(clip_low), float(clip_high), optional(dual_clip)),
         "token-mean",
         kl_estimator=kl_estimator,

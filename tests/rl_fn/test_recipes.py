@@ -156,6 +156,14 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_without_advantage_there_is_no_gradient_but_of_losses_that_say_so(name):
+    objective = OBJECTIVES[name]._replace(kl=None, entropy=None)
+    of = batch(objective, 11)
+    moved = np.asarray(run(objective, of._replace(advantages=np.zeros_like(of.advantages))).gradient["logprobs"]).any()
+    assert moved == getattr(objective.loss, "beside_advantage", False)
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_docstrings_name_what_is_read_and_explanations_every_term(name):
     recipe = getattr(rl_fn, name)
     objective, doc = recipe(), inspect.getdoc(recipe) or ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
 from rl_bridge.data.reading import read_rows
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import InferenceEngine, TrainEngine
+from rl_bridge.jobs.objective import ObjectiveConfig, require_rewards_alone
 from rl_bridge.models.encoding import answer_completion
 from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
 from rl_bridge.rewards import Reward, exact_match, load_reward
@@ -29,34 +30,6 @@ from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule
 from rl_bridge.trainers.sft import SFTConfig, SupervisedModule, sft
-
-RECIPES = {
-    "reinforce": rl_fn.reinforce_objective,
-    "grpo": rl_fn.grpo,
-    "dr_grpo": rl_fn.dr_grpo,
-    "dapo": rl_fn.dapo,
-    "rloo": rl_fn.rloo,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """An ``rl_fn`` recipe by name; what is None keeps the paper's value."""
-
-    algorithm: Literal["reinforce", "grpo", "dr_grpo", "dapo", "rloo"] = "dapo"
-    clip_low: float | None = None
-    clip_high: float | None = None
-    kl_coef: float | None = None
-    entropy_coef: float | None = None
-
-    def build(self) -> rl_fn.Objective:
-        """The objective."""
-        options = {"clip_low": self.clip_low, "clip_high": self.clip_high, "kl_coef": self.kl_coef}
-        options["entropy_coef"] = self.entropy_coef
-        try:
-            return RECIPES[self.algorithm](**{name: value for name, value in options.items() if value is not None})
-        except TypeError as error:
-            raise ValueError(f"{self.algorithm} does not take these options: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +78,9 @@ def prepare(job: GRPOJob) -> rl_fn.Objective:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     seed_everything(job.seed)
-    return job.objective.build()
+    objective = job.objective.build()
+    require_rewards_alone(objective)
+    return objective
 
 
 def train_and_evaluate(

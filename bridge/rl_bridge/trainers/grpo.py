@@ -93,12 +93,14 @@ def grpo(
 
 
 def informative_rows(batch: TokenBatch, objective: Objective) -> torch.Tensor:
-    """Rows that can move the policy: with neither KL nor entropy term, one without advantage has no gradient.
+    """Rows that can move the policy: one without advantage has no gradient but of a KL, entropy or proximal term.
 
     The denominator counts these rows only, as in DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
     """
     assert batch.advantages is not None
-    if objective.kl is not None or objective.entropy is not None:
+    # DRO, Kimi and KL-Cov pull towards π_old whatever the advantage is.
+    pulls = getattr(objective.loss, "beside_advantage", False)
+    if objective.kl is not None or objective.entropy is not None or pulls:
         return torch.arange(len(batch.mask))
     return (batch.advantages != 0).any(1).nonzero()[:, 0]
 
