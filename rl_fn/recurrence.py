@@ -6,6 +6,8 @@ from jaxtyping import Float
 
 from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_mask
 
+BLOCK = 8
+
 
 def segment_ends(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Array:
     """Mark the last position of every segment (without segment_ids, of every row)."""
@@ -23,12 +25,29 @@ def segment_starts(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Arr
 
 
 def scan(decay: jax.Array, inputs: jax.Array, *, reverse: bool) -> jax.Array:
-    """xₜ = decayₜ xₜ₊₁ + inputsₜ (or xₜ₋₁), in a logarithmic number of steps."""
+    """xₜ = decayₜ xₜ₊₁ + inputsₜ (or xₜ₋₁, without reverse), in a logarithmic number of steps.
 
-    def combine(before: tuple[jax.Array, jax.Array], here: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return before[0] * here[0], here[0] * before[1] + here[1]
-
-    return jax.lax.associative_scan(combine, (decay, inputs), reverse=reverse, axis=inputs.ndim - 1)[1]
+    Every block of BLOCK positions is run through at once, from 0; then the blocks' ends, by the same function; then
+    each block takes its share of the one beside it. The steps are written out, so that a compiler makes one loop of
+    them: on a CPU several times faster than jax.lax.associative_scan, whose levels are interleaved in memory.
+    """
+    *rows, length = inputs.shape
+    blocks = -(-length // BLOCK)
+    width = BLOCK if blocks > 1 else length
+    gap = [(0, 0)] * len(rows) + [(0, blocks * width - length)]
+    a, b = (jnp.pad(x, gap).reshape(*rows, blocks, width) for x in (decay, inputs))
+    order = range(width - 1, -1, -1) if reverse else range(width)
+    columns = [tuple(jax.lax.index_in_dim(x, i, axis=x.ndim - 1, keepdims=False) for x in (a, b)) for i in order]
+    state = [columns[0]]
+    for decays, added in columns[1:]:
+        state.append((decays * state[-1][0], decays * state[-1][1] + added))
+    if blocks > 1:
+        ends = scan(*state[-1], reverse=reverse)
+        zero = jnp.zeros_like(ends[..., :1])
+        beside = _following(ends, zero) if reverse else jnp.concatenate([zero, ends[..., :-1]], axis=-1)
+        state = [(decays, decays * beside + values) for decays, values in state]
+    values = [x for _, x in (state[::-1] if reverse else state)]
+    return jnp.stack(values, axis=-1).reshape(*rows, blocks * width)[..., :length]
 
 
 def segment_totals(x: jax.Array, segment_ids: Array | None) -> jax.Array:
