@@ -116,6 +116,7 @@ def test_what_a_lagrangian_refuses_later():
 def test_an_archive_keeps_the_front():
     archive = rl_fn.pareto_archive(2, 2, maximize=True)
     state = archive.init()
+    assert not state.points.any() and not state.tags.any() and not state.used.any()
     for tag, point in enumerate(([1.0, 1.0], [1.0, 1.0], [0.0, 0.5], [math.nan, 9.0], [2.0, 0.0])):
         state = archive.insert(state, jnp.array(point), tag + 1)
     # A repetition, a dominated point and a NaN are not welcome.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import rl_fn
+from rl_fn.balancing import _columns
 
 
 def lists(arrays):
@@ -71,6 +72,20 @@ def test_balance_is_even_where_it_can_be():
         rl_fn.balance([1], 0)
     with pytest.raises(ValueError, match="equal_size needs"):
         rl_fn.balance([1, 2, 3], 2, equal_size=True)
+
+
+def test_columns_to_exchange_are_all_or_evenly_spaced():
+    assert _columns(3, 1).tolist() == [0, 1, 2]
+    # 2¹⁷/64 pairs leave √2048 = 45 columns; never less than both ends.
+    spaced = _columns(1000, 64)
+    assert (spaced.size, spaced[0], spaced[-1]) == (45, 0, 999)
+    assert _columns(5, 10**9).tolist() == [0, 4]
+    assert _columns(5, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_balance_of_lengths_beyond_32_bits():
+    lengths = np.array([5, 4, 3, 3, 3]) * 2**29
+    assert sorted(int(lengths[part].sum()) for part in rl_fn.balance(lengths, 2)) == [9 * 2**29] * 2
 
 
 def test_hypervolumes_of_boxes():
