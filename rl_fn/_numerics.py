@@ -44,8 +44,12 @@ def keep(x: jax.Array, mask: Array | None) -> jax.Array:
 
 
 def exp_limit(dtype: jnp.dtype) -> float:
-    """Where the exponential leaves its curve for its tangent: e⁸⁰ = 5.5e34 in float32, e⁷⁰⁰ = 1e304 in float64."""
-    return 700.0 if dtype == jnp.float64 else 80.0
+    """Where the exponential leaves its curve for its tangent: e⁶⁴ = 6.2e27 in float32, e⁶⁹⁰ = 4.6e299 in float64.
+
+    What is left below the largest number, 10 decades, is for log-ratios of 10⁴ (a token that one of two policies all
+    but excludes) and for the sums and weights that come after.
+    """
+    return 690.0 if dtype == jnp.float64 else 64.0
 
 
 def exp(x: jax.Array) -> jax.Array:
@@ -57,7 +61,10 @@ def exp(x: jax.Array) -> jax.Array:
 def expm1(x: jax.Array) -> jax.Array:
     """Return eˣ − 1 without cancellation near zero, continued by its tangent beyond exp_limit."""
     c = exp_limit(x.dtype)
-    return jnp.expm1(jnp.minimum(x, c)) + float(np.exp(c)) * (jnp.maximum(x, c) - c)
+    low = jnp.minimum(x, c)
+    # The slope is e^low, not the constant e^c: at an ordinary x the branch not taken has gradient 0 · slope · weight,
+    # and a large weight must not make the product ∞ · 0.
+    return jnp.expm1(low) + jnp.exp(low) * (jnp.maximum(x, c) - c)
 
 
 def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:

@@ -76,7 +76,7 @@ def kl_k3(logprobs: Tokens, ref_logprobs: Tokens, mask: Mask | None = None) -> T
 
     k3 = e^{−d} + d − 1
 
-    Below |d| = 0.1 it is summed as d²/2 − d³/6 + …, where the closed form would cancel; beyond −d = 80 (float32) the
+    Below |d| = 0.1 it is summed as d²/2 − d³/6 + …, where the closed form would cancel; beyond −d = 64 (float32) the
     exponential goes on as its tangent, so that value and gradient stay finite (docs/numerics.md).
 
     Args:

@@ -97,7 +97,7 @@ def dpo_robust(
         ValueError: for β ≤ 0 or ε outside [0, ½).
 
     Reference:
-        Chowdhury et al., arXiv 2403.00409, section 3.1.
+        Chowdhury et al., arXiv 2403.00409.
 
     >>> import jax.numpy as jnp
     >>> zero = jnp.zeros(1)
@@ -190,7 +190,7 @@ def f_dpo(
     reverse_kl log u;  forward_kl −1/u;  js log u/(1 + u);  alpha (1 − u^{−α})/α
 
     "alpha" is reverse_kl for α → 0 and forward_kl for α = 1. TRL counts the other way round: its coefficient is 1 − α.
-    forward_kl and alpha grow exponentially as a log-ratio falls; beyond −80/α (float32) they go on as their tangents.
+    forward_kl and alpha grow exponentially as a log-ratio falls; beyond −64/α (float32) they go on as their tangents.
 
     Args:
         chosen: log π of the whole preferred response, in nats, `*batch`.

@@ -177,7 +177,7 @@ def kl_importance_corrected(
     log_rho, d = new - old, new - ref
     if log_clip is not None:
         log_rho, d = jnp.clip(log_rho, -log_clip, log_clip), jnp.clip(d, -log_clip, log_clip)
-    # k3's own derivative passes through its continuation beyond 80 nats, where a ratio of 6000 overflows (∞ · 0). The
+    # k3's own derivative passes through its continuation beyond 64 nats, where a large ratio overflows (∞ · 0). The
     # slope 1 − e^{−d} is finite wherever the product is.
     fixed = jax.lax.stop_gradient(d)
     k3 = kl_k3(fixed, jnp.zeros_like(fixed)) - expm1(-fixed) * (d - fixed)

@@ -98,7 +98,7 @@ def ppo_clip(
 
     −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high) A), and for A < 0 at most −cA;  ρ = π/π_old
 
-    Without dual_clip the loss of A < 0 grows as ρ does. Beyond a log-ratio of 80 (float32) ρ goes on as the tangent of
+    Without dual_clip the loss of A < 0 grows as ρ does. Beyond a log-ratio of 64 (float32) ρ goes on as the tangent of
     the exponential, so that value and gradient stay finite (docs/numerics.md).
 
     Args:

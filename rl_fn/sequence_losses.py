@@ -168,7 +168,7 @@ def gmpo(
     −A exp(mean over the sequence of ℓₜ);  ℓₜ = min(log ρₜ, ε_high) where A > 0, max(log ρₜ, −ε_low) where A < 0
 
     The clips are nats: ratios in (e^−ε_low, e^ε_high). As in PPO nothing bounds ρ from above for A < 0; the
-    exponential goes on as its tangent beyond 80 (float32).
+    exponential goes on as its tangent beyond 64 (float32).
 
     Args:
         logprobs: log π of the sampled tokens, in nats, `*batch T`.

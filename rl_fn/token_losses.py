@@ -53,7 +53,7 @@ def decoupled_ppo(
 
     −(π_prox/μ) min(uA, clip(u, 1 − ε_low, 1 + ε_high)A);  u = π/π_prox
 
-    The weight π_prox/μ carries no gradient and is not bounded in the paper: beyond a log-ratio of 80 (float32) it goes
+    The weight π_prox/μ carries no gradient and is not bounded in the paper: beyond a log-ratio of 64 (float32) it goes
     on as the exponential's tangent, and times an unclipped u it can overflow. weight_cap and dual_clip bound the two.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the laws share: one compiled function a case, its leaves, its gradient, and junk for masked positions."""
+"""What the laws share: one compiled program a case, its values and gradients, and junk for masked positions."""
 
 import functools
 from collections.abc import Callable
@@ -11,8 +11,21 @@ import numpy as np
 import rl_fn
 from tests.rl_fn.registry import CASES
 
-# Compiling is most of the suite's time; one law (jit and eager agree) looks at optimised code.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+# Compiling is most of the suite's time; one law (jit and eager agree) looks at optimised code. XLA's older emitters
+# take a third of the time of its fusion emitters.
+QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
+
+
+def _known(option: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
+    """Return the option, or nothing in a version of XLA without it."""
+    try:
+        jax.jit(jnp.negative, compiler_options=option)(1.0)
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return option
+
+
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK | _known({"xla_cpu_use_fusion_emitters": False}))
 
 JUNK = (np.nan, np.inf, -np.inf, 1e30)
 
@@ -46,46 +59,67 @@ def function_of_arrays(key: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def compiled(key: str) -> Callable[..., Any]:
-    return quick_jit(function_of_arrays(key))
+def _compiled(key: str) -> Callable[..., Any]:
+    """Value and gradient in one program: the laws call it with other numbers, and compile it once."""
+    case, call = CASES[key], function_of_arrays(key)
+
+    def both(scale: jax.Array, *arrays: Any) -> Any:
+        def floats_of(*active: Any) -> Any:
+            filled = list(arrays)
+            for position, x in zip(case.differentiable, active, strict=True):
+                filled[position] = x
+            leaves = jax.tree.leaves(call(*filled))
+            return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)], leaves
+
+        if not case.differentiable:
+            return floats_of()[1], ()
+        floats, pull, leaves = jax.vjp(floats_of, *(arrays[i] for i in case.differentiable), has_aux=True)
+        return leaves, pull([scale.astype(x.dtype) * weights(x) for x in floats])
+
+    return quick_jit(both)
+
+
+def weights(x: jax.Array) -> jax.Array:
+    """Uneven, so that a gradient that is wrong but sums to the right number is seen."""
+    return jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+
+
+def evaluate(key: str, arrays: list[Any], scale: float = 1.0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Leaves of the result, and the gradient of their sum, weighted by `scale` and by `weights`."""
+    leaves, gradients = _compiled(key)(np.float32(scale), *arrays)
+    return [np.asarray(x) for x in leaves], [np.asarray(g) for g in gradients]
+
+
+def both(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Evaluate a call's value and gradient."""
+    return evaluate(key, split(args, kwargs)[0])
 
 
 def run(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:
     """Leaves of the result."""
-    arrays, _ = split(args, kwargs)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(compiled(key)(*arrays))]
+    return both(key, args, kwargs)[0]
 
 
-@functools.cache
-def _compiled_gradient(key: str) -> Callable[..., Any]:
-    case, call = CASES[key], function_of_arrays(key)
-
-    def scalar(*arrays: Any) -> jax.Array:
-        leaves = [leaf for leaf in jax.tree.leaves(call(*arrays)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        # Uneven weights, so that a gradient that is wrong but sums to the right number is seen.
-        return sum(
-            (jnp.sum(jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape) * leaf) for leaf in leaves),
-            start=jnp.zeros((), leaves[0].dtype),
-        )
-
-    return quick_jit(jax.grad(scalar, argnums=case.differentiable))
-
-
-def gradient(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:
-    """Gradient of a weighted sum of all outputs in each differentiable argument."""
-    arrays, _ = split(args, kwargs)
-    return [np.asarray(g) for g in _compiled_gradient(key)(*arrays)]
-
-
-def with_junk(key: str, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
-    """The arguments with NaN, ±inf and huge numbers at every masked position."""
+def with_junk(
+    key: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with NaN, ±inf and huge numbers at every masked position, of a masked row in all its entries."""
     case = CASES[key]
     assert case.mask is not None
     mask = args[case.mask]
-    junk = np.random.default_rng(seed).choice(np.array(JUNK, np.float32), size=mask.shape)
-    return tuple(
-        np.where(mask, x, junk) if i in case.masked and np.shape(x) == mask.shape else x for i, x in enumerate(args)
-    )
+    rng = np.random.default_rng(seed)
+
+    def spoiled(x: np.ndarray) -> np.ndarray:
+        junk = rng.choice(np.array(JUNK, np.float32), size=x.shape)
+        return np.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, junk)
+
+    spoiled_args = tuple(spoiled(x) if under_mask(x, mask) and i in case.masked else x for i, x in enumerate(args))
+    return spoiled_args, {k: spoiled(x) if under_mask(x, mask) else x for k, x in kwargs.items()}
+
+
+def under_mask(x: Any, mask: np.ndarray) -> bool:
+    """Whether x has a float, or a row of floats, at each position of the mask."""
+    return isinstance(x, np.ndarray) and x.dtype == np.float32 and x.shape[: mask.ndim] == mask.shape
 
 
 def close(a: list[np.ndarray], b: list[Any], *, rtol: float = 2e-5, atol: float = 2e-6) -> None:

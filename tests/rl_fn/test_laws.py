@@ -11,42 +11,44 @@ from tests.rl_fn.laws import (
     DETERMINISTIC,
     DIFFERENTIABLE,
     MASKED,
+    both,
     close,
-    compiled,
+    evaluate,
     function_of_arrays,
-    gradient,
     quick_jit,
     run,
     split,
+    under_mask,
     with_junk,
 )
 from tests.rl_fn.registry import CASES, T
 
 SEEDS = st.integers(0, 2**32 - 1)
 ONE_CASE_EACH = sorted({CASES[key].name: key for key in DETERMINISTIC}.values())
-MASKED_DIFFERENTIABLE = sorted(set(MASKED) & set(DIFFERENTIABLE))
+# Eager code compiles every operation by itself: the plainest case, whose shapes the others share, is enough.
+PLAINEST = sorted({CASES[key].name: key for key in reversed(DETERMINISTIC)}.values())
 
 
 @pytest.mark.parametrize("key", MASKED)
 @given(seed=SEEDS)
-def test_masked_positions_do_not_reach_the_value(key, seed):
-    args, kwargs = CASES[key].make(seed)
-    clean, dirty = run(key, args, kwargs), run(key, with_junk(key, args, seed), kwargs)
-    for a, b in zip(clean, dirty, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("key", MASKED_DIFFERENTIABLE)
-@given(seed=SEEDS)
-def test_masked_positions_do_not_reach_the_gradient(key, seed):
+def test_masked_positions_reach_neither_value_nor_gradient(key, seed):
     args, kwargs = CASES[key].make(seed)
     mask = args[CASES[key].mask]
-    clean, dirty = gradient(key, args, kwargs), gradient(key, with_junk(key, args, seed), kwargs)
-    for position, a, b in zip(CASES[key].differentiable, clean, dirty, strict=True):
+    (clean, clean_gradient), (dirty, gradient) = both(key, args, kwargs), both(key, *with_junk(key, args, kwargs, seed))
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for position, a, b in zip(CASES[key].differentiable, clean_gradient, gradient, strict=True):
         np.testing.assert_array_equal(a, b)
         assert np.isfinite(b).all()
-        if position in CASES[key].masked:
+        if position in CASES[key].masked and b.shape[: mask.ndim] == mask.shape:
             assert (b[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("key", MASKED)
+def test_every_array_under_the_mask_is_declared_so(key):
+    args, _ = CASES[key].make(0)
+    mask = args[CASES[key].mask]
+    assert {i for i, x in enumerate(args) if under_mask(x, mask)} <= set(CASES[key].masked)
 
 
 @pytest.mark.parametrize("key", MASKED)
@@ -56,16 +58,13 @@ def test_nothing_or_one_counted_is_finite(key, counted):
     mask = np.zeros_like(args[CASES[key].mask])
     mask.flat[2] = counted == "one"
     args = tuple(mask if i == CASES[key].mask else x for i, x in enumerate(args))
-    args = with_junk(key, args, 3)
-    for leaf in run(key, args, kwargs):
-        assert np.isfinite(leaf).all()
-        if counted == "nothing":
-            assert (leaf == 0).all()
-    if CASES[key].differentiable:
-        assert all(np.isfinite(g).all() for g in gradient(key, args, kwargs))
+    leaves, gradients = both(key, *with_junk(key, args, kwargs, 3))
+    assert all(np.isfinite(x).all() for x in (*leaves, *gradients))
+    if counted == "nothing":
+        assert all((x == 0).all() for x in leaves)
 
 
-@pytest.mark.parametrize("key", ONE_CASE_EACH)
+@pytest.mark.parametrize("key", PLAINEST)
 def test_jit_and_eager_agree(key):
     args, kwargs = CASES[key].make(5)
     arrays, _ = split(args, kwargs)
@@ -80,7 +79,7 @@ def test_vmap_is_a_loop(key):
     stacked = jax.tree.map(lambda *x: np.stack(x), *calls)
     mapped = jax.tree.leaves(quick_jit(jax.vmap(function_of_arrays(key)))(*stacked))
     for i, arrays in enumerate(calls):
-        close([leaf[i] for leaf in mapped], jax.tree.leaves(compiled(key)(*arrays)))
+        close([leaf[i] for leaf in mapped], evaluate(key, arrays)[0])
 
 
 @pytest.mark.parametrize("key", DIFFERENTIABLE)
@@ -108,23 +107,6 @@ def test_gradient_is_the_difference_quotient(key):
             np.testing.assert_allclose(np.vdot(np.asarray(got), direction), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("key", ONE_CASE_EACH)
-def test_bfloat16_in_is_float32_inside(key):
-    arrays, _ = split(*CASES[key].make(19))
-    narrow = [jnp.asarray(x).astype(jnp.bfloat16) if _is_float(x) else x for x in arrays]
-    if not any(_is_float(x) for x in arrays):
-        return
-    widened = [x.astype(jnp.float32) if _is_float(x) else x for x in narrow]
-    got = jax.tree.leaves(quick_jit(function_of_arrays(key))(*narrow))
-    expected = jax.tree.leaves(compiled(key)(*widened))
-    assert not any(leaf.dtype in (jnp.bfloat16, jnp.float16) for leaf in got)
-    close(got, expected, rtol=1e-6, atol=1e-6)
-
-
-def _is_float(x) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _paddable(key: str) -> bool:
     args, kwargs = CASES[key].make(0)
     return args[CASES[key].mask].shape[-1] == T and kwargs.get("axis") is None
@@ -143,7 +125,7 @@ def test_padding_changes_nothing(key, seed):
         return pad(x, False if i == CASES[key].mask else np.nan) if np.shape(x) == shape else x
 
     wide_args = tuple(padded(i, x) for i, x in enumerate(args))
-    wide_kwargs = {k: pad(x, 99) if k == "segment_ids" else x for k, x in kwargs.items()}
+    wide_kwargs = {k: pad(x, 99) if k == "segment_ids" else padded(k, x) for k, x in kwargs.items()}
     for a, b in zip(run(key, args, kwargs), run(key, wide_args, wide_kwargs), strict=True):
         if a.shape == b.shape:
             close([b], [a])
@@ -164,20 +146,3 @@ def test_order_of_rows_does_not_matter(key, seed):
 
     shuffled = run(key, tuple(map(permuted, args)), {k: permuted(x) for k, x in kwargs.items()})
     close(shuffled, [permuted(leaf) for leaf in run(key, args, kwargs)])
-
-
-FAR = ["log_ratio[token]", "log_ratio[sequence]", "kl_k1", "kl_k2", "kl_k3", "kl_abs", "ppo_clip", "ppo_clip[dual]"]
-FAR += ["mismatch_metrics", "truncated_importance_weights[token]", "masked_importance_weights[token]"]
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("key", FAR)
-def test_log_ratios_of_a_hundred_are_finite(key, sign):
-    args, kwargs = CASES[key].make(23)
-    mask = np.ones_like(args[CASES[key].mask])
-    far = [np.full(mask.shape, min(0.0, s * 100.0), np.float32) for s in (sign, -sign)]
-    pair = CASES[key].masked[:2]
-    args = tuple(mask if i == CASES[key].mask else far[pair.index(i)] if i in pair else x for i, x in enumerate(args))
-    assert all(np.isfinite(leaf).all() for leaf in run(key, args, kwargs))
-    if CASES[key].differentiable:
-        assert all(np.isfinite(g).all() for g in gradient(key, args, kwargs))

@@ -23,7 +23,8 @@ class Case:
     """One way to call one public function.
 
     differentiable: positional arguments with a gradient. mask: position of the mask. masked: positional arguments whose
-    values at masked positions must not matter. random: the first argument is a seed for jax.random.key.
+    values at masked positions must not matter. random: the first argument is a seed for jax.random.key. family: its
+    file in this folder.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Case:
     mask: int | None = None
     masked: tuple[int, ...] = ()
     random: bool = False
+    family: str = ""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -89,5 +91,11 @@ def case(
     random: bool = False,
 ) -> None:
     CASES[key] = Case(
-        key.split("[")[0], lambda seed: build(Draw(seed)), differentiable, mask, masked or differentiable, random
+        key.split("[")[0],
+        lambda seed: build(Draw(seed)),
+        differentiable,
+        mask,
+        masked or differentiable,
+        random,
+        build.__module__.split(".")[-1],
     )

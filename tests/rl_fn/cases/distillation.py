@@ -37,6 +37,7 @@ for _tail in ("bucket", "renormalise", "drop"):
             ),
             differentiable=(0,),
             mask=3,
+            masked=(0, 1),
         )
 for _kwargs, _variant in (({}, ""), ({"clip": 0.5}, "[clipped]")):
     case(

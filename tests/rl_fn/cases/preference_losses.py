@@ -93,4 +93,6 @@ case("wpo_weights", lambda d: ((d.logprobs(), d.mask()), {}), mask=1, masked=(0,
 case(
     "wpo_weights[aligned]",
     lambda d: ((d.logprobs(), d.mask()), {"sum_squared_probs": d.uniform(0.1, 1, B, T)}),
+    mask=1,
+    masked=(0,),
 )
