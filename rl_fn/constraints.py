@@ -67,7 +67,7 @@ def lagrangian(
 
     Reference:
         Bertsekas, Constrained Optimization and Lagrange Multiplier Methods (1982), chapter 2; in RL, Tessler et al.,
-        arXiv 1805.11074, equation 10.
+        arXiv 1805.11074.
 
     >>> import jax.numpy as jnp
     >>> constrained = lagrangian([0.1, 2.0], directions=["<=", ">="], lr=0.5)

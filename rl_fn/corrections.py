@@ -184,7 +184,7 @@ def total_variation_mask(
         ValueError: if the threshold is not positive.
 
     Reference:
-        VACO, arXiv 2603.01365, in the form open-instruct gives it; the paper itself was not checked.
+        Honari et al. (VACO), arXiv 2603.01365, in the form open-instruct gives it; not checked against the paper.
 
     >>> import jax.numpy as jnp
     >>> new, rollout = jnp.log(jnp.array([0.8, 0.1])), jnp.log(jnp.array([0.2, 0.2]))

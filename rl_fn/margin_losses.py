@@ -82,7 +82,7 @@ def hinge(
         ValueError: for β ≤ 0.
 
     Reference:
-        Zhao et al. (SLiC-HF), arXiv 2305.10425, section 2; Liu et al. (RSO), arXiv 2309.06657 (hinge-norm).
+        Zhao et al. (SLiC-HF), arXiv 2305.10425; Liu et al. (RSO), arXiv 2309.06657 (hinge-norm).
 
     >>> import jax.numpy as jnp
     >>> zero = jnp.zeros(2)

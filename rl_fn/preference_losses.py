@@ -86,7 +86,7 @@ def nca(
         ValueError: for β ≤ 0.
 
     Reference:
-        Chen et al., arXiv 2402.05369, section 4.1.
+        Chen et al., arXiv 2402.05369.
 
     >>> import jax.numpy as jnp
     >>> zero = jnp.zeros(1)

@@ -118,7 +118,7 @@ def cpo(
         ValueError: for β ≤ 0, α < 0 or ε outside [0, ½).
 
     Reference:
-        Xu et al., arXiv 2401.08417, equation 3.
+        Xu et al., arXiv 2401.08417.
 
     >>> import jax.numpy as jnp
     >>> print(cpo(jnp.array([-2.0]), jnp.array([-2.0])).round(4))

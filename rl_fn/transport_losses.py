@@ -52,7 +52,7 @@ def aot(
         ValueError: for β ≤ 0 or ε outside [0, ½).
 
     Reference:
-        Melnyk et al., arXiv 2406.05882, section 3 (paired).
+        Melnyk et al., arXiv 2406.05882 (paired).
 
     >>> import jax.numpy as jnp
     >>> u, zero = jnp.array([2.0, -1.0]), jnp.zeros(2)
@@ -103,7 +103,7 @@ def aot_unpaired(
         ValueError: for β ≤ 0 or ε outside [0, ½).
 
     Reference:
-        Melnyk et al., arXiv 2406.05882, section 3 (unpaired).
+        Melnyk et al., arXiv 2406.05882 (unpaired).
 
     >>> import jax.numpy as jnp
     >>> u, zero = jnp.array([2.0, -1.0]), jnp.zeros(2)
