@@ -13,6 +13,7 @@ class Rows(NamedTuple):
 
     tokens: Tensor
     inverse: Tensor
+    softcap: float | None
     support: Tensor | None
     mask: Tensor | None
 
@@ -53,6 +54,8 @@ def rows_of(
     return Rows(
         tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).long().contiguous(),
         inverse.expand(batch).reshape(count).contiguous(),
+        # cap·tanh(scale·z/cap) = scale·c·tanh(z/c) with c = cap/scale: backends know one factor only, after the cap.
+        None if softcap is None else softcap / logit_scale,
         None if support is None else _support(support, batch, vocabulary),
         None if mask is None else mask.reshape(count).contiguous(),
     )

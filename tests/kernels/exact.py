@@ -34,9 +34,10 @@ def exact(
     if mask is not None:
         z = torch.where(mask[:, None], z, 0.0)
     z = torch.where(possible, z, 0.0)
+    z = z * logit_scale
     x = z if softcap is None else softcap * torch.tanh(z / softcap)
     heat = temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature
-    x = x * logit_scale / heat
+    x = x / heat
     shift = torch.where(possible, x, -INF).amax(-1, keepdim=True).detach().nan_to_num(neginf=0.0)
     e = torch.where(possible, torch.exp(x - shift), 0.0)
     total = e.sum(-1)

@@ -32,7 +32,7 @@ def linear_logprobs(
 ) -> TokenLogprobs:
     """``logits_logprobs`` of ``hidden @ weight.T + bias`` without the logits: they exist a block at a time, in float32.
 
-    z = hidden·weightᵀ + bias;  x = softcap·tanh(z/softcap)·logit_scale/temperature, over the kept set;
+    z = hidden·weightᵀ + bias;  x = softcap·tanh(logit_scale·z/softcap)/temperature, over the kept set;
     lse = log Σᵥ exp xᵥ;  logprob = x[token] − lse;  entropy = −Σᵥ pᵥ log pᵥ.
 
     Beyond its results and gradients it needs ``workspace`` bytes (and the gradient of the weight once in float32),
@@ -44,7 +44,7 @@ def linear_logprobs(
         tokens: ``[*batch]`` integer token ids in the whole vocabulary, or ``[*batch, K]`` for K tokens a row.
         bias: ``[V]``, or this rank's part of it.
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked.
-        logit_scale: the model's own factor (Cohere's), after the cap.
+        logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: Gemma's logit soft cap, or None.
         support: the kept set of a truncated sampler: ids ``[*batch, S]`` in any order with −1 for a shorter set, or
             bool ``[*batch, V]`` or ``[V]``. A token outside it has log-probability −inf and takes no gradient.
@@ -96,7 +96,7 @@ def linear_logprobs(
         bias,
         rows.tokens,
         rows.inverse,
-        softcap,
+        rows.softcap,
         rows.support,
         rows.mask,
         start,

@@ -31,7 +31,7 @@ def logits_logprobs(
 ) -> TokenLogprobs:
     """Log-probability, entropy and logsumexp of the distribution that the tokens were drawn from, differentiable.
 
-    x = softcap·tanh(z/softcap)·logit_scale/temperature (without the cap: z·logit_scale/temperature), over the kept set;
+    x = softcap·tanh(logit_scale·z/softcap)/temperature (without a cap: logit_scale·z/temperature), over the kept set;
     lse = log Σᵥ exp xᵥ;  logprob = x[token] − lse;  entropy = −Σᵥ pᵥ log pᵥ.
 
     Args:
@@ -40,7 +40,7 @@ def logits_logprobs(
         tokens: ``[*batch]`` integer token ids, or ``[*batch, K]`` for the log-probabilities of K tokens a row.
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked and take no
             gradient.
-        logit_scale: the model's own factor (Cohere's), after the cap.
+        logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: Gemma's logit soft cap, or None.
         support: the kept set of a truncated sampler: ids ``[*batch, S]`` in any order with −1 for a shorter set, or
             bool ``[*batch, V]`` or ``[V]``. A token outside it has log-probability −inf and takes no gradient.
@@ -76,7 +76,7 @@ def logits_logprobs(
     )
     flat = logits.reshape(len(rows.inverse), logits.shape[-1])
     logprobs, entropy, logsumexp = _forward(
-        flat, rows.tokens, rows.inverse, softcap, rows.support, rows.mask, inplace_backward, backend
+        flat, rows.tokens, rows.inverse, rows.softcap, rows.support, rows.mask, inplace_backward, backend
     )
     return TokenLogprobs(
         logprobs.view(tokens.shape), entropy.view(logits.shape[:-1]), logsumexp.view(logits.shape[:-1])
