@@ -83,6 +83,11 @@ def test_columns_to_exchange_are_all_or_evenly_spaced():
     assert _columns(5, 0).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_balance_where_most_parts_are_too_heavy():
+    lengths = np.array([8, 10, 8, 8, 5, 10, 2, 7, 8, 10, 6, 5])
+    assert sorted(int(lengths[part].sum()) for part in rl_fn.balance(lengths, 4)) == [21, 22, 22, 22]
+
+
 def test_balance_of_lengths_beyond_32_bits():
     lengths = np.array([5, 4, 3, 3, 3]) * 2**29
     assert sorted(int(lengths[part].sum()) for part in rl_fn.balance(lengths, 2)) == [9 * 2**29] * 2

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -143,6 +144,23 @@ def test_aggregation_by_a_horizon_by_prompt_and_packed():
     # Segments (1), (2, ·), (4, 8), (16) and an empty one.
     parts = rl_fn.aggregate_parts(X, M, "seq-mean-token-mean", segment_ids=ids)
     np.testing.assert_allclose(parts, (1 + 2 + 6 + 16, 4.0), rtol=1e-6)
+
+
+def test_one_row_is_legal_and_a_sum_without_a_denominator_has_a_gradient():
+    for mode in MODES:
+        parts = rl_fn.aggregate_parts(X[1], M[1], mode)
+        tokens = {"token-mean": 3.0, "token-sum": 0.0}.get(mode, 1.0)
+        value = 28 / 3 if mode == "seq-mean-token-mean" else 28.0
+        np.testing.assert_allclose(parts, (value, tokens), rtol=1e-6, err_msg=mode)
+    slope = jax.grad(lambda x: rl_fn.aggregate(x, M, "token-sum"))(X)
+    assert slope.tolist() == M.astype(float).tolist()
+    slope = jax.grad(lambda x: rl_fn.aggregate(x, M, "token-mean"))(X)
+    np.testing.assert_allclose(slope, 0.2 * M.astype(jnp.float32), rtol=1e-6)
+
+
+def test_whitening_equal_numbers_without_eps_is_flat():
+    slope = jax.grad(lambda x: rl_fn.whiten(x, ALL, eps=0.0).sum())(jnp.ones(3))
+    assert slope.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_masked_statistics():
