@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.families import parts, table
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -33,6 +35,10 @@ def test_links_and_paths_exist():
     assert links and paths
     missing = [path for path in [*links, *paths] if not (ROOT / path).exists()]
     assert not missing
+
+
+def test_the_table_of_families_is_what_the_code_says():
+    assert parts()[1] == table(), "python -m tests.house.families writes it anew"
 
 
 def test_nothing_is_left_to_fill_in():
