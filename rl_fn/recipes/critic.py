@@ -103,11 +103,9 @@ def vapo(
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A) − μ log π where correct;  λ = 1 − 1/(αl)
 
     The critic's returns have a λ of their own (1 in the paper), and λ is held above 0, which the paper does not say.
-    Its
-    language-model loss is averaged over the tokens of correct answers, here over all tokens with the rest of the loss,
-    so
-    that micro-batches add up: μ is the paper's only when all answers are correct. It pretrains the critic, which is the
-    trainer's affair. One sequence a row: a packed batch gets its advantages before packing.
+    Its language-model loss is averaged over the tokens of correct answers, here over all tokens with the rest of the
+    loss, so that micro-batches add up: μ is the paper's only when all answers are correct. It pretrains the critic,
+    which is the trainer's affair. One sequence a row: a packed batch gets its advantages before packing.
 
     Reads token_rewards, values; of a Batch correct too.
 
@@ -171,8 +169,7 @@ def decoupled_ppo_objective(
     token-mean of −(π_old/μ) min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = reward whitened over the batch
 
     π_old (batch.old_logprobs) is the paper's proximal policy, μ (batch.rollout_logprobs) its behaviour policy. There is
-    no
-    critic. The weight is the correction: a second one is refused.
+    no critic. The weight is the correction: a second one is refused.
 
     Reads rewards (`*batch G`); of a Batch rollout_logprobs too.
 

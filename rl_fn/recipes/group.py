@@ -251,8 +251,8 @@ def gigpo(
     seq-mean-token-mean of −min(ρA, clip(ρ)A) + β k3,  A = (R − mean)/(std + ε) + ω (G − mean of the state)/(std + ε)
 
     A row is a step. Rewards are `*batch G S`, the mask `*batch G S T`; advantages come from
-    advantages_of(Rollouts(rewards,
-    mask, state_ids=...)). The paper has a KL penalty; its β was not checked and is 0 here.
+    advantages_of(Rollouts(rewards, mask, state_ids=...)). The paper has a KL penalty; its β was not checked and is 0
+    here.
 
     Reads rewards (`*batch G S`), state_ids; of a Batch nothing beyond its first four fields.
 

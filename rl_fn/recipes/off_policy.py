@@ -30,8 +30,7 @@ def dro_objective(
     seq-mean-token-sum of −(A log π − β/2 (Σ log ρ)²),  A = r − mean
 
     The paper learns a value function, for which the group's mean stands in here, and gives no β that was checked: 0.1
-    is
-    this library's.
+    is this library's.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -132,8 +131,7 @@ def topr_objective(
     seq-mean-token-sum of −A log π where A ≥ 0, −sg(min(Π π/μ, 1)) A log π where A < 0,  A = r − b
 
     The sign of A decides: rewards are ±1, or have a baseline that makes bad answers negative. With behaviour "rollout"
-    the
-    ratio is the correction: a second one is refused.
+    the ratio is the correction: a second one is refused.
 
     Reads rewards (`*batch G`); of a Batch rollout_logprobs too.
 
@@ -183,9 +181,8 @@ def m2po(
     token-mean of −M ρ A,  M = 0 for the largest (log ρ)² until mean (log ρ)² ≤ τ,  A = (r − mean)/(std + ε)
 
     ρ is to old_logprobs, the paper's behaviour policy. The mean is over the batch passed in: micro-batches do not add
-    up to
-    the whole. Dropped tokens still count in the token-mean. All large ones are dropped, whatever the sign of A (AReaL's
-    form).
+    up to the whole. Dropped tokens still count in the token-mean. All large ones are dropped, whatever the sign of A
+    (AReaL's form).
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 

@@ -123,8 +123,7 @@ def dppo_objective(
     seq-mean-token-sum of −M r A,  M = 0 where D > δ and the update would raise it,  r = π/μ,  A = r − mean
 
     δ and, with it, centred rewards summed over tokens (Dr. GRPO's) are those of the authors' verl script: 0.15 for tv,
-    0.05
-    for kl. With behaviour "rollout" the ratio is the correction: a second one is refused.
+    0.05 for kl. With behaviour "rollout" the ratio is the correction: a second one is refused.
 
     Reads rewards (`*batch G`); of a Batch rollout_logprobs too.
 
@@ -180,8 +179,7 @@ def clip_cov_objective(
     ε)
 
     cov = (A − mean A)(log π − mean log π) over the batch passed in: micro-batches are such batches, and do not add up
-    to
-    the whole. With batch.noise the tokens are drawn at random as in the paper, without it the largest are taken.
+    to the whole. With batch.noise the tokens are drawn at random as in the paper, without it the largest are taken.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 

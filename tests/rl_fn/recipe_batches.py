@@ -32,6 +32,11 @@ def shape_of(objective: rl_fn.Objective) -> str:
     return getattr(objective.advantage, "shape", "*batch G")
 
 
+def _near(d: Draw, logprobs: np.ndarray, scale: float) -> np.ndarray:
+    """Log-probabilities of another policy: never above 0."""
+    return np.minimum(logprobs + d.normal(*logprobs.shape, scale=scale), -0.01).astype(np.float32)
+
+
 def rollouts(objective: rl_fn.Objective, seed: int, *, prompts: int = 2, group: int = 4, equal: bool = False) -> Any:
     """Every field of Rollouts, and a critic's values."""
     d = Draw(seed)
@@ -42,7 +47,7 @@ def rollouts(objective: rl_fn.Objective, seed: int, *, prompts: int = 2, group: 
     mask = d.mask(*tokens)
     mask[..., WIDTH:] = False
     logprobs = d.logprobs(*tokens)
-    near = [(logprobs + d.normal(*tokens, scale=0.3)).astype(np.float32) for _ in range(3)]
+    near = [_near(d, logprobs, 0.3) for _ in range(3)]
     drawn = np.ones(rewards, np.float32) if equal else d.integers(3, *rewards).astype(np.float32)
     read = rl_fn.Rollouts(
         drawn,
@@ -75,13 +80,13 @@ def batch(objective: rl_fn.Objective, seed: int, **options: Any) -> rl_fn.Batch:
     flat = (-1, COLUMNS)
     mask, old = read.mask.reshape(flat), read.old_logprobs.reshape(flat)
     rows = mask.shape
-    logprobs = (old + d.normal(*rows, scale=0.3)).astype(np.float32)
+    logprobs = _near(d, old, 0.3)
     return rl_fn.Batch(
         logprobs,
         old,
         got.reshape(flat),
         mask,
-        (old + d.normal(*rows, scale=0.2)).astype(np.float32),
+        _near(d, old, 0.2),
         read.ref_logprobs.reshape(flat),
         d.positive(*rows),
         correct=np.broadcast_to(d.integers(2, rows[0], 1) > 0, rows).copy(),
