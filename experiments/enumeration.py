@@ -146,6 +146,20 @@ def true_gradient(lang: Language, table: jax.Array, rewards: jax.Array) -> jax.A
     return jax.grad(lambda x: -(probabilities(lang, x) @ rewards))(table).ravel()
 
 
+def true_values(lang: Language, table: jax.Array, rewards: jax.Array) -> jax.Array:
+    """V of the policy at every position's prefix, `S T`: the expected reward of the sequences that pass through."""
+    passes = (lang.rows[:, :, None] == np.arange(lang.prefixes)) & lang.mask[:, :, None]
+    p, visits = probabilities(lang, table), jnp.asarray(passes.any(1), table.dtype)
+    values = ((p * rewards) @ visits) / (p @ visits)
+    return jnp.where(lang.mask, values[lang.rows], 0.0)
+
+
+def at_the_end(lang: Language, rewards: jax.Array) -> jax.Array:
+    """Token rewards, `S T`: a sequence's reward on its last token."""
+    last = np.arange(lang.mask.shape[-1]) == lang.mask.sum(-1, keepdims=True) - 1
+    return jnp.where(last, rewards[:, None], 0.0)
+
+
 def sequence_kl(lang: Language, p: jax.Array, q: jax.Array) -> jax.Array:
     """KL(p‖q) between distributions over whole sequences."""
     return probabilities(lang, p) @ (logprobs(lang, p) - logprobs(lang, q)).sum(-1)

@@ -11,18 +11,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 import rl_fn
 from experiments import enumeration
 from experiments.enumeration import Compared, Language, compare, grouped, language, logits, logprobs, single
+from experiments.estimators_page import TITLES, Table, figure, page
 from rl_bridge.atomic import replacing, write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results" / "estimators"
 VOCABULARY, LENGTH, GROUP = 3, 3, 4
 
-Table = dict[str, Compared]
 Loss = Callable[[jax.Array], jax.Array]
 
 
@@ -94,6 +93,76 @@ def kl_as_reward(s: Setting) -> Table:
     return rows
 
 
+def kl_off_policy(s: Setting, distance: float = 0.5) -> Table:
+    """Estimators as a loss on rollouts of μ ≠ π: against ∇KL(π‖π_ref) at the prefixes that μ visits."""
+    mask, ref = jnp.asarray(s.lang.mask), logprobs(s.lang, s.other)
+    sampler = s.policy + logits(s.lang, s.policy.shape[-1], 7, distance)
+    old = logprobs(s.lang, sampler)
+    truth = jax.grad(lambda x: enumeration.token_kl(s.lang, sampler, x, s.other))(s.policy).ravel()
+
+    def weighted(x: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(jnp.exp(x - old)) * rl_fn.kl_k2(x, ref, mask)
+
+    losses: dict[str, Loss] = {
+        "k2": lambda x: rl_fn.kl_k2(x, ref, mask),
+        "k3": lambda x: rl_fn.kl_k3(x, ref, mask),
+        "k2, weighted by sg(π/μ)": weighted,
+        "importance-corrected k3": lambda x: rl_fn.kl_importance_corrected(x, old, ref, mask),
+        "importance-corrected k3, log_clip 0.5": lambda x: rl_fn.kl_importance_corrected(
+            x, old, ref, mask, log_clip=0.5
+        ),
+    }
+    return {
+        name: compare(single(s.lang, s.policy, sampler, lambda x, f=loss: f(x).sum(-1)), truth)
+        for name, loss in losses.items()
+    }
+
+
+def _with_advantages(s: Setting, sampler: jax.Array, advantages: dict[str, jax.Array]) -> Table:
+    truth = enumeration.true_gradient(s.lang, s.policy, s.rewards)
+    mask = jnp.asarray(s.lang.mask)
+    return {
+        name: compare(single(s.lang, s.policy, sampler, lambda x, a=a: rl_fn.reinforce(x, a, mask).sum(-1)), truth)
+        for name, a in advantages.items()
+    }
+
+
+def critic(s: Setting, wrong: float = 0.3) -> jax.Array:
+    """V of π at every position, `S T`, off by a fixed random error a prefix."""
+    values = enumeration.true_values(s.lang, s.policy, s.rewards)
+    errors = jnp.asarray(wrong * np.random.default_rng(3).normal(size=s.lang.prefixes))
+    return jnp.where(s.lang.mask, values + errors[s.lang.rows], 0.0)
+
+
+def critic_on_policy(s: Setting, wrong: float = 0.3) -> Table:
+    """REINFORCE with advantages from a critic, rollouts of π."""
+    mask, rewards, values = jnp.asarray(s.lang.mask), enumeration.at_the_end(s.lang, s.rewards), critic(s, wrong)
+    rows = {f"n-step, n = {n}": rl_fn.n_step(rewards, values, mask, n=n) for n in (1, 2)}
+    rows |= {f"GAE, λ = {lam:g}": rl_fn.gae(rewards, values, mask, lam=lam) for lam in (0.0, 0.5, 0.95)}
+    rows["Monte Carlo (n = T, or λ = 1)"] = rl_fn.gae(rewards, values, mask, lam=1.0)
+    return _with_advantages(s, s.policy, {name: a.advantages for name, a in rows.items()})
+
+
+def critic_off_policy(s: Setting, wrong: float = 0.3) -> Table:
+    """The same on rollouts of μ ≠ π."""
+    mask, rewards, values = jnp.asarray(s.lang.mask), enumeration.at_the_end(s.lang, s.rewards), critic(s, wrong)
+    ratios = rl_fn.log_ratio(logprobs(s.lang, s.policy), logprobs(s.lang, s.other), mask)
+    none = 1e30
+    untruncated = rl_fn.vtrace(rewards, values, ratios, mask, rho_clip=none, c_clip=none)
+    before = jnp.exp(jnp.cumsum(ratios, -1) - ratios)  # Π π/μ of the prefix
+    rows = {
+        "Monte Carlo, uncorrected": rl_fn.gae(rewards, values, mask, lam=1.0).advantages,
+        "GAE, λ = 0.5, uncorrected": rl_fn.gae(rewards, values, mask, lam=0.5).advantages,
+        "clipped importance": rl_fn.clipped_importance_advantages(rewards, values, ratios, mask).advantages,
+        "Retrace": rl_fn.retrace(rewards, values, ratios, mask).advantages,
+        "V-trace, ρ̄ = c̄ = 1": rl_fn.vtrace(rewards, values, ratios, mask).advantages,
+        "V-trace, ρ̄ = c̄ = 2": rl_fn.vtrace(rewards, values, ratios, mask, rho_clip=2.0, c_clip=2.0).advantages,
+        "V-trace, untruncated": untruncated.advantages,
+        "V-trace, untruncated, × the prefix's π/μ": before * untruncated.advantages,
+    }
+    return _with_advantages(s, s.other, rows)
+
+
 def objectives() -> dict[str, rl_fn.Objective]:
     """What differs between the group methods, one thing at a time."""
     plain = rl_fn.reinforce_objective()
@@ -123,8 +192,41 @@ def group_methods(prompts: Sequence[Setting], group: int = GROUP) -> Table:
     }
 
 
-def corrections(cap: float = 2.0) -> dict[str, rl_fn.TruncatedImportance | rl_fn.MaskedImportance | None]:
-    """Weights of π/μ; a cap nothing reaches is no truncation."""
+Correction = Callable[[rl_fn.Batch], jax.Array]
+
+
+def kept_where(mask_of: Callable[[rl_fn.Batch, jax.Array], jax.Array]) -> Correction:
+    """A correction that drops tokens and weights none; `mask_of(batch, log π/μ)`."""
+
+    def weights(batch: rl_fn.Batch) -> jax.Array:
+        assert batch.rollout_logprobs is not None
+        ratios = jax.lax.stop_gradient(rl_fn.log_ratio(batch.logprobs, batch.rollout_logprobs, batch.mask))
+        return mask_of(batch, ratios).astype(ratios.dtype)
+
+    return weights
+
+
+def masks() -> dict[str, Correction]:
+    """Rejection: what drifted too far does not count, the rest counts as it is."""
+    return {
+        "token rejected, k3 > 0.2": kept_where(lambda b, d: rl_fn.rejection_mask(d, b.mask, threshold=0.2)),
+        "sequence rejected, mean k3 > 0.2": kept_where(
+            lambda b, d: rl_fn.rejection_mask(d, b.mask, threshold=0.2, level="seq_mean")
+        ),
+        "second moment of the group ≤ 0.2 (M2PO)": kept_where(
+            lambda b, d: rl_fn.second_moment_mask(d, b.mask, threshold=0.2)
+        ),
+        "bad sequences masked, mean log μ/π > 0.2": kept_where(
+            lambda b, d: rl_fn.off_policy_sequence_mask(b.advantages, b.logprobs, b.logprobs - d, b.mask, threshold=0.2)
+        ),
+        "outward tokens masked, TV > 0.2 (VACO)": kept_where(
+            lambda b, d: rl_fn.total_variation_mask(b.advantages, b.logprobs, b.logprobs - d, b.mask, threshold=0.2)
+        ),
+    }
+
+
+def corrections(cap: float = 2.0) -> dict[str, Correction | None]:
+    """Weights of π/μ; a cap nothing reaches is no truncation. Then masks."""
     none = 1e30
     return {
         "none": None,
@@ -135,6 +237,7 @@ def corrections(cap: float = 2.0) -> dict[str, rl_fn.TruncatedImportance | rl_fn
         "sequence, untruncated": rl_fn.TruncatedImportance(none, "sequence_sum"),
         f"sequence, min(·, {cap:g})": rl_fn.TruncatedImportance(cap, "sequence_sum"),
         f"sequence, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.MaskedImportance(1 / cap, cap, "sequence_sum"),
+        **masks(),
     }
 
 
@@ -149,67 +252,6 @@ def off_policy(s: Setting, group: int = GROUP) -> Table:
     return rows
 
 
-def markdown(rows: Table) -> list[str]:
-    """A table."""
-    lines = ["| estimator | cosine | scale | error | noise |", "|---|---|---|---|---|"]
-    return lines + [
-        f"| {name} | {c.cosine:.4f} | {c.scale:.4f} | {c.error:.4f} | {c.deviation:.2f} |" for name, c in rows.items()
-    ]
-
-
-def page(loss: dict[str, tuple[Compared, Compared]], others: dict[str, Table]) -> str:
-    """docs/estimators.md."""
-    lines = [
-        "# What the estimators estimate",
-        "",
-        "Generated by `python experiments/estimators.py`; tests/experiments/test_estimators.py proves it.",
-        f"All sequences of a language of {VOCABULARY} tokens (one ends the sequence) and at most {LENGTH} steps are",
-        "enumerated in float64: the numbers are exact expectations. Against the true gradient g*: *cosine* of the",
-        "angle, *scale* ⟨g, g*⟩/⟨g*, g*⟩, *error* ‖g − g*‖/‖g*‖, and *noise*, the standard deviation of one draw",
-        "in units of ‖g*‖.",
-        "",
-        "## KL estimators as a loss",
-        "",
-        "Differentiated on rollouts of π; the truth is the gradient of the exact KL at the prefixes that π visits.",
-        "k1's gradient is pure noise. k2's is that of KL(π‖π_ref), k3's that of the *other* direction, KL(π_ref‖π).",
-        "",
-        "| estimator | error against ∇KL(π‖π_ref) | error against ∇KL(π_ref‖π) | noise |",
-        "|---|---|---|---|",
-    ]
-    lines += [f"| {n} | {r.error:.4f} | {f.error:.4f} | {r.deviation:.2f} |" for n, (r, f) in loss.items()]
-    for title, rows in others.items():
-        lines += ["", *title.split("\n"), "", *markdown(rows)]
-    return "\n".join(lines) + "\n"
-
-
-TITLES = {
-    "kl_as_reward": """## KL estimators as a cost in the reward
-
-Against the gradient of the KL between whole sequences. Only k1 is unbiased. A per-token loss misses how a token changes
-the prefixes that come after it: k2 as a loss is exact for each token and still biased for the sequence.""",
-    "group_methods": f"""## Advantages and aggregation, groups of {GROUP}
-
-Two prompts of different difficulty, rewards of 0 and 1. RLOO is unbiased; r − mean is RLOO times (G − 1)/G, the same
-direction. The std turns no prompt's own gradient as long as rewards are 0 or 1, but weights prompts against each other;
-dividing by an answer's length turns the gradient itself: it is that of another objective.""",
-    "off_policy": """## Rollouts from another distribution than the trainer's
-
-RLOO with weights π/μ. Only the whole sequence's untruncated weight is unbiased; truncation and masking trade bias for
-noise. Truncating the sequence's weight costs the least bias here; masking it, the most.""",
-}
-
-
-def figure(rows: Table) -> Figure:
-    """Bias against noise of the off-policy corrections."""
-    fig = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = fig.subplots()
-    for name, c in rows.items():
-        axes.scatter(c.deviation, c.error)
-        axes.annotate(name, (c.deviation, c.error), textcoords="offset points", xytext=(5, 3), fontsize=8)
-    axes.set(xlabel="noise of one group / ‖g*‖", ylabel="bias ‖g − g*‖ / ‖g*‖", title="Off-policy corrections, exact")
-    return fig
-
-
 def main() -> None:
     """Compute, write, print."""
     with jax.enable_x64(True):
@@ -217,10 +259,14 @@ def main() -> None:
         loss = kl_as_loss(s)
         tables = {
             "kl_as_reward": kl_as_reward(s),
+            "kl_off_policy": kl_off_policy(s),
+            "critic_on_policy": critic_on_policy(s)
+            | {f"{name}, right critic": row for name, row in critic_on_policy(s, 0.0).items()},
+            "critic_off_policy": critic_off_policy(setting(distance=1.0)),
             "group_methods": group_methods([s, setting(seed=10, right=0.15)]),
             "off_policy": off_policy(setting(distance=1.0)),
         }
-    text = page(loss, {TITLES[name]: rows for name, rows in tables.items()})
+    text = page(loss, {TITLES[name]: rows for name, rows in tables.items()}, VOCABULARY, LENGTH)
     with replacing(ROOT / "docs" / "estimators.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
     with replacing(RESULTS / "off_policy.png") as temporary:

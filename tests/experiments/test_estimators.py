@@ -9,7 +9,8 @@ import pytest
 
 import rl_fn
 from experiments import estimators
-from experiments.enumeration import compare, grouped, language, logits, logprobs, probabilities, true_gradient
+from experiments.enumeration import Compared, compare, grouped, language, logits, logprobs, probabilities, true_gradient
+from experiments.estimators_page import TITLES, page
 
 EXACT = 1e-9
 
@@ -53,6 +54,35 @@ def test_kl_as_reward(setting):
     assert all(rows[name].error > 1e-3 for name in rows if name != "k1 as reward")
 
 
+def test_kl_on_other_rollouts(setting):
+    rows = estimators.kl_off_policy(setting)
+    assert rows["importance-corrected k3"].error < EXACT
+    assert rows["k2, weighted by sg(π/μ)"].error < EXACT
+    assert all(rows[name].error > 1e-3 for name in ("k2", "k3", "importance-corrected k3, log_clip 0.5"))
+
+
+def test_values_are_expected_rewards(setting):
+    values = estimators.critic(setting, wrong=0.0)
+    expected = probabilities(setting.lang, setting.policy) @ setting.rewards
+    np.testing.assert_allclose(values[:, 0], expected, rtol=1e-12)  # every sequence starts at the empty prefix
+
+
+def test_advantages_from_a_critic(setting):
+    right, wrong = estimators.critic_on_policy(setting, 0.0), estimators.critic_on_policy(setting)
+    assert all(row.error < EXACT for row in right.values())
+    assert wrong["Monte Carlo (n = T, or λ = 1)"].error < EXACT
+    assert wrong["n-step, n = 1"] == pytest.approx(wrong["GAE, λ = 0"])
+    errors = [wrong[f"GAE, λ = {lam:g}"].error for lam in (0.0, 0.5, 0.95)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] > 1e-3
+
+
+def test_advantages_from_a_critic_on_other_rollouts(setting):
+    rows = estimators.critic_off_policy(setting)
+    exact = rows.pop("V-trace, untruncated, × the prefix's π/μ")
+    assert exact.error < EXACT
+    assert all(row.error > 1e-3 for row in rows.values())
+
+
 def test_group_methods():
     # Groups of four: of three, 0/1 rewards that differ all have the same std.
     rows = estimators.group_methods([estimators.setting(3, 2, 0), estimators.setting(3, 2, 10, right=0.3)], group=4)
@@ -91,3 +121,11 @@ def test_the_page_is_what_the_script_writes():
     for name, row in estimators.kl_as_reward(s).items():
         assert row._asdict() == pytest.approx(result["kl_as_reward"][name], rel=1e-6, abs=1e-9)
         assert f"| {name} | {row.cosine:.4f}".replace("-0.0000", "0.0000") in text.replace("-0.0000", "0.0000")
+
+
+def test_the_page_shows_all_of_the_result_file():
+    result = json.loads((estimators.RESULTS / "result.json").read_text())
+    loss = {n: (Compared(**row["reverse"]), Compared(**row["forward"])) for n, row in result["kl_as_loss"].items()}
+    tables = {title: {n: Compared(**row) for n, row in result[key].items()} for key, title in TITLES.items()}
+    text = page(loss, tables, estimators.VOCABULARY, estimators.LENGTH)
+    assert (estimators.ROOT / "docs" / "estimators.md").read_text(encoding="utf-8") == text
