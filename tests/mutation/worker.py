@@ -128,7 +128,7 @@ class Plugin:
         ordered = [n for *_, n in sorted(turns)]
         likely = self.likely(mutant)
         # What only checks arguments comes last for a mutant elsewhere.
-        hinted = [n for n in ordered if any(word in n for word in likely)][:12] if likely else []
+        hinted = [n for n in ordered if any(word in n for word in likely)][:60] if likely else []
         late = [n for n in ordered if "/test_arguments.py" in n or "/test_defaults.py" in n]
         rest = [n for n in ordered if n not in set(late)]
         unique = dict.fromkeys([*first, *hinted, *rest, *late])

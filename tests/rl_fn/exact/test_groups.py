@@ -20,6 +20,8 @@ def test_gpg_counts_informative_answers():
     r = jnp.array([[1.0, 0.0], [1.0, 1.0]])
     # One of two groups is informative: 2 · (±½).
     assert rl_fn.gpg_advantages(r).tolist() == [[1.0, -1.0], [0.0, 0.0]]
+    # An answer at the mean belongs to an informative group too: 6/3 · (−1, 0, 1).
+    assert rl_fn.gpg_advantages(jnp.array([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0]])).tolist() == [[-2.0, 0.0, 2.0], [0.0] * 3]
     # Three of four answers are not zero: 4/3 · (±½), over 2.
     np.testing.assert_allclose(rl_fn.gpg_advantages(r, alpha="nonzero", norm=2.0)[0], [1 / 3, -1 / 3], rtol=1e-6)
     assert rl_fn.gpg_advantages(r, alpha="none", norm=2.0).tolist() == [[0.25, -0.25], [0.0, 0.0]]
