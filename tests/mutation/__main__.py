@@ -19,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--skip", nargs="*", default=[], help="not these")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--examples", type=int, default=4, help="examples of a property")
+    parser.add_argument("--seconds", type=float, default=6.0, help="processor time for a mutant that survives")
     parser.add_argument("--out", type=Path, default=ROOT / "experiments/results/mutation")
     parser.add_argument("--only-report", action="store_true", help="of the results so far")
     options = parser.parse_args(arguments)
@@ -34,10 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
     missing: set[str] = set()
     try:
         if not options.only_report:
-            missing = run(chosen, store, options.processes, options.examples)
+            missing = run(chosen, store, options.processes, options.examples, options.seconds)
     finally:
         known = [(mutant, entry["status"]) for mutant in chosen if (entry := store.result(mutant)) is not None]
-        settings = {"sample": options.sample, "seed": options.seed, "examples": options.examples}
+        settings = {
+            "sample": options.sample,
+            "seed": options.seed,
+            "examples": options.examples,
+            "seconds": options.seconds,
+        }
         settings |= {"without_result": len(chosen) - len(known), "files": options.files, "skipped": options.skip}
         if known:
             total = write(options.out, known, settings)

@@ -40,13 +40,13 @@ def write_atomically(path: Path, text: str) -> None:
 class Worker:
     """One process and the pipe to it."""
 
-    def __init__(self, number: int, examples: int, compiled: Path) -> None:
-        self.number, self.examples, self.compiled = number, examples, compiled
+    def __init__(self, number: int, examples: int, budget: float, compiled: Path) -> None:
+        self.number = number
         context = multiprocessing.get_context("spawn")
         self.connection, child = context.Pipe()
         log = str(Path(tempfile.gettempdir()) / f"mutation-{os.getpid()}-{number}.log")
         self.process = context.Process(
-            target=serve, args=(child, list(PATHS), examples, str(compiled), log), daemon=True
+            target=serve, args=(child, list(PATHS), examples, budget, str(compiled), log), daemon=True
         )
         self.process.start()
         child.close()
@@ -121,13 +121,13 @@ def groups_of(mutants: list[Mutant]) -> Iterator[list[Mutant]]:
 class Crew:
     """Threads that each drive one process through groups of mutants until none is left."""
 
-    def __init__(self, store: Store, examples: int, progress: tqdm) -> None:
-        self.store, self.examples, self.progress = store, examples, progress
+    def __init__(self, store: Store, examples: int, budget: float, progress: tqdm) -> None:
+        self.store, self.examples, self.budget, self.progress = store, examples, budget, progress
         self.stopping = threading.Event()
         self.unsteady: set[str] = set()
 
     def fresh(self, number: int) -> Worker:
-        worker = Worker(number, self.examples, self.store.path.with_name("compiled"))
+        worker = Worker(number, self.examples, self.budget, self.store.path.with_name("compiled"))
         worker.ask("avoid", self.unsteady)
         return worker
 
@@ -172,7 +172,7 @@ class Crew:
         return worker
 
 
-def run(mutants: list[Mutant], store: Store, processes: int, examples: int) -> set[str]:
+def run(mutants: list[Mutant], store: Store, processes: int, examples: int, budget: float) -> set[str]:
     """Every mutant that has no valid result yet, twice where state was left behind; returns those still without one."""
     for _ in range(2):
         todo = [mutant for mutant in mutants if store.result(mutant) is None]
@@ -182,7 +182,7 @@ def run(mutants: list[Mutant], store: Store, processes: int, examples: int) -> s
         for group in groups_of(todo):
             groups.put(group)
         with tqdm(total=len(todo), desc="mutants", mininterval=5) as progress:
-            crew = Crew(store, examples, progress)
+            crew = Crew(store, examples, budget, progress)
             workers = [crew.fresh(number) for number in range(processes)]
             threads = [threading.Thread(target=crew.drive, args=(worker, groups)) for worker in workers]
             for thread in threads:

@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[2]
 # Not about the mathematics, or meaningless without jax.jit.
 EXCLUDED = ("test_registry.py", "test_jit_and_eager_agree", "test_a_case_is_deterministic")
 # Processor time, for a test and for a mutant: on a busy machine a slow test is not one that hangs.
-ITEM_SECONDS, MUTANT_SECONDS, MUTANT_ITEMS = 20, 4.0, 150
-LEAST_ITEMS = 15
+ITEM_SECONDS, MUTANT_ITEMS, LEAST_ITEMS = 20, 150, 8
 
 
 def _eager(function: Any = None, **_: Any) -> Any:
@@ -52,8 +51,8 @@ def _too_long(*_: Any) -> None:
 class Plugin:
     """pytest's loop over the collected tests, replaced by a loop over requests."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
+    def __init__(self, connection: Connection, budget: float) -> None:
+        self.connection, self.budget = connection, budget
         self.timed_out = False
         self.kills: dict[str, Counter[str]] = defaultdict(Counter)
         self.seconds: dict[str, float] = {}
@@ -160,7 +159,7 @@ class Plugin:
                     status = "timeout" if self.timed_out else "killed"
                     return status, nodeid, time.process_time() - begun, ran
                 # The first run of a test compiles its operations: without a least number a cold process would try few.
-                if time.process_time() - begun > MUTANT_SECONDS and ran >= LEAST_ITEMS:
+                if time.process_time() - begun > self.budget and ran >= LEAST_ITEMS:
                     break
         return "survived", "", time.process_time() - begun, ran
 
@@ -175,7 +174,7 @@ class Plugin:
         return "avoided"
 
 
-def serve(connection: Connection, paths: list[str], examples: int, compiled: str, log: str) -> None:
+def serve(connection: Connection, paths: list[str], examples: int, budget: float, compiled: str, log: str) -> None:
     """Entry point of the process; an interrupt is for the supervisor to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -216,4 +215,4 @@ def serve(connection: Connection, paths: list[str], examples: int, compiled: str
         # Hypothesis is imported above, for its profile, and this module before pytest could rewrite it.
         "-Wignore::pytest.PytestAssertRewriteWarning",
     ]
-    pytest.main([*options, *paths], plugins=[Plugin(connection)])
+    pytest.main([*options, *paths], plugins=[Plugin(connection, budget)])
