@@ -47,6 +47,8 @@ def trainer(tmp_path):
     # A vocabulary that is large beside the rest, as real ones are.
     model.resize_token_embeddings(20000)
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.1)
+    model.config._name_or_path = str(tmp_path / "model")  # the trainer reads the configuration again by name
+    model.save_pretrained(tmp_path / "model")
     arguments = trl.GRPOConfig(
         output_dir=str(tmp_path),
         per_device_train_batch_size=8,
@@ -83,6 +85,7 @@ def step(trainer, inputs):
 
 def test_loss_and_gradients_of_a_grpo_step(trainer):
     trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1  # what its training loop sets
     torch.manual_seed(0)
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     inputs["advantages"] = torch.linspace(-1.0, 1.0, len(inputs["advantages"]))
@@ -94,7 +97,7 @@ def test_loss_and_gradients_of_a_grpo_step(trainer):
     for a, b in zip(patched_gradients, gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     print(f"peak of live tensors in the step: {memory / 2**20:.1f} MiB unpatched, {patched_memory / 2**20:.1f} patched")
-    assert patched_memory <= memory
+    assert patched_memory < 0.5 * memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,0 +1,1 @@
+"""rl-fn inside other people's libraries. Each module names the versions it was checked with."""

@@ -1,0 +1,110 @@
+"""Log-probabilities of a Hugging Face causal language model without its logits."""
+
+import types
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rl_kernels import TokenLogprobs, linear_logprobs
+
+
+class HeadOptions(NamedTuple):
+    """What a model does to hidden @ weight.T + bias before they are its logits."""
+
+    logit_scale: float
+    softcap: float | None
+
+
+def head_options(model: PreTrainedModel) -> HeadOptions:
+    """Scale and softcap of the model's logits, by the names that configurations have for them."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse; Falcon-H1
+        scale *= getattr(config, name, None) or 1.0
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling:
+        # Granite and MiniCPM divide by it, HyperCLOVA X multiplies.
+        scale *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
+    return HeadOptions(scale, getattr(config, "final_logit_softcapping", None))
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    support: Tensor | None = None,
+    backend: str | None = None,
+    **inputs: Any,
+) -> TokenLogprobs:
+    """Log-probability of each token after the first, entropy and logsumexp of its distribution; the logits never exist.
+
+    Position t of the result, of T − 1, belongs to ``input_ids[:, t + 1]``.
+
+    Args:
+        model: a causal language model; its head and its backbone are looked up at each call, so FSDP and PEFT may have
+            wrapped them.
+        input_ids: ``[B, T]``.
+        mask: bool ``[B, T − 1]``: the tokens that count; the others are not computed and have results 0.
+        temperature: a number, or ``[B, T − 1]``.
+        support: kept sets of a truncated sampler, ``[B, T − 1, S]`` token ids with −1 for shorter sets.
+        backend: of ``rl_kernels.linear_logprobs``.
+        **inputs: of the model: attention_mask, position_ids, …
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output embeddings: it is no causal language model")
+    hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state[:, :-1]
+    scale, softcap = head_options(model)
+    return linear_logprobs(
+        hidden,
+        _gathered(head.weight),
+        input_ids[:, 1:],
+        bias=None if getattr(head, "bias", None) is None else _gathered(head.bias),
+        temperature=temperature,
+        logit_scale=scale,
+        softcap=softcap,
+        support=support,
+        mask=mask,
+        backend=backend,
+    )
+
+
+def fuse_linear_logprobs(model: PreTrainedModel) -> PreTrainedModel:
+    """Give the model a method ``token_logprobs``, once it is shown to agree with the model's own logits.
+
+    A model whose head does something this module does not know of is refused: ValueError with the difference found.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    device = next(model.parameters()).device
+    ids = torch.randint(vocabulary, (2, 5), generator=torch.Generator().manual_seed(0)).to(device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            wanted = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+            found = token_logprobs(model, ids).logprobs
+    finally:
+        model.train(training)
+    difference = (found - wanted).abs().max().item()
+    # A model computing in half precision rounds the logits that the fused way does not.
+    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
+    limit = 1e-4 if exact else 0.02 * max(1.0, logits.abs().max().item())
+    if not difference <= limit:
+        raise ValueError(
+            f"{type(model).__name__}: fused log-probabilities differ from the model's own by {difference:.3g}; "
+            f"its head does more than scale and softcap {head_options(model)}"
+        )
+    # Not a parameter and not a module: past nn.Module's own __setattr__.
+    object.__setattr__(model, "token_logprobs", types.MethodType(token_logprobs, model))
+    return model
+
+
+def _gathered(parameter: Any) -> Tensor:
+    """The parameter itself, whole if FSDP2 or tensor parallelism has sharded it."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
