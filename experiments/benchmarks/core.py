@@ -24,9 +24,9 @@ import torch
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from core_peers import Call, Data, Pair, groups, losses, recursions  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm
 
+from experiments.benchmarks.core_peers import Call, Data, Pair, groups, losses, recursions
 from rl_bridge.atomic import replacing, write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "core"
