@@ -182,3 +182,11 @@ def test_kl_estimators_on_both_sides_of_the_series(d):
     np.testing.assert_allclose(rl_fn.kl_k3(x, 0 * x), [exact], rtol=2e-6 if abs(d) < 0.1 else 2e-5)
     np.testing.assert_allclose(rl_fn.kl_k2(x, 0 * x), [d * d / 2], rtol=1e-6)
     assert rl_fn.kl_k1(x, 0 * x).tolist() == x.tolist() and rl_fn.kl_abs(x, 0 * x).tolist() == jnp.abs(x).tolist()
+
+
+@pytest.mark.parametrize("d", [0.0999, -0.0999, 0.03])
+def test_the_series_of_k3_is_good_for_float64(d):
+    """The first term left out is d⁶/20160 of the sum: 5e-11 at the switch."""
+    with jax.enable_x64(True):
+        x = jnp.array([d], jnp.float64)
+        np.testing.assert_allclose(rl_fn.kl_k3(x, 0 * x), [math.expm1(-d) + d], rtol=1e-10)

@@ -141,3 +141,17 @@ def test_the_tail_of_a_teachers_list():
     # A full list has no rest.
     full = rl_fn.top_k_distillation(student, student, jnp.arange(3, dtype=jnp.int32))
     np.testing.assert_allclose(full, 0.0, atol=1e-7)
+
+
+def test_mass_that_underflows_is_no_mass():
+    # e^−200 is 0 in float32: that the student excludes it costs nothing, in value and gradient.
+    student, teacher = jnp.array([0.0, -INF]), jnp.array([0.0, -200.0])
+    value, slope = jax.value_and_grad(lambda s: rl_fn.gkd(s, teacher, beta=0.0))(student)
+    assert float(value) == 0.0 and slope.tolist() == [0.0, 0.0]
+    assert float(rl_fn.reverse_kl(teacher, student)) == 0.0
+
+
+def test_a_masked_row_is_exactly_nothing():
+    x = jnp.array([[math.nan, 1.0, 2.0, 0.5, 0.25]])
+    for beta in (0.0, 0.1, 0.3, 0.5, 0.7, 1.0):
+        assert rl_fn.gkd(x, x[..., ::-1], jnp.array([False]), beta=beta).tolist() == [0.0]
