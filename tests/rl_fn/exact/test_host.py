@@ -20,6 +20,7 @@ def test_best_fit_takes_the_smallest_room_that_is_left():
     # Equal rooms: the first opened; a length of the capacity fills a bin.
     assert lists(rl_fn.pack([10, 6, 6, 4], 10)) == [[0], [1, 3], [2]]
     assert rl_fn.pack([], 10) == []
+    assert rl_fn.pack([], 0) == [] and lists(rl_fn.pack([0, 0], 0)) == [[0, 1]]
     assert lists(rl_fn.pack([0, 10], 10)) == [[0, 1]]
     with pytest.raises(ValueError, match="a length of 11"):
         rl_fn.pack([11], 10)
@@ -132,6 +133,11 @@ def test_fp8_blocks():
     np.testing.assert_allclose(rl_fn.dequantize(q.values, q.scale, block=2), w, rtol=1e-6)
     for granularity, scale in (("channel", [[2.0], [1.0], [0.01]]), ("tensor", [[2.0]])):
         np.testing.assert_allclose(rl_fn.quantize_fp8(w, granularity=granularity).scale, scale, rtol=1e-6)
+    # A stack of matrices: each its own blocks.
+    many = rl_fn.quantize_fp8(jnp.stack([w, 2 * w]), granularity="block", block=2)
+    np.testing.assert_allclose(many.scale, jnp.stack([q.scale, 2 * q.scale]), rtol=1e-6)
+    assert many.values.astype(jnp.float32).tolist() == [q.values.astype(jnp.float32).tolist()] * 2
+    np.testing.assert_allclose(rl_fn.dequantize(many.values, many.scale, block=2), jnp.stack([w, 2 * w]), rtol=1e-6)
     with pytest.raises(ValueError, match=r"scale must have shape \(2, 2\)"):
         rl_fn.dequantize(q.values, q.scale[:1], block=2)
     with pytest.raises(ValueError, match="does not belong"):

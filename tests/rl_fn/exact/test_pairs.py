@@ -133,6 +133,7 @@ def test_kto_weighs_the_two_kinds():
 def test_wpo_is_a_geometric_mean():
     logprobs, mask = jnp.log(jnp.array([[0.5, 0.125, 0.3]])), jnp.array([[True, True, False]])
     np.testing.assert_allclose(rl_fn.wpo_weights(logprobs, mask), [0.25], rtol=1e-6)
+    np.testing.assert_allclose(rl_fn.wpo_weights(logprobs[0], mask[0]), 0.25, rtol=1e-6)
     assert rl_fn.wpo_weights(logprobs, mask & False).tolist() == [0.0]
     # Each over its Σπ²: ½/¼ and ⅛/¼.
     got = rl_fn.wpo_weights(logprobs, mask, sum_squared_probs=jnp.full((1, 3), 0.25))

@@ -25,6 +25,9 @@ def test_segments_begin_and_end():
     assert segment_starts((3,), None).tolist() == [True, False, False]
     assert segment_totals(R, TWO).tolist() == [3.0, 3.0, 4.0]
     assert segment_totals(R, None).tolist() == [7.0, 7.0, 7.0]
+    assert segment_totals(jnp.stack([R, 2 * R]), None).tolist() == [[7.0] * 3, [14.0] * 3]
+    assert segment_totals(jnp.stack([R, R]), jnp.stack([TWO, 0 * TWO])).tolist() == [[3.0, 3.0, 4.0], [7.0] * 3]
+    assert segment_totals(jnp.zeros((2, 0)), jnp.zeros((2, 0), jnp.int32)).shape == (2, 0)
     assert segment_totals(jnp.zeros(0), jnp.zeros(0, jnp.int32)).shape == (0,)
 
 
@@ -34,6 +37,9 @@ def test_next_counted_looks_over_holes_but_not_over_ends():
     assert next_counted(V, HOLE, last, None).tolist() == [8.0, 8.0, 0.5]
     assert next_counted(V, ALL, last, TWO).tolist() == [4.0, 0.5, 0.5]
     assert next_counted(V, jnp.array([True, False, False]), last, None).tolist() == [0.5, 0.5, 0.5]
+    for shape in ((2, 0), (0, 3)):
+        nothing = next_counted(jnp.zeros(shape), jnp.zeros(shape, bool), last, None)
+        assert nothing.shape == linear_recurrence(0.5, jnp.zeros(shape), jnp.zeros(shape, bool)).shape == shape
     rows = next_counted(jnp.stack([V, V]), jnp.stack([ALL, HOLE]), jnp.array([0.5, 0.25]), None)
     assert rows.tolist() == [[4.0, 8.0, 0.5], [8.0, 8.0, 0.25]]
 

@@ -18,6 +18,11 @@ def test_temperature_zero_is_the_first_best():
     assert rl_fn.temperature(jnp.array([1.0, 3.0]), 1).tolist() == [1.0, 3.0]
 
 
+def test_a_parameter_of_each_row_of_a_stack():
+    x, each = jnp.ones((2, 3, 2)), jnp.array([[1.0, 2.0, 4.0], [0.5, 0.25, 1.0]])
+    assert rl_fn.temperature(x, each)[..., 1].tolist() == [[1.0, 0.5, 0.25], [2.0, 4.0, 1.0]]
+
+
 def test_top_k_and_top_p_take_what_is_needed_and_no_more():
     x = jnp.array([1.0, 2.0, 2.0, 0.0])
     assert rl_fn.top_k(x, 1).tolist() == [-INF, 2.0, -INF, -INF]
