@@ -79,6 +79,11 @@ def sqrt(x: jax.Array) -> jax.Array:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)
 
 
+def magnitude(x: jax.Array) -> jax.Array:
+    """|x| with gradient 0 at 0, where jnp.abs has 1: equal policies must not be pushed either way."""
+    return jnp.sign(x) * x
+
+
 def deviations(
     x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -40,8 +40,9 @@ def per_token(x: jax.Array, lengths: Array, mask: Array | None) -> jax.Array:
 
 
 def softplus(x: jax.Array) -> jax.Array:
-    """log(1 + eˣ) = −log σ(−x): exact to rounding for every x, gradient σ(x) (½ at 0 by the halves of the tie)."""
-    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+    """log(1 + eˣ) = −log σ(−x): exact to rounding for every x, gradient σ(x)."""
+    # Not −|x|: JAX's slope of |x| at 0 is 1, and that of log(1 + eˣ) would be 0 there instead of ½.
+    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(jnp.minimum(x, -x)))
 
 
 def smoothed_logistic(z: jax.Array, label_smoothing: Number) -> jax.Array:

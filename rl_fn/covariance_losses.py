@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, as_mask, deviations, exp, keep, require
+from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, as_mask, deviations, exp, keep, magnitude, require
 from rl_fn.policy_losses import clipped_tokens, ppo_clip
 
 
@@ -141,9 +141,7 @@ def kl_cov(
     counted = as_mask(mask)
     chosen = _smallest(-_covariances(new, a, counted), counted, _number(share, counted, new.dtype))
     d = new - old
-    # |d| with gradient 0 at d = 0, where every token is on policy; jnp.abs has gradient 1 there.
-    size = jax.lax.stop_gradient(jnp.sign(d)) * d
-    return -exp(d) * a + jnp.where(chosen, coef * size, 0.0)
+    return -exp(d) * a + jnp.where(chosen, coef * magnitude(d), 0.0)
 
 
 def high_entropy_mask(entropies: Tokens, mask: Mask, *, quantile: Number = 0.8) -> Bool[Array, "*batch T"]:

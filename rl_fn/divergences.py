@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Tokens, as_float, expm1, keep
+from rl_fn._numerics import Array, Mask, Tokens, as_float, expm1, keep, magnitude
 from rl_fn.logprobs import log_softmax
 
 
@@ -130,7 +130,7 @@ def kl_abs(logprobs: Tokens, ref_logprobs: Tokens, mask: Mask | None = None) -> 
     [2.0]
 
     """
-    return jnp.abs(_difference(logprobs, ref_logprobs, mask))
+    return magnitude(_difference(logprobs, ref_logprobs, mask))
 
 
 def kl_straight_through(value: Float[Array, "*shape"], gradient: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

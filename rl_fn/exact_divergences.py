@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, exp, expm1, keep, require
+from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, exp, expm1, keep, magnitude, require
 from rl_fn.divergences import kl_categorical, kl_k3
 from rl_fn.logprobs import log_softmax
 
@@ -101,7 +101,8 @@ def jensen_shannon(logits: Logits, ref_logits: Logits, *, beta: Number = 0.5) ->
     log_beta, log_rest = jnp.log(jnp.asarray(beta, log_p.dtype)), jnp.log1p(-jnp.asarray(beta, log_p.dtype))
     # log(β p + (1 − β) q) by its larger term: the difference of the two logs is what the smaller one adds.
     a, b = log_p + log_beta, log_q + log_rest
-    log_m = jnp.maximum(a, b) + jnp.log1p(jnp.exp(-jnp.abs(a - b)))
+    # The smaller of two differences, not −|a − b|, whose slope is one-sided at a tie.
+    log_m = jnp.maximum(a, b) + jnp.log1p(jnp.exp(jnp.minimum(a - b, b - a)))
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     return jnp.sum(beta * p * (log_p - log_m) + (1.0 - beta) * q * (log_q - log_m), axis=-1)
 
@@ -130,7 +131,8 @@ def total_variation(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"
 
     """
     new, ref = as_float(logits, ref_logits)
-    return 0.5 * jnp.sum(jnp.abs(jnp.exp(log_softmax(new)) - jnp.exp(log_softmax(ref))), axis=-1)
+    difference = jnp.exp(log_softmax(new)) - jnp.exp(log_softmax(ref))
+    return 0.5 * jnp.sum(magnitude(difference), axis=-1)
 
 
 def kl_importance_corrected(

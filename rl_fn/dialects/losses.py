@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rl_fn import importance, policy_losses
-from rl_fn._numerics import Array, Number, as_float, as_mask, exp, require
+from rl_fn._numerics import Array, Number, as_float, as_mask, exp, magnitude, require
 from rl_fn.batch import Batch
 from rl_fn.pieces import Clip
 
@@ -191,5 +191,5 @@ def _divergence(name: str, rollout: jax.Array, old: jax.Array) -> jax.Array:
     """KL or total variation of "this token or another" between μ and π_old, with probabilities inside 1e-6."""
     p, q = (jnp.clip(jnp.exp(x), 1e-6, 1 - 1e-6) for x in (rollout, old))
     if name == "tv":
-        return jnp.abs(p - q)
+        return magnitude(p - q)
     return p * jnp.log(p / q) + (1.0 - p) * jnp.log((1.0 - p) / (1.0 - q))
