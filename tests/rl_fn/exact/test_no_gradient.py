@@ -1,5 +1,7 @@
 """Arguments that a formula holds fixed (its sg[·]) have no gradient, though the result depends on them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,8 @@ def test_but_the_result_depends_on_it(name):
 def test_gspo_token_has_the_ratio_of_the_sequence_and_the_gradient_of_the_token():
     # Log-ratio of the sequence: (0.25 + 0.75)/2 = ½ ; the loss of a token is −e^½ A, and so is its slope, in it alone.
     new, old, a = jnp.array([-0.75, -0.25]), jnp.array([-1.0, -1.0]), jnp.array([1.0, -2.0])
-    mask, clips = jnp.ones(2, bool), {"clip_low": 0.9, "clip_high": 9.0}
+    mask = jnp.ones(2, bool)
+    clips: dict[str, Any] = {"clip_low": 0.9, "clip_high": 9.0}
     rows = jax.jacobian(lambda x: rl_fn.gspo_token(x, old, a, mask, **clips))(new)
     expected = np.exp(0.5) * np.array([[-1.0, 0.0], [0.0, 2.0]])
     np.testing.assert_allclose(rows, expected, rtol=1e-6)

@@ -64,11 +64,11 @@ def test_deviations_have_the_gradient_of_a_mean():
 
 def test_one_dtype_for_all():
     with jax.enable_x64(True):
-        wide, number = as_float(np.zeros(1, np.float64), 1.0)
+        wide, number = as_float(jnp.zeros(1, jnp.float64), 1.0)
         assert wide.dtype == number.dtype == jnp.float64
         # A Python number is not a reason for float64.
-        assert [x.dtype for x in as_float(np.zeros(1, np.float32), 1.0)] == [jnp.float32, jnp.float32]
-        assert [x.dtype for x in as_float(np.zeros(1, np.int32), np.zeros(1, np.float64))] == [jnp.float64] * 2
+        assert [x.dtype for x in as_float(jnp.zeros(1, jnp.float32), 1.0)] == [jnp.float32, jnp.float32]
+        assert [x.dtype for x in as_float(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float64))] == [jnp.float64] * 2
 
 
 def test_masks_are_boolean_and_keep_is_exact():

@@ -1,6 +1,7 @@
 """Returns, advantages from a critic and sums over sequences, with halves and quarters that float32 holds exactly."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ def test_discounted_returns_and_gae():
 
 
 def test_n_step_looks_n_ahead():
-    options = {"gamma": 0.5, "bootstrap": 2.0}
+    options: dict[str, Any] = {"gamma": 0.5, "bootstrap": 2.0}
     # One step: r + ½V'; two: 1 + 1 + ¼·8, 2 + 2 + ¼·2; three or more: to the end, 1 + 1 + 1 + ⅛·2.
     for n, returns in ((1, [3.0, 6.0, 5.0]), (2, [4.0, 4.5, 5.0]), (3, [3.25, 4.5, 5.0]), (9, [3.25, 4.5, 5.0])):
         got = rl_fn.n_step(R, V, ALL, n=n, **options)
@@ -138,7 +139,7 @@ def test_aggregation(mode):
     np.testing.assert_allclose(parts + parts, (2 * total, 2 * denominator), rtol=1e-6)
     np.testing.assert_allclose(sum([parts, parts]), (2 * total, 2 * denominator), rtol=1e-6)
     with pytest.raises(TypeError):
-        parts + 1
+        _ = parts + 1
 
 
 def test_aggregation_by_a_horizon_by_prompt_and_packed():
