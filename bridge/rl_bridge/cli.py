@@ -13,10 +13,12 @@ from rl_bridge.tracking.run import Stopped
 USAGE = """usage: rl-fn train grpo [--help] [options]
 
        rl-fn check {trl,verl,openrlhf,tunix}
+       rl-fn doctor
 
 commands:
   train grpo   GRPO post-training; without options: two-digit arithmetic on a tiny model (the quickstart)
   check        rl_fn's dialects against an installed library's own functions: value and gradient, option by option
+  doctor       this machine's device and versions, and which backend each kernel operation takes here
 """
 
 
@@ -28,11 +30,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from rl_bridge.check.report import check
 
         return check(words[1:])
+    if words == ["doctor"]:
+        return print_diagnosis()
     if words[:2] != ["train", "grpo"]:
         wanted = words in ([], ["--help"], ["-h"])
         print(USAGE if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{USAGE}", end="")
         return 0 if wanted else 2
     return report(run_grpo, tyro.cli(GRPOJob, default=quickstart(), args=words[2:], prog="rl-fn train grpo"))
+
+
+def print_diagnosis() -> int:
+    """The doctor's findings as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rl_kernels.doctor import doctor
+
+    found = doctor()
+    table = Table("operation", "backend", "others", title=f"{found.device}: {found.name}")
+    for finding in found.findings:
+        table.add_row(finding.operation, finding.backend, "; ".join(f"{n}: {why}" for n, why in finding.others.items()))
+    console = Console()
+    console.print(", ".join(f"{name} {number}" for name, number in found.versions.items()))
+    console.print(table)
+    return 0
 
 
 def report(run: Callable[[GRPOJob], dict[str, Any]], job: GRPOJob) -> int:

@@ -1,0 +1,33 @@
+"""The doctor names every operation's backend, and why the others do not run."""
+
+import pytest
+
+from rl_bridge.cli import main
+from rl_kernels import backends
+from rl_kernels.doctor import doctor
+
+
+def test_every_operation_has_a_backend_and_reasons():
+    found = doctor()
+    assert found.device == "cpu" and found.versions["torch"].startswith("2.")
+    assert {f.operation: f.backend for f in found.findings} == dict.fromkeys(backends.BACKENDS, "torch")
+    for finding in found.findings:
+        assert {finding.backend, *finding.others} == set(backends.BACKENDS[finding.operation])
+        assert all(finding.others.values())
+
+
+def test_a_backend_that_is_not_installed_says_so(monkeypatch):
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    backends.refusal.cache_clear()
+    try:
+        others = {f.operation: f.others for f in doctor().findings}["logits_logprobs"]
+    finally:
+        backends.refusal.cache_clear()
+    assert others["triton"] == "triton is not installed" and others["reference"] == "jax is not installed"
+
+
+@pytest.mark.parametrize("word", ["logits_logprobs", "linear_logprobs", "torch", "triton", "only when asked"])
+def test_the_command_prints_it(capsys, monkeypatch, word):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 0
+    assert word in capsys.readouterr().out
