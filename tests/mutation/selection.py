@@ -34,17 +34,23 @@ class CallGraph:
 
     def __init__(self, trees: dict[str, ast.Module]) -> None:
         mentions: dict[str, set[str]] = defaultdict(set)
-        for tree in trees.values():
-            for name, names in _definitions(tree.body).items():
+        self.files = {file: _definitions(tree.body) for file, tree in trees.items()}
+        for definitions in self.files.values():
+            for name, names in definitions.items():
                 mentions[name] |= names
         self.callers: dict[str, set[str]] = defaultdict(set)
         for name, names in mentions.items():
             for mentioned in names & set(mentions):
                 self.callers[mentioned].add(name)
 
-    def distances(self, name: str) -> dict[str, int]:
-        """Everything that reaches `name`, and in how many calls."""
+    def distances(self, name: str, file: str) -> dict[str, int]:
+        """Everything that reaches the `name` of this file, and in how many calls."""
         found, queue = {name: 0}, deque([name])
+        if name.startswith("_"):
+            # Two files may have a private function of one name; its callers are in its own file.
+            near = [caller for caller, names in self.files[file].items() if name in names and caller != name]
+            found |= dict.fromkeys(near, 1)
+            queue = deque(near)
         while queue:
             current = queue.popleft()
             for caller in self.callers[current] - set(found):
@@ -79,12 +85,13 @@ class Selection:
             name = waiting.pop()
             seen.add(name)
             waiting |= definitions.get(name, set()) - seen
-        return named | seen
+        # What the test file defines itself is not the package's, whatever its name.
+        return named | (seen - definitions.keys())
 
     def of(self, owner: str, file: str) -> dict[str, int]:
         """Tests and the number of calls between what they name and the owner."""
         if owner:
-            distances = self.graph.distances(owner.split(".")[0])
+            distances = self.graph.distances(owner.split(".")[0], file)
         else:
             tree = ast.parse((self.root / "rl_fn" / file).read_text(encoding="utf-8"))
             distances = dict.fromkeys(_definitions(tree.body), 0)

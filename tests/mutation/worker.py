@@ -130,7 +130,8 @@ class Plugin:
         hinted = [n for n in ordered if any(word in n for word in likely)][:60] if likely else []
         late = [n for n in ordered if "/test_arguments.py" in n or "/test_defaults.py" in n]
         rest = [n for n in ordered if n not in set(late)]
-        unique = dict.fromkeys([*first, *hinted, *rest, *late])
+        own = [n for n in ordered if distances[n] < 0]
+        unique = dict.fromkeys([*first, *own, *hinted, *rest, *late])
         return [n for n in unique if n not in self.unsteady][:MUTANT_ITEMS]
 
     def likely(self, mutant: Any) -> tuple[str, ...]:
@@ -140,7 +141,8 @@ class Plugin:
         lines = self.package.sources[mutant.file][mutant.line - 1 : mutant.line]
         if "require(" in "".join(lines):
             return ("test_arguments", "refused", "raises")
-        return ("masked_positions", "no_gradient") if mutant.kind == "dropped" else ()
+        dropped = mutant.kind == "dropped" and ("keep" in mutant.before or "stop_gradient" in mutant.before)
+        return ("no_gradient", "masked_positions") if dropped else ()
 
     def run(self, identity: str) -> tuple[str, str, float, int]:
         """Status, the test that killed it, seconds, and how many tests ran."""
