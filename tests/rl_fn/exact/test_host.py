@@ -146,6 +146,12 @@ def test_fp8_blocks():
         rl_fn.dequantize(q.values, q.scale[0, :1])
 
 
+def test_blocks_of_a_stack_that_are_not_square():
+    q = rl_fn.quantize_fp8(jnp.ones((2, 3, 5)), granularity="block", block=2)
+    assert q.scale.shape == (2, 2, 3) and q.values.shape == (2, 3, 5)
+    np.testing.assert_allclose(rl_fn.dequantize(q.values, q.scale, block=2), jnp.ones((2, 3, 5)), rtol=1e-6)
+
+
 def test_smooth_scales_divide_the_range():
     # √16/√4 and 1 where a channel or its weights are unused.
     got = rl_fn.smooth_scales(jnp.array([16.0, 0.0, 4.0]), jnp.array([[4.0, 1.0, 0.0], [-2.0, 1.0, 0.0]]))
