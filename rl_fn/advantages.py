@@ -18,7 +18,7 @@ from rl_fn._numerics import (
     require,
     variance,
 )
-from rl_fn.recurrence import linear_recurrence, next_counted
+from rl_fn.recurrence import following_recurrence, linear_recurrence, next_counted
 
 
 class Advantages(NamedTuple):
@@ -107,8 +107,10 @@ def gae(
     r, v, lam_, last = as_float(rewards, values, lam, bootstrap)
     counted = as_mask(mask)
     r, v = jnp.where(counted, r, 0.0), jnp.where(counted, v, 0.0)
-    delta = r + gamma * next_counted(v, counted, last, segment_ids) - v
-    advantages = linear_recurrence(gamma * lam_, delta, counted, segment_ids=segment_ids)
+    # One recurrence for Vₜ₊₁ and Aₜ₊₁ together: U = V + λA, Uₜ = (1 − λ)Vₜ + λrₜ + γλUₜ₊₁, Aₜ = rₜ + γUₜ₊₁ − Vₜ.
+    rows = lam_[..., None] if lam_.ndim else lam_
+    after = following_recurrence(gamma * lam_, (1.0 - rows) * v + rows * r, counted, last, segment_ids)
+    advantages = jnp.where(counted, r + gamma * after - v, 0.0)
     return Advantages(advantages, jnp.where(counted, advantages + v, 0.0))
 
 

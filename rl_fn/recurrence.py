@@ -126,9 +126,23 @@ def linear_recurrence(
     if b.shape[-1] == 0:
         return b
     ends = segment_ends(b.shape, segment_ids)
+    return jnp.where(counted, _carried(a, b, counted, _per_row(start, b.shape), ends), 0.0)
+
+
+def following_recurrence(
+    decay: jax.Array, inputs: jax.Array, mask: jax.Array, init: jax.Array, segment_ids: Array | None
+) -> jax.Array:
+    """At every position, linear_recurrence's x of its segment's next counted position; init where there is none."""
+    if inputs.shape[-1] == 0:
+        return inputs
+    ends, last = segment_ends(inputs.shape, segment_ids), _per_row(init, inputs.shape)
+    return jnp.where(ends, last, _following(_carried(decay, inputs, mask, last, ends), last[..., -1:]))
+
+
+def _carried(a: jax.Array, b: jax.Array, counted: jax.Array, start: jax.Array, ends: jax.Array) -> jax.Array:
+    """Run the recurrence without masking its result: a masked position holds the x that passes through it."""
     a = a if a.ndim == b.ndim else _per_row(a, b.shape)
     a = jnp.where(counted, a, 1.0)
     b = jnp.where(counted, b, 0.0)
-    b = b + jnp.where(ends, a * _per_row(start, b.shape), 0.0)
-    a = jnp.where(ends, 0.0, a)
-    return jnp.where(counted, scan(a, b, reverse=True), 0.0)
+    b = b + jnp.where(ends, a * start, 0.0)
+    return scan(jnp.where(ends, 0.0, a), b, reverse=True)

@@ -53,6 +53,7 @@ def test_compiled_equals_eager(name):
 
 
 @pytest.mark.slow  # a C++ compiler runs for each
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["ppo_clip", "gae"])
 def test_inductor_equals_eager(name):
     assert_compiled_equals_eager(name, "inductor")
