@@ -153,7 +153,7 @@ def test_two_devices_equal_one_and_nothing_imports_torch(tmp_path, tiny, whole):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"groups": 300}, "groups ≤ prompts"),
+        ({"groups": 400}, "groups ≤ prompts"),
         ({"steps": 0}, "counts must be ≥ 1"),
         ({"max_new_tokens": 2}, "longest answer has 4 tokens"),
         ({"devices": 7}, "devices must be 1 …"),

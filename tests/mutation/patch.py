@@ -56,7 +56,7 @@ class Package:
         if self._closures is None:
             self._closures = {}
             for x in gc.get_objects():
-                if isinstance(x, types.FunctionType) and "<locals>" in x.__code__.co_qualname:
+                if type(x) is types.FunctionType and "<locals>" in x.__code__.co_qualname:
                     file = Path(x.__code__.co_filename)
                     if file.parent == self.folder:
                         self._closures.setdefault((file.name, x.__code__.co_qualname), []).append(x)
