@@ -9,7 +9,9 @@ from types import ModuleType
 # Best first. "reference" answers any question slowly and is never chosen.
 BACKENDS = {
     "logits_logprobs": ("triton", "torch", "reference"),
-    "linear_logprobs": ("torch", "reference"),
+    # Triton's forward has run in its interpreter only: it is there for those who ask until a GPU has shown it faster.
+    "linear_logprobs": ("torch", "triton", "reference"),
+    "sampling": ("triton", "torch", "reference"),
 }
 
 

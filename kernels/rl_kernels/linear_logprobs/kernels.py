@@ -1,0 +1,148 @@
+"""The two Triton kernels: hidden states to row states, and logits to their gradient."""
+
+import triton
+import triton.language as tl
+
+from rl_kernels.triton_math import kept_bits, softcap_slope, softcapped
+
+
+@triton.jit
+def forward_kernel(
+    hidden,
+    weight,
+    bias,
+    rows,
+    tokens,
+    inverse,
+    kept,
+    states,
+    targets,
+    count,
+    vocabulary,
+    features,
+    part_size,
+    target_count,
+    start,
+    hidden_row_stride,
+    hidden_stride,
+    weight_row_stride,
+    weight_stride,
+    bias_stride,
+    kept_stride,
+    softcap,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    KEPT: tl.constexpr,
+    WIDENED: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """State of ``ROWS`` rows over one part of the vocabulary; the logits of a tile are in registers only."""
+    # Programs that run at the same time share GROUP blocks of rows and one tile of each part of the weight.
+    parts = tl.cdiv(vocabulary, part_size)
+    program = tl.program_id(0)
+    leader = program // (GROUP * parts) * GROUP
+    together = tl.minimum(tl.cdiv(count, ROWS) - leader, GROUP)
+    within = program % (GROUP * parts)
+    part = within // together
+    local = (leader + within % together) * ROWS + tl.arange(0, ROWS)
+    real = local < count
+    row = tl.load(rows + local, mask=real, other=0)
+    dtype: tl.constexpr = inverse.dtype.element_ty
+    scale = tl.load(inverse + row, mask=real, other=1.0)
+    maximum = tl.full([ROWS], float("-inf"), dtype)
+    total = tl.zeros([ROWS], dtype)
+    weighted = tl.zeros([ROWS], dtype)
+    feature = tl.arange(0, FEATURES).to(tl.int64)
+    for first in range(part * part_size, tl.minimum(vocabulary, (part + 1) * part_size), ENTRIES):
+        column = first + tl.arange(0, ENTRIES)
+        inside = column < vocabulary
+        z = tl.zeros([ROWS, ENTRIES], dtype)
+        left = hidden + row[:, None] * hidden_row_stride + feature[None, :] * hidden_stride
+        right = weight + column.to(tl.int64)[None, :] * weight_row_stride + feature[:, None] * weight_stride
+        for done in range(0, features, FEATURES):
+            there = feature < features - done
+            a = tl.load(left, mask=real[:, None] & there[None, :], other=0.0)
+            b = tl.load(right, mask=there[:, None] & inside[None, :], other=0.0)
+            if WIDENED:
+                a, b = a.to(dtype), b.to(dtype)
+            z = tl.dot(a, b, z, input_precision="ieee", out_dtype=dtype)
+            left += FEATURES * hidden_stride
+            right += FEATURES * weight_stride
+        if BIASED:
+            z += tl.load(bias + column.to(tl.int64) * bias_stride, mask=inside, other=0.0).to(dtype)[None, :]
+        possible = real[:, None] & inside[None, :] & (z > float("-inf"))
+        if KEPT:
+            words = kept + local.to(tl.int64)[:, None] * kept_stride
+            possible = possible & kept_bits(words, column[None, :], real[:, None] & inside[None, :])
+        x = softcapped(tl.where(possible, z, 0.0), softcap, CAPPED) * scale[:, None]
+        for k in range(target_count):
+            token = tl.load(tokens + row * target_count + k, mask=real, other=-1) - start
+            hit = possible & (column[None, :] == token[:, None])
+            caught = tl.max(hit.to(tl.int32), 1) != 0
+            tl.store(
+                targets + local.to(tl.int64) * target_count + k, tl.sum(tl.where(hit, x, 0.0), 1), mask=real & caught
+            )
+        top = tl.maximum(maximum, tl.max(tl.where(possible, x, float("-inf")), 1))
+        # A row that has had nothing yet: differences with −inf would be NaN.
+        base = tl.where(top == float("-inf"), 0.0, top)
+        moved = tl.where(maximum == float("-inf"), 0.0, maximum - base)
+        shrunk = tl.exp(moved)
+        shifted = tl.where(possible, x - base[:, None], 0.0)
+        e = tl.where(possible, tl.exp(shifted), 0.0)
+        weighted = shrunk * (weighted + moved * total) + tl.sum(shifted * e, 1)
+        total = total * shrunk + tl.sum(e, 1)
+        maximum = top
+    out = states + part.to(tl.int64) * 3 * count + local
+    tl.store(out, maximum, mask=real)
+    tl.store(out + count, total, mask=real)
+    tl.store(out + 2 * count, weighted, mask=real)
+
+
+@triton.jit
+def dlogits_kernel(
+    logits,
+    gradient,
+    kept,
+    bias,
+    tokens,
+    own,
+    inverse,
+    a,
+    b,
+    base,
+    entries,
+    row_stride,
+    gradient_row_stride,
+    kept_row_stride,
+    kept_stride,
+    bias_stride,
+    target_count,
+    softcap,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """dL/dlogits of a block; ``gradient`` may be the logits' own memory."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < entries
+    scale = tl.load(inverse + row)
+    z = tl.load(logits + row * row_stride + column, mask=inside, other=float("-inf"))
+    if BIASED:
+        z += tl.load(bias + column.to(tl.int64) * bias_stride, mask=inside, other=0.0).to(z.dtype)
+    possible = z > float("-inf")
+    if KEPT:
+        offsets = row * kept_row_stride + column.to(tl.int64) * kept_stride
+        possible = possible & (tl.load(kept + offsets, mask=inside, other=0) != 0)
+    z = tl.where(possible, z, 0.0)
+    log_p = tl.where(possible, softcapped(z, softcap, CAPPED) * scale - tl.load(base + row), 0.0)
+    dx = tl.exp(log_p) * (tl.load(a + row) + tl.load(b + row) * log_p)
+    for k in range(target_count):
+        token = tl.load(tokens + row * target_count + k)
+        dx = tl.where(column == token, tl.load(own + row * target_count + k), dx)
+    dz = tl.where(possible, dx * scale * softcap_slope(z, softcap, CAPPED), 0.0)
+    tl.store(gradient + row * gradient_row_stride + column, dz.to(gradient.dtype.element_ty), mask=inside)

@@ -1,0 +1,208 @@
+"""Triton for NVIDIA and ROCm: one kernel forward, whose logits are never in memory; backward, a block's logits by a
+matrix product, one fused pass to their gradient, two products.
+
+The vocabulary is cut into parts that depend on its size alone and whose states are merged in order: a row's result does
+not depend on the other rows.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from rl_kernels.linear_logprobs.backward import backward as in_blocks
+from rl_kernels.linear_logprobs.blocks import row_blocks
+from rl_kernels.linear_logprobs.configurations import architecture, configuration, part_of
+from rl_kernels.linear_logprobs.kernels import dlogits_kernel, forward_kernel
+from rl_kernels.row_state import RowState, merge_all
+from rl_kernels.support import packed
+
+# Blocks of rows that share tiles of the weight in the second-level cache.
+GROUP = 16
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    inverse: Tensor,
+    softcap: float | None,
+    support: Tensor | None,
+    mask: Tensor | None,
+    start: int,
+    workspace: int,
+) -> RowState:
+    """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
+    nothing = torch.zeros_like(inverse)
+    empty = torch.full_like(inverse, float("-inf"))
+    result = RowState(empty, nothing, nothing.clone(), inverse.new_full(tokens.shape, float("-inf")))
+    vocabulary, features = weight.shape
+    if vocabulary == 0:
+        return result
+    width = inverse.element_size() if hidden.dtype != weight.dtype else hidden.element_size()
+    tile = configuration(architecture(hidden.device), width, features, vocabulary)
+    part = part_of(vocabulary)
+    parts = triton.cdiv(vocabulary, part)
+    for rows in row_blocks(len(hidden), mask, _rows_at_once(vocabulary, parts, tokens.shape[1], support, workspace)):
+        index = torch.arange(rows.start, rows.stop, device=hidden.device) if isinstance(rows, slice) else rows
+        count = len(index)
+        kept = None if support is None else packed(_local(support[rows], start), vocabulary)
+        states = inverse.new_empty(parts, 3, count)
+        targets = inverse.new_full((count, tokens.shape[1]), float("-inf"))
+        forward_kernel[(triton.cdiv(count, tile.rows) * parts,)](
+            hidden,
+            weight,
+            inverse if bias is None else bias,
+            index,
+            tokens,
+            inverse,
+            inverse if kept is None else kept,
+            states,
+            targets,
+            count,
+            vocabulary,
+            features,
+            part,
+            tokens.shape[1],
+            start,
+            hidden.stride(0),
+            hidden.stride(1),
+            weight.stride(0),
+            weight.stride(1),
+            0 if bias is None else bias.stride(0),
+            0 if kept is None else kept.stride(0),
+            softcap or 1.0,
+            BIASED=bias is not None,
+            CAPPED=softcap is not None,
+            KEPT=kept is not None,
+            # The interpreter multiplies the bits of bfloat16 as integers.
+            WIDENED=hidden.dtype != weight.dtype or not hidden.is_cuda,
+            GROUP=GROUP,
+            ROWS=tile.rows,
+            ENTRIES=tile.entries,
+            FEATURES=tile.features,
+            num_warps=tile.warps,  # pyright: ignore[reportCallIssue]
+            num_stages=tile.stages,  # pyright: ignore[reportCallIssue]
+        )
+        merged = merge_all([RowState(s[0], s[1], s[2], targets) for s in states])
+        for field, value in zip(result, merged, strict=True):
+            field[rows] = value
+    return result
+
+
+def backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    inverse: Tensor,
+    softcap: float | None,
+    support: Tensor | None,
+    mask: Tensor | None,
+    start: int,
+    workspace: int,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    cotangents: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dL/dhidden of these entries, dL/dweight, dL/dbias, each summed in float32 (float64 for float64)."""
+    return in_blocks(
+        hidden,
+        weight,
+        bias,
+        tokens,
+        inverse,
+        softcap,
+        support,
+        mask,
+        start,
+        workspace,
+        outputs,
+        cotangents,
+        _dlogits,
+    )
+
+
+def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softcap, dtype):
+    count, entries = logits.shape
+    gradient = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+    block = min(4096, triton.next_power_of_2(entries))
+    dlogits_kernel[(count, triton.cdiv(entries, block))](
+        logits,
+        gradient,
+        inverse if kept is None else kept.view(torch.uint8),
+        inverse if bias is None else bias,
+        local,
+        own,
+        inverse,
+        coefficients.a,
+        coefficients.b,
+        base,
+        entries,
+        logits.stride(0),
+        gradient.stride(0),
+        0 if kept is None else kept.stride(0),
+        0 if kept is None else kept.stride(1),
+        0 if bias is None else bias.stride(0),
+        local.shape[1],
+        softcap or 1.0,
+        BIASED=bias is not None,
+        CAPPED=softcap is not None,
+        KEPT=kept is not None,
+        BLOCK=block,
+        num_warps=8,  # pyright: ignore[reportCallIssue]
+    )
+    return gradient
+
+
+def _rows_at_once(vocabulary: int, parts: int, targets: int, support: Tensor | None, workspace: int) -> int:
+    """Rows whose states, and kept sets while they are packed, fit into the workspace."""
+    # States, the merge's temporaries and the row's index, 8 bytes a number at most.
+    bytes_a_row = 8 * (3 * parts + 16 + 3 * targets)
+    if support is not None:
+        bytes_a_row += 4 * vocabulary + 32 * support.shape[1]
+    return max(1, workspace // bytes_a_row)
+
+
+def _local(support: Tensor, start: int) -> Tensor:
+    """Kept ids counted from this shard's first entry; a bool set is the whole vocabulary's already."""
+    return support if support.dtype == torch.bool or start == 0 else support - start
+
+
+def _specialisation(function, dtype, target, *, everything):
+    """What kernels/benchmarks/ahead_of_time.py compiles: the plain kernel, or the one with every option."""
+    wide = "fp64" if dtype == "fp64" else "fp32"
+    numbers = dict.fromkeys(("inverse", "states", "targets", "logits", "own", "a", "b", "base"), f"*{wide}")
+    pointers = numbers | {"hidden": f"*{dtype}", "weight": f"*{dtype}", "gradient": f"*{dtype}"}
+    pointers |= {"rows": "*i64", "tokens": "*i64"}
+    packed_sets = "*i32" if function is forward_kernel else "*u8"
+    pointers |= {"bias": f"*{dtype}", "kept": packed_sets} if everything else {"bias": "*fp32", "kept": "*fp32"}
+    options = {"BIASED": everything, "CAPPED": everything, "KEPT": everything}
+    tile = configuration(target, {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[dtype], 4096, 128256)
+    if function is forward_kernel:
+        constants = options | {"WIDENED": False, "GROUP": GROUP, "ROWS": tile.rows, "ENTRIES": tile.entries}
+        constants |= {"FEATURES": tile.features, "hidden_stride": 1, "weight_stride": 1}
+        how = {"matrix": dtype not in ("fp32", "fp64"), "warps": tile.warps, "stages": tile.stages}
+    else:
+        constants, how = options | {"BLOCK": 4096}, {}
+    types = {n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in function.arg_names if n not in constants}
+    strides = ("hidden_row_stride", "weight_row_stride", "row_stride", "gradient_row_stride", "features", "part_size")
+    aligned = tuple(n for n in types if n in pointers or n in strides)
+    return function.__name__, types, constants, how | {"aligned": aligned, "targets": (target,)}
+
+
+# The forward is checked where it compiles without spills; configurations.py says where it does not.
+_FORWARD = {
+    "sm_80": (("bf16", False), ("fp32", False)),
+    "sm_90": (("bf16", False), ("bf16", True), ("fp32", False)),
+    "sm_100": (("bf16", False), ("bf16", True), ("fp32", False)),
+}
+_DLOGITS = dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950"), (("bf16", False), ("fp32", True)))
+
+SPECIALISATIONS = {
+    f"{function.__name__[:-7]} {dtype}{', every option' if everything else ''} ({target})": _specialisation(
+        function, dtype, target, everything=everything
+    )
+    for function, table in ((forward_kernel, _FORWARD), (dlogits_kernel, _DLOGITS))
+    for target, variants in table.items()
+    for dtype, everything in variants
+}
