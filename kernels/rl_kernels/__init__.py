@@ -4,5 +4,6 @@ imported before an operation needs it.
 
 from rl_kernels.linear_logprobs import linear_logprobs
 from rl_kernels.logits_logprobs import TokenLogprobs, logits_logprobs
+from rl_kernels.sampling import SampledTokens, sample
 
-__all__ = ["TokenLogprobs", "linear_logprobs", "logits_logprobs"]
+__all__ = ["SampledTokens", "TokenLogprobs", "linear_logprobs", "logits_logprobs", "sample"]

@@ -1,0 +1,67 @@
+"""What is refused, and the operator's contract with PyTorch."""
+
+import pytest
+import torch
+
+import rl_kernels.sampling.operation as operation
+from rl_kernels import sample
+
+LOGITS = torch.zeros(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.5}, r"temperature must be finite and at least 0, got -0\.5"),
+        ({"temperature": float("nan")}, "temperature must be finite"),
+        ({"temperature": torch.ones(2)}, r"temperature must be a number or \[3\], got \(2,\)"),
+        ({"top_k": 0}, "top_k must be ≥ 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1\.5"),
+        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0\.1"),
+        ({"seed": 2**63}, "seed must be an integer of 64 bits"),
+        ({"position": 0.5}, "position must be an integer of 64 bits"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        sample(LOGITS, **{"seed": 0, "position": 0, **options})
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (2, 0)])
+def test_logits_have_rows_and_entries(shape):
+    with pytest.raises(ValueError, match=r"logits must be floats \[B, V\]"):
+        sample(torch.zeros(shape), seed=0, position=0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_is_refused(backend, temperature):
+    logits = LOGITS.clone()
+    logits[1, 4] = float("nan")
+    with pytest.raises(ValueError, match=r"NaN, .* in rows \[1\]"):
+        sample(logits, temperature=temperature, seed=0, position=0, backend=backend)
+
+
+def test_an_infinite_logit_is_refused():
+    logits = LOGITS.clone()
+    logits[2, 0] = float("inf")
+    with pytest.raises(ValueError, match=r"\+inf .* in rows \[2\]"):
+        sample(logits, seed=0, position=0, backend="torch")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+def test_an_empty_batch(backend):
+    result = sample(LOGITS[:0], top_k=2, top_p=0.5, seed=0, position=0, return_kept=True, backend=backend)
+    assert result.tokens.shape == (0,) and result.kept is not None and result.kept.shape == (0, 0)
+
+
+def test_opcheck():
+    numbers, ids = torch.ones(3), torch.arange(3)
+    arguments = (LOGITS, numbers, ids + 1, 0.5 * numbers, -numbers, ids, ids, "torch")
+    torch.library.opcheck(operation._sample, arguments)
+
+
+def test_an_unknown_backend_raises():
+    with pytest.raises(NotImplementedError, match="available: triton, torch, reference"):
+        sample(LOGITS, seed=0, position=0, backend="flashinfer")
