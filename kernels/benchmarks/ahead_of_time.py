@@ -19,9 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "0"
-# Triton 3.9 warns where the choice is left open; results must not depend on the version.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+if __name__ == "__main__":  # not where a doctest collector imports this file: Triton decides at its own import
+    os.environ["TRITON_INTERPRET"] = "0"
+    # Triton 3.9 warns where the choice is left open; results must not depend on the version.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import triton
 from triton.backends.compiler import GPUTarget
