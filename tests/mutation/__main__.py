@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from tests.mutation.equivalents import read
 from tests.mutation.patch import Package
 from tests.mutation.report import sample, write
 from tests.mutation.supervise import Store, run
@@ -46,8 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
         }
         settings |= {"without_result": len(chosen) - len(known), "files": options.files, "skipped": options.skip}
         if known:
-            total = write(options.out, known, settings)
-            print(f"{100 * total.score:.2f} % of {total.total} mutants killed; {options.out}")
+            total = write(options.out, known, read(), settings)
+            print(f"{100 * total.raw:.2f} % of {total.total} mutants killed; ", end="")
+            print(f"{100 * total.score:.2f} % without {total.equivalent} explained ones; {options.out}")
     return 1 if missing else 0
 
 

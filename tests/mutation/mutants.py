@@ -1,12 +1,14 @@
 """Every small change of a source file that its tests ought to notice, each with a stable name.
 
 A mutant is found on the syntax tree and can be set and taken back there, so one parse serves them all. Docstrings,
-annotations, the text of messages, `if TYPE_CHECKING` and `__all__` are not mutated: no behaviour hangs on them.
+annotations, the text of messages, methods that only describe (`explain`), `if TYPE_CHECKING` and `__all__` are not
+mutated: no behaviour hangs on them.
 """
 
 import ast
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +55,8 @@ SWAPS = {
 SWAPS |= {value: key for key, value in SWAPS.items() if value not in SWAPS and key != "cumsum"}
 # Calls of one meaningful argument: the mutant is the argument itself.
 DROPPED = ("stop_gradient", "abs", "sqrt", "square", "keep", "log_softmax", "softmax", "sort", "flip", "cumsum")
+# They return the equation of a piece, for people to read.
+DESCRIBING = ("explain", "describe", "symbol")
 LIBRARIES = ("jnp", "np", "jax", "lax", "nn", "scipy", "special", "math")
 
 Change = Callable[[], Callable[[], None]]
@@ -60,7 +64,11 @@ Change = Callable[[], Callable[[], None]]
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """owner: the module-level function, `Class.method`, `Class` or "" around it. lines: of its innermost statement."""
+    """owner: the module-level function, `Class.method`, `Class` or "" around it. lines: of its innermost statement.
+
+    text: the source line, and nth: which of its mutants of this kind, before and after it is, so that a mutant can be
+    named by what it is and not by where.
+    """
 
     file: str
     line: int
@@ -72,10 +80,17 @@ class Mutant:
     lines: tuple[int, ...] = dataclasses.field(compare=False)
     change: Change = dataclasses.field(compare=False, repr=False)
     default_of: ast.AST | None = dataclasses.field(default=None, compare=False, repr=False)
+    text: str = dataclasses.field(default="", compare=False)
+    nth: int = dataclasses.field(default=0, compare=False)
 
     @property
     def id(self) -> str:
         return f"{self.file}:{self.line}:{self.column}:{self.kind}:{self.after}"
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """Stays the same when lines are added elsewhere."""
+        return self.file, self.owner, self.kind, self.text, self.before, self.after, str(self.nth)
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
@@ -99,18 +114,21 @@ def _field(node: ast.AST, name: str, value: Any, index: int | None = None) -> Ch
 
 
 class _Finder:
-    def __init__(self, file: str) -> None:
+    def __init__(self, source: str, file: str) -> None:
         self.file, self.found = file, []
         self.owner, self.lines, self.default_of = "", (), None
-        self.index = False
+        self.index, self.texts = False, source.splitlines()
+        self.names: Counter[tuple[str, ...]] = Counter()
 
     def add(self, node: Any, kind: str, after: str, change: Change, before: str | None = None) -> None:
         text = ast.unparse(node) if before is None else before
         kind = "default" if self.default_of is not None else kind
         position = node.lineno, node.col_offset
-        mutant = Mutant(self.file, *position, kind, self.owner, text, after, self.lines, change, self.default_of)
+        line = self.texts[node.lineno - 1].strip()
+        mutant = Mutant(self.file, *position, kind, self.owner, text, after, self.lines, change, self.default_of, line)
         if mutant.id not in {m.id for m in self.found if m.line == mutant.line}:
-            self.found.append(mutant)
+            self.found.append(dataclasses.replace(mutant, nth=self.names[mutant.name]))
+            self.names[mutant.name] += 1
 
     def replace(self, node: Any, kind: str, parent: ast.AST, name: str, i: int | None, new: ast.expr) -> None:
         ast.copy_location(new, node)
@@ -139,9 +157,13 @@ class _Finder:
             return
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Raise | ast.Pass):
             return
+        # dataclasses.field(...) is read when the class is made, which nothing can make again.
+        made = isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func)
+        if made == "dataclasses.field":
+            return
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             return
-        if isinstance(node, ast.Assign | ast.AnnAssign) and not self.owner:
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr) and not self.owner:
             names = {target.id for target in ast.walk(node) if isinstance(target, ast.Name)}
             alias = isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.BitOr)
             if alias or any(name.startswith("__") for name in names):
@@ -156,6 +178,8 @@ class _Finder:
             self.body(block)
 
     def definition(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        if node.name in DESCRIBING:
+            return
         outer, lines = self.owner, self.lines
         nested = bool(outer) and not outer[0].isupper()
         self.owner = outer if nested else f"{outer}.{node.name}".strip(".")
@@ -253,6 +277,6 @@ class _Finder:
 def mutants(source: str, file: str) -> tuple[ast.Module, list[Mutant]]:
     """The tree of a source text and all its mutants."""
     tree = ast.parse(source)
-    finder = _Finder(file)
+    finder = _Finder(source, file)
     finder.body(tree.body)
     return tree, finder.found

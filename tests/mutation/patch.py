@@ -31,6 +31,10 @@ def _chain(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
+# Writes a page of documentation, which a test compares as a whole.
+NOT_BEHAVIOUR = ("recipes/table.py",)
+
+
 class Package:
     """The files of a package, their mutants and the means to apply one."""
 
@@ -39,17 +43,20 @@ class Package:
         self.trees: dict[str, ast.Module] = {}
         self.sources: dict[str, list[str]] = {}
         self.mutants: dict[str, Mutant] = {}
-        for path in sorted(folder.glob("*.py")):
+        for path in sorted(folder.rglob("*.py")):
+            file = path.relative_to(folder).as_posix()
+            if file in NOT_BEHAVIOUR:
+                continue
             source = path.read_text(encoding="utf-8")
-            self.sources[path.name] = source.splitlines()
-            tree, found = mutants(source, path.name)
-            self.trees[path.name] = tree
+            self.sources[file] = source.splitlines()
+            tree, found = mutants(source, file)
+            self.trees[file] = tree
             self.mutants |= {mutant.id: mutant for mutant in found}
         self._closures: dict[tuple[str, str], list[types.FunctionType]] | None = None
 
     def module(self, file: str) -> types.ModuleType:
-        stem = file.removesuffix(".py")
-        return importlib.import_module(self.package if stem == "__init__" else f"{self.package}.{stem}")
+        parts = file.removesuffix(".py").removesuffix("__init__").strip("/").split("/")
+        return importlib.import_module(".".join([self.package, *filter(None, parts)]))
 
     def closures(self) -> dict[tuple[str, str], list[types.FunctionType]]:
         """Inner functions that a test module made when it was imported; they hold their own code."""
@@ -58,8 +65,9 @@ class Package:
             for x in gc.get_objects():
                 if type(x) is types.FunctionType and "<locals>" in x.__code__.co_qualname:
                     file = Path(x.__code__.co_filename)
-                    if file.parent == self.folder:
-                        self._closures.setdefault((file.name, x.__code__.co_qualname), []).append(x)
+                    if file.is_relative_to(self.folder):
+                        name = file.relative_to(self.folder).as_posix()
+                        self._closures.setdefault((name, x.__code__.co_qualname), []).append(x)
         return self._closures
 
     def function(self, file: str, owner: str) -> types.FunctionType:
@@ -119,8 +127,8 @@ class Package:
 
         return undo
 
-    def _value(self, mutant: Mutant, node: ast.expr) -> Any:
-        return eval(compile(ast.Expression(node), mutant.file, "eval"), vars(self.module(mutant.file)))
+    def _value(self, mutant: Mutant, node: ast.expr, names: dict[str, Any] | None = None) -> Any:
+        return eval(compile(ast.Expression(node), mutant.file, "eval"), vars(self.module(mutant.file)) | (names or {}))
 
     def _statement(self, mutant: Mutant, body: list[ast.stmt]) -> tuple[str, ast.expr]:
         for node in body:
@@ -131,16 +139,29 @@ class Package:
         raise LookupError(mutant.id)
 
     def _constant(self, mutant: Mutant) -> Callable[[], None]:
+        """The other constants of the file that are made of this one are made again."""
+        body, new = self.trees[mutant.file].body, {}
         with mutant.set():
-            name, node = self._statement(mutant, self.trees[mutant.file].body)
-            new = self._value(mutant, node)
-        old = getattr(self.module(mutant.file), name)
-        holders = [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is old]
-        for holder in holders:
-            setattr(holder, name, new)
+            first = self._statement(mutant, body)[0]
+            for node in body:
+                if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                    used = {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
+                    if isinstance(target, ast.Name) and (target.id == first or used & new.keys()):
+                        new[target.id] = self._value(mutant, node.value, new)
+        module = self.module(mutant.file)
+        held = [
+            (m, name, old)
+            for name in new
+            for old in [getattr(module, name)]
+            for m in list(sys.modules.values())
+            if getattr(m, "__dict__", {}).get(name) is old
+        ]
+        for holder, name, _ in held:
+            setattr(holder, name, new[name])
 
         def undo() -> None:
-            for holder in holders:
+            for holder, name, old in held:
                 setattr(holder, name, old)
 
         return undo

@@ -8,10 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.mutation.equivalents import Name, joined
 from tests.mutation.mutants import Mutant
 from tests.mutation.supervise import write_atomically
 
 DEAD = ("killed", "timeout")
+STATUSES = (*DEAD, "survived", "uncovered", "equivalent")
+
+PARTS = (
+    ("killed", DEAD, "C0"),
+    ("equivalent, explained", ("equivalent",), "lightgrey"),
+    ("not killed", ("survived", "uncovered"), "C3"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,22 +28,36 @@ class Score:
     timeout: int
     survived: int
     uncovered: int
+    equivalent: int
+
+    @property
+    def dead(self) -> int:
+        return self.killed + self.timeout
 
     @property
     def total(self) -> int:
-        return self.killed + self.timeout + self.survived + self.uncovered
+        return self.dead + self.survived + self.uncovered + self.equivalent
+
+    @property
+    def raw(self) -> float:
+        """The share of all mutants."""
+        return self.dead / self.total if self.total else math.nan
 
     @property
     def score(self) -> float:
-        return (self.killed + self.timeout) / self.total if self.total else math.nan
+        """The share of those that are not explained as equivalent."""
+        left = self.total - self.equivalent
+        return self.dead / left if left else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"total": self.total, "score": round(self.score, 4)}
+        counts = dataclasses.asdict(self) | {"total": self.total}
+        shares = {"raw": self.raw, "score": self.score}
+        return counts | {name: None if math.isnan(x) else round(x, 4) for name, x in shares.items()}
 
 
 def score(statuses: Iterable[str]) -> Score:
     listed = list(statuses)
-    return Score(*(listed.count(status) for status in ("killed", "timeout", "survived", "uncovered")))
+    return Score(*(listed.count(status) for status in STATUSES))
 
 
 def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, float]:
@@ -68,29 +90,33 @@ def _by(pairs: list[tuple[Mutant, str]], key: Callable[[Mutant], str]) -> dict[s
     return {name: score(status for mutant, status in pairs if key(mutant) == name).as_dict() for name in names}
 
 
-def write(folder: Path, pairs: list[tuple[Mutant, str]], settings: dict[str, Any]) -> Score:
-    """summary.json, survivors.md and plot.png."""
+def write(folder: Path, results: list[tuple[Mutant, str]], reasons: dict[Name, str], settings: dict[str, Any]) -> Score:
+    """summary.json, survivors.md and plot.png; ValueError if a mutant that is explained as equivalent was killed."""
+    if wrong := [mutant.name for mutant, status in results if status in DEAD and mutant.name in reasons]:
+        raise ValueError(f"explained as equivalent, but a test kills them: {wrong}")
+    pairs = joined(results, reasons)
     total = score(status for _, status in pairs)
-    low, high = wilson(total.killed + total.timeout, total.total)
     summary: dict[str, Any] = {"settings": settings, "all": total.as_dict()}
     if settings["sample"]:
-        summary["interval_95"] = [round(low, 4), round(high, 4)]
+        for name, left in (("raw", total.total), ("score", total.total - total.equivalent)):
+            summary[f"interval_95_of_{name}"] = [round(end, 4) for end in wilson(total.dead, left)]
     by_file, by_kind = _by(pairs, lambda m: m.file), _by(pairs, lambda m: m.kind)
     summary |= {"by_file": by_file, "by_kind": by_kind}
     write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    write_atomically(folder / "survivors.md", survivors(pairs))
+    write_atomically(folder / "survivors.md", survivors(pairs, reasons))
     plot(folder / "plot.png", {"file": by_file, "kind": by_kind}, total)
     return total
 
 
-def survivors(pairs: list[tuple[Mutant, str]]) -> str:
+def survivors(pairs: list[tuple[Mutant, str]], reasons: dict[Name, str]) -> str:
     alive = sorted(((m, s) for m, s in pairs if s not in DEAD), key=lambda p: (p[0].file, p[0].line, p[0].column))
     lines = ["# Mutants that no test kills", ""]
-    lines += ["| file:line:column | in | kind | before | after | status |", "|---|---|---|---|---|---|"]
+    lines += ["| file:line:column | in | kind | before | after | why nothing kills it |", "|---|---|---|---|---|---|"]
     for mutant, status in alive:
         before, after = (text.replace("|", "\\|").replace("\n", " ") for text in (mutant.before, mutant.after))
         place = f"{mutant.file}:{mutant.line}:{mutant.column}"
-        lines.append(f"| {place} | {mutant.owner} | {mutant.kind} | `{before}` | `{after}` | {status} |")
+        why = reasons[mutant.name] if status == "equivalent" else f"{status}, UNEXPLAINED"
+        lines.append(f"| {place} | {mutant.owner} | {mutant.kind} | `{before}` | `{after}` | {why} |")
     return "\n".join(lines) + "\n"
 
 
@@ -103,12 +129,17 @@ def plot(path: Path, tables: dict[str, dict[str, Any]], total: Score) -> None:
     longest = max(len(table) for table in tables.values())
     figure, axes = plt.subplots(1, 2, figsize=(11, 1.2 + 0.19 * longest), layout="constrained")
     for axis, (title, table) in zip(axes, tables.items(), strict=True):
-        names = sorted(table, key=lambda name: table[name]["score"], reverse=True)
-        axis.barh([f"{n} ({table[n]['total']})" for n in names], [100 * table[n]["score"] for n in names], color="C0")
-        axis.axvline(100 * total.score, color="black", linewidth=1)
-        axis.set_xlim(min(80.0, 100 * min(table[n]["score"] for n in names) - 2), 100)
-        axis.set_xlabel(f"mutants killed by {title}, % (in all {100 * total.score:.1f} % of {total.total})")
+        names = sorted(table, key=lambda name: table[name]["raw"], reverse=True)
+        rows, start = [f"{n} ({table[n]['total']})" for n in names], [0.0] * len(names)
+        for label, statuses, colour in PARTS:
+            parts = [100 * sum(table[n][status] for status in statuses) / table[n]["total"] for n in names]
+            axis.barh(rows, parts, left=start, color=colour, label=label)
+            start = [a + b for a, b in zip(start, parts, strict=True)]
+        axis.axvline(100 * total.raw, color="black", linewidth=1)
+        axis.set_xlim(min(80.0, 100 * min(table[n]["raw"] for n in names) - 2), 100)
+        axis.set_xlabel(f"mutants by {title}, % (in all {100 * total.raw:.1f} % of {total.total} killed)")
         axis.tick_params(axis="y", labelsize=7)
+    axes[-1].legend(loc="lower left", fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=130, metadata={"Software": None})

@@ -11,7 +11,11 @@ GENERATED = ("test_laws.py", "test_oracle.py")
 
 
 def identifiers(node: ast.AST) -> set[str]:
+    """Names and attributes, without the variables of a function: `read` there is not a function of that name."""
     names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    if isinstance(node, ast.FunctionDef):
+        names -= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        names -= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
     return names | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
 
 
@@ -95,7 +99,7 @@ class Selection:
         else:
             tree = ast.parse((self.root / "rl_fn" / file).read_text(encoding="utf-8"))
             distances = dict.fromkeys(_definitions(tree.body), 0)
-        found, module = {}, file.removesuffix(".py")
+        found, module = {}, file.removesuffix(".py").replace("/", ".")
         for nodeid, names in self.names.items():
             if near := names & distances.keys():
                 found[nodeid] = min(distances[name] for name in near)

@@ -82,9 +82,10 @@ class Store:
         self.data: dict[str, Any] = {"results": {}}
         if path.exists():
             self.data = json.loads(path.read_text(encoding="utf-8"))
-        self.sources = {p.name: digest([p]) for p in (ROOT / "rl_fn").glob("*.py")}
+        folder = ROOT / "rl_fn"
+        self.sources = {p.relative_to(folder).as_posix(): digest([p]) for p in folder.rglob("*.py")}
         support = [*(ROOT / "tests/oracle").glob("*.py"), *(ROOT / "tests/rl_fn/cases").glob("*.py")]
-        support += [ROOT / "tests/rl_fn/laws.py", ROOT / "tests/rl_fn/registry.py"]
+        support += [ROOT / f"tests/rl_fn/{name}.py" for name in ("laws", "registry", "recipe_batches")]
         self.support = digest(support)
         self.all_tests = digest(p for path in PATHS for p in (ROOT / path).rglob("*.py")) + self.support
 
@@ -94,18 +95,18 @@ class Store:
     def save(self) -> None:
         write_atomically(self.path, json.dumps(self.data))
 
-    def result(self, mutant: Mutant) -> dict[str, Any] | None:
-        """A kill holds while its source and the test are the same; a survival while every test is."""
+    def result(self, mutant: Mutant, seconds: float = 0.0) -> dict[str, Any] | None:
+        """A kill holds while its source and the test are the same; a survival of `seconds` while every test is."""
         entry = self.data["results"].get(mutant.id)
         if entry is None or entry["source"] != self.sources[mutant.file]:
             return None
         if entry["by"] and (ROOT / entry["by"].split("::")[0]).exists():
             return entry if entry["test"] == self.test_key(entry["by"]) else None
-        return entry if entry["test"] == self.all_tests else None
+        return entry if entry["test"] == self.all_tests and entry["budget"] >= seconds else None
 
-    def put(self, mutant: Mutant, status: str, by: str, seconds: float, ran: int) -> None:
+    def put(self, mutant: Mutant, status: str, by: str, seconds: float, ran: int, budget: float) -> None:
         key = self.test_key(by) if by else self.all_tests
-        entry = {"status": status, "by": by, "seconds": round(seconds, 3), "ran": ran, "test": key}
+        entry = {"status": status, "by": by, "seconds": round(seconds, 3), "ran": ran, "test": key, "budget": budget}
         self.data["results"][mutant.id] = entry | {"source": self.sources[mutant.file]}
 
 
@@ -167,7 +168,7 @@ class Crew:
             worker = self.fresh(worker.number)
         for mutant, status, by, seconds, ran in done:
             if by not in (failing or ()):
-                self.store.put(mutant, status, by, seconds, ran)
+                self.store.put(mutant, status, by, seconds, ran, self.budget)
         self.store.save()
         return worker
 
@@ -175,7 +176,7 @@ class Crew:
 def run(mutants: list[Mutant], store: Store, processes: int, examples: int, budget: float) -> set[str]:
     """Every mutant that has no valid result yet, twice where state was left behind; returns those still without one."""
     for _ in range(2):
-        todo = [mutant for mutant in mutants if store.result(mutant) is None]
+        todo = [mutant for mutant in mutants if store.result(mutant, budget) is None]
         if not todo:
             break
         groups: queue.SimpleQueue[list[Mutant]] = queue.SimpleQueue()
@@ -195,4 +196,4 @@ def run(mutants: list[Mutant], store: Store, processes: int, examples: int, budg
                 for thread in threads:
                     thread.join()
                 raise
-    return {mutant.id for mutant in mutants if store.result(mutant) is None}
+    return {mutant.id for mutant in mutants if store.result(mutant, budget) is None}

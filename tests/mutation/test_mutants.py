@@ -7,10 +7,13 @@ import textwrap
 
 import pytest
 
+from tests.mutation import equivalents
+from tests.mutation.equivalents import joined
 from tests.mutation.mutants import mutants
 from tests.mutation.patch import Package
-from tests.mutation.report import sample, score, survivors, wilson
+from tests.mutation.report import sample, score, survivors, wilson, write
 from tests.mutation.selection import Selection
+from tests.mutation.worker import ROOT
 
 SOURCE = textwrap.dedent(
     '''
@@ -19,6 +22,7 @@ SOURCE = textwrap.dedent(
     import dataclasses
 
     LIMIT: float = 2.0
+    BOUNDS = (LIMIT, LIMIT)
     Number = int | float
 
 
@@ -45,6 +49,9 @@ SOURCE = textwrap.dedent(
 
         def of(self, x):
             return self.share + x
+
+        def explain(self):
+            return "a share" if self.share < 0 else "none"
     '''
 )
 
@@ -122,6 +129,14 @@ def test_every_mutant_changes_the_living_functions_and_is_taken_back(package):
     assert same == ["0 → -1", "0 → 1", "0 → 1", "x < 0 → x <= 0", "x > 0 → x >= 0"]
 
 
+def test_constants_made_of_a_constant_change_with_it(package):
+    code = package.module("code.py")
+    mutant = next(m for m in package.mutants.values() if not m.owner and m.after == "2.2")
+    with package.applied(mutant):
+        assert code.LIMIT == 2.2 and code.BOUNDS == (2.2, 2.2)
+    assert code.LIMIT == 2.0 and code.BOUNDS == (2.0, 2.0)
+
+
 def test_tests_are_selected_by_the_calls_between_them_and_the_function(tmp_path):
     (tmp_path / "test_it.py").write_text("HELP = top\n\ndef test_a():\n    HELP(1)\n\ndef test_b():\n    other()\n")
     tree = ast.parse("def low(): pass\ndef middle(): low()\ndef top(): middle()\ndef other(): pass\n")
@@ -136,8 +151,8 @@ def test_tests_are_selected_by_the_calls_between_them_and_the_function(tmp_path)
 
 
 def test_score_counts_what_died_and_what_nothing_ran():
-    total = score(["killed", "killed", "timeout", "survived", "uncovered"])
-    assert total.total == 5 and total.score == pytest.approx(0.6)
+    total = score(["killed", "killed", "timeout", "survived", "uncovered", "equivalent"])
+    assert total.total == 6 and total.raw == pytest.approx(3 / 6) and total.score == pytest.approx(3 / 5)
 
 
 def test_wilsons_interval():
@@ -158,5 +173,38 @@ def test_a_sample_is_in_proportion_and_repeatable():
 
 def test_survivors_are_listed_and_the_dead_are_not():
     found = mutants(SOURCE, "code.py")[1]
-    text = survivors([(found[0], "survived"), (found[1], "killed")])
-    assert found[0].after in text and len(text.strip().splitlines()) == 5
+    reasons = {found[2].name: "Never read."}
+    pairs = joined([(found[0], "survived"), (found[1], "killed"), (found[2], "survived")], reasons)
+    assert [status for _, status in pairs] == ["survived", "killed", "equivalent"]
+    lines = survivors(pairs, reasons).strip().splitlines()
+    assert len(lines) == 6
+    assert lines[4].endswith(f"`{found[0].after}` | survived, UNEXPLAINED |")
+    assert lines[5].endswith(f"`{found[2].after}` | Never read. |")
+
+
+def test_a_mutant_that_was_explained_and_is_killed_is_an_error(tmp_path):
+    found = mutants(SOURCE, "code.py")[1]
+    with pytest.raises(ValueError, match="explained as equivalent, but a test kills"):
+        write(tmp_path, [(found[0], "killed")], {found[0].name: "No."}, {"sample": 0})
+
+
+def test_a_mutant_keeps_its_name_when_lines_are_added_elsewhere():
+    names = {mutant.name for mutant in mutants(SOURCE, "code.py")[1]}
+    moved = mutants(SOURCE.replace("LIMIT: float", "# More.\n\nLIMIT: float"), "code.py")[1]
+    assert {mutant.name for mutant in moved} == names and len(names) == len(moved)
+
+
+def test_every_explanation_is_of_a_mutant_that_there_is():
+    """Stale: the source line was changed, and the argument must be made again (see docs/mutation.md)."""
+    reasons = equivalents.read()
+    assert equivalents.stale(reasons, Package(ROOT / "rl_fn", "rl_fn").mutants.values()) == []
+    assert equivalents.stale([("code.py", "f", "flag", "True", "True", "False", "0")], []) != []
+
+
+@pytest.mark.parametrize(("entries", "wrong"), [(2, "twice"), (1, "no reason")])
+def test_an_explanation_is_given_once(tmp_path, entries, wrong):
+    keys = "\n".join(f'{field} = "x"' for field in equivalents.FIELDS)
+    reason = "It is." if entries == 2 else " "
+    (tmp_path / "list.toml").write_text(f'[[equivalent]]\n{keys}\nreason = "{reason}"\n' * entries)
+    with pytest.raises(ValueError, match=wrong):
+        equivalents.read(tmp_path / "list.toml")
