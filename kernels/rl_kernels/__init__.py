@@ -3,7 +3,8 @@ imported before an operation needs it.
 """
 
 from rl_kernels.linear_logprobs import linear_logprobs
+from rl_kernels.linear_policy_loss import linear_policy_loss
 from rl_kernels.logits_logprobs import TokenLogprobs, logits_logprobs
 from rl_kernels.sampling import SampledTokens, sample
 
-__all__ = ["SampledTokens", "TokenLogprobs", "linear_logprobs", "logits_logprobs", "sample"]
+__all__ = ["SampledTokens", "TokenLogprobs", "linear_logprobs", "linear_policy_loss", "logits_logprobs", "sample"]

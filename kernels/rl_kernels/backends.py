@@ -11,6 +11,8 @@ BACKENDS = {
     "logits_logprobs": ("triton", "torch", "reference"),
     # Triton's forward has run in its interpreter only: it is there for those who ask until a GPU has shown it faster.
     "linear_logprobs": ("torch", "triton", "reference"),
+    # Fused; what is not fused is linear_logprobs.
+    "linear_policy_loss": ("triton", "torch", "reference"),
     "sampling": ("triton", "torch", "reference"),
 }
 

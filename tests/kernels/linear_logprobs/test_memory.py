@@ -5,43 +5,15 @@ kernel, so that counting under it would count the interpreter.
 """
 
 import importlib
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from rl_kernels.row_state import finish
 from tests.kernels.cases import ids, normal
+from tests.kernels.live_bytes import LiveBytes
 
 V, H, WORKSPACE = 300, 12, 8 << 10
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations made and that are alive, and the most there were."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak, self.seen = 0, 0, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for x in tree_iter(result):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                key = storage._cdata
-                if key not in given and key not in self.seen:
-                    self.seen.add(key)
-                    self.live += storage.nbytes()
-                    self.peak = max(self.peak, self.live)
-                    weakref.finalize(storage, self._freed, key, storage.nbytes())
-        return result
-
-    def _freed(self, key, size):
-        self.seen.discard(key)
-        self.live -= size
 
 
 def test_the_count_sees_what_is_alive_and_what_is_gone():
