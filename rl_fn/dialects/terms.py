@@ -95,7 +95,7 @@ class OverWidth(Aggregation):
     def __call__(self, x: Array, mask: Array, segment_ids: Array | None) -> aggregation.Ratio:
         """Return the undivided aggregate."""
         total, sequences = super().__call__(x, mask, segment_ids)
-        return aggregation.Ratio(total, sequences * max(mask.shape[-1], 1))
+        return aggregation.Ratio(total, sequences * mask.shape[-1])
 
     def explain(self) -> str:
         """Return the mode and what it divides by."""

@@ -1,5 +1,7 @@
 """Which pieces the options of OpenRLHF, tunix and NeMo-RL become: each option off its default, each default."""
 
+from typing import Any
+
 import pytest
 
 from rl_fn import dialects, token_losses
@@ -40,7 +42,7 @@ PLAIN, HELD = RatioClip(0.2, 0.2), RatioClip(0.2, 0.2, limit=20.0)
 OPEN_IS, ESTIMATOR = "algo.advantage.is_correction_", "algo.advantage.estimator"
 TIS, NEMO_IS = "loss_fn.truncated_importance_sampling_", {"loss_fn.use_importance_sampling_correction": True}
 SEQUENCES = {"loss_fn.sequence_level_importance_ratios": True, "loss_fn.token_level_loss": False}
-NO_KL = {"kl": None, "reward_kl": None}
+NO_KL: dict[str, Any] = {"kl": None, "reward_kl": None}
 
 OPENRLHF = [
     ({}, openrlhf(HELD)),

@@ -1,0 +1,303 @@
+"""The losses, weights and KL terms of the dialects in float64 NumPy, on a batch that reaches every branch."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_fn.batch import Batch
+from rl_fn.dialects.losses import (
+    Gated,
+    ImportanceBand,
+    RatioClip,
+    TokenLoss,
+    capped_reinforce,
+    trusted_reinforce,
+)
+from rl_fn.dialects.objective import DialectObjective
+from rl_fn.dialects.terms import AllRows, BoundedKL, OverWidth
+from rl_fn.dialects.trl import EntropyGate, OffPolicyGate, OverHighEntropy, SequenceSapo, Vespo
+from rl_fn.pieces import Aggregation, Entropy, RawReward, Reinforce
+from rl_fn.token_losses import sapo
+from tests.oracle.lookup import ORACLE
+
+MASK = np.ones((4, 6), bool)
+MASK[0, 4:] = MASK[1, :2] = MASK[1, 4] = MASK[3] = False
+RNG = np.random.default_rng(117)
+# Ratios between e⁻² and e², probabilities between 0.02 and 0.98, advantages of both signs.
+OLD, NEW, ROLLOUT, REF = -RNG.uniform(0.02, 2.0, (4, *MASK.shape))
+A, H = RNG.normal(size=MASK.shape), RNG.gamma(2.0, 0.5, MASK.shape)
+_SINGLE = [jnp.asarray(x, jnp.float32) for x in (NEW, OLD, A, ROLLOUT, REF, H)]
+BATCH: Any = Batch(*_SINGLE[:3], jnp.asarray(MASK), *_SINGLE[3:])
+D = NEW - OLD
+
+
+def close(got, expected, rtol=2e-5):
+    np.testing.assert_allclose(np.where(MASK, got, 0.0), np.where(MASK, expected, 0.0), rtol=rtol, atol=1e-6)
+
+
+def per_sequence(x, total=False):
+    """The mean (or sum) of each row's counted tokens, on each of them."""
+    counts = np.ones((4, 1)) if total else np.maximum(MASK.sum(1, keepdims=True), 1)
+    return np.broadcast_to((x * MASK).sum(1, keepdims=True) / counts, MASK.shape)
+
+
+def clip(log_ratio, low, high, dual=math.inf):
+    ratio = np.exp(log_ratio)
+    loss = np.maximum(-ratio * A, -np.clip(ratio, 1 - low, 1 + high) * A)
+    return np.where(A < 0, np.minimum(loss, -dual * A), loss)
+
+
+def gradient(piece, of=BATCH):
+    return jax.grad(lambda x: jnp.sum(jnp.where(of.mask, piece(of._replace(logprobs=x)), 0.0)))(of.logprobs)
+
+
+def test_the_batch_reaches_every_branch():
+    for log_ratio in (D, per_sequence(D)):
+        assert (np.exp(log_ratio) > 1.3)[MASK].any() and (np.exp(log_ratio) < 0.8)[MASK].any()
+    assert ((np.exp(D) > 3) & (A < 0) & MASK).any()
+
+
+def test_the_clip_on_a_ratio_of_each_level():
+    close(RatioClip(0.1, 0.3, 1.5)(BATCH), clip(D, 0.1, 0.3, 1.5))
+    close(RatioClip(0.1, 0.3, limit=0.2)(BATCH), clip(np.clip(D, -0.2, 0.2), 0.1, 0.3))
+    close(RatioClip(0.1, 2.0, cap=0.25)(BATCH), clip(np.minimum(D, 0.25), 0.1, 2.0))
+    close(RatioClip(0.1, 0.3, behaviour="rollout")(BATCH), clip(NEW - ROLLOUT, 0.1, 0.3))
+    held = per_sequence(np.clip(D, -0.5, 0.5))
+    for level in ("sequence", "sequence-token"):
+        close(RatioClip(0.01, 0.02, level=level, limit=0.5)(BATCH), clip(held, 0.01, 0.02))
+    with pytest.raises(ValueError, match="rollout_logprobs; it is None"):
+        RatioClip(behaviour="rollout")(BATCH._replace(rollout_logprobs=None))
+    cut = np.where(A > 0, np.exp(D) > 1.3, np.exp(D) < 0.9)
+    np.testing.assert_array_equal(RatioClip(0.1, 0.3).clipped(BATCH), cut & MASK)
+
+
+def test_where_the_gradient_of_a_ratio_goes():
+    """Without a clip −ρA: to the token, to the sequence's tokens in equal parts, or to the token at the mean ratio."""
+    wide: Any = {"low": 1.0, "high": 1e6}
+    close(gradient(RatioClip(**wide)), -np.exp(D) * A)
+    ratio = np.exp(per_sequence(D))
+    close(gradient(RatioClip(**wide, level="sequence")), -ratio * per_sequence(A))
+    close(gradient(RatioClip(**wide, level="sequence-token")), -ratio * A)
+    close(gradient(RatioClip(**wide, limit=0.5)), np.where(np.abs(D) < 0.5, -np.exp(D) * A, 0.0))
+
+
+def test_a_function_with_constants():
+    constants = (("tau_pos", 0.7), ("tau_neg", 1.3))
+    close(TokenLoss(sapo, constants)(BATCH), ORACLE["sapo"](NEW, OLD, A, MASK, **dict(constants)))
+    held = np.clip(D, -0.3, 0.3)
+    close(TokenLoss(sapo, constants, limit=0.3)(BATCH), ORACLE["sapo"](held, 0 * D, A, MASK, **dict(constants)))
+    close(SequenceSapo(constants, "token")(BATCH), ORACLE["sapo"](NEW, OLD, A, MASK, **dict(constants)))
+    close(
+        SequenceSapo(constants, "sequence")(BATCH), ORACLE["sapo"](per_sequence(D), 0 * D, A, MASK, **dict(constants))
+    )
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_capped_ratio_on_reinforce(level):
+    arrays = (BATCH.logprobs, BATCH.old_logprobs, BATCH.advantages, BATCH.mask)
+    weight = np.minimum(np.exp(D if level == "token" else per_sequence(D)), 1.2)
+    close(capped_reinforce(*arrays, cap=1.2, level=level), -weight * A * NEW)
+    close(gradient(TokenLoss(capped_reinforce, (("cap", 1.2), ("level", level)))), -weight * A)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_a_trust_region_with_two_thresholds(divergence):
+    p, q = np.exp(NEW), np.exp(OLD)
+    kl = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+    distance = np.abs(p - q) if divergence == "tv" else kl
+    outside = np.where(A > 0, (p > q) & (distance > 0.1), (p < q) & (distance > 0.2))
+    weight = np.where(outside, 0.0, np.minimum(p / q, 1.5))
+    constants = (("low", 0.2), ("high", 0.1), ("ratio_cap", 1.5), ("divergence", divergence))
+    piece = TokenLoss(trusted_reinforce, constants)
+    assert set(outside[MASK & (A > 0)]) == set(outside[MASK & (A < 0)]) == {True, False}
+    close(piece(BATCH), -weight * A * NEW, rtol=1e-4)
+    close(gradient(piece), -weight * A, rtol=1e-4)
+    # With an advantage of 0 nothing is learnt; a probability of 1 is not the logarithm of 0.
+    sure = BATCH._replace(logprobs=jnp.zeros_like(BATCH.logprobs), advantages=jnp.ones_like(BATCH.advantages))
+    assert np.isfinite(gradient(piece, sure)).all()
+
+
+def test_a_sure_token_is_at_a_finite_distance():
+    """1 − p + 1e-8 for p = 1: KL = ½ log ½ + ½ log(½/1e-8) = 8.52."""
+    one = jnp.ones((1, 1))
+    for high, weight in ((8.5, 0.0), (8.55, 2.0)):
+        got = jax.grad(
+            lambda x, high=high: trusted_reinforce(
+                x, jnp.log(one / 2), one, one > 0, low=1.0, high=high, ratio_cap=9.0, divergence="kl"
+            )[0, 0]
+        )(one * 0.0)
+        np.testing.assert_allclose(got, -weight, rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_sum"])
+def test_a_band_of_importance_weights(level):
+    token = np.where(MASK, OLD - ROLLOUT, 0.0)
+    at = {"token": token, "sequence": per_sequence(token), "sequence_sum": per_sequence(token, total=True)}[level]
+    ratio = np.exp(at)
+    for mode, expected in (("clip", np.clip(ratio, 0.8, 1.5)), ("mask", ratio * ((ratio >= 0.8) & (ratio <= 1.5)))):
+        got = ImportanceBand(0.8, 1.5, mode, level)(BATCH)
+        assert not np.asarray(got)[~MASK].any()
+        close(got, expected)
+    close(ImportanceBand(level=level, limit=0.1)(BATCH), np.exp(np.clip(at, -0.1, 0.1)))
+    kept = (ratio >= 0.8) & (ratio <= 1.5)
+    close(ImportanceBand(0.8, 1.5, "mask", level, keep_tokens=True)(BATCH), np.exp(token) * kept)
+
+
+@pytest.mark.parametrize("gate", ["binary_kl", "tv"])
+def test_a_band_of_divergences(gate):
+    p, q = np.exp(ROLLOUT), np.exp(OLD)
+    distance = np.abs(p - q) if gate == "tv" else p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+    ratio = q / p
+    for level, at in (("token", distance), ("sequence", per_sequence(distance))):
+        weight = ratio if level == "token" else np.exp(per_sequence(np.log(ratio)))
+        got = ImportanceBand(0.0, 0.2, "mask", level, gate)(BATCH)
+        close(got, np.where(at <= 0.2, weight, 0.0))
+        assert 0 < np.count_nonzero(got) < MASK.sum()
+    # Probabilities are held inside 1e-6: KL(1 − 1e-6 ‖ 1e-6) = 13.815; float32 holds 1 − 1e-6 to 1 %.
+    sure = BATCH._replace(old_logprobs=jnp.full(MASK.shape, -50.0), rollout_logprobs=jnp.zeros(MASK.shape))
+    limit = {"tv": 0.999998, "binary_kl": 13.81548}[gate]
+    for high, some in ((limit * 0.997, False), (limit * 1.003, True)):
+        assert np.any(ImportanceBand(0.0, high, "mask", "token", gate)(sure)) == some
+    back = sure._replace(old_logprobs=sure.rollout_logprobs, rollout_logprobs=sure.old_logprobs)
+    for high, some in ((limit * 0.997, False), (limit * 1.003, True)):
+        assert np.any(ImportanceBand(0.0, high, "mask", "token", gate)(back)) == some
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((-0.1, 1.0), "need 0"),
+        ((1.1, 1.0), "need 0"),
+        ((0.0, 1.0, "cut"), "mode must be"),
+        ((0.0, 1.0, "mask", "token", "k3"), "gate must be"),
+        ((0.0, 1.0, "clip", "token", "tv"), "can only mask"),
+    ],
+)
+def test_a_band_that_means_nothing_is_refused(arguments, reason):
+    with pytest.raises(ValueError, match=reason):
+        ImportanceBand(*arguments)
+
+
+def test_the_bounds_of_a_band_may_be_equal_and_are_inside():
+    assert ImportanceBand(0.0, 0.0).high == 0.0
+    same = BATCH._replace(rollout_logprobs=BATCH.old_logprobs)
+    for low, high in ((1.0, 2.0), (0.5, 1.0)):
+        np.testing.assert_array_equal(ImportanceBand(low, high, "mask")(same), MASK)
+
+
+KL_NUMBERS = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: np.exp(-d) + d - 1, "abs": np.abs}
+
+
+@pytest.mark.parametrize("name", KL_NUMBERS)
+def test_a_kl_between_bounds(name):
+    d = np.clip(NEW - REF, -0.5, 0.7)
+    value = KL_NUMBERS[name](d)
+    close(BoundedKL(name, low=-0.5, high=0.7).estimate(BATCH), value)
+    close(BoundedKL(name, low=-0.5, high=0.7, bound=0.1).estimate(BATCH), np.clip(value, -0.1, 0.1))
+
+
+def test_the_gradients_and_weights_of_a_kl():
+    d, ratio, one = NEW - REF, np.exp(D), np.ones(MASK.shape)
+    k3 = np.exp(-d) + d - 1
+    own = 1 - np.exp(-d)
+    at = {"own": own, "k2": d, "weighted k2": np.minimum(ratio, 10.0) * d, "score": own + k3}
+    for name, expected in at.items():
+        close(BoundedKL("k3", gradient=name).estimate(BATCH), k3)
+        close(gradient(BoundedKL("k3", gradient=name).estimate), expected)
+    far = BATCH._replace(old_logprobs=BATCH.logprobs - 3.0)
+    close(gradient(BoundedKL("k1", gradient="weighted k2").estimate, far), 10.0 * d)
+    weights = {"token": ratio, "sequence": np.exp(per_sequence(D)), "rollout": np.exp(NEW - ROLLOUT), None: one}
+    for name, weight in weights.items():
+        close(BoundedKL("k3", weight=name).estimate(BATCH), weight * k3)
+    close(gradient(BoundedKL("k1", weight="token").estimate), ratio * (1 + d))
+    with pytest.raises(ValueError, match="rollout_logprobs; it is None"):
+        BoundedKL("k3", weight="rollout").estimate(BATCH._replace(rollout_logprobs=None))
+    bads: list[dict[str, Any]] = [{"gradient": "none"}, {"weight": "word"}, {"estimator": "k3+"}, {"estimator": "k4"}]
+    for bad in (*bads, {"coef": -0.1}):
+        with pytest.raises(ValueError, match=r"must|instead"):
+            BoundedKL(**bad)
+
+
+def test_gates_shut_tokens_and_leave_the_count():
+    gates = (lambda b: b.advantages > 0, lambda b: b.logprobs > -1.0)
+    close(Gated(Reinforce(), gates)(BATCH), np.where((A > 0) & (NEW > -1.0), -A * NEW, 0.0))
+    drift = {False: per_sequence(OLD - NEW), True: per_sequence(ROLLOUT - NEW)}
+    for use_vllm, drifted in drift.items():
+        np.testing.assert_array_equal(
+            np.asarray(OffPolicyGate(0.4, use_vllm)(BATCH))[MASK], ~((A < 0) & (drifted > 0.4))[MASK]
+        )
+    assert not np.array_equal(drift[False] > 0.4, drift[True] > 0.4)
+    with pytest.raises(ValueError, match="rollout_logprobs; it is None"):
+        OffPolicyGate(0.05, True)(BATCH._replace(rollout_logprobs=None))
+    assert OffPolicyGate(0.05)(BATCH._replace(rollout_logprobs=None)).shape == MASK.shape
+
+
+def test_the_highest_entropies():
+    cut = np.quantile(H[MASK].astype(np.float32), 0.75)
+    high = MASK & (cut <= H)
+    np.testing.assert_array_equal(EntropyGate(0.25)(BATCH), high)
+    total, count = OverHighEntropy(share=0.25)(BATCH.entropies, BATCH.mask, None)
+    np.testing.assert_allclose([total, count], [H[high].sum(), high.sum()], rtol=1e-6)
+    assert float(OverHighEntropy()(BATCH.entropies, BATCH.mask, None).denominator) == MASK.sum()
+    with pytest.raises(ValueError, match="entropies; it is None"):
+        EntropyGate(0.25)(BATCH._replace(entropies=None))
+    # At a quantile that is one of them, that token stays.
+    five = BATCH._replace(entropies=jnp.arange(5.0)[None], mask=jnp.ones((1, 5), bool))
+    assert np.asarray(EntropyGate(0.5)(five)).tolist() == [[False, False, True, True, True]]
+    moved = jax.grad(lambda x: OverHighEntropy(share=0.25)(x, BATCH.mask, None).total)(BATCH.entropies)
+    np.testing.assert_array_equal(moved, high)
+
+
+def test_vespo_takes_the_correction_into_its_sequence_weight():
+    constants = (("k_pos", 1.5), ("lambda_pos", 2.5), ("k_neg", 2.0), ("lambda_neg", 1.0))
+    close(Vespo(constants)(BATCH), ORACLE["vespo"](NEW, OLD, A, MASK, **dict(constants)), rtol=1e-4)
+    weight = np.clip(np.exp(OLD - ROLLOUT), 0.5, 3.0)
+    got = Vespo(constants, ImportanceBand(0.5, 3.0))(BATCH)
+    close(got, ORACLE["vespo"](NEW, OLD - np.log(weight), A, MASK, **dict(constants)), rtol=1e-4)
+    # A weight of 0 counts as 1e-8.
+    none = Vespo((("k_pos", 0.0), ("lambda_pos", 0.0), ("k_neg", 0.0), ("lambda_neg", 0.0)), ImportanceBand(0.0, 0.0))
+    assert np.isfinite(none(BATCH)).all()
+    with pytest.raises(ValueError, match="rollout_logprobs; it is None"):
+        Vespo(constants, ImportanceBand())(BATCH._replace(rollout_logprobs=None))
+
+
+def test_aggregations_of_rows_and_of_the_padded_width():
+    x = jnp.asarray(A, jnp.float32)
+    rows = (A * MASK).sum(1) / np.maximum(MASK.sum(1), 1)
+    mean = AllRows("seq-mean-token-mean")(x, BATCH.mask, None)
+    np.testing.assert_allclose([mean.total, mean.denominator], [rows.sum(), 4.0], rtol=1e-5, atol=1e-6)
+    norm = AllRows("seq-mean-token-sum-norm", 8.0)(x, BATCH.mask, None)
+    np.testing.assert_allclose(norm.value(), (A * MASK).sum() / 4 / 8, rtol=1e-5)
+    wide = OverWidth()(x, BATCH.mask, None)
+    np.testing.assert_allclose([wide.total, wide.denominator], [(A * MASK).sum(), 3 * 6], rtol=1e-5)
+    assert OverWidth()(x[:, :1], BATCH.mask[:, :1], None).denominator == 2
+    with pytest.raises(ValueError, match="unpack segment_ids first"):
+        AllRows("seq-mean-token-mean")(x, BATCH.mask, jnp.zeros(MASK.shape, jnp.int32))
+
+
+@pytest.mark.parametrize("apart", ["kl", "entropy", "both"])
+def test_terms_that_are_averaged_apart(apart):
+    tokens, answers = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
+    objective = DialectObjective("it", RawReward(), Reinforce(), answers, kl=BoundedKL("k2", 0.3), entropy=Entropy(0.2))
+    objective = objective._replace(
+        kl_aggregation=tokens if apart != "entropy" else None, entropy_aggregation=tokens if apart != "kl" else None
+    )
+
+    def mean(x):
+        return (x * MASK).sum() / MASK.sum()
+
+    def of_answers(x):
+        return ((x * MASK).sum(1) / np.maximum(MASK.sum(1), 1)).sum() / 3
+
+    k2 = (NEW - REF) ** 2 / 2
+    kl, entropy = (mean if apart != "entropy" else of_answers)(k2), (mean if apart != "kl" else of_answers)(H)
+    loss, metrics = objective(BATCH)
+    np.testing.assert_allclose(loss, of_answers(-A * NEW) + 0.3 * kl - 0.2 * entropy, rtol=2e-5)
+    np.testing.assert_allclose([metrics["kl"], metrics["entropy"]], [mean(k2), mean(H)], rtol=2e-5)
+    # Nothing to average is 0, and the metric of the KL carries no gradient.
+    assert objective(BATCH._replace(mask=jnp.zeros(MASK.shape, bool)))[0] == 0.0
+    assert not jax.grad(lambda x: objective(BATCH._replace(logprobs=x))[1]["kl"])(BATCH.logprobs).any()
