@@ -6,5 +6,16 @@ from rl_kernels.linear_logprobs import linear_logprobs
 from rl_kernels.linear_policy_loss import linear_policy_loss
 from rl_kernels.logits_logprobs import TokenLogprobs, logits_logprobs
 from rl_kernels.sampling import SampledTokens, sample
+from rl_kernels.topk_logprobs import TopkLogprobs, linear_topk_logprobs, topk_logprobs
 
-__all__ = ["SampledTokens", "TokenLogprobs", "linear_logprobs", "linear_policy_loss", "logits_logprobs", "sample"]
+__all__ = [
+    "SampledTokens",
+    "TokenLogprobs",
+    "TopkLogprobs",
+    "linear_logprobs",
+    "linear_policy_loss",
+    "linear_topk_logprobs",
+    "logits_logprobs",
+    "sample",
+    "topk_logprobs",
+]

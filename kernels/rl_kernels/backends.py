@@ -13,6 +13,7 @@ BACKENDS = {
     "linear_logprobs": ("torch", "triton", "reference"),
     # Fused; what is not fused is linear_logprobs.
     "linear_policy_loss": ("triton", "torch", "reference"),
+    "topk_logprobs": ("torch", "reference"),
     "sampling": ("triton", "torch", "reference"),
 }
 

@@ -68,16 +68,7 @@ def linear_logprobs(
     >>> [round(float(value), 4) for value in linear_logprobs(hidden, weight, torch.tensor([3]))]
     [-1.3863, 1.3863, 1.3863]
     """
-    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
-        raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
-    if not workspace > 0:
-        raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
-    if group is None and start:
-        raise ValueError(f"start is {start}, but without a group the weight is the whole vocabulary")
-    if group is not None and support is not None and support.dtype == torch.bool:
-        raise ValueError("with a group give the support as token ids: a bool one has the length of the vocabulary")
+    checked_model(hidden, weight, bias, support, start, group, workspace)
     batch = hidden.shape[:-1]
     rows = rows_of(
         batch,
@@ -107,18 +98,39 @@ def linear_logprobs(
     return TokenLogprobs(logprobs.view(tokens.shape), entropy.view(batch), logsumexp.view(batch))
 
 
-def _ranks(name: str) -> Any:
+def checked_model(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Tensor | None, start: int, group: Any, workspace: int
+) -> None:
+    """Raise for arguments that fit neither each other nor a vocabulary in shards."""
+    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
+        raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+    if not workspace > 0:
+        raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
+    if group is None and start:
+        raise ValueError(f"start is {start}, but without a group the weight is the whole vocabulary")
+    if group is not None and support is not None and support.dtype == torch.bool:
+        raise ValueError("with a group give the support as token ids: a bool one has the length of the vocabulary")
+
+
+def ranks_of(name: str) -> Any:
     """The process group: a custom operation takes its name."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
-def _gathered(state: RowState, group: str) -> RowState:
+def from_every_rank(x: Tensor, group: str) -> list[Tensor]:
+    """Every rank's ``x``, all of one shape, in the order of ranks."""
+    ranks = ranks_of(group)
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size(ranks))]
+    dist.all_gather(everyone, x, group=ranks)
+    return everyone
+
+
+def gathered(state: RowState, group: str) -> RowState:
     """The state of the whole vocabulary: every rank's, merged in the order of ranks, so all have the same bits."""
     mine = torch.cat([field.view(len(field), -1) for field in state], 1)
-    ranks = _ranks(group)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(ranks))]
-    dist.all_gather(everyone, mine, group=ranks)
-    return merge_all([RowState(x[:, 0], x[:, 1], x[:, 2], x[:, 3:]) for x in everyone])
+    return merge_all([RowState(x[:, 0], x[:, 1], x[:, 2], x[:, 3:]) for x in from_every_rank(mine, group)])
 
 
 @torch.library.custom_op("rl_kernels::linear_logprobs", mutates_args=())
@@ -138,7 +150,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = implementation("linear_logprobs", hidden.device.type, backend).forward
     state = run(hidden, weight, bias, tokens, inverse, softcap, support, mask, start, workspace)
-    results = finish(state if group is None else _gathered(state, group))
+    results = finish(state if group is None else gathered(state, group))
     if mask is None:
         return results
     left_out = ~mask
@@ -188,7 +200,7 @@ def _backward(
         tuple(cotangents),
     )
     if group is not None:
-        dist.all_reduce(d_hidden, group=_ranks(group))
+        dist.all_reduce(d_hidden, group=ranks_of(group))
     # A custom operation returns tensors only: an empty one stands for the gradient of no bias.
     return d_hidden, d_weight, weight.new_empty(0) if d_bias is None else d_bias
 

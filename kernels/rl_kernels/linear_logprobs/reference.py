@@ -91,6 +91,11 @@ def backward(
     )
 
 
+def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> jax.Array:
+    """hidden @ weight.T + bias in float32."""
+    return _logits(*_arrays(hidden, weight, bias))
+
+
 def _logits(h, w, b):
     x = jax.lax.dot_general(h, w, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
     return x if b is None else x + b[None, :]

@@ -1,0 +1,42 @@
+"""Memory beyond inputs and results does not grow with the number of rows."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.kernels.cases import ids, normal
+from tests.kernels.live_bytes import LiveBytes
+
+V, H, K, WORKSPACE = 300, 12, 3, 8 << 10
+
+
+def peak(count, *, kept):
+    run = importlib.import_module("rl_kernels.topk_logprobs.torch")
+    hidden, weight = normal(count, H, scale=0.3).float(), normal(V, H, scale=0.3, seed=1).float()
+    inverse, support = torch.ones(count), torch.arange(8).repeat(count, 1) if kept else None
+    with LiveBytes() as found:
+        run.forward(hidden, weight, None, inverse, None, support, None, K, 0, WORKSPACE)
+    return found.peak
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_flat_in_the_number_of_rows(kept):
+    small, large = peak(48, kept=kept), peak(144, kept=kept)
+    # Results: k values of 4 bytes and ids of 8, a state of three numbers.
+    a_row = 12 * K + 4 * 3
+    assert large - small <= (144 - 48) * a_row < (144 - 48) * 4 * V / 10
+    assert large <= WORKSPACE + 144 * a_row
+
+
+def test_from_logits_in_chunks(monkeypatch):
+    run = importlib.import_module("rl_kernels.topk_logprobs.torch")
+    monkeypatch.setattr(run, "_CHUNK", 4 * V)
+    logits, found = ids(60, V, high=20).float(), []
+    for count in (20, 60):
+        with LiveBytes() as live:
+            found.append(run.ids(logits[:count], None, None, K))
+        found.append(live.peak)
+    assert found[3] - found[1] <= 40 * 8 * K
+    assert torch.equal(found[2][:20], found[0])
+    assert torch.equal(found[2], logits.sort(dim=-1, descending=True, stable=True).indices[:, :K])
