@@ -15,6 +15,7 @@ BACKENDS = {
     "linear_policy_loss": ("triton", "torch", "reference"),
     "topk_logprobs": ("torch", "reference"),
     "sampling": ("triton", "torch", "reference"),
+    "quantize": ("triton", "torch", "reference"),
 }
 
 
