@@ -1,0 +1,72 @@
+"""The benchmarks count memory that comes and goes, compare gradients, and know the hardware's arithmetic."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+SMALL = {"groups": 1, "length": 4, "features": 8, "vocabulary": 16}
+
+
+@pytest.fixture(autouse=True)
+def beside_the_scripts(monkeypatch):
+    names = ("limits", "harness", "linear_logprobs", "logits_logprobs")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "kernels" / "benchmarks")
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_the_peak_is_what_was_there_at_once():
+    harness = import_module("harness")
+
+    def way(x, size):
+        a = torch.ones(size, dtype=torch.uint8)
+        b = torch.ones(size, dtype=torch.uint8)
+        del a, b
+        torch.ones(size, dtype=torch.uint8)
+        return x.sum()
+
+    def problem(case, on):
+        return [torch.ones(1, requires_grad=True)], case
+
+    found = harness.one(way, problem, {"size": 64 << 20}, {"size": 1}, 1)
+    # The kernel counts resident pages a few at a time.
+    assert abs(found["extra"] - (128 << 20)) < 4 << 20 and found["gradients"] == 4 and found["norms"] == [1.0]
+
+
+@pytest.mark.parametrize("name", ["linear_logprobs", "logits_logprobs"])
+def test_all_ways_agree(name):
+    script, harness = import_module(name), import_module("harness")
+    rows = []
+    for way in [way for way in script.WAYS if "compile" not in way]:
+        found = harness.one(script.WAYS[way], script.problem, SMALL | {"groups": 3}, SMALL, 1)
+        rows.append({"case": {}, "way": way, **found})
+    ran = [row["way"] for row in rows if "norms" in row]
+    assert {next(iter(script.WAYS)), "ours, torch"} <= set(ran)
+    harness.require_agreement(rows, 1e-4)
+    rows[-1 if "norms" in rows[-1] else 0]["norms"] = [0.0] * len(rows[0]["norms"])
+    with pytest.raises(AssertionError, match="disagree"):
+        harness.require_agreement(rows, 1e-4)
+
+
+def test_a_peer_that_is_not_installed_is_missing():
+    harness, script = import_module("harness"), import_module("linear_logprobs")
+
+    def way(*leaves, **rest):
+        import no_such_library  # noqa: F401
+
+    assert harness.one(way, script.problem, SMALL, SMALL, 1) == {"missing": "No module named 'no_such_library'"}
+    assert harness.cells(harness.one(way, script.problem, SMALL, SMALL, 1))[0] == "No module named 'no_such_library'"
+
+
+def test_limits():
+    """2·N·V·H for a product: a forward of Llama-3-8B's head over 8192 rows is 8.6 TFLOP, 10.9 ms at 790 TFLOP/s."""
+    limits = import_module("limits")
+    head = limits.Head(8192, 4096, 128256)
+    assert head.flops(1) == pytest.approx(8.607e12, rel=1e-3) and head.logits() == 2 * 8192 * 128256
+    assert head.gradients() == 2 * 4096 * (8192 + 128256)
+    row = next(x for x in limits.table(790, 4300).splitlines() if x.startswith("| Llama-3-8B | 8192 "))
+    assert row == "| Llama-3-8B | 8192 | 2.0 | 10.9 | 43.6 | 32.7 | 0.49 | 0.98 |"
