@@ -30,8 +30,9 @@ RNG = np.random.default_rng(117)
 # Ratios between e⁻² and e², probabilities between 0.02 and 0.98, advantages of both signs.
 OLD, NEW, ROLLOUT, REF = -RNG.uniform(0.02, 2.0, (4, *MASK.shape))
 A, H = RNG.normal(size=MASK.shape), RNG.gamma(2.0, 0.5, MASK.shape)
-_SINGLE = [jnp.asarray(x, jnp.float32) for x in (NEW, OLD, A, ROLLOUT, REF, H)]
-BATCH: Any = Batch(*_SINGLE[:3], jnp.asarray(MASK), *_SINGLE[3:])
+NAMES = ("logprobs", "old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs", "entropies")
+ARRAYS: Any = {name: jnp.asarray(x, jnp.float32) for name, x in zip(NAMES, (NEW, OLD, A, ROLLOUT, REF, H), strict=True)}
+BATCH: Any = Batch(mask=jnp.asarray(MASK), **ARRAYS)
 D = NEW - OLD
 
 
@@ -216,10 +217,10 @@ def test_the_gradients_and_weights_of_a_kl():
     close(gradient(BoundedKL("k1", weight="token").estimate), ratio * (1 + d))
     with pytest.raises(ValueError, match="rollout_logprobs; it is None"):
         BoundedKL("k3", weight="rollout").estimate(BATCH._replace(rollout_logprobs=None))
-    bads: list[dict[str, Any]] = [{"gradient": "none"}, {"weight": "word"}, {"estimator": "k3+"}, {"estimator": "k4"}]
-    for bad in (*bads, {"coef": -0.1}):
+    bads: list[tuple[str, Any]] = [("gradient", "none"), ("weight", "word"), ("estimator", "k3+"), ("coef", -0.1)]
+    for argument, bad in bads:
         with pytest.raises(ValueError, match=r"must|instead"):
-            BoundedKL(**bad)
+            BoundedKL(**{argument: bad})
 
 
 def test_gates_shut_tokens_and_leave_the_count():
