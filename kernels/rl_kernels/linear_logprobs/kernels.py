@@ -3,7 +3,19 @@
 import triton
 import triton.language as tl
 
-from rl_kernels.triton_math import kept_bits, softcap_slope, softcapped
+from rl_kernels.triton_math import softcap_slope, softcapped
+
+
+@triton.jit
+def kept_tile(words, first, vocabulary, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Which of the entries first, first + 1, … are in each row's kept set: a word a row is read, not one an entry."""
+    offset = tl.arange(0, ENTRIES)
+    last = (vocabulary - 1) // 32
+    bits = tl.zeros([ROWS, ENTRIES], tl.int32)
+    for w in tl.static_range((ENTRIES + 31) // 32):
+        word = tl.load(words + tl.minimum(first // 32 + w, last))
+        bits = tl.where((offset // 32 == w)[None, :], word[:, None], bits)
+    return ((bits >> ((first + offset) % 32)[None, :]) & 1) != 0
 
 
 @triton.jit
@@ -34,6 +46,7 @@ def forward_kernel(
     CAPPED: tl.constexpr,
     KEPT: tl.constexpr,
     WIDENED: tl.constexpr,
+    EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -49,50 +62,59 @@ def forward_kernel(
     part = within // together
     local = (leader + within % together) * ROWS + tl.arange(0, ROWS)
     real = local < count
-    row = tl.load(rows + local, mask=real, other=0)
+    # Rows and entries past the end read the last one instead of being masked: a mask of a tile costs registers, on AMD
+    # scalar ones, of which there are few.
+    nearest = tl.minimum(local, count - 1)
+    row = tl.load(rows + nearest)
     dtype: tl.constexpr = inverse.dtype.element_ty
-    scale = tl.load(inverse + row, mask=real, other=1.0)
+    scale = tl.load(inverse + row)
     maximum = tl.full([ROWS], float("-inf"), dtype)
     total = tl.zeros([ROWS], dtype)
     weighted = tl.zeros([ROWS], dtype)
     feature = tl.arange(0, FEATURES).to(tl.int64)
     for first in range(part * part_size, tl.minimum(vocabulary, (part + 1) * part_size), ENTRIES):
         column = first + tl.arange(0, ENTRIES)
-        inside = column < vocabulary
-        z = tl.zeros([ROWS, ENTRIES], dtype)
+        possible = column < vocabulary
+        entry = tl.minimum(column, vocabulary - 1).to(tl.int64)
+        x = tl.zeros([ROWS, ENTRIES], dtype)
         left = hidden + row[:, None] * hidden_row_stride + feature[None, :] * hidden_stride
-        right = weight + column.to(tl.int64)[None, :] * weight_row_stride + feature[:, None] * weight_stride
+        right = weight + entry[None, :] * weight_row_stride + feature[:, None] * weight_stride
         for done in range(0, features, FEATURES):
-            there = feature < features - done
-            a = tl.load(left, mask=real[:, None] & there[None, :], other=0.0)
-            b = tl.load(right, mask=there[:, None] & inside[None, :], other=0.0)
+            if EVEN:
+                a, b = tl.load(left), tl.load(right)
+            else:
+                there = feature < features - done
+                a = tl.load(left, mask=there[None, :], other=0.0)
+                b = tl.load(right, mask=there[:, None], other=0.0)
             if WIDENED:
                 a, b = a.to(dtype), b.to(dtype)
-            z = tl.dot(a, b, z, input_precision="ieee", out_dtype=dtype)
+            x = tl.dot(a, b, x, input_precision="ieee", out_dtype=dtype)
             left += FEATURES * hidden_stride
             right += FEATURES * weight_stride
         if BIASED:
-            z += tl.load(bias + column.to(tl.int64) * bias_stride, mask=inside, other=0.0).to(dtype)[None, :]
-        possible = real[:, None] & inside[None, :] & (z > float("-inf"))
+            added = tl.load(bias + entry * bias_stride).to(dtype)
+            # A bias of −inf excludes its entry.
+            possible = possible & (added != float("-inf"))
+            x += tl.where(possible, added, 0.0)[None, :]
+        x = tl.where(possible[None, :], softcapped(x, softcap, CAPPED) * scale[:, None], float("-inf"))
         if KEPT:
-            words = kept + local.to(tl.int64)[:, None] * kept_stride
-            possible = possible & kept_bits(words, column[None, :], real[:, None] & inside[None, :])
-        x = softcapped(tl.where(possible, z, 0.0), softcap, CAPPED) * scale[:, None]
+            words = kept + nearest.to(tl.int64) * kept_stride
+            x = tl.where(kept_tile(words, first, vocabulary, ROWS, ENTRIES), x, float("-inf"))
         for k in range(target_count):
-            token = tl.load(tokens + row * target_count + k, mask=real, other=-1) - start
-            hit = possible & (column[None, :] == token[:, None])
-            caught = tl.max(hit.to(tl.int32), 1) != 0
-            tl.store(
-                targets + local.to(tl.int64) * target_count + k, tl.sum(tl.where(hit, x, 0.0), 1), mask=real & caught
-            )
-        top = tl.maximum(maximum, tl.max(tl.where(possible, x, float("-inf")), 1))
+            token = tl.load(tokens + row * target_count + k) - start
+            caught = real & (token >= first) & (token < tl.minimum(first + ENTRIES, vocabulary))
+            value = tl.sum(tl.where(column[None, :] == token[:, None], x, 0.0), 1)
+            tl.store(targets + local.to(tl.int64) * target_count + k, value, mask=caught)
+        top = tl.maximum(maximum, tl.max(x, 1))
         # A row that has had nothing yet: differences with −inf would be NaN.
         base = tl.where(top == float("-inf"), 0.0, top)
         moved = tl.where(maximum == float("-inf"), 0.0, maximum - base)
         shrunk = tl.exp(moved)
-        shifted = tl.where(possible, x - base[:, None], 0.0)
-        e = tl.where(possible, tl.exp(shifted), 0.0)
-        weighted = shrunk * (weighted + moved * total) + tl.sum(shifted * e, 1)
+        # Also −inf becomes −1000, whose exponential is 0 and its product with it; NaN stays.
+        x = x - base[:, None]
+        x = tl.where(x < -1000.0, -1000.0, x)
+        e = tl.exp(x)
+        weighted = shrunk * (weighted + moved * total) + tl.sum(x * e, 1)
         total = total * shrunk + tl.sum(e, 1)
         maximum = top
     out = states + part.to(tl.int64) * 3 * count + local

@@ -77,6 +77,7 @@ def forward(
             KEPT=kept is not None,
             # The interpreter multiplies the bits of bfloat16 as integers.
             WIDENED=hidden.dtype != weight.dtype or not hidden.is_cuda,
+            EVEN=features % tile.features == 0,
             GROUP=GROUP,
             ROWS=tile.rows,
             ENTRIES=tile.entries,
@@ -179,7 +180,7 @@ def _specialisation(function, dtype, target, *, everything):
     options = {"BIASED": everything, "CAPPED": everything, "KEPT": everything}
     tile = configuration(target, {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[dtype], 4096, 128256)
     if function is forward_kernel:
-        constants = options | {"WIDENED": False, "GROUP": GROUP, "ROWS": tile.rows, "ENTRIES": tile.entries}
+        constants = options | {"WIDENED": False, "EVEN": True, "GROUP": GROUP, "ROWS": tile.rows, "ENTRIES": tile.entries}
         constants |= {"FEATURES": tile.features, "hidden_stride": 1, "weight_stride": 1}
         how = {"matrix": dtype not in ("fp32", "fp64"), "warps": tile.warps, "stages": tile.stages}
     else:
