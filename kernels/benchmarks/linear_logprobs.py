@@ -103,11 +103,14 @@ def _ours(backend, **options):
     return way
 
 
-def fused(hidden, weight, tokens, advantages):
-    def loss(logprobs, entropy, logsumexp, rows):
-        return -(logprobs * advantages[rows]).sum() / len(advantages)
+def _fused(**options):
+    def way(hidden, weight, tokens, advantages):
+        def loss(logprobs, entropy, logsumexp, rows):
+            return -(logprobs * advantages[rows]).sum() / len(advantages)
 
-    return linear_policy_loss(hidden, weight, tokens, loss, fused=True)[0]
+        return linear_policy_loss(hidden, weight, tokens, loss, fused=True, **options)[0]
+
+    return way
 
 
 def _only_on_a_gpu(way):
@@ -130,7 +133,8 @@ WAYS = {
     "ours, torch": _ours("torch"),
     "ours, torch, workspace of 64 MiB": _ours("torch", workspace=64 << 20),
     "ours, triton": _only_on_a_gpu(_ours("triton")),
-    "ours, fused": fused,
+    "ours, fused": _fused(),
+    "ours, fused, workspace of 256 MiB": _fused(workspace=256 << 20),
 }
 
 

@@ -99,18 +99,20 @@ def linear_policy_loss(
         flat = hidden.reshape(len(rows.inverse), hidden.shape[-1])
         return fused_head(flat, weight, bias, Head(rows, loss, tokens.shape != batch, workspace, backend, check))
     # Without a gradient the logits are computed once in either way.
-    result = linear_logprobs(
-        hidden,
-        weight,
-        tokens,
-        bias=bias,
-        mask=mask,
-        start=start,
-        group=group,
-        workspace=workspace,
-        backend=backend,
-        **options,
-    )
+    # Autocast would round the operands that are widened on purpose.
+    with torch.autocast(hidden.device.type, enabled=False):
+        result = linear_logprobs(
+            hidden,
+            weight,
+            tokens,
+            bias=bias,
+            mask=mask,
+            start=start,
+            group=group,
+            workspace=workspace,
+            backend=backend,
+            **options,
+        )
     count = result.entropy.numel()
     logprobs = result.logprobs.reshape(count, *tokens.shape[hidden.dim() - 1 :])
     return split(loss(logprobs, result.entropy.reshape(count), result.logsumexp.reshape(count), slice(0, count)))
