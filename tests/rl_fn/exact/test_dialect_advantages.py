@@ -170,12 +170,12 @@ def test_a_critic_normalised_by_the_population(carry, divide):
     through = MASK if carry else EVERYWHERE
     clean = [np.where(MASK, x, 0.0) for x in (rewards, values)]
     advantages, returns = ORACLE["gae"](*clean, through, gamma=0.9, lam=0.8)
-    junk: Any = [jnp.asarray(np.where(MASK, x, np.nan), jnp.float32) for x in (rewards, values)]
-    out = BiasedGAE(0.9, 0.8, True, carry, divide)(*junk, jnp.asarray(MASK))
+    r, v = (jnp.asarray(np.where(MASK, x, np.nan), jnp.float32) for x in (rewards, values))
+    out = BiasedGAE(0.9, 0.8, True, carry, divide)(r, v, jnp.asarray(MASK))
     expected = population(advantages) if divide else np.where(MASK, advantages - advantages[MASK].mean(), 0.0)
     close(out.advantages, expected)
     close(out.returns, np.where(MASK, returns, 0.0))
-    plain = BiasedGAE(0.9, 0.8, False, carry, divide)(*junk, jnp.asarray(MASK))
+    plain = BiasedGAE(0.9, 0.8, False, carry, divide)(r, v, jnp.asarray(MASK))
     close(plain.advantages, np.where(MASK, advantages, 0.0))
     close(plain.returns, np.where(MASK, returns, 0.0))
 
