@@ -75,7 +75,7 @@ CHANGED = [
         NONE,
         p.DPPO(0.3, "kl", 3.0, behaviour="old"),
     ),
-    ("gdpo", {"weights": [1, 2]}, p.SeveralRewards((1.0, 2.0)), CLIP),
+    ("gdpo", {"weights": [1.0, 2.0]}, p.SeveralRewards((1.0, 2.0)), CLIP),
     ("gigpo", {"gamma": 0.5, "weight": 2, "scale": "none"}, p.StepGroups(0.5, 2.0, "none", 1e-6), CLIP),
     ("gpg", {"norm": 2, "alpha": "nonzero"}, p.InformativeShare(2.0, "nonzero"), p.Reinforce()),
     ("grpo", {"scale": "batch", "eps": 0, "dual_clip": 4}, p.GroupNormalised("batch", 0.0), p.Clip(0.2, 0.2, 4.0)),

@@ -1,0 +1,234 @@
+"""The pieces' constants: defaults, what is refused and what on the boundary is not, and what a piece says of itself."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import rl_fn
+from rl_fn import pieces
+from rl_fn.aggregation import MODES
+from rl_fn.batch import Batch
+
+KINDS = [getattr(rl_fn, name) for name in pieces.__all__ if dataclasses.is_dataclass(getattr(rl_fn, name, None))]
+# Values for the fields that have no default.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "KL": {},
+    "Aggregation": {"mode": "token-mean"},
+    "Entropy": {"coef": 0.1},
+    "Rejection": {"threshold": 0.5},
+    "SequenceMask": {"threshold": 0.5},
+    "TotalVariation": {"threshold": 0.5},
+    "Sum": {"losses": (rl_fn.Reinforce(),)},
+    "Product": {"factors": (rl_fn.SecondMoment(),)},
+}
+SMALL = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}
+BUMP = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0, "behaviour": "rollout"}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "Aggregation": {"horizon": None},
+    "KL": {"estimator": "k3", "coef": 0.0},
+    "ValueLoss": {"clip": None},
+    "Clip": {"low": 0.2, "high": 0.2, "dual": None},
+    "DecoupledClip": {"low": 0.2, "high": 0.2, "dual": None, "weight_cap": None},
+    "CISPO": {"clip_high": 4.0, "clip_low": None},
+    "SAPO": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "DPPO": {"threshold": 0.15, "divergence": "tv", "ratio_cap": None, "behaviour": "rollout"},
+    "DRO": {"beta": 0.1, "level": "sequence_sum"},
+    "Kimi": {"tau": 0.1, "level": "sequence_sum"},
+    "ClipCov": {"share": 2e-4, "cov_low": 1.0, "cov_high": 5.0, "clip_low": 0.2, "clip_high": 0.2},
+    "KLCov": {"share": 2e-4, "coef": 1.0},
+    "PositiveExample": {"coef": 0.1},
+    "GSPO": SMALL,
+    "GSPOToken": SMALL,
+    "LUSPO": SMALL,
+    "GMPO": {"clip_low": 0.4, "clip_high": 0.4},
+    "VESPO": BUMP,
+    "TOPR": {"level": "sequence_sum", "behaviour": "rollout"},
+    "TruncatedImportance": {"cap": 2.0, "level": "token"},
+    "MaskedImportance": {"low": 0.5, "high": 5.0, "level": "token"},
+    "Rejection": {"statistic": "k3", "level": "token"},
+    "SecondMoment": {"threshold": 0.04},
+    "HighEntropy": {"quantile": 0.8},
+    "WhitenedReturns": {"gamma": 1.0, "eps": 1e-8},
+    "WhitenedGroup": {"eps": 1e-8},
+    "SeveralRewards": {"weights": None, "eps": 1e-6},
+    "StepGroups": {"gamma": 0.95, "weight": 1.0, "scale": "group", "eps": 1e-6},
+    "TeacherLogRatio": {"clip": None},
+    "GAE": {"gamma": 1.0, "lam": 0.95, "whiten": True},
+    "LengthAdaptiveGAE": {"gamma": 1.0, "lam": 1.0, "whiten": True, "alpha": 0.05},
+    "GroupNormalised": {"scale": "group", "eps": 1e-6},
+    "RawReward": {"baseline": 0.0},
+    "InformativeShare": {"norm": 1.0, "alpha": "informative"},
+    "BestOfSets": {"k": 4},
+    "BestOnly": {"scale": True, "eps": 1e-6},
+}
+
+
+def made(kind: str, **arguments: Any) -> Any:
+    return getattr(rl_fn, kind)(**{**REQUIRED.get(kind, {}), **arguments})
+
+
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS])
+def test_defaults_are_these(kind):
+    piece, given = made(kind), REQUIRED.get(kind, {})
+    names = [field.name for field in dataclasses.fields(piece) if field.name not in given]
+    assert {name: getattr(piece, name) for name in names} == DEFAULTS.get(kind, {})
+
+
+NOT_NEGATIVE, POSITIVE, UNIT = ([-0.01], [0.0]), ([0.0, -1.0], [0.01]), ([-0.01, 1.01], [0.0, 1.0])
+CLIPPING, DUAL, NAME = ([-0.01], [0.0]), ([1.0, 0.5], [1.01, None]), (["nonsense"], [])
+RANGES: list[tuple[str, str, tuple[list[Any], list[Any]]]] = [
+    *((kind, field, NOT_NEGATIVE) for kind in ("Clip", "DecoupledClip") for field in ("low", "high")),
+    *((kind, "dual", DUAL) for kind in ("Clip", "DecoupledClip")),
+    *(
+        (kind, field, CLIPPING)
+        for kind in ("GSPO", "GSPOToken", "LUSPO", "GMPO")
+        for field in ("clip_low", "clip_high")
+    ),
+    *((kind, "dual_clip", DUAL) for kind in ("GSPO", "GSPOToken", "LUSPO")),
+    *((kind, "eps", NOT_NEGATIVE) for kind in ("WhitenedReturns", "WhitenedGroup", "SeveralRewards", "StepGroups")),
+    *((kind, "eps", NOT_NEGATIVE) for kind in ("GroupNormalised", "BestOnly")),
+    *((kind, "gamma", UNIT) for kind in ("WhitenedReturns", "StepGroups", "GAE", "LengthAdaptiveGAE")),
+    *((kind, "lam", UNIT) for kind in ("GAE", "LengthAdaptiveGAE")),
+    *((kind, "scale", NAME) for kind in ("GroupNormalised", "StepGroups")),
+    *((kind, "coef", NOT_NEGATIVE) for kind in ("KL", "Entropy", "PositiveExample", "KLCov")),
+    *((kind, "level", NAME) for kind in ("TruncatedImportance", "MaskedImportance", "Rejection", "TOPR", "DRO")),
+    *((kind, "threshold", POSITIVE) for kind in ("Rejection", "SecondMoment", "TotalVariation", "DPPO")),
+    *((kind, "behaviour", (["new"], ["old", "rollout"])) for kind in ("DPPO", "VESPO", "TOPR")),
+    *((kind, "clip", ([0.0, -1.0], [0.01, None])) for kind in ("ValueLoss", "TeacherLogRatio")),
+    ("DecoupledClip", "weight_cap", ([0.0, -1.0], [0.01, None])),
+    ("TruncatedImportance", "cap", POSITIVE),
+    ("MaskedImportance", "low", ([-0.01, 5.0, 5.1], [0.0, 4.9])),
+    ("HighEntropy", "quantile", UNIT),
+    ("LengthAdaptiveGAE", "alpha", POSITIVE),
+    ("InformativeShare", "norm", POSITIVE),
+    ("InformativeShare", "alpha", (["all"], ["informative", "nonzero", "none"])),
+    ("BestOfSets", "k", ([0, -1], [1])),
+    ("KL", "estimator", (["k4"], ["k1", "k2", "k3", "abs", "k1+", "k3+"])),
+    (
+        "Aggregation",
+        "mode",
+        (["mean", "seq-mean-token-sum-norm"], [x for x in MODES if x != "seq-mean-token-sum-norm"]),
+    ),
+    ("Aggregation", "horizon", ([1.0], [None])),
+    ("Sum", "losses", ([()], [(rl_fn.Reinforce(),)])),
+    ("Product", "factors", ([(), (rl_fn.TruncatedImportance(),) * 2], [(rl_fn.TruncatedImportance(),)])),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "legal"), RANGES)
+def test_the_bounds_of_a_constant(kind, field, legal):
+    for value in legal[0]:
+        with pytest.raises(ValueError, match=r"must|need"):
+            made(kind, **{field: value})
+    for value in legal[1]:
+        assert getattr(made(kind, **{field: value}), field) == value
+
+
+def test_the_horizon_of_a_norm_is_positive():
+    for horizon in (0.0, -1.0):
+        with pytest.raises(ValueError, match="horizon must be positive"):
+            rl_fn.Aggregation("seq-mean-token-sum-norm", horizon)
+    assert rl_fn.Aggregation("seq-mean-token-sum-norm", 0.5).horizon == 0.5
+
+
+ROLLOUT, SUMS = ("rollout_logprobs",), ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+BY_SEQUENCE = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+# What a piece says where it is not the rule: False, no further field, any aggregation.
+SAYS: dict[str, dict[str, Any]] = {
+    "DecoupledClip": {"weighs_rollout": True, "reads": ROLLOUT},
+    "DPPO": {"weighs_rollout": True, "reads": ROLLOUT},
+    "VESPO": {"weighs_rollout": True, "reads": ROLLOUT},
+    "TOPR": {"weighs_rollout": True, "reads": ROLLOUT},
+    "DRO": {"beside_advantage": True, "modes": SUMS},
+    "Kimi": {"beside_advantage": True, "modes": SUMS},
+    "ClipCov": {"over_batch": True},
+    "KLCov": {"over_batch": True, "beside_advantage": True},
+    "PositiveExample": {"beside_advantage": True, "reads": ("correct",)},
+    "GSPO": {"sequence": True, "modes": BY_SEQUENCE},
+    "GMPO": {"sequence": True, "modes": BY_SEQUENCE},
+    "LUSPO": {"sequence": True, "modes": ("seq-mean-token-mean",)},
+    "TruncatedImportance": {"weighs_rollout": True, "reads": ROLLOUT},
+    "MaskedImportance": {"weighs_rollout": True, "reads": ROLLOUT},
+    "Rejection": {"reads": ROLLOUT},
+    "SequenceMask": {"reads": ROLLOUT},
+    "TotalVariation": {"reads": ROLLOUT},
+    "SecondMoment": {"over_batch": True},
+    "HighEntropy": {"over_batch": True, "reads": ("entropies",)},
+    "ValueLoss": {"reads": ("values", "returns")},
+    "LengthWeighted": {"reads": ("rewards",), "takes_penalty": True},
+    "GreedyBaseline": {"reads": ("rewards", "greedy_rewards"), "takes_penalty": True},
+    "WhitenedReturns": {"reads": ("rewards",), "takes_penalty": True},
+    "WhitenedGroup": {"reads": ("rewards",), "takes_penalty": True},
+    "SeveralRewards": {"reads": ("rewards",)},
+    "StepGroups": {"reads": ("rewards", "state_ids")},
+    "TeacherLogRatio": {"reads": ("old_logprobs", "teacher_logprobs"), "per_token": True},
+}
+RULE = {
+    **dict.fromkeys(
+        ("sequence", "over_batch", "beside_advantage", "weighs_rollout", "per_token", "takes_penalty"), False
+    ),
+    "reads": (),
+}
+
+
+def said(piece: Any) -> dict[str, Any]:
+    rule = {name: getattr(piece, name, default) for name, default in RULE.items()}
+    modes = getattr(piece, "modes", MODES)
+    return rule if set(modes) == set(MODES) else {**rule, "modes": modes}
+
+
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS if kind not in (rl_fn.Sum, rl_fn.Product)])
+def test_what_a_piece_says_of_itself(kind):
+    assert said(made(kind)) == {**RULE, **SAYS.get(kind, {})}
+
+
+def test_what_depends_on_a_constant():
+    for kind in ("DPPO", "VESPO", "TOPR"):
+        assert said(made(kind, behaviour="old")) == RULE
+    for kind in ("DRO", "Kimi"):
+        assert said(made(kind, level="token")) == {**RULE, "beside_advantage": True}
+    assert rl_fn.ValueLoss(0.5).reads == ("values", "returns", "old_values")
+    assert rl_fn.WhitenedReturns(0.99).per_token and not rl_fn.WhitenedReturns(1.0).per_token
+
+
+@pytest.mark.parametrize("kind", ["GSPO", "PositiveExample", "KLCov", "DPPO", "DRO", "Clip"])
+def test_a_sum_is_what_one_of_its_losses_is(kind):
+    one = made(kind)
+    assert said(rl_fn.Sum((rl_fn.Reinforce(), one))) == {
+        **said(one),
+        **({"modes": tuple(sorted(one.modes))} if "modes" in said(one) else {}),
+    }
+    assert rl_fn.Sum((rl_fn.DRO(), rl_fn.GSPO())).modes == ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+@pytest.mark.parametrize("kind", ["TruncatedImportance", "HighEntropy", "SequenceMask", "SecondMoment"])
+def test_a_product_is_what_one_of_its_factors_is(kind):
+    assert said(rl_fn.Product((rl_fn.SequenceMask(0.5), made(kind)))) == {
+        **said(made(kind)),
+        "reads": tuple(dict.fromkeys([*ROLLOUT, *made(kind).reads])),
+    }
+
+
+def test_plain_functions_in_a_sum_and_a_product():
+    x, mask = jnp.array([[2.0, 3.0]]), jnp.ones((1, 2), bool)
+    assert rl_fn.Product((lambda b: b.logprobs, lambda b: b.advantages))(Batch(x, x, x, mask)).tolist() == [[4.0, 9.0]]
+    assert rl_fn.Sum((lambda b: b.logprobs, lambda b: b.advantages))(Batch(x, x, x, mask)).tolist() == [[4.0, 6.0]]
+    assert said(rl_fn.Sum((lambda b: b.logprobs,))) == said(rl_fn.Product((lambda b: b.logprobs,))) == RULE
+
+
+WEIGHING = {"SecondMoment": {}, "SequenceMask": {"threshold": -1.0}, "TotalVariation": {"threshold": 0.01}}
+
+
+@pytest.mark.parametrize("kind", [*WEIGHING, "HighEntropy"])
+def test_a_mask_has_no_gradient(kind):
+    x, mask = jnp.array([[-1.0, -2.0, -0.5]]), jnp.ones((1, 3), bool)
+    of = Batch(x, x - 0.1, x, mask, rollout_logprobs=x - 0.2, entropies=-x)
+
+    def total(y):
+        return jnp.sum(made(kind, **WEIGHING.get(kind, {}))(of._replace(logprobs=y, entropies=-y)))
+
+    value, gradient = jax.value_and_grad(total)(x)
+    assert jnp.isfinite(value) and not gradient.any()
