@@ -2,6 +2,7 @@
 imported before an operation needs it.
 """
 
+from rl_kernels.int8_matmul import int8_matmul
 from rl_kernels.linear_logprobs import linear_logprobs
 from rl_kernels.linear_policy_loss import linear_policy_loss
 from rl_kernels.logits_logprobs import TokenLogprobs, logits_logprobs
@@ -13,6 +14,7 @@ __all__ = [
     "SampledTokens",
     "TokenLogprobs",
     "TopkLogprobs",
+    "int8_matmul",
     "linear_logprobs",
     "linear_policy_loss",
     "linear_topk_logprobs",

@@ -16,6 +16,8 @@ BACKENDS = {
     "topk_logprobs": ("torch", "reference"),
     "sampling": ("triton", "torch", "reference"),
     "quantize": ("triton", "torch", "reference"),
+    # As with linear_logprobs: PyTorch's product is the vendor's.
+    "int8_matmul": ("torch", "triton", "reference"),
 }
 
 
