@@ -1,4 +1,4 @@
-"""An Objective with the three things that libraries do and rl_fn's own recipes do not."""
+"""An Objective with the two things that libraries do and rl_fn's own recipes do not."""
 
 import dataclasses
 
@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from rl_fn._numerics import Array, as_float, as_mask
+from rl_fn._numerics import Array
 from rl_fn.aggregation import Ratio, aggregate_parts
 from rl_fn.batch import Batch, sanitised
-from rl_fn.dialects.advantages import TokenAdvantage, on_last_token
+from rl_fn.dialects.advantages import TokenAdvantage
 from rl_fn.objectives import Objective
-from rl_fn.pieces import KL, Aggregation, describe
+from rl_fn.pieces import Aggregation, describe
 
 Rewards = Float[Array, "*batch G"]
 GroupTokens = Float[Array, "*batch G T"]
@@ -20,11 +20,11 @@ GroupMask = Bool[Array, "*batch G T"]
 
 @dataclasses.dataclass(frozen=True)
 class DialectObjective(Objective):
-    """An Objective whose KL or entropy may be averaged apart from the policy loss, and whose KL may be in the reward.
+    """An Objective whose KL or entropy may be averaged apart from the policy loss.
 
     `kl_aggregation` and `entropy_aggregation` are None where the term is averaged with the policy loss. Where they are
-    not, micro-batches no longer add up exactly to the batch: neither do they in the library. `reward_kl` is β · kl
-    between old_logprobs and ref_logprobs, taken off the rewards before advantages are computed.
+    not, micro-batches no longer add up exactly to the batch: neither do they in the library. The advantage may be one
+    that needs tokens (TokenAdvantage): it is given the penalty of reward_kl token by token.
 
     >>> import jax.numpy as jnp
     >>> from rl_fn import dialects
@@ -35,7 +35,6 @@ class DialectObjective(Objective):
 
     kl_aggregation: Aggregation | None = None
     entropy_aggregation: Aggregation | None = None
-    reward_kl: KL | None = None
 
     def advantages(
         self,
@@ -47,34 +46,8 @@ class DialectObjective(Objective):
     ) -> GroupTokens:
         """Per-token advantages from one reward per answer; with a KL in the reward, log-probabilities are needed."""
         if not isinstance(self.advantage, TokenAdvantage):
-            return super().advantages(rewards, mask)
+            return super().advantages(rewards, mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
         return self.advantage(rewards, mask, self.penalty(mask, old_logprobs, ref_logprobs))
-
-    def penalty(
-        self, mask: GroupMask, old_logprobs: GroupTokens | None, ref_logprobs: GroupTokens | None
-    ) -> GroupTokens:
-        """Return β · kl per token, what the library takes off the rewards; zero without a KL in the reward."""
-        counted = as_mask(mask)
-        zeros = jnp.zeros(counted.shape, jnp.float32)
-        if self.reward_kl is None:
-            return zeros
-        if old_logprobs is None or ref_logprobs is None:
-            raise ValueError(f"{self.name} has {self.reward_kl} in the reward: give old_logprobs and ref_logprobs")
-        old, ref = as_float(old_logprobs, ref_logprobs)
-        batch = Batch(jnp.where(counted, old, 0.0), zeros, zeros, counted, ref_logprobs=jnp.where(counted, ref, 0.0))
-        return jnp.where(counted, self.reward_kl.coef * self.reward_kl.estimate(batch), 0.0)
-
-    def token_rewards(
-        self,
-        rewards: Rewards,
-        mask: GroupMask,
-        *,
-        old_logprobs: GroupTokens | None = None,
-        ref_logprobs: GroupTokens | None = None,
-    ) -> GroupTokens:
-        """Return the reward on each answer's last counted token, less β · kl on every one: a critic's input."""
-        (r,) = as_float(rewards)
-        return on_last_token(r, as_mask(mask)) - self.penalty(mask, old_logprobs, ref_logprobs)
 
     def parts(self, batch: Batch) -> tuple[Ratio, dict[str, Ratio]]:
         """Undivided loss and metrics; see Objective.parts."""
@@ -108,6 +81,4 @@ class DialectObjective(Objective):
         lines = [super().explain()]
         named = {"kl averaged by": self.kl_aggregation, "H averaged by": self.entropy_aggregation}
         lines += [f"  {name} {describe(piece)}" for name, piece in named.items() if piece is not None]
-        if self.reward_kl is not None:
-            lines.append(f"  reward less {self.reward_kl.coef:g}·kl, kl = {describe(self.reward_kl)}")
         return "\n".join(lines)
