@@ -136,11 +136,12 @@ class Plugin:
 
     def likely(self, mutant: Any) -> tuple[str, ...]:
         """Parts of the names of the tests that see such a mutant if any does."""
-        if mutant.kind == "default":
-            return ("test_defaults",)
-        lines = self.package.sources[mutant.file][mutant.line - 1 : mutant.line]
-        if "require(" in "".join(lines):
-            return ("test_arguments", "refused", "raises")
+        constant = mutant.owner[:1].isupper() and "." not in mutant.owner
+        if mutant.kind == "default" or constant:
+            return ("defaults",)
+        first, *after = self.package.sources[mutant.file][mutant.line - 1 : mutant.line + 1]
+        if "require(" in first or any(line.lstrip().startswith("raise ") for line in after):
+            return ("test_arguments", "refused", "raises", "bounds", "impossible", "missing", "is_named")
         dropped = mutant.kind == "dropped" and ("keep" in mutant.before or "stop_gradient" in mutant.before)
         return ("no_gradient", "masked_positions") if dropped else ()
 

@@ -89,6 +89,13 @@ def test_balance_where_most_parts_are_too_heavy():
     assert sorted(int(lengths[part].sum()) for part in rl_fn.balance(lengths, 4)) == [21, 22, 22, 22]
 
 
+def test_the_same_lengths_are_cut_in_the_same_way():
+    """Which of several equal partitions it is depends on the order of the search: a change of it changes a run."""
+    lengths = [89, 75, 16, 96, 14, 94, 12, 98, 7, 88, 53, 56, 16, 13, 80, 24, 2, 45, 37, 45, 47]
+    expected = [[7, 12, 16, 19], [9, 17, 18], [5, 15, 20], [0, 2, 6, 10], [3, 4, 8, 11], [1, 13, 14]]
+    assert lists(rl_fn.balance(lengths, 6)) == expected
+
+
 def test_balance_of_lengths_beyond_32_bits():
     lengths = np.array([5, 4, 3, 3, 3]) * 2**29
     assert sorted(int(lengths[part].sum()) for part in rl_fn.balance(lengths, 2)) == [9 * 2**29] * 2

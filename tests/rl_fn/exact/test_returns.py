@@ -197,3 +197,7 @@ def test_the_series_of_k3_is_good_for_float64(d):
     with jax.enable_x64(True):
         x = jnp.array([d], jnp.float64)
         np.testing.assert_allclose(rl_fn.kl_k3(x, 0 * x), [math.expm1(-d) + d], rtol=3e-13)
+
+
+def test_the_lambda_of_one_token():
+    np.testing.assert_allclose(rl_fn.length_adaptive_lambda(jnp.array([0, 1, 2]), alpha=0.5), [0.0, -1.0, 0.0])

@@ -113,6 +113,7 @@ TRL = [
 ]
 VERL = [
     ({}, verl("vanilla", DUAL)),
+    ({"actor.clip_ratio_low": None, "actor.clip_ratio_high": None}, verl("vanilla", DUAL)),
     ({"actor.clip_ratio": 0.3, "actor.clip_ratio_low": None}, verl("vanilla", RatioClip(0.3, 0.2, 3.0, limit=20.0))),
     (
         LOW_HIGH | {"actor.clip_ratio_c": 4.0, "algorithm.gamma": 0.9, "algorithm.lam": 0.8},
