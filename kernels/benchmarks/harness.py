@@ -7,7 +7,8 @@ and writes JSON, a table and a plot.
 Memory: the most that forward and backward need above what was there before, inputs included; the first call of a
 process, after one of a small problem. On a CPU that is the resident set (VmHWM of /proc/self/status, set back by
 /proc/self/clear_refs), on a GPU torch.cuda.max_memory_allocated. Time: on a CPU the process's own seconds (of all its
-threads), which other work on the machine changes little.
+threads), which other work on the machine changes little; memory that is freed goes back to the system at once, so that
+what is resident is alive, at the price of pages that are new for every large array, in every way alike.
 """
 
 import datetime
@@ -99,6 +100,8 @@ def everything(
     """Every way on every case, ``turns`` times in alternating order: the least time, the most memory."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     on = device()
+    # Without it glibc raises the threshold to 32 MiB, and keeps what is freed below that.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     for turn in range(turns):
         for number, case in enumerate(cases):
             for way in ways[:: 1 if turn % 2 == 0 else -1]:
@@ -107,7 +110,7 @@ def everything(
                 repeats = 5 if on.type == "cuda" else 1
                 request = {"way": way, "case": dict(case), "small": dict(small), "threads": threads, "repeats": repeats}
                 command = [sys.executable, script, "--one", json.dumps(request)]
-                done = subprocess.run(command, capture_output=True, text=True)
+                done = subprocess.run(command, capture_output=True, text=True, env=environment)
                 if done.returncode:
                     # One way's failure (a peer's, or a process killed for its memory) is a result, not the end.
                     last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
