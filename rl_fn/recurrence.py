@@ -24,8 +24,8 @@ def segment_starts(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Arr
     return jnp.concatenate([first, segment_ends(shape, segment_ids)[..., :-1]], axis=-1)
 
 
-def scan(decay: jax.Array, inputs: jax.Array, *, reverse: bool) -> jax.Array:
-    """xₜ = decayₜ xₜ₊₁ + inputsₜ (or xₜ₋₁, without reverse), in a logarithmic number of steps.
+def scan(decay: jax.Array, inputs: jax.Array, init: jax.Array, *, reverse: bool) -> jax.Array:
+    """xₜ = decayₜ xₜ₊₁ + inputsₜ (or xₜ₋₁, without reverse) from init, one a row, in a logarithmic number of steps.
 
     Every block of BLOCK positions is run through at once, from 0; then the blocks' ends, by the same function; then
     each block takes its share of the one beside it. The steps are written out, so that a compiler makes one loop of
@@ -34,20 +34,29 @@ def scan(decay: jax.Array, inputs: jax.Array, *, reverse: bool) -> jax.Array:
     *rows, length = inputs.shape
     blocks = -(-length // BLOCK)
     width = BLOCK if blocks > 1 else length
-    gap = [(0, 0)] * len(rows) + [(0, blocks * width - length)]
-    a, b = (jnp.pad(x, gap).reshape(*rows, blocks, width) for x in (decay, inputs))
+    surplus = blocks * width - length
+    if surplus:
+        gap = [(0, 0)] * len(rows) + [(0, surplus)]
+        # What is added at the end lets init through.
+        decay, inputs = jnp.pad(decay, gap, constant_values=1.0), jnp.pad(inputs, gap)
+    a, b = (x.reshape(*rows, blocks, width) for x in (decay, inputs))
     order = range(width - 1, -1, -1) if reverse else range(width)
     columns = [tuple(jax.lax.index_in_dim(x, i, axis=x.ndim - 1, keepdims=False) for x in (a, b)) for i in order]
-    state = [columns[0]]
-    for decays, added in columns[1:]:
-        state.append((decays * state[-1][0], decays * state[-1][1] + added))
     if blocks > 1:
-        ends = scan(*state[-1], reverse=reverse)
-        zero = jnp.zeros_like(ends[..., :1])
-        beside = _following(ends, zero) if reverse else jnp.concatenate([zero, ends[..., :-1]], axis=-1)
-        state = [(decays, decays * beside + values) for decays, values in state]
-    values = [x for _, x in (state[::-1] if reverse else state)]
-    return jnp.stack(values, axis=-1).reshape(*rows, blocks * width)[..., :length]
+        state = [columns[0]]
+        for decays, added in columns[1:]:
+            state.append((decays * state[-1][0], decays * state[-1][1] + added))
+        ends = scan(*state[-1], init, reverse=reverse)
+        first = init[..., None]
+        beside = _following(ends, first) if reverse else jnp.concatenate([first, ends[..., :-1]], axis=-1)
+        values = [decays * beside + x for decays, x in state]
+    else:
+        carry, values = init[..., None], []
+        for decays, added in columns:
+            carry = decays * carry + added
+            values.append(carry)
+    stacked = jnp.stack(values[::-1] if reverse else values, axis=-1).reshape(*rows, blocks * width)
+    return stacked[..., :length] if surplus else stacked
 
 
 def segment_totals(x: jax.Array, segment_ids: Array | None) -> jax.Array:
@@ -62,8 +71,9 @@ def segment_totals(x: jax.Array, segment_ids: Array | None) -> jax.Array:
         return x
     inside_after = jnp.where(segment_ends(x.shape, segment_ids), 0.0, 1.0).astype(x.dtype)
     inside_before = jnp.where(segment_starts(x.shape, segment_ids), 0.0, 1.0).astype(x.dtype)
-    after = inside_after * _following(scan(inside_after, x, reverse=True), jnp.zeros_like(x[..., :1]))
-    return after + scan(inside_before, x, reverse=False)
+    nothing = jnp.zeros_like(x[..., 0])
+    after = inside_after * _following(scan(inside_after, x, nothing, reverse=True), nothing[..., None])
+    return after + scan(inside_before, x, nothing, reverse=False)
 
 
 def _following(x: jax.Array, last: jax.Array) -> jax.Array:
@@ -71,20 +81,16 @@ def _following(x: jax.Array, last: jax.Array) -> jax.Array:
 
 
 def _per_row(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    column = value[..., None] if value.ndim else value
-    return jnp.broadcast_to(column, shape)
+    """One value a row, whether one is given for all rows or one for each."""
+    return jnp.broadcast_to(value, shape[:-1])
 
 
 def next_counted(values: jax.Array, mask: jax.Array, last: jax.Array, segment_ids: Array | None) -> jax.Array:
     """At every position, the value of the next counted position of its segment; `last` where there is none."""
     if values.shape[-1] == 0:
         return values
-    ends = segment_ends(values.shape, segment_ids)
-    last = _per_row(last, values.shape)
-    here = jnp.where(mask, values, jnp.where(ends, last, 0.0))
-    passes = jnp.where(mask | ends, 0.0, 1.0).astype(values.dtype)
-    carried = scan(passes, here, reverse=True)
-    return jnp.where(ends, last, _following(carried, last[..., -1:]))
+    passes = jnp.where(mask, 0.0, 1.0).astype(values.dtype)
+    return _after(passes, jnp.where(mask, values, 0.0), _per_row(last, values.shape), segment_ids)
 
 
 def linear_recurrence(
@@ -125,8 +131,8 @@ def linear_recurrence(
     counted = as_mask(mask)
     if b.shape[-1] == 0:
         return b
-    ends = segment_ends(b.shape, segment_ids)
-    return jnp.where(counted, _carried(a, b, counted, _per_row(start, b.shape), ends), 0.0)
+    carried = _carried(*_passing(a, b, counted), _per_row(start, b.shape), segment_ids)
+    return jnp.where(counted, carried, 0.0)
 
 
 def following_recurrence(
@@ -135,14 +141,26 @@ def following_recurrence(
     """At every position, linear_recurrence's x of its segment's next counted position; init where there is none."""
     if inputs.shape[-1] == 0:
         return inputs
-    ends, last = segment_ends(inputs.shape, segment_ids), _per_row(init, inputs.shape)
-    return jnp.where(ends, last, _following(_carried(decay, inputs, mask, last, ends), last[..., -1:]))
+    return _after(*_passing(decay, inputs, mask), _per_row(init, inputs.shape), segment_ids)
 
 
-def _carried(a: jax.Array, b: jax.Array, counted: jax.Array, start: jax.Array, ends: jax.Array) -> jax.Array:
-    """Run the recurrence without masking its result: a masked position holds the x that passes through it."""
-    a = a if a.ndim == b.ndim else _per_row(a, b.shape)
-    a = jnp.where(counted, a, 1.0)
-    b = jnp.where(counted, b, 0.0)
-    b = b + jnp.where(ends, a * start, 0.0)
-    return scan(jnp.where(ends, 0.0, a), b, reverse=True)
+def _passing(a: jax.Array, b: jax.Array, counted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Decay and input with which a masked position holds the x that passes through it."""
+    a = a if a.ndim in (0, b.ndim) else a[..., None]
+    return jnp.where(counted, a, 1.0), jnp.where(counted, b, 0.0)
+
+
+def _carried(a: jax.Array, b: jax.Array, init: jax.Array, segment_ids: Array | None) -> jax.Array:
+    """Run the recurrence, from init at the end of every segment."""
+    if segment_ids is None:
+        return scan(a, b, init, reverse=True)
+    ends = segment_ends(b.shape, segment_ids)
+    b = b + jnp.where(ends, a * init[..., None], 0.0)
+    return scan(jnp.where(ends, 0.0, a), b, jnp.zeros_like(init), reverse=True)
+
+
+def _after(a: jax.Array, b: jax.Array, init: jax.Array, segment_ids: Array | None) -> jax.Array:
+    """At every position, what is carried to it from the one after it; init at the end of its segment."""
+    first = init[..., None]
+    behind = _following(_carried(a, b, init, segment_ids), first)
+    return behind if segment_ids is None else jnp.where(segment_ends(b.shape, segment_ids), first, behind)
