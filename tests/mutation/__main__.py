@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--examples", type=int, default=4, help="examples of a property")
     parser.add_argument("--seconds", type=float, default=6.0, help="processor time for a mutant that survives")
+    parser.add_argument("--explained-seconds", type=float, default=2.0, help="for one explained as equivalent")
     parser.add_argument("--out", type=Path, default=ROOT / "experiments/results/mutation")
     parser.add_argument("--only-report", action="store_true", help="of the results so far")
     options = parser.parse_args(arguments)
@@ -36,7 +37,15 @@ def main(arguments: list[str] | None = None) -> int:
     missing: set[str] = set()
     try:
         if not options.only_report:
-            missing = run(chosen, store, options.processes, options.examples, options.seconds)
+            # An explained mutant is run to see that the explanation is not wrong, not in the hope of killing it.
+            explained = read()
+            missing = run(
+                chosen,
+                store,
+                options.processes,
+                options.examples,
+                lambda m: options.explained_seconds if m.name in explained else options.seconds,
+            )
     finally:
         known = [(mutant, entry["status"]) for mutant in chosen if (entry := store.result(mutant)) is not None]
         settings = {
@@ -44,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             "seed": options.seed,
             "examples": options.examples,
             "seconds": options.seconds,
+            "explained_seconds": options.explained_seconds,
         }
         settings |= {"without_result": len(chosen) - len(known), "files": options.files, "skipped": options.skip}
         if known:

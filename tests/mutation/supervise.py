@@ -8,7 +8,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ PATHS = ("tests/rl_fn", "rl_fn")
 # Processor time of the worker; on a busy machine that is many times as long by the clock, up to BUSY times.
 HANG_SECONDS, BUSY = 120.0, 20.0
 GROUP = 30
+# Processor time for a mutant that survives.
+Budget = Callable[[Mutant], float]
 
 
 def digest(paths: Iterable[Path]) -> str:
@@ -50,13 +52,13 @@ def processor_seconds(pid: int) -> float:
 class Worker:
     """One process and the pipe to it."""
 
-    def __init__(self, number: int, examples: int, budget: float, compiled: Path) -> None:
+    def __init__(self, number: int, examples: int, compiled: Path) -> None:
         self.number = number
         context = multiprocessing.get_context("spawn")
         self.connection, child = context.Pipe()
         log = str(Path(tempfile.gettempdir()) / f"mutation-{os.getpid()}-{number}.log")
         self.process = context.Process(
-            target=serve, args=(child, list(PATHS), examples, budget, str(compiled), log), daemon=True
+            target=serve, args=(child, list(PATHS), examples, str(compiled), log), daemon=True
         )
         self.process.start()
         child.close()
@@ -136,13 +138,13 @@ def groups_of(mutants: list[Mutant]) -> Iterator[list[Mutant]]:
 class Crew:
     """Threads that each drive one process through groups of mutants until none is left."""
 
-    def __init__(self, store: Store, examples: int, budget: float, progress: tqdm) -> None:
+    def __init__(self, store: Store, examples: int, budget: Budget, progress: tqdm) -> None:
         self.store, self.examples, self.budget, self.progress = store, examples, budget, progress
         self.stopping = threading.Event()
         self.unsteady: set[str] = set()
 
     def fresh(self, number: int) -> Worker:
-        worker = Worker(number, self.examples, self.budget, self.store.path.with_name("compiled"))
+        worker = Worker(number, self.examples, self.store.path.with_name("compiled"))
         worker.ask("avoid", self.unsteady)
         return worker
 
@@ -163,7 +165,7 @@ class Crew:
         for mutant in group:
             if self.stopping.is_set():
                 break
-            answer = worker.ask("run", mutant.id)
+            answer = worker.ask("run", mutant.id, self.budget(mutant))
             if answer is None:
                 worker = self.fresh(worker.number)
                 answer = ("timeout", "", HANG_SECONDS, 0)
@@ -182,15 +184,15 @@ class Crew:
             worker = self.fresh(worker.number)
         for mutant, status, by, seconds, ran in done:
             if by not in (failing or ()):
-                self.store.put(mutant, status, by, seconds, ran, self.budget)
+                self.store.put(mutant, status, by, seconds, ran, self.budget(mutant))
         self.store.save()
         return worker
 
 
-def run(mutants: list[Mutant], store: Store, processes: int, examples: int, budget: float) -> set[str]:
+def run(mutants: list[Mutant], store: Store, processes: int, examples: int, budget: Budget) -> set[str]:
     """Every mutant that has no valid result yet, twice where state was left behind; returns those still without one."""
     for _ in range(2):
-        todo = [mutant for mutant in mutants if store.result(mutant, budget) is None]
+        todo = [mutant for mutant in mutants if store.result(mutant, budget(mutant)) is None]
         if not todo:
             break
         groups: queue.SimpleQueue[list[Mutant]] = queue.SimpleQueue()
@@ -210,4 +212,4 @@ def run(mutants: list[Mutant], store: Store, processes: int, examples: int, budg
                 for thread in threads:
                     thread.join()
                 raise
-    return {mutant.id for mutant in mutants if store.result(mutant, budget) is None}
+    return {mutant.id for mutant in mutants if store.result(mutant, budget(mutant)) is None}

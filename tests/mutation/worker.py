@@ -51,8 +51,8 @@ def _too_long(*_: Any) -> None:
 class Plugin:
     """pytest's loop over the collected tests, replaced by a loop over requests."""
 
-    def __init__(self, connection: Connection, budget: float) -> None:
-        self.connection, self.budget = connection, budget
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self.timed_out = False
         self.kills: dict[str, Counter[str]] = defaultdict(Counter)
         self.seconds: dict[str, float] = {}
@@ -145,7 +145,7 @@ class Plugin:
         dropped = mutant.kind == "dropped" and ("keep" in mutant.before or "stop_gradient" in mutant.before)
         return ("no_gradient", "masked_positions") if dropped else ()
 
-    def run(self, identity: str) -> tuple[str, str, float, int]:
+    def run(self, identity: str, budget: float) -> tuple[str, str, float, int]:
         """Status, the test that killed it, seconds, and how many tests ran."""
         mutant = self.package.mutants[identity]
         begun, ran = time.process_time(), 0
@@ -162,7 +162,7 @@ class Plugin:
                     status = "timeout" if self.timed_out else "killed"
                     return status, nodeid, time.process_time() - begun, ran
                 # The first run of a test compiles its operations: without a least number a cold process would try few.
-                if time.process_time() - begun > self.budget and ran >= LEAST_ITEMS:
+                if time.process_time() - begun > budget and ran >= LEAST_ITEMS:
                     break
         return "survived", "", time.process_time() - begun, ran
 
@@ -177,7 +177,7 @@ class Plugin:
         return "avoided"
 
 
-def serve(connection: Connection, paths: list[str], examples: int, budget: float, compiled: str, log: str) -> None:
+def serve(connection: Connection, paths: list[str], examples: int, compiled: str, log: str) -> None:
     """Entry point of the process; an interrupt is for the supervisor to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -218,4 +218,4 @@ def serve(connection: Connection, paths: list[str], examples: int, budget: float
         # Hypothesis is imported above, for its profile, and this module before pytest could rewrite it.
         "-Wignore::pytest.PytestAssertRewriteWarning",
     ]
-    pytest.main([*options, *paths], plugins=[Plugin(connection, budget)])
+    pytest.main([*options, *paths], plugins=[Plugin(connection)])
