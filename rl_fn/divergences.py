@@ -99,13 +99,14 @@ def kl_k3(logprobs: Tokens, ref_logprobs: Tokens, mask: Mask | None = None) -> T
 
     """
     d = _difference(logprobs, ref_logprobs, mask)
-    small = jnp.clip(d, -0.5, 0.5)
-    # Horner form of Σ_{n=2..12} (−d)ⁿ/n!: the first term left out is 2e-13 of the sum at |d| = 0.5. Beyond, e^{−d} − 1
-    # has lost less than three bits, and costs a quarter of expm1.
+    near = jnp.abs(d) < 0.5
+    small = jnp.where(near, d, 0.0)
+    # Horner form of Σ_{n≥2} (−d)ⁿ/n!: the first term left out is 4e-8 (float64: 2e-13) of the sum at |d| = 0.5. Beyond,
+    # e^{−d} − 1 has lost less than three bits, and costs a quarter of expm1.
     series = 1.0
-    for n in range(12, 2, -1):
+    for n in range(12 if d.dtype == jnp.float64 else 8, 2, -1):
         series = 1.0 - small * (1.0 / n) * series
-    return jnp.where(jnp.abs(d) < 0.5, 0.5 * jnp.square(small) * series, (exp(-d) - 1.0) + d)
+    return jnp.where(near, 0.5 * jnp.square(small) * series, (exp(-d) - 1.0) + d)
 
 
 def kl_abs(logprobs: Tokens, ref_logprobs: Tokens, mask: Mask | None = None) -> Tokens:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_mask, exp, require
 from rl_fn.advantages import Advantages, discounted_returns
-from rl_fn.recurrence import linear_recurrence, next_counted
+from rl_fn.recurrence import following_recurrence, next_counted
 
 
 def _in_unit_interval(**numbers: object) -> None:
@@ -153,11 +153,13 @@ def vtrace(
     r, v, ratio = (jnp.where(counted, x, 0.0) for x in (r, v, ratio))
     ratio = jax.lax.stop_gradient(ratio)
     rho, trace = _truncated(ratio, rho_clip), lam * _truncated(ratio, c_clip)
-    delta = rho * (r + gamma * next_counted(v, counted, last, segment_ids) - v)
-    difference = linear_recurrence(gamma * trace, delta, counted, segment_ids=segment_ids)
-    targets = jnp.where(counted, v + difference, 0.0)
-    advantages = rho * (r + gamma * next_counted(targets, counted, last, segment_ids) - v)
-    return Advantages(jnp.where(counted, advantages, 0.0), targets)
+    # What the next counted token has: its value, and the distance of its target to that.
+    value_after = next_counted(v, counted, last, segment_ids)
+    delta = rho * (r + gamma * value_after - v)
+    difference_after = following_recurrence(gamma * trace, delta, counted, jnp.zeros_like(last), segment_ids)
+    targets = v + delta + gamma * trace * difference_after
+    advantages = rho * (r + gamma * (value_after + difference_after) - v)
+    return Advantages(jnp.where(counted, advantages, 0.0), jnp.where(counted, targets, 0.0))
 
 
 def retrace(
@@ -211,9 +213,9 @@ def retrace(
     counted = as_mask(mask)
     r, v, ratio = (jnp.where(counted, x, 0.0) for x in (r, v, ratio))
     trace = jax.lax.stop_gradient(lam * _truncated(ratio, c_clip))
-    delta = r + gamma * next_counted(v, counted, last, segment_ids) - v
-    decay = gamma * next_counted(trace, counted, jnp.zeros((), r.dtype), segment_ids)
-    advantages = linear_recurrence(decay, delta, counted, segment_ids=segment_ids)
+    # One recurrence, as in gae: U = V + cA, Uₜ = (1 − cₜ)Vₜ + cₜrₜ + γcₜUₜ₊₁, Aₜ = rₜ + γUₜ₊₁ − Vₜ.
+    after = following_recurrence(gamma * trace, (1.0 - trace) * v + trace * r, counted, last, segment_ids)
+    advantages = jnp.where(counted, r + gamma * after - v, 0.0)
     return Advantages(advantages, jnp.where(counted, advantages + v, 0.0))
 
 
