@@ -97,7 +97,7 @@ def off_policy_sequence_mask(
         ValueError: if the mask is not boolean.
 
     Reference:
-        DeepSeek-AI (DeepSeek-V3.2), arXiv 2512.02556 (off-policy sequence masking).
+        DeepSeek-AI (DeepSeek-V3.2), arXiv 2512.02556, equation 9 (off-policy sequence masking).
 
     >>> import jax.numpy as jnp
     >>> new, rollout = jnp.array([-3.0, -3.0]), jnp.array([-1.0, -1.0])
@@ -107,9 +107,9 @@ def off_policy_sequence_mask(
     """
     a, new, rollout = as_float(advantages, logprobs, rollout_logprobs)
     counted = as_mask(mask)
-    gap = jnp.where(counted, rollout, 0.0) - jnp.where(counted, new, 0.0)
+    gap = jnp.where(counted, rollout - new, 0.0)
     mean = divide(segment_totals(gap, segment_ids), segment_totals(counted.astype(gap.dtype), segment_ids))
-    return counted & ~((jnp.where(counted, a, 0.0) < 0) & (mean > threshold))
+    return counted & ~((a < 0) & (mean > threshold))
 
 
 def second_moment_mask(log_ratios: Tokens, mask: Mask, *, threshold: Number) -> Kept:
@@ -118,7 +118,8 @@ def second_moment_mask(log_ratios: Tokens, mask: Mask, *, threshold: Number) -> 
     keep the largest set {d² < cut} with mean(d²) ≤ τ;  d = log π/μ
 
     The mean is over all tokens passed in (one batch). Tokens equal to the cut are dropped together, so their order
-    does not matter. All counted tokens may be dropped, as AReaL does, whatever the sign of their advantage.
+    does not matter. All counted tokens may be dropped, as AReaL does, whatever the sign of their advantage; the
+    paper drops only those that PPO's clip could (d > 0 where A > 0, d < 0 where A < 0).
 
     Args:
         log_ratios: d, per token, `*batch T`.
@@ -132,7 +133,7 @@ def second_moment_mask(log_ratios: Tokens, mask: Mask, *, threshold: Number) -> 
         ValueError: if the threshold is not positive.
 
     Reference:
-        Zheng et al. (M2PO), arXiv 2510.01161.
+        Zheng et al. (M2PO), arXiv 2510.01161, equation 4 and algorithm 1 (τ = 0.04 in all its experiments).
 
     >>> import jax.numpy as jnp
     >>> second_moment_mask(jnp.array([0.1, -3.0, 0.2]), jnp.ones(3, bool), threshold=0.04).tolist()
@@ -142,7 +143,7 @@ def second_moment_mask(log_ratios: Tokens, mask: Mask, *, threshold: Number) -> 
     require(threshold > 0, f"threshold must be positive, got {threshold}")
     (d,) = as_float(log_ratios)
     counted = as_mask(mask)
-    square = jnp.where(counted, jnp.square(jnp.where(counted, d, 0.0)), jnp.inf)
+    square = jnp.where(counted, jnp.square(d), jnp.inf)
     ascending = jnp.sort(square.reshape(-1))
     if ascending.shape[0] == 0:
         return counted
@@ -195,10 +196,9 @@ def total_variation_mask(
     require(threshold > 0, f"threshold must be positive, got {threshold}")
     a, new, rollout = as_float(advantages, logprobs, rollout_logprobs)
     counted = as_mask(mask)
-    d = jnp.where(counted, new, 0.0) - jnp.where(counted, rollout, 0.0)
+    d = new - rollout
     tokens = segment_totals(counted.astype(d.dtype), segment_ids)
     # Beyond any threshold the size does not matter, and a bounded one cannot overflow in the sum.
     gap = jnp.minimum(jnp.abs(exp(d) - 1.0), 1e30)
     distance = 0.5 * divide(segment_totals(jnp.where(counted, gap, 0.0), segment_ids), tokens)
-    outward = jnp.where(counted, a, 0.0) * d > 0
-    return counted & ~((distance > threshold) & outward)
+    return counted & ~((distance > threshold) & (a * d > 0))

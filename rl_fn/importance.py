@@ -60,9 +60,7 @@ def log_ratio(
 
     """
     new, old = as_float(logprobs, old_logprobs)
-    counted = as_mask(mask)
-    difference = jnp.where(counted, new, 0.0) - jnp.where(counted, old, 0.0)
-    return _at_level(difference, counted, level, segment_ids)
+    return _at_level(new - old, as_mask(mask), level, segment_ids)
 
 
 def truncated_importance_weights(
@@ -97,7 +95,7 @@ def truncated_importance_weights(
     require(cap > 0, f"cap must be positive, got {cap}")
     (ratios,) = as_float(log_ratios)
     counted = as_mask(mask)
-    at_level = _at_level(jnp.where(counted, ratios, 0.0), counted, level, segment_ids)
+    at_level = _at_level(ratios, counted, level, segment_ids)
     weights = jnp.minimum(jnp.exp(jnp.minimum(at_level, float(np.log(cap)) + 1.0)), cap)
     return jax.lax.stop_gradient(jnp.where(counted, weights, 0.0))
 
@@ -140,7 +138,7 @@ def masked_importance_weights(
     require(0 <= low < high, f"need 0 ≤ low < high, got low={low}, high={high}")
     (ratios,) = as_float(log_ratios)
     counted = as_mask(mask)
-    weights = exp(_at_level(jnp.where(counted, ratios, 0.0), counted, level, segment_ids))
+    weights = exp(_at_level(ratios, counted, level, segment_ids))
     inside = counted & (weights >= low) & (weights <= high)
     return jax.lax.stop_gradient(jnp.where(inside, weights, 0.0))
 
