@@ -54,7 +54,7 @@ def discounted_returns(
         ValueError: if gamma is outside [0, 1].
 
     Reference:
-        Sutton & Barto, Reinforcement Learning (2018), equation 3.9.
+        Sutton & Barto, Reinforcement Learning (2018), chapter 3.
 
     >>> import jax.numpy as jnp
     >>> discounted_returns(jnp.array([0.0, 0.0, 1.0]), jnp.ones(3, bool), gamma=0.5).tolist()
@@ -144,7 +144,7 @@ def td_lambda(
         ValueError: if gamma, or lam as a number, is outside [0, 1].
 
     Reference:
-        Sutton & Barto, Reinforcement Learning (2018), equation 12.18 (with a state value).
+        Sutton & Barto, Reinforcement Learning (2018), chapter 12 (λ-returns, with a state value).
 
     >>> import jax.numpy as jnp
     >>> td_lambda(jnp.array([0.0, 1.0]), jnp.array([0.5, 0.5]), jnp.ones(2, bool)).returns.tolist()
@@ -182,7 +182,7 @@ def length_adaptive_lambda(
         ValueError: if alpha is not positive.
 
     Reference:
-        Yue et al. (VAPO), arXiv 2504.05118 (length-adaptive GAE).
+        Yue et al. (VAPO), arXiv 2504.05118, equation 5 (length-adaptive GAE).
 
     >>> import jax.numpy as jnp
     >>> print(length_adaptive_lambda(jnp.array([100, 1000])))

@@ -44,8 +44,7 @@ def pareto_archive(capacity: int, objectives: int, *, maximize: Directions) -> P
         ValueError: for a capacity or number of objectives below 1, or if there is not one flag or one for each.
 
     Reference:
-        Deb et al. (NSGA-II), A fast and elitist multiobjective genetic algorithm (2002), section III-B, for the
-        crowding distance.
+        Deb et al. (NSGA-II), A fast and elitist multiobjective genetic algorithm (2002), for the crowding distance.
 
     >>> import jax.numpy as jnp
     >>> archive = pareto_archive(8, 2, maximize=True)

@@ -106,7 +106,7 @@ def gpg_advantages(
         ValueError: for an unknown alpha or a norm that is not positive.
 
     Reference:
-        Chu et al. (GPG), arXiv 2504.02546.
+        Chu et al. (GPG), arXiv 2504.02546, equations 6 and 7.
 
     >>> import jax.numpy as jnp
     >>> gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0]])).tolist()
@@ -145,7 +145,7 @@ def maxrl_advantages(rewards: Rewards, valid: Valid | None = None, *, group_ids:
         TypeError: if the shapes differ (from JAX).
 
     Reference:
-        Tajwar et al. (MaxRL), arXiv 2602.02710.
+        Tajwar et al. (MaxRL), arXiv 2602.02710, equation 10 and algorithm 1 (there divided by the group's size).
 
     >>> import jax.numpy as jnp
     >>> maxrl_advantages(jnp.array([1.0, 0.0, 0.0, 0.0])).tolist()

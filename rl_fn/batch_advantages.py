@@ -37,7 +37,7 @@ def reinforce_pp_advantages(
         ValueError: if gamma is outside [0, 1] or eps is negative.
 
     Reference:
-        Hu et al. (REINFORCE++), arXiv 2501.03262.
+        Hu et al. (REINFORCE++), arXiv 2501.03262, equations 4 and 5 of its version 9.
 
     >>> import jax.numpy as jnp
     >>> reinforce_pp_advantages(jnp.ones(3), jnp.ones(3, bool)).round(4).tolist()
@@ -72,7 +72,7 @@ def reinforce_pp_baseline_advantages(
         ValueError: if eps is negative.
 
     Reference:
-        Hu et al. (REINFORCE++), arXiv 2501.03262 (REINFORCE++-baseline).
+        Hu et al. (REINFORCE++), arXiv 2501.03262, equations 6 and 7 of its version 9.
 
     >>> import jax.numpy as jnp
     >>> advantages = reinforce_pp_baseline_advantages(jnp.array([1.0, 0.0]), jnp.ones((2, 2), bool))
@@ -115,7 +115,7 @@ def gdpo_advantages(
         ValueError: if eps is negative.
 
     Reference:
-        GDPO, arXiv 2601.05242.
+        Liu et al. (GDPO), arXiv 2601.05242, equations 4 to 7.
 
     >>> import jax.numpy as jnp
     >>> right, brief = jnp.array([1.0, 0.0, 1.0, 0.0]), jnp.array([0.0, 0.0, 0.1, 0.0])

@@ -223,8 +223,8 @@ def pid_kl(
         ValueError: unless target > 0, the gains are ≥ 0 and 0 ≤ low ≤ coef ≤ high < ∞.
 
     Reference:
-        Åström and Hägglund, Advanced PID Control (2006), chapter 3 (integrator windup); for penalties in RL,
-        Stooke et al., arXiv 2007.03964, algorithm 2.
+        Åström and Hägglund, Advanced PID Control (2006), for integrator windup; for penalties in RL, Stooke et al.,
+        arXiv 2007.03964.
 
     >>> controller = pid_kl(0.1, coef=1.0, kp=0.5, ki=0.25)
     >>> round(float(controller.update(controller.init(), 0.2).coef), 4)
@@ -284,7 +284,7 @@ def adaptive_entropy(
         ValueError: unless target and step are positive and 0 ≤ low ≤ coef ≤ high.
 
     Reference:
-        He et al. (Skywork-OR1), arXiv 2505.22312, adaptive entropy control (target 0.2, Δ 0.005, c₀ = 0).
+        He et al. (Skywork-OR1), arXiv 2505.22312, equation 3.2 (target 0.2, Δ 0.005, c₀ = 0).
 
     >>> controller = adaptive_entropy(0.2)
     >>> state = controller.update(controller.init(), 0.1)

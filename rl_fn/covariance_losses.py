@@ -71,7 +71,8 @@ def clip_cov(
         ValueError: for a share outside [0, 1], cov_low ≥ cov_high, or a negative clip.
 
     Reference:
-        Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617; defaults are verl's.
+        Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617, equations 10 to 12, section 4.3 for the defaults;
+        the clip is that of its listing 1.
 
     >>> import jax, jax.numpy as jnp
     >>> new, a, mask = jnp.array([-1.0, -6.0, -5.0]), jnp.array([1.0, -1.5, -0.5]), jnp.ones(3, bool)
@@ -126,7 +127,8 @@ def kl_cov(
         ValueError: for a share outside [0, 1] or a negative coef.
 
     Reference:
-        Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617; |log ρ| as the KL and the defaults are verl's.
+        Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617, equations 10, 13 and 14, section 4.3 for the
+        defaults (its share for 32B; for 7B it is 2e-3); |log ρ| as the KL is that of its listing 1.
 
     >>> import jax.numpy as jnp
     >>> new, old = jnp.array([-1.0, -3.0]), jnp.array([-1.5, -3.0])

@@ -88,7 +88,7 @@ def jensen_shannon(logits: Logits, ref_logits: Logits, *, beta: Number = 0.5) ->
         ValueError: unless 0 < beta < 1 (at the ends the divergence is 0 for any two distributions).
 
     Reference:
-        Agarwal et al. (GKD), arXiv 2306.13649, section 2 (generalised JSD).
+        Agarwal et al. (GKD), arXiv 2306.13649, equation 1 (generalised JSD).
 
     >>> import jax.numpy as jnp
     >>> print(jensen_shannon(jnp.array([0.0, -jnp.inf]), jnp.array([-jnp.inf, 0.0])).round(4))
@@ -123,7 +123,7 @@ def total_variation(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"
         TypeError: if the shapes differ (from JAX).
 
     Reference:
-        Levin, Peres & Wilmer, Markov Chains and Mixing Times (2009), proposition 4.2.
+        Levin, Peres & Wilmer, Markov Chains and Mixing Times (2009), chapter 4.
 
     >>> import jax.numpy as jnp
     >>> float(total_variation(jnp.array([0.0, -jnp.inf]), jnp.array([0.0, 0.0])))

@@ -97,7 +97,7 @@ def hypervolume_contribution(
         ValueError: for shapes that do not match, or values that are not finite.
 
     Reference:
-        While, Bradstreet and Barone, A Fast Way of Calculating Exact Hypervolumes (2012), section 3.
+        While, Bradstreet and Barone, A Fast Way of Calculating Exact Hypervolumes (2012).
 
     >>> import numpy as np
     >>> hypervolume_contribution(np.array([[1.0, 3.0], [2.0, 2.0], [3.0, 1.0]]), [0.0, 0.0], maximize=True).tolist()

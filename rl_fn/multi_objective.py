@@ -118,7 +118,7 @@ def pareto_mask(points: Points, *, maximize: Directions) -> Bool[Array, "*batch 
         ValueError: if there is not one flag or one for each objective.
 
     Reference:
-        Deb et al. (NSGA-II), A fast and elitist multiobjective genetic algorithm (2002), section III.
+        Deb et al. (NSGA-II), A fast and elitist multiobjective genetic algorithm (2002).
 
     >>> import jax.numpy as jnp
     >>> pareto_mask(jnp.array([[1.0, 3.0], [2.0, 2.0], [1.0, 2.0]]), maximize=True).tolist()
@@ -152,7 +152,7 @@ def crowding_distance(points: Points) -> Float[Array, "*batch N"]:
         ValueError: without points.
 
     Reference:
-        Deb et al. (NSGA-II), A fast and elitist multiobjective genetic algorithm (2002), section III-B.
+        Deb et al. (NSGA-II), A fast and elitist multiobjective genetic algorithm (2002).
 
     >>> import jax.numpy as jnp
     >>> crowding_distance(jnp.array([[0.0, 4.0], [1.0, 1.0], [4.0, 0.0]])).tolist()

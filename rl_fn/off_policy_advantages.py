@@ -54,7 +54,7 @@ def n_step(
         ValueError: if n < 1 or gamma is outside [0, 1].
 
     Reference:
-        Sutton & Barto, Reinforcement Learning (2018), equation 7.1.
+        Sutton & Barto, Reinforcement Learning (2018), chapter 7.
 
     >>> import jax.numpy as jnp
     >>> rewards, values = jnp.array([1.0, 2.0, 4.0]), jnp.array([0.5, 0.25, 0.125])
@@ -199,7 +199,7 @@ def retrace(
         ValueError: if gamma or lam is outside [0, 1], or c_clip is not positive.
 
     Reference:
-        Munos et al., arXiv 1606.02647, section 3.
+        Munos et al., arXiv 1606.02647.
 
     >>> import jax.numpy as jnp
     >>> log_ratios = jnp.log(jnp.array([4.0, 0.5]))

@@ -88,7 +88,7 @@ def passk_analytic_advantages(
         ValueError: if k is not between 1 and G.
 
     Reference:
-        Chen et al. (Pass@k Training), arXiv 2508.10751 (analytical derivation).
+        Chen et al. (Pass@k Training), arXiv 2508.10751, equations 11 to 15.
 
     >>> import jax.numpy as jnp
     >>> [round(x, 3) for x in passk_analytic_advantages(jnp.array([1.0, 0.0, 0.0, 0.0]), k=2).tolist()]

@@ -69,7 +69,7 @@ def clipped_tokens(
         ValueError: for a negative clip or dual_clip ≤ 1.
 
     Reference:
-        Schulman et al. (PPO), arXiv 1707.06347, equation 7, and Ye et al., arXiv 1912.09729 (dual clip).
+        Schulman et al. (PPO), arXiv 1707.06347, equation 7, and Ye et al., arXiv 1912.09729, equation 5 (dual clip).
 
     >>> import jax.numpy as jnp
     >>> clipped_tokens(jnp.array([0.5, 0.5]), jnp.zeros(2), jnp.array([1.0, -1.0])).tolist()
@@ -117,7 +117,7 @@ def ppo_clip(
         ValueError: for a negative clip or dual_clip ≤ 1.
 
     Reference:
-        Schulman et al. (PPO), arXiv 1707.06347, equation 7; dual_clip: Ye et al., arXiv 1912.09729;
+        Schulman et al. (PPO), arXiv 1707.06347, equation 7; dual_clip: Ye et al., arXiv 1912.09729, equation 5;
         clip_high: Yu et al. (DAPO), arXiv 2503.14476, equation 8.
 
     >>> import jax.numpy as jnp

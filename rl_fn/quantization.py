@@ -66,7 +66,7 @@ def quantize_int8(weight: Float[Array, "..."], *, axis: int | None = -1, half_ra
         ValueError: unless 127 ≤ half_range ≤ 128, or for a weight without elements.
 
     Reference:
-        Jacob et al., arXiv 1712.05877, section 3, for the scheme; compressed-tensors 0.20 for the constants.
+        Jacob et al., arXiv 1712.05877, section 2.1, for the scheme; compressed-tensors 0.20 for the constants.
 
     >>> import jax.numpy as jnp
     >>> q = quantize_int8(jnp.array([[127.5, -1.0, 0.4]]))

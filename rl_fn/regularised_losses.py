@@ -43,7 +43,7 @@ def dro(
         ValueError: for an unknown level or a beta that is not positive.
 
     Reference:
-        Richemond et al. (DRO), arXiv 2405.19107.
+        Richemond et al. (DRO), arXiv 2405.19107, equation 8, divided by τ as it says there.
 
     >>> import jax.numpy as jnp
     >>> dro(jnp.array([-1.0]), jnp.array([-3.0]), jnp.array([1.0]), jnp.array([True]), beta=0.5).tolist()
@@ -93,7 +93,7 @@ def kimi(
         ValueError: for an unknown level or a tau that is not positive.
 
     Reference:
-        Kimi Team (Kimi k1.5), arXiv 2501.12599.
+        Kimi Team (Kimi k1.5), arXiv 2501.12599, equation 3.
 
     >>> import jax.numpy as jnp
     >>> kimi(jnp.array([-1.0]), jnp.array([-3.0]), jnp.array([1.0]), jnp.array([True]), tau=0.5).tolist()
@@ -132,7 +132,7 @@ def topr(
         ValueError: for an unknown level.
 
     Reference:
-        Le Roux et al. (TOPR), arXiv 2503.14286.
+        Le Roux et al. (TOPR), arXiv 2503.14286, equation 8.
 
     >>> import jax.numpy as jnp
     >>> new, old = jnp.log(jnp.array([0.5, 0.25])), jnp.log(jnp.array([0.5, 0.5]))

@@ -106,7 +106,7 @@ def top_p(logits: Logits, p: PerRow) -> Logits:
         ValueError: if p as a number is outside (0, 1], or an array p does not have one entry per row.
 
     Reference:
-        Holtzman et al., arXiv 1904.09751, equation 2.
+        Holtzman et al., arXiv 1904.09751, section 3.1.
 
     >>> import jax.numpy as jnp
     >>> top_p(jnp.log(jnp.array([0.5, 0.3, 0.2])), 0.6).tolist()[2]

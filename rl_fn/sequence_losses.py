@@ -90,7 +90,7 @@ def gspo_token(
         ValueError: for a negative clip or dual_clip ≤ 1.
 
     Reference:
-        Zheng et al. (GSPO), arXiv 2507.18071, section on GSPO-token.
+        Zheng et al. (GSPO), arXiv 2507.18071, equations 13 and 14.
 
     >>> import jax.numpy as jnp
     >>> new, old = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 1.0]))
@@ -112,8 +112,8 @@ def luspo(
     advantages: Tokens,
     mask: Mask,
     *,
-    clip_low: Number = 3e-4,
-    clip_high: Number = 4e-4,
+    clip_low: Number = 2e-3,
+    clip_high: Number = 2.5e-3,
     dual_clip: Number | None = None,
     segment_ids: Segments | None = None,
 ) -> Tokens:
@@ -129,8 +129,8 @@ def luspo(
         old_logprobs: log π_old of the same tokens, `*batch T`.
         advantages: A, `*batch T`, one number per sequence in the paper.
         mask: True where a token counts, `*batch T`; |y| is the number of counted tokens.
-        clip_low: ε_low ≥ 0; the default is GSPO's.
-        clip_high: ε_high ≥ 0; the default is GSPO's.
+        clip_low: ε_low ≥ 0.
+        clip_high: ε_high ≥ 0.
         dual_clip: bound of s for A < 0, > 1; none by default.
         segment_ids: `*batch T`, for several sequences packed into a row.
 
@@ -141,7 +141,7 @@ def luspo(
         ValueError: for a negative clip or dual_clip ≤ 1.
 
     Reference:
-        Liu et al. (LUSPO), arXiv 2602.05261.
+        Liu et al. (LUSPO), arXiv 2602.05261, equation 7, section 5.1 for the defaults.
 
     >>> import jax.numpy as jnp
     >>> luspo(jnp.zeros(2), jnp.zeros(2), jnp.ones(2), jnp.ones(2, bool)).tolist()
@@ -186,7 +186,7 @@ def gmpo(
         ValueError: for a negative clip.
 
     Reference:
-        Zhao et al. (GMPO), arXiv 2507.20673.
+        Zhao et al. (GMPO), arXiv 2507.20673, equation 4, section 3 for the defaults.
 
     >>> import jax.numpy as jnp
     >>> gmpo(jnp.array([-1.0, -1.0]), jnp.array([-9.0, -0.6]), jnp.ones(2), jnp.ones(2, bool)).tolist()
@@ -242,7 +242,7 @@ def vespo(
         ValueError: if one of the four is negative.
 
     Reference:
-        Shen et al. (VESPO), arXiv 2602.10693; the defaults are TRL's.
+        Shen et al. (VESPO), arXiv 2602.10693, equation 20 of its version 3, section 4.1 for the defaults.
 
     >>> import jax.numpy as jnp
     >>> vespo(jnp.array([-1.0, -1.0]), jnp.array([-1.0, -1.0]), jnp.ones(2), jnp.ones(2, bool)).tolist()

@@ -102,7 +102,7 @@ def step_group_advantages(
         ValueError: for an unknown scale, a negative eps, or gamma outside [0, 1].
 
     Reference:
-        Feng et al. (GiGPO), arXiv 2505.10978.
+        Feng et al. (GiGPO), arXiv 2505.10978, equations 3, 5, 7 and 8.
 
     >>> import jax.numpy as jnp
     >>> rewards, states = jnp.array([[0.0, 1.0], [0.0, 0.0]]), jnp.array([[7, 8], [7, 9]])

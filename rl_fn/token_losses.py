@@ -27,7 +27,7 @@ def gpg_loss(logprobs: Tokens, advantages: Tokens, mask: Mask | None = None) -> 
         ValueError: if the mask is not boolean.
 
     Reference:
-        Chu et al. (GPG), arXiv 2504.02546.
+        Chu et al. (GPG), arXiv 2504.02546, equation 5.
 
     >>> import jax.numpy as jnp
     >>> gpg_loss(jnp.array([-0.5]), jnp.array([2.0])).tolist()
@@ -124,7 +124,7 @@ def cispo(
         ValueError: for a negative clip.
 
     Reference:
-        MiniMax (MiniMax-M1), arXiv 2506.13585.
+        MiniMax (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
 
     >>> import jax.numpy as jnp
     >>> new, old = jnp.array([-1.0, -1.0]), jnp.array([-4.0, -1.0])
@@ -170,7 +170,7 @@ def sapo(
         ValueError: if a τ is not positive.
 
     Reference:
-        Gao et al. (SAPO), arXiv 2511.20347.
+        Gao et al. (SAPO), arXiv 2511.20347, equations 5 and 6.
 
     >>> import jax.numpy as jnp
     >>> sapo(jnp.zeros(2), jnp.zeros(2), jnp.array([1.0, -1.0]), tau_neg=2.0).tolist()
@@ -225,7 +225,7 @@ def dppo(
         ValueError: for an unknown divergence, or a threshold or ratio_cap that is not positive.
 
     Reference:
-        Qi et al. (DPPO), arXiv 2602.04879.
+        Qi et al. (DPPO), arXiv 2602.04879, equations 12 to 14 of its version 3.
 
     >>> import jax.numpy as jnp
     >>> new, old = jnp.log(jnp.array([0.02, 0.9])), jnp.log(jnp.array([0.01, 0.6]))

@@ -54,7 +54,7 @@ def value_clip(
         ValueError: if clip is not positive.
 
     Reference:
-        Engstrom et al., arXiv 2005.12729, section 3 (PPO's code-level value clipping).
+        Engstrom et al., arXiv 2005.12729 (PPO's code-level value clipping).
 
     >>> import jax.numpy as jnp
     >>> value_clip(jnp.array([2.0]), jnp.array([0.0]), jnp.array([2.0])).tolist()

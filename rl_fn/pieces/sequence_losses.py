@@ -52,8 +52,8 @@ class GSPOToken(FunctionLoss):
 class LUSPO(FunctionLoss):
     """GSPO's loss times the length, see luspo."""
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: float = 2e-3
+    clip_high: float = 2.5e-3
     dual_clip: float | None = None
     function = staticmethod(sequence_losses.luspo)
     packs: ClassVar[bool] = True

@@ -165,7 +165,7 @@ class DPPO(BehaviourLoss):
 class DRO(FunctionLoss):
     """REINFORCE with a quadratic pull to π_old, see dro."""
 
-    beta: float = 0.1
+    beta: float = 1.0
     level: str = "sequence_sum"
     function = staticmethod(regularised_losses.dro)
     beside_advantage: ClassVar[bool] = True

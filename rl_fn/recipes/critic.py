@@ -38,6 +38,7 @@ def ppo(
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A), A from GAE;  critic (V − R)²
 
     Advantages and returns come from token_advantages, the critic's loss from value_parts (batch.values, batch.returns).
+    γ = 1 and the token-mean are RLHF's: the paper, on control tasks, has γ = 0.99.
 
     Reads token_rewards, values; of a Batch nothing beyond its first four fields.
 
@@ -131,7 +132,7 @@ def vapo(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Yue et al. (VAPO), arXiv 2504.05118.
+        Yue et al. (VAPO), arXiv 2504.05118, equations 5 and 8 to 10, section 5.1 (α, ε, μ).
 
     >>> print(vapo().loss.explain())
     [−min(ρA, clip(ρ, 1 − 0.2, 1 + 0.28)A)] + [−0.1 log π where correct]
@@ -169,7 +170,7 @@ def decoupled_ppo_objective(
     token-mean of −(π_old/μ) min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = reward whitened over the batch
 
     π_old (batch.old_logprobs) is the paper's proximal policy, μ (batch.rollout_logprobs) its behaviour policy. There is
-    no critic. The weight is the correction: a second one is refused.
+    no critic. The weight is the correction: a second one is refused. The clip is PPO's: AReaL's was not confirmed.
 
     Reads rewards (`*batch G`); of a Batch rollout_logprobs too.
 
@@ -224,7 +225,8 @@ def reinforce_pp(
 
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = (G − mean)/√(var + ε) over the batch's tokens
 
-    The paper has a KL penalty on each token's reward, reward_kl_coef here; its β is not a default.
+    The paper has a KL penalty on each token's reward, reward_kl_coef here; its β is not a default. It adds ε to the
+    standard deviation; PPO's clip of 0.2 is that of its first version.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -247,7 +249,7 @@ def reinforce_pp(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Hu et al. (REINFORCE++), arXiv 2501.03262.
+        Hu et al. (REINFORCE++), arXiv 2501.03262, equations 4 and 5 of its version 9.
 
     >>> print(reinforce_pp().advantage.explain())
     (G − mean)/√(var + 1e-08) over the batch's tokens, Gₜ = rₜ + 1 Gₜ₊₁
@@ -281,6 +283,8 @@ def reinforce_pp_baseline(
 
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = (d − mean)/√(var + ε),  d = r − mean of the group
 
+    The paper has a k2 penalty in the loss, kl_coef here; its coefficient is not a default.
+
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
     Args:
@@ -300,7 +304,7 @@ def reinforce_pp_baseline(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Hu et al. (REINFORCE++), arXiv 2501.03262 (REINFORCE++-baseline).
+        Hu et al. (REINFORCE++), arXiv 2501.03262, equations 6 to 8 of its version 9.
 
     >>> print(reinforce_pp_baseline().advantage.explain())
     (d − mean)/√(var + 1e-08) over the batch's tokens, d = r − mean of the group

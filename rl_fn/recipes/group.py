@@ -102,7 +102,7 @@ def dr_grpo(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Liu et al., arXiv 2503.20783, section 3.2.
+        Liu et al., arXiv 2503.20783, section 3.2, appendix G (ε = 0.2, no KL).
 
     >>> dr_grpo(horizon=1024).aggregation
     Aggregation(mode='seq-mean-token-sum-norm', horizon=1024.0)
@@ -192,7 +192,7 @@ def gdpo(
 
     seq-mean-token-mean of −min(ρA, clip(ρ)A),  A = S whitened over the batch,  S = Σₖ wₖ (rₖ − mean)/(std + ε)
 
-    Rewards are `*batch R G`. Only the advantage is the paper's; the loss is GRPO's with PPO's clip.
+    Rewards are `*batch R G`. The loss is GRPO's, as in the paper, which gives no ε for the clip; 0.2 is PPO's.
 
     Reads rewards (`*batch R G`); of a Batch nothing beyond its first four fields.
 
@@ -214,7 +214,7 @@ def gdpo(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        GDPO, arXiv 2601.05242.
+        Liu et al. (GDPO), arXiv 2601.05242, equations 3 to 7.
 
     >>> print(gdpo().advantage.explain())
     S whitened over the batch, S = Σₖ wₖ (rₖ − mean)/(std of the group + 1e-06), w = 1
@@ -251,8 +251,8 @@ def gigpo(
     seq-mean-token-mean of −min(ρA, clip(ρ)A) + β k3,  A = (R − mean)/(std + ε) + ω (G − mean of the state)/(std + ε)
 
     A row is a step. Rewards are `*batch G S`, the mask `*batch G S T`; advantages come from
-    advantages_of(Rollouts(rewards, mask, state_ids=...)). The paper has a KL penalty; its β was not checked and is 0
-    here.
+    advantages_of(Rollouts(rewards, mask, state_ids=...)). The paper has a KL penalty of β = 0.01 (0.001 for
+    search), which needs a reference policy and is 0 here; PPO's clip is our choice.
 
     Reads rewards (`*batch G S`), state_ids; of a Batch nothing beyond its first four fields.
 
@@ -276,7 +276,7 @@ def gigpo(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Feng et al. (GiGPO), arXiv 2505.10978.
+        Feng et al. (GiGPO), arXiv 2505.10978, equations 3 and 5 to 9, appendix E.1 (γ, ω).
 
     >>> print(gigpo().advantage.explain())
     (R − mean of the group)/(std + 1e-06) + 1 (G − mean of the state)/(std + 1e-06), Gₜ = rₜ + 0.95 Gₜ₊₁

@@ -18,7 +18,7 @@ from rl_fn.recipes.common import assemble, optional
 
 def dro_objective(
     *,
-    beta: Number = 0.1,
+    beta: Number = 1.0,
     level: str = "sequence_sum",
     kl_coef: Number = 0.0,
     kl_estimator: str = "k3",
@@ -29,8 +29,8 @@ def dro_objective(
 
     seq-mean-token-sum of −(A log π − β/2 (Σ log ρ)²),  A = r − mean
 
-    The paper learns a value function, for which the group's mean stands in here, and gives no β that was checked: 0.1
-    is this library's.
+    β is the paper's τ, 1 in its experiments with rewards of variance 1. The paper learns a value function, for which
+    the group's mean stands in here, and its ratio is to a reference policy.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -49,10 +49,10 @@ def dro_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Richemond et al. (DRO), arXiv 2405.19107.
+        Richemond et al. (DRO), arXiv 2405.19107, equation 8, section 4.1 (τ = 1).
 
     >>> print(dro_objective().loss.explain())
-    −(A log π − 0.1/2 (log ρ)²), log ρ per sequence_sum
+    −(A log π − 1/2 (log ρ)²), log ρ per sequence_sum
 
     """
     return assemble(
@@ -80,7 +80,7 @@ def kimi_objective(
 
     seq-mean-token-sum of −(A log π − τ/2 (Σ log ρ)²),  A = r − mean
 
-    The paper gives no τ that was checked: 0.1 is this library's.
+    The paper gives no τ: 0.1 is our choice.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -99,7 +99,7 @@ def kimi_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Kimi Team (Kimi k1.5), arXiv 2501.12599.
+        Kimi Team (Kimi k1.5), arXiv 2501.12599, equation 3.
 
     >>> print(kimi_objective().loss.explain())
     −(A log π − 0.1/2 (log ρ)²), log ρ per sequence_sum
@@ -130,8 +130,9 @@ def topr_objective(
 
     seq-mean-token-sum of −A log π where A ≥ 0, −sg(min(Π π/μ, 1)) A log π where A < 0,  A = r − b
 
-    The sign of A decides: rewards are ±1, or have a baseline that makes bad answers negative. With behaviour "rollout"
-    the ratio is the correction: a second one is refused.
+    The sign of A decides: rewards are ±1, or have a baseline that makes bad answers negative. The paper's experiments
+    divide by the answer's length, which its equation does not. With behaviour "rollout" the ratio is the correction: a
+    second one is refused.
 
     Reads rewards (`*batch G`); of a Batch rollout_logprobs too.
 
@@ -150,7 +151,7 @@ def topr_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Le Roux et al. (TOPR), arXiv 2503.14286.
+        Le Roux et al. (TOPR), arXiv 2503.14286, equation 8, section 4.2 (rewards of ±1, no baseline).
 
     >>> print(topr_objective().loss.explain())
     −A log π where A ≥ 0, −sg(min(r, 1)) A log π where A < 0, r = exp(logprobs − rollout_logprobs) per sequence_sum
@@ -201,7 +202,7 @@ def m2po(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Zheng et al. (M2PO), arXiv 2510.01161.
+        Zheng et al. (M2PO), arXiv 2510.01161, equation 5 and algorithm 1, section 5.2 (τ = 0.04).
 
     >>> m2po().correction
     SecondMoment(threshold=0.04)

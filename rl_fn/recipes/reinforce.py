@@ -75,7 +75,7 @@ def rloo(
 
     seq-mean-token-sum of −(r − mean of the others) log π
 
-    The paper has a KL penalty in the reward, reward_kl_coef here; its β is not a default.
+    The paper has a KL penalty in the reward, reward_kl_coef here; its β (0.03 or 0.1, by the data) is not a default.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -236,7 +236,7 @@ def maxrl(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Tajwar et al. (MaxRL), arXiv 2602.02710.
+        Tajwar et al. (MaxRL), arXiv 2602.02710, equation 10 and algorithm 1.
 
     >>> print(maxrl().advantage.explain())
     (r − mean)/mean, 0 where the mean is 0
@@ -284,7 +284,7 @@ def gpg(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Chu et al. (GPG), arXiv 2504.02546.
+        Chu et al. (GPG), arXiv 2504.02546, equations 5 to 8 (F = 1 in its final form).
 
     >>> print(gpg().advantage.explain())
     α (r − mean)/1, α = answers / informative answers of the batch

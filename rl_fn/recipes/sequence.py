@@ -40,7 +40,7 @@ def gspo_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Zheng et al. (GSPO), arXiv 2507.18071, equations 5 and 7.
+        Zheng et al. (GSPO), arXiv 2507.18071, equations 5 and 7, section 5.1 (clips).
 
     >>> print(gspo_objective().loss.explain())
     −min(sA, clip(s, 1 − 0.0003, 1 + 0.0004)A), s = exp(mean of log ρ)
@@ -93,7 +93,7 @@ def gspo_token_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Zheng et al. (GSPO), arXiv 2507.18071, section on GSPO-token.
+        Zheng et al. (GSPO), arXiv 2507.18071, equations 13 and 14, section 5.1 (clips, GSPO's).
 
     >>> print(gspo_token_objective().loss.explain())
     −min(sA, clip(s, 1 − 0.0003, 1 + 0.0004)A), s = sg(exp(mean of log ρ)) π/sg(π)
@@ -114,8 +114,8 @@ def gspo_token_objective(
 def luspo_objective(
     *,
     eps: Number = 1e-6,
-    clip_low: Number = 3e-4,
-    clip_high: Number = 4e-4,
+    clip_low: Number = 2e-3,
+    clip_high: Number = 2.5e-3,
     dual_clip: Number | None = None,
     kl_coef: Number = 0.0,
     kl_estimator: str = "k3",
@@ -127,7 +127,7 @@ def luspo_objective(
     seq-mean-token-mean of −|y| min(sA, clip(s, 1 − ε_low, 1 + ε_high)A),  s = exp(mean log ρ),  A = (r − mean)/(std +
     ε)
 
-    The clips are GSPO's.
+    The clips are the paper's, wider than GSPO's.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -148,10 +148,10 @@ def luspo_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Liu et al. (LUSPO), arXiv 2602.05261.
+        Liu et al. (LUSPO), arXiv 2602.05261, equation 7, section 5.1 (clips).
 
     >>> print(luspo_objective().loss.explain())
-    |y| · (−min(sA, clip(s, 1 − 0.0003, 1 + 0.0004)A)), s = exp(mean of log ρ)
+    |y| · (−min(sA, clip(s, 1 − 0.002, 1 + 0.0025)A)), s = exp(mean of log ρ)
 
     """
     return assemble(
@@ -198,7 +198,7 @@ def gmpo_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Zhao et al. (GMPO), arXiv 2507.20673.
+        Zhao et al. (GMPO), arXiv 2507.20673, equation 4, section 3 (clips).
 
     >>> print(gmpo_objective().loss.explain())
     −A exp(mean of x), x = min(log ρ, 0.4) where A > 0, max(log ρ, −0.4) where A < 0
@@ -232,8 +232,8 @@ def vespo_objective(
 
     token-mean of −sg(e^λ wᵏ e^(−λw)) A log π,  w = Π π/μ over the answer,  A = (r − mean)/(std + ε)
 
-    (k, λ) and the aggregation are TRL's. With behaviour "rollout" the weight is the correction: a second one is
-    refused.
+    (k, λ) are the paper's, whose A = r − mean; the std and the aggregation are TRL's. With behaviour "rollout" the
+    weight is the correction: a second one is refused.
 
     Reads rewards (`*batch G`); of a Batch rollout_logprobs too.
 
@@ -255,7 +255,7 @@ def vespo_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Shen et al. (VESPO), arXiv 2602.10693.
+        Shen et al. (VESPO), arXiv 2602.10693, equation 20 of its version 3, section 4.1 (k, λ).
 
     >>> print(vespo_objective().loss.explain())
     −sg(e^λ wᵏ e^(−λw)) A log π, (k, λ) = (2, 3) where A ≥ 0, else (3, 2), w = exp(Σ logprobs − rollout_logprobs)

@@ -22,7 +22,8 @@ def passk(
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = (mean R of the sets of k with the answer − mean
     R)/(std of R)
 
-    Only the advantage is the paper's; clip and aggregation are DAPO's. A group needs at least k answers.
+    Only the advantage is the paper's; clip and aggregation are DAPO's, k = 4 is our choice. A group needs at least k
+    answers.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -43,7 +44,7 @@ def passk(
         ValueError: for constants that a piece refuses; advantages() for a group of fewer than k.
 
     Reference:
-        Chen et al. (Pass@k Training), arXiv 2508.10751.
+        Chen et al. (Pass@k Training), arXiv 2508.10751, equations 11 to 15.
 
     >>> print(passk().advantage.explain())
     (mean R of the sets of 4 with the answer − mean R)/(std of R), R = the set's best r

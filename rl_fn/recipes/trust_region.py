@@ -20,7 +20,7 @@ def cispo_objective(
 
     token-mean of −sg(min(ρ, 1 + ε_high)) A log π,  A = (r − mean)/(std + ε)
 
-    The paper gives no number for ε_high, which here is the offset from 1: 4 is a cap of 5.
+    The paper gives no number for ε_high, which here is the offset from 1: 4, a cap of 5, is our choice.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -40,7 +40,7 @@ def cispo_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        MiniMax (MiniMax-M1), arXiv 2506.13585.
+        MiniMax (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
 
     >>> print(cispo_objective().loss.explain())
     −sg(min(ρ, 1 + 4)) A log π
@@ -90,7 +90,7 @@ def sapo_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Gao et al. (SAPO), arXiv 2511.20347.
+        Gao et al. (SAPO), arXiv 2511.20347, equations 5 and 6 (τ = 1 and 1.05 in its experiments).
 
     >>> print(sapo_objective().loss.explain())
     −(4/τ) σ(τ(ρ − 1)) A, τ = 1 where A > 0, else 1.05
@@ -122,8 +122,8 @@ def dppo_objective(
 
     seq-mean-token-sum of −M r A,  M = 0 where D > δ and the update would raise it,  r = π/μ,  A = r − mean
 
-    δ and, with it, centred rewards summed over tokens (Dr. GRPO's) are those of the authors' verl script: 0.15 for tv,
-    0.05 for kl. With behaviour "rollout" the ratio is the correction: a second one is refused.
+    δ is the paper's: 0.15 for tv, 0.05 for kl. So are centred rewards and the sum over tokens. With behaviour
+    "rollout" the ratio is the correction: a second one is refused.
 
     Reads rewards (`*batch G`); of a Batch rollout_logprobs too.
 
@@ -143,7 +143,7 @@ def dppo_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Qi et al. (DPPO), arXiv 2602.04879.
+        Qi et al. (DPPO), arXiv 2602.04879, equation 12 of its version 3, appendix C (δ).
 
     >>> print(dppo_objective().loss.explain())
     −r A, 0 where the tv of the token's probability exceeds 0.15 and would grow, r = exp(logprobs − rollout_logprobs)
@@ -202,7 +202,7 @@ def clip_cov_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617; the constants are verl's.
+        Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617, equations 10 to 12, section 4.3 (share, bounds).
 
     >>> print(clip_cov_objective().loss.explain())
     −min(ρA, clip(ρ, 1 − 0.2, 1 + 0.2)A), 0 for 0.0002 of the tokens, with 1 < cov(A, log π) < 5
@@ -254,7 +254,8 @@ def kl_cov_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617; the constants are verl's.
+        Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617, equations 10, 13 and 14, section 4.3 (share for 32B,
+        β).
 
     >>> print(kl_cov_objective().loss.explain())
     −ρA, + 1 |log ρ| for the 0.0002 of the tokens with the largest cov(A, log π)

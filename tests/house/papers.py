@@ -19,7 +19,10 @@ ID = re.compile(r"\b(\d{4}\.\d{4,5})\b")
 
 # First author (or the team that signs), title.
 PAPERS = {
-    "1308.3432": ("Bengio", "Estimating or Propagating Gradients Through Stochastic Neurons"),
+    "1308.3432": (
+        "Bengio",
+        "Estimating or Propagating Gradients Through Stochastic Neurons for Conditional Computation",
+    ),
     "1411.0030": ("Maddison", "A* Sampling"),
     "1506.02438": ("Schulman", "High-Dimensional Continuous Control Using Generalized Advantage Estimation"),
     "1606.02647": ("Munos", "Safe and Efficient Off-Policy Reinforcement Learning (Retrace)"),
@@ -55,8 +58,14 @@ PAPERS = {
     "2306.13649": ("Agarwal", "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes"),
     "2307.09288": ("Touvron", "Llama 2: Open Foundation and Fine-Tuned Chat Models"),
     "2309.06657": ("Liu", "Statistical Rejection Sampling Improves Preference Optimization"),
-    "2309.16240": ("Wang", "Beyond Reverse KL: Generalizing DPO with Diverse Divergence Constraints"),
-    "2310.10505": ("Li", "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning LLMs"),
+    "2309.16240": (
+        "Wang",
+        "Beyond Reverse KL: Generalizing Direct Preference Optimization with Diverse Divergence Constraints",
+    ),
+    "2310.10505": (
+        "Li",
+        "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models",
+    ),
     "2310.12036": ("Azar", "A General Theoretical Paradigm to Understand Learning from Human Preferences"),
     "2311.09431": ("Brandon", "Striped Attention: Faster Ring Attention for Causal Transformers"),
     "2312.09244": (
@@ -65,7 +74,7 @@ PAPERS = {
     ),
     "2401.08417": (
         "Xu",
-        "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Translation",
+        "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
     ),
     "2402.00856": ("Ji", "Towards Efficient Exact Optimization of Language Model Alignment"),
     "2402.01306": ("Ethayarajh", "KTO: Model Alignment as Prospect Theoretic Optimization"),
@@ -73,7 +82,7 @@ PAPERS = {
     "2402.05369": ("Chen", "Noise Contrastive Alignment of Language Models with Explicit Rewards"),
     "2402.14740": (
         "Ahmadian",
-        "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback",
+        "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
     ),
     "2403.00409": ("Chowdhury", "Provably Robust DPO: Aligning Language Models with Noisy Feedback"),
     "2403.07691": ("Hong", "ORPO: Monolithic Preference Optimization without Reference Model"),
@@ -81,7 +90,10 @@ PAPERS = {
     "2404.19733": ("Pang", "Iterative Reasoning Preference Optimization"),
     "2405.00675": ("Wu", "Self-Play Preference Optimization for Language Model Alignment"),
     "2405.14734": ("Meng", "SimPO: Simple Preference Optimization with a Reference-Free Reward"),
-    "2405.16681": ("Saeidi", "Triple Preference Optimization"),
+    "2405.16681": (
+        "Saeidi",
+        "Triple Preference Optimization: Achieving Better Alignment using a Single Step Optimization",
+    ),
     "2405.19107": ("Richemond", "Offline Regularised Reinforcement Learning for Large Language Models Alignment"),
     "2406.05882": ("Melnyk", "Distributional Preference Alignment of LLMs via Optimal Transport"),
     "2406.08414": ("Lu", "Discovering Preference Optimization Algorithms with and for Large Language Models"),
@@ -90,9 +102,15 @@ PAPERS = {
     "2407.01082": ("Nguyen", "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs"),
     "2407.21783": ("Llama Team", "The Llama 3 Herd of Models"),
     "2408.00118": ("Gemma Team", "Gemma 2: Improving Open Language Models at a Practical Size"),
-    "2408.06266": ("D'Oosterlinck", "Anchored Preference Optimization and Contrastive Revisions"),
+    "2408.06266": (
+        "D'Oosterlinck",
+        "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
+    ),
     "2411.15124": ("Lambert", "Tülu 3: Pushing Frontiers in Open Language Model Post-Training"),
-    "2501.03262": ("Hu", "REINFORCE++"),
+    "2501.03262": (
+        "Hu",
+        "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization",
+    ),
     "2501.12599": ("Kimi Team", "Kimi k1.5: Scaling Reinforcement Learning with LLMs"),
     "2503.14286": ("Le Roux", "Tapered Off-Policy REINFORCE: Stable and Efficient Reinforcement Learning for LLMs"),
     "2503.14476": ("Yu", "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"),
@@ -105,22 +123,37 @@ PAPERS = {
     "2505.22617": ("Cui", "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"),
     "2505.23585": ("Hao", "On-Policy RL with Optimal Reward Baseline"),
     "2505.24298": ("Fu", "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning"),
-    "2506.01939": ("Wang", "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective RL for LLM Reasoning"),
+    "2506.01939": (
+        "Wang",
+        "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement Learning for LLM Reasoning",
+    ),
     "2506.13585": ("MiniMax", "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention (CISPO)"),
     "2507.18071": ("Zheng", "Group Sequence Policy Optimization"),
     "2507.20673": ("Zhao", "Geometric-Mean Policy Optimization"),
-    "2508.10751": ("Chen", "Pass@k Training for Adaptively Balancing Exploration and Exploitation of LRMs"),
+    "2508.10751": (
+        "Chen",
+        "Pass@k Training for Adaptively Balancing Exploration and Exploitation of Large Reasoning Models",
+    ),
     "2510.01161": (
         "Zheng",
         "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs? (M2PO)",
     ),
-    "2510.18855": ("Ling Team", "Every Step Evolves: Scaling RL for Trillion-Scale Thinking Model (IcePop)"),
+    "2510.18855": (
+        "Ling Team",
+        "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model (IcePop)",
+    ),
     "2511.20347": ("Gao", "Soft Adaptive Policy Optimization"),
     "2512.02556": ("DeepSeek-AI", "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models"),
-    "2601.05242": ("Liu", "GDPO: Group Reward-Decoupled Normalization Policy Optimization for Multi-Reward RL"),
+    "2601.05242": (
+        "Liu",
+        "GDPO: Group Reward-Decoupled Normalization Policy Optimization for Multi-Reward RL Optimization",
+    ),
     "2602.02710": ("Tajwar", "Maximum Likelihood Reinforcement Learning"),
     "2602.04879": ("Qi", "Rethinking the Trust Region in LLM Reinforcement Learning (DPPO)"),
-    "2602.05261": ("Liu", "Length-Unbiased Sequence Policy Optimization: Response Length Variation in RLVR"),
+    "2602.05261": (
+        "Liu",
+        "Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length Variation in RLVR",
+    ),
     "2602.07078": ("Li", "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL"),
     "2602.10693": (
         "Shen",
@@ -128,6 +161,33 @@ PAPERS = {
     ),
     "2603.01365": ("Honari", "Align and Filter: Improving Performance in Asynchronous On-Policy RL (VACO)"),
 }
+
+
+# How far a citation was confirmed, on the date below; of all others author, title and id.
+DATE = "2026-11-21"
+# The paper's text was read: formula, numbers of equations and sections, constants.
+READ = set(
+    ID.findall(
+        "1608.03983 2405.19107 2501.03262 2501.12599 2503.20783 2504.05118 2505.22312 2505.22617 "
+        "2507.20673 2508.10751 2510.01161 2601.05242 2602.04879 2602.05261 2602.10693"
+    )
+)
+# Numbers and constants as others quote them from the paper (trainers' sources, notes on the paper).
+QUOTED = set(
+    ID.findall(
+        "1506.02438 1706.02677 1707.06347 1712.05877 1802.01561 1805.02867 1904.09751 1909.05858 "
+        "1909.08593 1912.09729 2107.03374 2203.02155 2211.10438 2305.18290 2306.13649 2310.12036 "
+        "2402.00856 2402.03300 2402.14740 2403.07691 2405.00675 2405.14734 2406.08414 2406.11827 "
+        "2407.21783 2408.06266 2503.14286 2503.14476 2504.02546 2505.10978 2506.13585 2507.18071 "
+        "2511.20347 2512.02556 2602.02710"
+    )
+)
+NUMBERS = re.compile(r"arXiv (\d{4}\.\d{4,5})[^;]*?\b(?:equations?|sections?|algorithm|appendix)\s[A-Z0-9]")
+
+
+def confirmed(key: str) -> str:
+    """How far a citation was confirmed."""
+    return "text" if key in READ else "quoted" if key in QUOTED else "title"
 
 
 def public_docs() -> dict[str, str]:
@@ -170,17 +230,20 @@ def page() -> str:
         "# Papers",
         "",
         "Generated from the docstrings and the tests by `python -m tests.house.papers`; tests/house/test_papers.py",
-        "compares. A docstring names the equation or section where that was confirmed, and tells where practice",
-        "differs. Tests are files of `tests/` without `.py`, those of `tests/rl_fn/` without the folder; `cases/…` are",
-        "what all laws are generated from: masking, extremes, jit, vmap, gradient, order, padding, oracle, PyTorch.",
+        "compares. A docstring names an equation or a section only where that was confirmed, and tells where practice",
+        f"differs. Confirmed on {DATE}: `text`, against the paper's text (formula, numbers, constants); `quoted`,",
+        "against what others quote of it (trainers' sources, notes); `title`, no more than author, title and id. Tests",
+        "are files of `tests/` without `.py`, those of `tests/rl_fn/` without the folder; `cases/…` are what all laws",
+        "are generated from: masking, extremes, jit, vmap, gradient, order, padding, oracle, PyTorch.",
         "",
-        "| paper | arXiv | names in `rl_fn` | tests |",
-        "|---|---|---|---|",
+        "| paper | arXiv | confirmed | names in `rl_fn` | tests |",
+        "|---|---|---|---|---|",
     ]
     for key, (author, title) in PAPERS.items():
         files = sorted({file.removeprefix("rl_fn/") for name in names_of[key] for file in files_of(name)})
         names = ", ".join(f"`{name}`" for name in names_of[key])
-        lines.append(f"| {author}: {title} | [{key}](https://arxiv.org/abs/{key}) | {names} | {', '.join(files)} |")
+        link = f"[{key}](https://arxiv.org/abs/{key})"
+        lines.append(f"| {author}: {title} | {link} | {confirmed(key)} | {names} | {', '.join(files)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,19 @@ import re
 import pytest
 
 import rl_fn
-from tests.house.papers import ID, PAGE, PAPERS, ROOT, files_of, page, papers_of_names, public_docs
+from tests.house.papers import (
+    ID,
+    NUMBERS,
+    PAGE,
+    PAPERS,
+    QUOTED,
+    READ,
+    ROOT,
+    files_of,
+    page,
+    papers_of_names,
+    public_docs,
+)
 
 CITED = papers_of_names()
 # What the design asks of each public name that a paper stands behind.
@@ -76,6 +88,16 @@ def test_author_and_id_belong_together(name):
     text = " ".join(public_docs()[name].split())
     for author, key in re.findall(r"([\w'’-]+(?: \w+)?) et al\.(?: \([^)]*\))?, arXiv (\d{4}\.\d{4,5})", text):
         assert author.endswith(PAPERS[key][0]), (author, key)
+
+
+def test_numbers_are_those_of_papers_that_were_looked_up():
+    """A title alone does not tell which equation is meant."""
+    docs = {name: " ".join(doc.split()) for name, doc in public_docs().items()}
+    numbered = {(name, key) for name, doc in docs.items() for key in NUMBERS.findall(doc)}
+    assert ("gae", "1506.02438") in numbered
+    assert {(name, key) for name, key in numbered if key not in READ | QUOTED} == set()
+    assert set(PAPERS) >= READ | QUOTED
+    assert not READ & QUOTED
 
 
 def test_every_function_says_where_it_is_from():

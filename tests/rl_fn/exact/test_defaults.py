@@ -40,7 +40,7 @@ DEFAULTS = {
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     "gspo": GSPO,
     "gspo_token": GSPO,
-    "luspo": GSPO,
+    "luspo": {"clip_low": 2e-3, "clip_high": 2.5e-3},
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
     "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
     "clip_cov": {"share": 2e-4, "cov_low": 1.0, "cov_high": 5.0, **PPO},
