@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -46,8 +47,8 @@ def token_logprobs(
     Position t of the result, of T − 1, belongs to ``input_ids[:, t + 1]``.
 
     Args:
-        model: a causal language model; its head and its backbone are looked up at each call, so FSDP and PEFT may have
-            wrapped them.
+        model: a causal language model; its head and its backbone are looked up at each call, so PEFT may have wrapped
+            them. Under FSDP2 call the model's method instead (see fuse_linear_logprobs).
         input_ids: ``[B, T]``.
         mask: bool ``[B, T − 1]``: the tokens that count; the others are not computed and have results 0.
         temperature: a number, or ``[B, T − 1]``.
@@ -58,6 +59,12 @@ def token_logprobs(
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings: it is no causal language model")
+    if isinstance(head.weight, DTensor) and any(isinstance(module, FSDPModule) for module in model.modules()):
+        # Gathered here, its gradient would be that of this rank's batch alone: FSDP must do it, and average.
+        raise ValueError(
+            "FSDP has not gathered the output embeddings: call the model's own token_logprobs after "
+            "fuse_linear_logprobs(model), fully_shard(model), register_fsdp_forward_method(model, 'token_logprobs')"
+        )
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state[:, :-1]
     scale, softcap = head_options(model)
     return linear_logprobs(
@@ -78,6 +85,8 @@ def fuse_linear_logprobs(model: PreTrainedModel) -> PreTrainedModel:
     """Give the model a method ``token_logprobs``, once it is shown to agree with the model's own logits.
 
     A model whose head does something this module does not know of is refused: ValueError with the difference found.
+    For FSDP2: fuse, ``fully_shard(model)``, then ``register_fsdp_forward_method(model, "token_logprobs")``, which has
+    FSDP gather the weights before the method and average their gradients after it.
     """
     vocabulary = model.config.get_text_config().vocab_size
     device = next(model.parameters()).device
@@ -106,5 +115,5 @@ def fuse_linear_logprobs(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _gathered(parameter: Any) -> Tensor:
-    """The parameter itself, whole if FSDP2 or tensor parallelism has sharded it."""
+    """The parameter itself, whole if tensor parallelism has sharded it: its ranks have the same rows."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
