@@ -1,9 +1,9 @@
 """The score, its confidence interval, and the files that say so."""
 
 import dataclasses
+import hashlib
 import json
 import math
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -71,18 +71,23 @@ def wilson(successes: int, total: int, z: float = 1.959964) -> tuple[float, floa
 
 
 def sample(mutants: list[Mutant], size: int, seed: int) -> list[Mutant]:
-    """From every file and kind in proportion, by the largest remainder."""
+    """From every file and kind in proportion, by the largest remainder.
+
+    Who is drawn, and who gets the remainders, goes by a hash of the name: an edit redraws little more than it edits.
+    """
+
+    def lot(*parts: str) -> bytes:
+        return hashlib.sha256("|".join([str(seed), *parts]).encode()).digest()
+
     strata: dict[tuple[str, str], list[Mutant]] = {}
     for mutant in mutants:
         strata.setdefault((mutant.file, mutant.kind), []).append(mutant)
-    rng = random.Random(seed)
     shares = {key: len(members) * min(1.0, size / len(mutants)) for key, members in strata.items()}
     counts = {key: int(share) for key, share in shares.items()}
-    # Ties are broken at random, or the first files of the alphabet would be drawn more often.
-    by_remainder = sorted(shares, key=lambda key: (counts[key] - shares[key], rng.random()))
+    by_remainder = sorted(shares, key=lambda key: (counts[key] - shares[key], lot(*key)))
     for key in by_remainder[: min(size, len(mutants)) - sum(counts.values())]:
         counts[key] += 1
-    return [m for key, members in strata.items() for m in rng.sample(members, counts[key])]
+    return [m for key, members in strata.items() for m in sorted(members, key=lambda m: lot(*m.name))[: counts[key]]]
 
 
 def _by(pairs: list[tuple[Mutant, str]], key: Callable[[Mutant], str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Hands mutants to warm processes, ends the ones that hang, and keeps every result."""
 
+import ast
 import hashlib
 import json
 import multiprocessing
@@ -26,10 +27,21 @@ GROUP = 30
 Budget = Callable[[Mutant], float]
 
 
-def digest(paths: Iterable[Path]) -> str:
+def code(text: str) -> str:
+    """A source without comments, docstrings and positions."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def digest(paths: Iterable[Path], *, docstrings: bool = False) -> str:
+    """What files do; with `docstrings`, what they say too."""
     total = hashlib.sha256()
     for path in sorted(paths):
-        total.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+        text = path.read_text(encoding="utf-8")
+        total.update(f"{path.relative_to(ROOT)}\0{text if docstrings else code(text)}".encode())
     return total.hexdigest()[:16]
 
 
@@ -103,17 +115,21 @@ class Store:
         support = [*(ROOT / "tests/oracle").glob("*.py"), *(ROOT / "tests/rl_fn/cases").glob("*.py")]
         support += [ROOT / f"tests/rl_fn/{name}.py" for name in ("laws", "registry", "recipe_batches")]
         self.support = digest(support)
-        self.all_tests = digest(p for path in PATHS for p in (ROOT / path).rglob("*.py")) + self.support
+        self.all_tests = digest((ROOT / "tests/rl_fn").rglob("*.py")) + self.support
 
     def test_key(self, nodeid: str) -> str:
-        return digest([ROOT / nodeid.split("::")[0]]) + self.support
+        path = ROOT / nodeid.split("::")[0]
+        return digest([path], docstrings=not path.name.startswith("test_")) + self.support
 
     def save(self) -> None:
         write_atomically(self.path, json.dumps(self.data))
 
     def result(self, mutant: Mutant, seconds: float = 0.0) -> dict[str, Any] | None:
-        """A kill holds while its source and the test are the same; a survival of `seconds` while every test is."""
-        entry = self.data["results"].get(mutant.id)
+        """A kill holds while its source and the test are the same; a survival of `seconds` while every test is.
+
+        A new doctest can only kill more, so it does not end a survival.
+        """
+        entry = self.data["results"].get("|".join(mutant.name))
         if entry is None or entry["source"] != self.sources[mutant.file]:
             return None
         if entry["by"] and (ROOT / entry["by"].split("::")[0]).exists():
@@ -123,7 +139,7 @@ class Store:
     def put(self, mutant: Mutant, status: str, by: str, seconds: float, ran: int, budget: float) -> None:
         key = self.test_key(by) if by else self.all_tests
         entry = {"status": status, "by": by, "seconds": round(seconds, 3), "ran": ran, "test": key, "budget": budget}
-        self.data["results"][mutant.id] = entry | {"source": self.sources[mutant.file]}
+        self.data["results"]["|".join(mutant.name)] = entry | {"source": self.sources[mutant.file]}
 
 
 def groups_of(mutants: list[Mutant]) -> Iterator[list[Mutant]]:

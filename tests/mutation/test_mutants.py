@@ -13,6 +13,7 @@ from tests.mutation.mutants import mutants
 from tests.mutation.patch import Package
 from tests.mutation.report import sample, score, survivors, wilson, write
 from tests.mutation.selection import Selection
+from tests.mutation.supervise import code
 from tests.mutation.worker import ROOT
 
 SOURCE = textwrap.dedent(
@@ -169,6 +170,17 @@ def test_a_sample_is_in_proportion_and_repeatable():
     assert len({mutant.id for mutant in drawn}) == 12
     assert 4 <= sum(mutant.file == "code.py" for mutant in drawn) <= 8
     assert len(sample(found, 10_000, seed=0)) == len(found)
+
+
+def test_an_edit_changes_little_of_a_sample():
+    one = {mutant.name for mutant in sample(mutants(SOURCE, "code.py")[1], 12, seed=3)}
+    edited = mutants(SOURCE.replace("by: float = 1.5", "by: float = 2.5"), "code.py")[1]
+    assert len(one & {mutant.name for mutant in sample(edited, 12, seed=3)}) >= 9
+
+
+def test_comments_and_docstrings_are_not_code():
+    assert code(SOURCE) == code("# Said.\n" + SOURCE.replace("Twice 2 * 2.", "Thrice."))
+    assert code(SOURCE) != code(SOURCE.replace("LIMIT: float = 2.0", "LIMIT: float = 3.0"))
 
 
 def test_survivors_are_listed_and_the_dead_are_not():

@@ -201,3 +201,8 @@ def test_the_series_of_k3_is_good_for_float64(d):
 
 def test_the_lambda_of_one_token():
     np.testing.assert_allclose(rl_fn.length_adaptive_lambda(jnp.array([0, 1, 2]), alpha=0.5), [0.0, -1.0, 0.0])
+
+
+def test_n_steps_of_one_token():
+    out = rl_fn.n_step(R[:1], V[:1], ALL[:1], n=2, gamma=0.5, bootstrap=jnp.array(8.0))
+    assert out.advantages.tolist() == [1.0 + 0.5 * 8.0 - 2.0] and out.returns.tolist() == [5.0]
