@@ -16,19 +16,22 @@ class Configuration(NamedTuple):
     stages: int
 
 
-# By architecture and bytes of an operand. None was timed: no GPU was at hand. Compiled with Triton 3.9, the forward has
-# no spills on sm_90 and sm_100, nor on sm_80 but with every option at once (385 there); on gfx90a, gfx942 and gfx950 it
-# spills (5 … 10 plain in bfloat16, 40 … 75 in float32, 88 … 97 with every option). Float64 was not compiled.
+# By architecture and bytes of an operand (4 also where hidden states and weight differ). None was timed: no GPU was at
+# hand. Compiled with Triton 3.9 for sm_80, sm_90, sm_100, gfx90a, gfx942 and gfx950, none spills, with no option or
+# with every one, whether or not the features are a multiple of the tile's. The kernel reads at most 64 entries' bits.
 TABLE = {
     ("sm_80", 2): Configuration(128, 64, 32, 8, 3),
     ("sm_80", 4): Configuration(32, 64, 32, 4, 2),
     ("sm_80", 8): Configuration(32, 32, 16, 4, 2),
     ("sm_90", 2): Configuration(128, 64, 64, 8, 3),
-    ("sm_90", 4): Configuration(32, 64, 32, 4, 2),
+    ("sm_90", 4): Configuration(64, 32, 32, 4, 2),
     ("sm_90", 8): Configuration(32, 32, 16, 4, 2),
+    ("sm_100", 2): Configuration(128, 64, 64, 8, 3),
+    ("sm_100", 4): Configuration(32, 64, 32, 4, 2),
+    ("sm_100", 8): Configuration(32, 32, 16, 4, 2),
     ("gfx", 2): Configuration(128, 64, 32, 8, 2),
     ("gfx", 4): Configuration(32, 64, 32, 4, 2),
-    ("gfx", 8): Configuration(32, 32, 16, 4, 2),
+    ("gfx", 8): Configuration(32, 32, 16, 4, 1),
     ("cpu", 2): Configuration(16, 16, 16, 1, 1),
     ("cpu", 4): Configuration(16, 16, 16, 1, 1),
     ("cpu", 8): Configuration(16, 16, 16, 1, 1),
@@ -40,12 +43,18 @@ _PARTS = 8
 
 def configuration(architecture: str, width: int, features: int, vocabulary: int) -> Configuration:
     """The table's entry, with tiles no larger than the model."""
-    family = architecture if (architecture, width) in TABLE else "gfx" if architecture.startswith("gfx") else "sm_90"
-    if architecture.startswith("sm_") and int(architecture[3:]) < 90:
-        family = "sm_80"
-    elif architecture.startswith("sm_12"):
-        family = "sm_80"  # consumer Blackwell has Ampere's shared memory and instructions
+    if architecture.startswith("gfx"):
+        family = "gfx"
+    elif architecture.startswith("sm_"):
+        number = int(architecture[3:])
+        # Consumer Blackwell, sm_12x, has Ampere's shared memory and instructions.
+        family = "sm_80" if number < 90 or number >= 120 else "sm_100" if number >= 100 else "sm_90"
+    else:
+        family = architecture
     found = TABLE[family, width]
+    if features % found.features:
+        # Rows that begin anywhere are read an element at a time, from a pointer each: narrower tiles have fewer.
+        found = found._replace(features=min(found.features, 32))
     return found._replace(
         entries=min(found.entries, max(16, triton.next_power_of_2(vocabulary))),
         features=min(found.features, max(16, triton.next_power_of_2(features))),

@@ -7,15 +7,19 @@ from rl_kernels.triton_math import softcap_slope, softcapped
 
 
 @triton.jit
-def kept_tile(words, first, vocabulary, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Which of the entries first, first + 1, … are in each row's kept set: a word a row is read, not one an entry."""
-    offset = tl.arange(0, ENTRIES)
+def left_out(words, first, vocabulary, ROWS: tl.constexpr, ENTRIES: tl.constexpr):
+    """0 for the entries first, first + 1, … that are in each row's kept set, −inf for others: to be added, in float32.
+
+    At most two words a row are read. Without a comparison, whose result takes scalar registers on AMD.
+    """
+    tl.static_assert(ENTRIES <= 64)
     last = (vocabulary - 1) // 32
-    bits = tl.zeros([ROWS, ENTRIES], tl.int32)
-    for w in tl.static_range((ENTRIES + 31) // 32):
-        word = tl.load(words + tl.minimum(first // 32 + w, last))
-        bits = tl.where((offset // 32 == w)[None, :], word[:, None], bits)
-    return ((bits >> ((first + offset) % 32)[None, :]) & 1) != 0
+    word = tl.load(words + first // 32).to(tl.int64)[:, None]
+    if ENTRIES > 32:
+        word = (word & 0xFFFFFFFF) | (tl.load(words + tl.minimum(first // 32 + 1, last)).to(tl.int64)[:, None] << 32)
+    bit = (word >> (first % 32 + tl.arange(0, ENTRIES))[None, :]).to(tl.int32) & 1
+    # The bits of −inf, or none.
+    return ((bit - 1) & -8388608).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -74,7 +78,6 @@ def forward_kernel(
     feature = tl.arange(0, FEATURES).to(tl.int64)
     for first in range(part * part_size, tl.minimum(vocabulary, (part + 1) * part_size), ENTRIES):
         column = first + tl.arange(0, ENTRIES)
-        possible = column < vocabulary
         entry = tl.minimum(column, vocabulary - 1).to(tl.int64)
         x = tl.zeros([ROWS, ENTRIES], dtype)
         left = hidden + row[:, None] * hidden_row_stride + feature[None, :] * hidden_stride
@@ -91,15 +94,16 @@ def forward_kernel(
             x = tl.dot(a, b, x, input_precision="ieee", out_dtype=dtype)
             left += FEATURES * hidden_stride
             right += FEATURES * weight_stride
+        # What leaves an entry out is added: 0 or −inf. Masks of a tile are scalar registers on AMD.
+        excluded = tl.where(column < vocabulary, 0.0, float("-inf"))
         if BIASED:
             added = tl.load(bias + entry * bias_stride).to(dtype)
-            # A bias of −inf excludes its entry.
-            possible = possible & (added != float("-inf"))
-            x += tl.where(possible, added, 0.0)[None, :]
-        x = tl.where(possible[None, :], softcapped(x, softcap, CAPPED) * scale[:, None], float("-inf"))
+            finite = tl.where(added == float("-inf"), 0.0, added)
+            excluded += added - finite
+            x += finite[None, :]
+        x = softcapped(x, softcap, CAPPED) * scale[:, None] + excluded[None, :]
         if KEPT:
-            words = kept + nearest.to(tl.int64) * kept_stride
-            x = tl.where(kept_tile(words, first, vocabulary, ROWS, ENTRIES), x, float("-inf"))
+            x += left_out(kept + nearest.to(tl.int64) * kept_stride, first, vocabulary, ROWS, ENTRIES).to(dtype)
         for k in range(target_count):
             token = tl.load(tokens + row * target_count + k) - start
             caught = real & (token >= first) & (token < tl.minimum(first + ENTRIES, vocabulary))
@@ -118,7 +122,8 @@ def forward_kernel(
         total = total * shrunk + tl.sum(e, 1)
         maximum = top
     out = states + part.to(tl.int64) * 3 * count + local
-    tl.store(out, maximum, mask=real)
+    # A maximum passes over NaN; a sum does not.
+    tl.store(out, tl.where(total == total, maximum, total), mask=real)
     tl.store(out + count, total, mask=real)
     tl.store(out + 2 * count, weighted, mask=real)
 

@@ -169,41 +169,43 @@ def _local(support: Tensor, start: int) -> Tensor:
     return support if support.dtype == torch.bool or start == 0 else support - start
 
 
-def _specialisation(function, dtype, target, *, everything):
+def _specialisation(function, dtype, target, *, everything, mixed=False, ragged=False):
     """What kernels/benchmarks/ahead_of_time.py compiles: the plain kernel, or the one with every option."""
     wide = "fp64" if dtype == "fp64" else "fp32"
     numbers = dict.fromkeys(("inverse", "states", "targets", "logits", "own", "a", "b", "base"), f"*{wide}")
-    pointers = numbers | {"hidden": f"*{dtype}", "weight": f"*{dtype}", "gradient": f"*{dtype}"}
+    pointers = numbers | {"hidden": "*bf16" if mixed else f"*{dtype}", "weight": f"*{dtype}", "gradient": f"*{dtype}"}
     pointers |= {"rows": "*i64", "tokens": "*i64"}
     packed_sets = "*i32" if function is forward_kernel else "*u8"
     pointers |= {"bias": f"*{dtype}", "kept": packed_sets} if everything else {"bias": "*fp32", "kept": "*fp32"}
     options = {"BIASED": everything, "CAPPED": everything, "KEPT": everything}
-    tile = configuration(target, {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[dtype], 4096, 128256)
+    tile = configuration(target, {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[dtype], 4097 if ragged else 4096, 128256)
     if function is forward_kernel:
-        constants = options | {"WIDENED": False, "EVEN": True, "GROUP": GROUP, "ROWS": tile.rows, "ENTRIES": tile.entries}
-        constants |= {"FEATURES": tile.features, "hidden_stride": 1, "weight_stride": 1}
+        constants = options | {"WIDENED": mixed, "EVEN": not ragged, "GROUP": GROUP, "ROWS": tile.rows}
+        constants |= {"ENTRIES": tile.entries, "FEATURES": tile.features, "hidden_stride": 1, "weight_stride": 1}
         how = {"matrix": dtype not in ("fp32", "fp64"), "warps": tile.warps, "stages": tile.stages}
     else:
         constants, how = options | {"BLOCK": 4096}, {}
     types = {n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in function.arg_names if n not in constants}
     strides = ("hidden_row_stride", "weight_row_stride", "row_stride", "gradient_row_stride", "features", "part_size")
-    aligned = tuple(n for n in types if n in pointers or n in strides)
+    aligned = tuple(n for n in types if n in pointers or (n in strides and not ragged))
     return function.__name__, types, constants, how | {"aligned": aligned, "targets": (target,)}
 
 
-# The forward is checked where it compiles without spills; configurations.py says where it does not.
-_FORWARD = {
-    "sm_80": (("bf16", False), ("fp32", False)),
-    "sm_90": (("bf16", False), ("bf16", True), ("fp32", False)),
-    "sm_100": (("bf16", False), ("bf16", True), ("fp32", False)),
-}
-_DLOGITS = dict.fromkeys(("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950"), (("bf16", False), ("fp32", True)))
+_PLAIN, _EVERY = {"everything": False}, {"everything": True}
+_VARIANTS = (
+    (forward_kernel, "forward bf16", "bf16", _PLAIN),
+    (forward_kernel, "forward bf16, every option", "bf16", _EVERY),
+    (forward_kernel, "forward bf16, every option, ragged features", "bf16", _EVERY | {"ragged": True}),
+    (forward_kernel, "forward fp32", "fp32", _PLAIN),
+    (forward_kernel, "forward fp32, every option", "fp32", _EVERY),
+    (forward_kernel, "forward bf16 by fp32, every option", "fp32", _EVERY | {"mixed": True, "ragged": True}),
+    (forward_kernel, "forward fp64, every option", "fp64", _EVERY | {"ragged": True}),
+    (dlogits_kernel, "dlogits bf16", "bf16", _PLAIN),
+    (dlogits_kernel, "dlogits fp32, every option", "fp32", _EVERY),
+)
 
 SPECIALISATIONS = {
-    f"{function.__name__[:-7]} {dtype}{', every option' if everything else ''} ({target})": _specialisation(
-        function, dtype, target, everything=everything
-    )
-    for function, table in ((forward_kernel, _FORWARD), (dlogits_kernel, _DLOGITS))
-    for target, variants in table.items()
-    for dtype, everything in variants
+    f"{name} ({target})": _specialisation(function, dtype, target, **options)
+    for function, name, dtype, options in _VARIANTS
+    for target in ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950")
 }

@@ -92,6 +92,25 @@ def test_impossible_entries():
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # how the interpreter takes a maximum
+def test_not_a_number_is_not_hidden():
+    hidden, weight, bias = (x.clone() for x in model())
+    hidden[1, 3], bias[0] = float("nan"), -INF
+    got = linear_logprobs(hidden, weight, ids(N).clamp(min=1), bias=bias, softcap=3.0, backend="triton")
+    assert all(x[1].isnan() and x[2:].isfinite().all() and x[0].isfinite() for x in got)
+
+
+@pytest.mark.parametrize("entries", [16, 32, 64])
+def test_kept_sets_in_tiles_of_one_and_two_words(monkeypatch, entries):
+    whole, support = backend.configuration, torch.rand(N, 100, generator=torch.Generator().manual_seed(3)) < 0.5
+    monkeypatch.setattr(backend, "configuration", lambda *a: whole(*a)._replace(entries=entries))
+    hidden, weight, tokens = normal(N, 3, scale=1.0).float(), normal(100, 3, seed=1).float(), ids(N, 2, high=100)
+    tokens[0], support[0, tokens[0, 0]] = tokens[0, 0], True
+    got = linear_logprobs(hidden, weight, tokens, support=support, backend="triton")
+    for a, b in zip(got, exact(hidden.double() @ weight.double().T, tokens, support=support), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
+
+
 def test_strides():
     hidden, weight, bias = model()
     wide = torch.stack([hidden, normal(N, H).float()], -1)[..., 0]
@@ -163,6 +182,8 @@ def test_configurations_do_not_depend_on_rows_and_cover_every_architecture():
             for vocabulary, features in ((1, 1), (128256, 4096)):
                 tile = configuration(name, width, features, vocabulary)
                 assert part_of(vocabulary) % tile.entries == 0 == _PART % tile.entries
-                assert min(tile[:3]) >= 16
+                assert min(tile[:3]) >= 16 and tile.entries <= 64
+    assert configuration("sm_103", 4, 4096, 128256) == configuration("sm_100", 4, 4096, 128256)
+    assert configuration("sm_120", 2, 4096, 128256) == configuration("sm_80", 2, 4096, 128256)
     assert configuration("sm_86", 2, 4096, 128256) == configuration("sm_80", 2, 4096, 128256)
     assert -(-128256 // part_of(128256)) == 8
