@@ -37,7 +37,7 @@ def passk_advantages(
         ValueError: if eps is negative.
 
     Reference:
-        arXiv 2503.19595, in the form that verl gives it ("grpo_passk"); the paper itself was not checked.
+        Tang et al., arXiv 2503.19595, for the lead of the best answer; dividing by the std is verl's ("grpo_passk").
 
     >>> import jax.numpy as jnp
     >>> passk_advantages(jnp.array([0.25, 1.0, 0.5]), scale=False).tolist()

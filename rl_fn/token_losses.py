@@ -74,7 +74,7 @@ def decoupled_ppo(
         ValueError: for a negative clip, dual_clip ≤ 1 or a weight_cap that is not positive.
 
     Reference:
-        Fu et al. (AReaL), arXiv 2505.24298; after Hilton et al., arXiv 2110.00641.
+        Fu et al. (AReaL), arXiv 2505.24298, equations 4 and 5; after Hilton et al., arXiv 2110.00641.
 
     >>> import jax.numpy as jnp
     >>> new, prox, rollout = (jnp.log(jnp.array([x])) for x in (0.6, 0.4, 0.2))

@@ -170,7 +170,7 @@ def decoupled_ppo_objective(
     token-mean of −(π_old/μ) min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = reward whitened over the batch
 
     π_old (batch.old_logprobs) is the paper's proximal policy, μ (batch.rollout_logprobs) its behaviour policy. There is
-    no critic. The weight is the correction: a second one is refused. The clip is PPO's: AReaL's was not confirmed.
+    no critic. The weight is the correction: a second one is refused.
 
     Reads rewards (`*batch G`); of a Batch rollout_logprobs too.
 
@@ -191,7 +191,8 @@ def decoupled_ppo_objective(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        Fu et al. (AReaL), arXiv 2505.24298; after Hilton et al., arXiv 2110.00641.
+        Fu et al. (AReaL), arXiv 2505.24298, equations 4 and 5, appendix B.1 (ε, γ); after Hilton et al.,
+        arXiv 2110.00641.
 
     >>> print(decoupled_ppo_objective().loss.explain())
     exp(old_logprobs − rollout_logprobs) · −min(ρA, clip(ρ, 1 − 0.2, 1 + 0.2)A)

@@ -22,8 +22,7 @@ def passk(
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = (mean R of the sets of k with the answer − mean
     R)/(std of R)
 
-    Only the advantage is the paper's; clip and aggregation are DAPO's, k = 4 is our choice. A group needs at least k
-    answers.
+    Clip-higher and the token-mean are DAPO's, as in the paper; k = 4 is our choice. A group needs at least k answers.
 
     Reads rewards (`*batch G`); of a Batch nothing beyond its first four fields.
 
@@ -44,7 +43,7 @@ def passk(
         ValueError: for constants that a piece refuses; advantages() for a group of fewer than k.
 
     Reference:
-        Chen et al. (Pass@k Training), arXiv 2508.10751, equations 11 to 15.
+        Chen et al. (Pass@k Training), arXiv 2508.10751, section 2.1 and equations 11 to 15.
 
     >>> print(passk().advantage.explain())
     (mean R of the sets of 4 with the answer − mean R)/(std of R), R = the set's best r
@@ -98,7 +97,7 @@ def grpo_passk(
         ValueError: for constants that a piece refuses.
 
     Reference:
-        arXiv 2503.19595, in verl's form; the paper itself was not checked.
+        Tang et al., arXiv 2503.19595, for the lead of the best answer; the std, the clip and the mean are verl's.
 
     >>> print(grpo_passk().advantage.explain())
     (r₁ − r₂)/(std + 1e-06) for the group's best, else 0
