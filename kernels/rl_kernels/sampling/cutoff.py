@@ -1,7 +1,8 @@
 """A truncated distribution as a cutoff: every truncation keeps a prefix of the order (value falling, id rising).
 
-The cutoff is the last entry kept: its value as an integer key and its id. It is found by bisection over the keys, which
-needs no sort; masses are integers, so that no order of summation changes what is kept.
+The cutoff is the last entry kept: its value as an integer key and its id. It is found by bisection, which needs no sort
+and ends when one value is left between the bounds; masses are integers, so that no order of summation changes what is
+kept.
 """
 
 import torch
@@ -11,6 +12,8 @@ EMPTY = -0x7F800001
 """The key of −inf, which is never kept."""
 UNIT = 2.0**40
 """The mass of the largest entry; with 2²³ entries the sum still fits into int64."""
+DEPTH = 40.0
+"""How far below the largest entry the middle of values is sought: beyond, there is no mass."""
 
 
 def tile_width(vocabulary: int) -> int:
@@ -28,6 +31,12 @@ def ordered_key(x: Tensor) -> Tensor:
     """int32 in the order of the floats; −0 and 0 are equal."""
     bits = torch.where(x == 0, 0.0, x).view(torch.int32)
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def key_value(key: Tensor) -> Tensor:
+    """The float with this key (int64)."""
+    bits = key.to(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
 
 
 def kept(x: Tensor, cutoff: Tensor, last: Tensor) -> Tensor:
@@ -50,7 +59,8 @@ def find(x: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor) -> tuple[Tensor, Te
         def count(threshold: Tensor) -> Tensor:
             return (key >= threshold[:, None]).sum(-1)
 
-        cutoff = torch.where(by_count, _largest(count, k, cutoff, top), cutoff)
+        # Rows that are not cut are searched for nothing.
+        cutoff = _largest(key, count, k, cutoff, torch.where(by_count, top, cutoff))
         equals = torch.where(cutoff > EMPTY, k - count(cutoff + 1), 0)
     if bool(by_mass.any()):
         weight = masses(x, maximum)
@@ -62,7 +72,7 @@ def find(x: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor) -> tuple[Tensor, Te
         total = mass(cutoff + 1) + equals * at_cutoff
         # An entry is kept where the mass before it, an integer, is below p·total.
         target = torch.ceil(p.double() * total).long().clamp(min=1)
-        found = _largest(mass, target, cutoff, top)
+        found = _largest(key, mass, target, cutoff, torch.where(by_mass, top, cutoff))
         each = torch.where(key == found[:, None], weight, 0).amax(-1).clamp(min=1)
         fitting = ((target - mass(found + 1) + each - 1) // each).masked_fill(found == EMPTY, 0)
         cutoff, equals = torch.where(by_mass, found, cutoff), torch.where(by_mass, fitting, equals)
@@ -79,10 +89,22 @@ def masses(x: Tensor, maximum: Tensor) -> Tensor:
     return (torch.exp(x - maximum.masked_fill(maximum == float("-inf"), 0.0)[:, None]) * UNIT).long()
 
 
-def _largest(amount, wanted: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The largest key in [low, high] above or at which there is the amount wanted; low if there is none."""
-    for _ in range(33):
+def _largest(key: Tensor, amount, wanted: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The largest key in [low, high] above or at which there is the amount wanted; low if there is none.
+
+    The bounds move to the nearest entries, so that few steps end it; the middle is by turns one of values, which are
+    spread more evenly, and one of keys, of which there are at most 2³².
+    """
+    floor, step = key_value(high) - DEPTH, 0
+    while bool((low < high).any()):
         middle = low + (high - low + 1) // 2
-        enough = amount(middle) >= wanted
-        low, high = torch.where(enough & (low < high), middle, low), torch.where(enough, high, middle - 1).maximum(low)
+        if step % 2 == 0:
+            value = 0.5 * key_value(low).maximum(floor) + 0.5 * key_value(high)
+            middle = ordered_key(value).long().maximum(low + 1).minimum(high)
+        enough, open_ = amount(middle) >= wanted, low < high
+        above = key >= middle[:, None]
+        nearest = key.masked_fill(~above, 0x7FFFFFFF).amin(-1).long()
+        below = key.masked_fill(above, EMPTY).amax(-1).long().maximum(low)
+        low, high = torch.where(open_ & enough, nearest, low), torch.where(open_ & ~enough, below, high)
+        step += 1
     return low

@@ -19,11 +19,16 @@ def mass_units(shifted):
 
 
 @triton.jit
+def key_value(key):
+    """The float with this key (int64)."""
+    bits = key.to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def key_mass(key, base):
     """The mass of an entry with this key."""
-    bits = key.to(tl.int32)
-    x = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-    return mass_units(x - base)
+    return mass_units(key_value(key) - base)
 
 
 @triton.jit

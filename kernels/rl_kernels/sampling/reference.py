@@ -19,11 +19,9 @@ def forward(
     z, heat, count, mass, share = (
         jnp.asarray(value.cpu().numpy()) for value in (logits.float(), temperature, k.int(), p, log_min_p.exp())
     )
-    full = rl_fn.temperature(z, heat)
-    truncated = rl_fn.min_p(rl_fn.top_p(rl_fn.top_k(full, count), mass), share)
-    x = _tensor(truncated, logits)
+    x, *log_p, entropy, logsumexp = (_tensor(value, logits) for value in _distribution(z, heat, count, mass, share))
     token = draw(tiled(x), seed, position)
-    drawn, full_drawn = (_tensor(log_softmax(v), logits).gather(-1, token[:, None]) for v in (truncated, full))
+    drawn, full_drawn = (value.gather(-1, token[:, None]) for value in log_p)
     kept = x > float("-inf")
     # Greedy rows hold 0 where their maximum was.
     scaled = (logits.float() / temperature.where(temperature > 0, 1.0)[:, None]).masked_fill(~kept, float("-inf"))
@@ -34,16 +32,21 @@ def forward(
         token.masked_fill(empty, -1),
         drawn[:, 0].masked_fill(empty, float("-inf")),
         full_drawn[:, 0].masked_fill(empty, float("-inf")),
-        _tensor(_entropy(truncated), logits).masked_fill(empty, 0.0),
+        entropy.masked_fill(empty, 0.0),
         kept.sum(-1).masked_fill(empty, 0),
         ordered_key(lowest).long().masked_fill(empty, EMPTY),
         last.masked_fill(empty, -1),
-        _tensor(jax.nn.logsumexp(full, axis=-1), logits),
+        logsumexp,
     )
 
 
-def _entropy(x: jax.Array) -> jax.Array:
-    return rl_fn.logits_logprobs(x, jnp.zeros(x.shape[0], jnp.int32)).entropy
+@jax.jit
+def _distribution(z, heat, count, mass, share):
+    """Truncated logits, truncated and full log-probabilities, entropy, full logsumexp."""
+    full = rl_fn.temperature(z, heat)
+    truncated = rl_fn.min_p(rl_fn.top_p(rl_fn.top_k(full, count), mass), share)
+    entropy = rl_fn.logits_logprobs(truncated, jnp.zeros(z.shape[0], jnp.int32)).entropy
+    return truncated, log_softmax(truncated), log_softmax(full), entropy, jax.nn.logsumexp(full, axis=-1)
 
 
 def _tensor(x: jax.Array, like: Tensor) -> Tensor:

@@ -14,21 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_kernels.backends import interpreting
-from rl_kernels.sampling.cutoff import greedy_is_top_1, tile_width
-from rl_kernels.sampling.kernel_math import gumbel, key_mass, mass_units, ordered_key
+from rl_kernels.sampling.cutoff import EMPTY, greedy_is_top_1, tile_width
+from rl_kernels.sampling.kernel_math import gumbel, key_mass, ordered_key
+from rl_kernels.sampling.kernel_search import amount_above, largest, scaled_tile
 
 _ROWS = 512 if interpreting() else 1
-_EMPTY = tl.constexpr(-0x7F800001)
-
-
-@triton.jit
-def scaled_tile(logits, row, live, heat, tile, vocabulary, row_stride, column_stride, WIDTH: tl.constexpr):
-    """Logits over temperature [ROWS, WIDTH], divided with the one rounding that PyTorch has; −inf past the end."""
-    column = tile * WIDTH + tl.arange(0, WIDTH)
-    place = row[:, None] * row_stride + column[None, :].to(tl.int64) * column_stride
-    z = tl.load(logits + place, mask=live[:, None] & (column < vocabulary)[None, :], other=float("-inf"))
-    z = z.to(tl.float32)
-    return tl.div_rn(z, tl.broadcast_to(heat[:, None], z.shape))
+_EMPTY = tl.constexpr(EMPTY)
 
 
 @triton.jit
@@ -61,41 +52,6 @@ def tiles_kernel(
 
 
 @triton.jit
-def amount_above(
-    logits, maximum, row, live, heat, base, threshold, vocabulary, tiles, row_stride, column_stride,
-    MASS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """How many entries, or how much mass, have keys of at least the threshold [ROWS]."""
-    amount = tl.zeros([ROWS], tl.int64)
-    for tile in range(0, tiles):
-        top = ordered_key(tl.load(maximum + row * tiles + tile, mask=live, other=float("-inf")))
-        if tl.max((top >= threshold).to(tl.int32), 0) > 0:
-            x = scaled_tile(logits, row, live, heat, tile, vocabulary, row_stride, column_stride, WIDTH)
-            chosen = ordered_key(x) >= threshold[:, None]
-            value = mass_units(x - base[:, None]) if MASS else tl.full([ROWS, WIDTH], 1, tl.int64)
-            amount += tl.sum(tl.where(chosen, value, 0), 1)
-    return amount
-
-
-@triton.jit
-def largest(
-    logits, maximum, row, live, heat, base, wanted, low, high, vocabulary, tiles, row_stride, column_stride,
-    MASS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The largest key in [low, high] at or above which there is the amount wanted; low if there is none."""
-    while tl.max(high - low, 0) > 0:
-        middle = low + (high - low + 1) // 2
-        amount = amount_above(
-            logits, maximum, row, live, heat, base, middle, vocabulary, tiles, row_stride, column_stride,
-            MASS, ROWS, WIDTH,
-        )  # fmt: skip
-        enough = amount >= wanted
-        open_ = low < high
-        low, high = tl.where(open_ & enough, middle, low), tl.where(open_ & (amount < wanted), middle - 1, high)
-    return low
-
-
-@triton.jit
 def cutoff_kernel(
     logits, temperature, maximum, k, p, log_min_p, cutoff, last, rows, vocabulary, tiles, row_stride, column_stride,
     ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
@@ -121,7 +77,7 @@ def cutoff_kernel(
             logits, maximum, row, live, heat, base, count, start, end, vocabulary, tiles, row_stride, column_stride,
             False, ROWS, WIDTH,
         )  # fmt: skip
-        above = amount_above(
+        above, _, _ = amount_above(
             logits, maximum, row, live, heat, base, low + 1, vocabulary, tiles, row_stride, column_stride,
             False, ROWS, WIDTH,
         )  # fmt: skip
@@ -130,7 +86,7 @@ def cutoff_kernel(
     share = tl.load(p + row, mask=live, other=1.0)
     massed = share < 1
     if tl.max(massed.to(tl.int32), 0) > 0:
-        above = amount_above(
+        above, _, _ = amount_above(
             logits, maximum, row, live, heat, base, low + 1, vocabulary, tiles, row_stride, column_stride,
             True, ROWS, WIDTH,
         )  # fmt: skip
@@ -140,7 +96,7 @@ def cutoff_kernel(
             logits, maximum, row, live, heat, base, wanted, low, tl.where(massed, top, low), vocabulary, tiles,
             row_stride, column_stride, True, ROWS, WIDTH,
         )  # fmt: skip
-        above = amount_above(
+        above, _, _ = amount_above(
             logits, maximum, row, live, heat, base, found + 1, vocabulary, tiles, row_stride, column_stride,
             True, ROWS, WIDTH,
         )  # fmt: skip

@@ -59,7 +59,7 @@ def test_set_and_log_probabilities_are_rl_fns(backend, dtype, vocabulary):
     torch.testing.assert_close(result.full_logprobs.double(), full, rtol=1e-5, atol=4e-6)
 
 
-@pytest.mark.parametrize("vocabulary", [33, 100, 200])
+@pytest.mark.parametrize("vocabulary", [33, 200])
 def test_backends_draw_the_same_tokens(vocabulary):
     logits, options = normal(300, vocabulary), parameters(300)
     wanted = sample(logits, **options, backend="torch")
@@ -70,10 +70,10 @@ def test_backends_draw_the_same_tokens(vocabulary):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_row_does_not_depend_on_its_batch(backend):
-    logits, options = normal(23, 150), parameters(23)
+    logits, options = normal(23, 90), parameters(23)
     whole = sample(logits, **options, backend=backend)
     order = torch.randperm(23, generator=torch.Generator().manual_seed(2))
-    for rows in (order, order[:7], *([row] for row in range(0, 23, 6))):
+    for rows in (order[:7], [0], [13]):
         part = sample(logits[rows], **{n: v[rows] for n, v in options.items()}, backend=backend)
         for a, b in zip(part[:5], whole[:5], strict=True):
             assert a is not None and b is not None and torch.equal(a, b[rows])

@@ -1,0 +1,44 @@
+"""The search for a cutoff finds what a sort finds, in few steps, and ends whatever the logits are."""
+
+import pytest
+import torch
+
+from rl_kernels.sampling import cutoff
+
+LOGITS = {
+    "float32": (5 * torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)), 24),
+    "bfloat16": (5 * torch.randn(4, 20_000, generator=torch.Generator().manual_seed(1)).bfloat16().float(), 16),
+    "far from 0": (torch.randn(4, 20_000, generator=torch.Generator().manual_seed(2)) - 1e4, 24),
+    # Every exponent of both signs: half of the steps halve 2³² keys.
+    "every magnitude": (
+        torch.cat([10.0 ** torch.linspace(-44, 38, 999), -(10.0 ** torch.linspace(-44, 38, 999))]).expand(2, -1),
+        64,
+    ),
+    "nearly all impossible": (torch.full((2, 500), -torch.inf).index_fill(1, torch.tensor([3, 77, 400]), -2.0), 4),
+    "one value": (torch.zeros(2, 500), 2),
+}
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_the_key_of_the_kth_largest(name):
+    x, most = LOGITS[name]
+    key = cutoff.ordered_key(x)
+    top, nothing = key.amax(-1).long(), torch.full((len(x),), cutoff.EMPTY)
+    ranked = key.long().sort(-1, descending=True).values
+    for k in (1, 2, 50, 400, x.shape[-1] - 1):
+        steps = 0
+
+        def count(threshold):
+            nonlocal steps
+            steps += 1
+            return (key >= threshold[:, None]).sum(-1)
+
+        found = cutoff._largest(key, count, torch.full_like(top, k), nothing, top)
+        assert torch.equal(found, ranked[:, k - 1]) and steps <= most, (k, steps)
+
+
+def test_keys_have_the_order_of_the_floats_and_give_them_back():
+    x = torch.cat([-(10.0 ** torch.linspace(38, -44, 999)), torch.zeros(1), 10.0 ** torch.linspace(-44, 38, 999)])
+    key = cutoff.ordered_key(x)
+    assert torch.equal(cutoff.key_value(key.long()), x) and (key.long().diff() >= 0).all()
+    assert cutoff.ordered_key(torch.tensor([-0.0, 0.0, -torch.inf])).tolist() == [0, 0, cutoff.EMPTY]
