@@ -123,6 +123,13 @@ def test_verl_with_one_answer():
         of("grpo_passk")
 
 
+def test_verl_best_only_in_small():
+    """A group of two has a best and a second; rewards ±1e-4 have the standard deviation √2·1e-4."""
+    mask, cost = np.ones((1, 2, 1), bool), np.zeros((1, 2, 1))
+    got = run(VerlAdvantage("grpo_passk"), np.array([[1e-4, -1e-4]]), mask, cost)[0, :, 0]
+    np.testing.assert_allclose(got, [2e-4 / (np.sqrt(2.0) * 1e-4 + 1e-6), 0.0], rtol=1e-5)
+
+
 def test_gpg_with_one_reward_that_is_not_zero():
     rewards = np.array([[2.0, 0.0], [0.0, 0.0]])
     got = run(VerlAdvantage("gpg"), rewards, np.ones((2, 2, 1), bool), np.zeros((2, 2, 1)))

@@ -122,6 +122,19 @@ def test_a_trust_region_with_two_thresholds(divergence):
     assert np.isfinite(gradient(piece, sure)).all()
 
 
+def test_a_token_on_the_threshold_is_inside():
+    old, new, one = jnp.zeros((1, 1)), jnp.full((1, 1), -0.7), jnp.ones((1, 1))
+    distance = float(jnp.exp(old)[0, 0] - jnp.exp(new)[0, 0])
+    for p, q, a in ((new, old, -one), (old, new, one)):
+        for limit, weight in ((distance, True), (distance * 0.999, False)):
+            got = jax.grad(
+                lambda x, q=q, a=a, limit=limit: trusted_reinforce(
+                    x, q, a, one > 0, low=limit, high=limit, ratio_cap=9.0, divergence="tv"
+                )[0, 0]
+            )(p)
+            assert bool(got[0, 0] != 0) == weight
+
+
 def test_a_sure_token_is_at_a_finite_distance():
     """1 − p + 1e-8 for p = 1: KL = ½ log ½ + ½ log(½/1e-8) = 8.52."""
     one = jnp.ones((1, 1))

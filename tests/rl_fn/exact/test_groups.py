@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rl_fn
+from tests.oracle.lookup import ORACLE
 
 
 def test_opo_without_a_token_has_no_advantage():
@@ -126,3 +127,9 @@ def test_step_groups_share_a_state():
     scaled = rl_fn.step_group_advantages(r, ids, mask, gamma=0.5, eps=0.0)
     # Every pair becomes ∓1/√2.
     np.testing.assert_allclose(scaled, np.array([[-1.0, -2.0], [1.0, 2.0]]) / math.sqrt(2.0), rtol=1e-6)
+
+
+def test_the_eps_of_several_rewards_weighs_them():
+    """Standard deviations of √2 and √2/10, each with ½ beside it: the whitening after does not take that away."""
+    r = np.array([[[1.0, -1.0], [0.1, -0.1]], [[-1.0, 1.0], [0.1, -0.1]]], np.float32)
+    np.testing.assert_allclose(rl_fn.gdpo_advantages(r, eps=0.5), ORACLE["gdpo_advantages"](r, eps=0.5), rtol=1e-5)
