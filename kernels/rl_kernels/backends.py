@@ -10,14 +10,22 @@ from types import ModuleType
 BACKENDS = {
     "logits_logprobs": ("triton", "torch", "reference"),
     # Triton's forward has run in its interpreter only: it is there for those who ask until a GPU has shown it faster.
-    "linear_logprobs": ("torch", "triton", "reference"),
+    "linear_logprobs": ("torch", "triton", "reference", "liger"),
     # Fused; what is not fused is linear_logprobs.
     "linear_policy_loss": ("triton", "torch", "reference"),
     "topk_logprobs": ("torch", "reference"),
-    "sampling": ("triton", "torch", "reference"),
+    "sampling": ("triton", "torch", "reference", "flashinfer", "aiter"),
     "quantize": ("triton", "torch", "reference"),
     # As with linear_logprobs: PyTorch's product is the vendor's.
     "int8_matmul": ("torch", "triton", "reference"),
+}
+
+# Other libraries' kernels: the module to import, and the release whose signatures the adapter was written against. They
+# lack what the operation's own backends have, refuse it by name, and are never chosen.
+OUTSIDE = {
+    "liger": ("liger_kernel", "liger-kernel 0.8.5"),
+    "flashinfer": ("flashinfer", "flashinfer-python 0.7.2.post1"),
+    "aiter": ("aiter", "amd-aiter 0.1.7.post2.dev18"),
 }
 
 
@@ -47,12 +55,32 @@ def refusal(backend: str, device: str) -> str | None:
             return "Triton compiles for GPUs (on a CPU its interpreter runs with TRITON_INTERPRET=1, for tests)"
     if backend == "reference" and find_spec("jax") is None:
         return "jax is not installed"
+    if backend in OUTSIDE:
+        module, written_against = OUTSIDE[backend]
+        if find_spec(module) is None:
+            return f"{backend} is not installed (its adapter was written against {written_against})"
+        if device != "cuda":
+            return f"{backend} has kernels for GPUs only"
+        if (backend == "aiter") != _rocm():
+            return f"{backend} has kernels for {'AMD' if backend == 'aiter' else 'NVIDIA'} GPUs only"
     return None
 
 
+def _rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None
+
+
+def why_not(backend: str, device: str) -> str:
+    """Why a backend was not chosen: it cannot run, or nobody asked for it."""
+    against = f" (its adapter was written against {OUTSIDE[backend][1]})" if backend in OUTSIDE else ""
+    return refusal(backend, device) or f"only when asked for by name{against}"
+
+
 def suits(backend: str, device: str) -> bool:
-    """Whether a backend that can run is one to choose: an interpreter is not."""
-    return backend != "triton" or device == "cuda"
+    """Whether a backend that can run is one to choose: an interpreter is not, nor another library's kernel."""
+    return backend not in OUTSIDE and (backend != "triton" or device == "cuda")
 
 
 def interpreting() -> bool:

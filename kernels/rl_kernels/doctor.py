@@ -4,7 +4,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from rl_kernels.backends import BACKENDS, refusal, select
+from rl_kernels.backends import BACKENDS, select, why_not
 
 PACKAGES = ("torch", "triton", "jax", "flashinfer-python", "liger-kernel", "amd-aiter")
 
@@ -41,7 +41,7 @@ def doctor() -> Diagnosis:
     findings = []
     for operation, names in BACKENDS.items():
         chosen = select(operation, device, None)
-        others = {n: refusal(n, device) or "only when asked for by name" for n in names if n != chosen}
+        others = {n: why_not(n, device) for n in names if n != chosen}
         findings.append(Finding(operation, chosen, others))
     return Diagnosis(device, name, {"python": platform.python_version()} | _versions(), findings)
 

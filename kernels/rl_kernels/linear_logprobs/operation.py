@@ -53,7 +53,8 @@ def linear_logprobs(
         group: the torch.distributed process group whose ranks hold the shards; every rank gets every result, and the
             gradient of ``hidden`` is summed over the ranks.
         workspace: bytes for blocks of logits.
-        backend: ``"triton"``, ``"torch"`` or ``"reference"``. None takes the best supported one.
+        backend: ``"triton"``, ``"torch"`` or ``"reference"``; or ``"liger"`` where it is installed, with less: see
+            ``linear_logprobs/liger.py``. None takes the best supported one.
 
     Returns:
         ``TokenLogprobs(logprobs, entropy, logsumexp)``: shaped as ``tokens``, ``[*batch]``, ``[*batch]``, in float32
@@ -81,6 +82,11 @@ def linear_logprobs(
         support=support,
         mask=mask,
     )
+    if backend == "liger":
+        # Liger differentiates itself, so that it is no backend of the custom operation.
+        options = {"bias": bias, "softcap": softcap, "support": support, "group": group, "mask": mask}
+        run = implementation("linear_logprobs", hidden.device.type, backend).token_logprobs
+        return run(hidden, weight, tokens, temperature=temperature, logit_scale=logit_scale, **options)
     logprobs, entropy, logsumexp = _forward(
         hidden.reshape(len(rows.inverse), hidden.shape[-1]),
         weight,

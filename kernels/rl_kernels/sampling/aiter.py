@@ -1,8 +1,8 @@
 """aiter's categorical sampler, for those who ask, on ROCm; written against amd-aiter 0.1.7.post2.dev18.
 
-It takes its noise from outside: an exponential number an entry, from this operation's Philox, so that a token depends on
-seed and position alone, as with the other backends. That noise costs an array of the logits' size. aiter adds 0 to it
-here, where its default adds 1e-10.
+It takes its noise from outside: an exponential number an entry, here from Philox, so that a token depends on seed and
+position alone, as with the other backends. That noise costs an array of the logits' size. Nothing is added to it here,
+where aiter's default adds 1e-10.
 """
 
 import torch

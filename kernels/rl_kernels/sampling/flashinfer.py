@@ -1,8 +1,8 @@
 """FlashInfer's categorical sampler, for those who ask, on NVIDIA GPUs; written against flashinfer-python 0.7.2.post1.
 
-It draws from the kept set found here, so that its own top-k and top-p, which keep ties differently, are not used. Unlike
-with the other backends a token also depends on the row's place in the batch, as FlashInfer's random stream does; and its
-Gumbel noise comes from 32 bits, so that entries less probable than about 1e-7 are drawn at other rates than they should.
+It draws from the kept set found here: its own top-k and top-p, which keep ties differently, are not used. Unlike with
+the other backends a token also depends on the row's place in the batch, as FlashInfer's random stream does; and its
+Gumbel noise ends at 15.9, so that entries less probable than about 1e-7 are drawn at other rates than they should be.
 """
 
 import torch
@@ -26,7 +26,7 @@ def _draw(x: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 
 
 def _stream(seed: Tensor, position: Tensor) -> Tensor:
-    """A seed for each pair: as FlashInfer's offset, neighbouring positions would share most of their random numbers."""
+    """A seed for each pair: as FlashInfer's offset, neighbouring positions would share three numbers in four."""
     zero = torch.zeros_like(position)
     high, low, _, _ = philox(seed, position & 0xFFFFFFFF, (position >> 32) & 0xFFFFFFFF, zero, zero + 2)
     return (high << 32) | low

@@ -54,8 +54,9 @@ def sample(
             of ``logits_logprobs``. Waits for the device.
         check: raise for logits that are NaN or +inf, or overflow over the temperature. Waits for the device; without it
             such a row's results mean nothing.
-        backend: ``"torch"``, ``"triton"`` or ``"reference"`` (rl_fn's distribution and this operation's noise). None
-            takes the best supported one.
+        backend: ``"torch"``, ``"triton"`` or ``"reference"`` (rl_fn's distribution and this operation's noise); or
+            where it is installed ``"flashinfer"`` or ``"aiter"``, whose limits ``sampling/flashinfer.py`` and
+            ``aiter.py`` state. None takes the best supported one.
 
     Returns:
         ``SampledTokens``, with int64 and float32 entries ``[B]``. A row of nothing but −inf has token −1,
