@@ -181,7 +181,7 @@ def preamble(result: Mapping[str, Any]) -> str:
     reached = facts["reached"]
     return (
         f"{facts['hardware']}{threads}; {facts['date']}; load {facts['load']:.1f} at the start, of other work; "
-        f"{result['turns']} turns, the least time and the most memory of them"
+        f"{result['turns']} turn{'s' * (result['turns'] > 1)}, the least time and the most memory of them"
         f"{', in seconds of CPU time' if facts['threads'] else ''}.\n"
         f"Reached here by a large product {1e3 * reached['tflops']:.0f} GFLOP/s, by a copy {reached['gbs']:.0f} GB/s.\n"
         + ", ".join(f"{name} {number}" for name, number in facts["versions"].items())

@@ -51,6 +51,23 @@ def test_all_ways_agree(name):
     assert [rows[-1]["way"] in x for x in harness.disagreements(rows, 1e-4)] == [True] * len(rows[0]["norms"])
 
 
+def test_table_and_plot(tmp_path):
+    script = import_module("linear_logprobs")
+    case = {"groups": 2, "length": 512, "features": 8, "vocabulary": 16}
+    facts = {"hardware": "a machine", "threads": 1, "reached": {"tflops": 0.1, "gbs": 10.0}, "versions": {"torch": "2"}}
+    rows = [
+        {"case": case, "way": "ours, torch", "extra": 9 << 20, "gradients": 4 << 20, "forward_s": 0.5, "both_s": 2.0},
+        {"case": case, "way": "Liger", "missing": "No module named 'liger_kernel'"},
+        {"case": case, "way": "ours, fused", "out_of_memory": True},
+    ]
+    result = {"device": "cpu", "facts": facts | {"date": "2026-01-01", "load": 1.0}, "turns": 1, "cases": [case]}
+    table = script.table(result | {"rows": rows, "disagreements": []})
+    assert "| ours, torch | 5 | 9 | 0.500 | 2.000 |" in table and "| ours, fused | out of memory |" in table
+    assert "| Liger | No module named 'liger_kernel' |" in table and "a GPU (none was at hand)" in table
+    script.plot(result | {"rows": rows}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
 def test_a_peer_that_is_not_installed_is_missing():
     harness, script = import_module("harness"), import_module("linear_logprobs")
 
