@@ -144,6 +144,10 @@ class Qwen2(nnx.Module):
         logits = self.embed_tokens.attend(flat) if self.config.tie_word_embeddings else self.lm_head(flat)
         return logits.reshape(*hidden.shape[:-1], -1)
 
+    def output_embedding(self) -> Array:
+        """``[V, hidden]``: ``head`` is the product with its transpose."""
+        return self.embed_tokens.embedding[...] if self.config.tie_word_embeddings else self.lm_head.kernel[...].T
+
     def __call__(self, tokens: Array, valid: Array | None = None) -> Array:
         """Logits ``[B, T, V]`` of the next token."""
         valid = jnp.ones(tokens.shape, bool) if valid is None else valid

@@ -91,11 +91,13 @@ def completion_logprobs(
     mask: Array,
     *,
     temperature: float = 1.0,
+    pallas: bool | None = None,
 ) -> tuple[Array, Array]:
     """Log-probabilities and entropies ``[B·samples, T]`` of the completions of ``B`` prompts, differentiable.
 
     As in ``generate``, the samples of a prompt are adjacent and the prompt is read once for all of them: for short
-    answers in groups that is less than half the work of reading every sequence whole.
+    answers in groups that is less than half the work of reading every sequence whole. With ``pallas``, which is what
+    None means on a TPU, the logits exist a tile at a time only.
     """
     batch, start = prompts.shape
     rows, length = tokens.shape
@@ -112,6 +114,14 @@ def completion_logprobs(
     )
     valid = jnp.concatenate([prompt_mask, mask[:, :-1]], axis=1)
     later, _ = model.hidden(tokens[:, :-1], valid, caches, start)
-    logits = model.head(jnp.concatenate([first, later], axis=1))
-    scored = rl_fn.logits_logprobs(logits, tokens, temperature=temperature)
+    hidden = jnp.concatenate([first, later], axis=1)
+    if pallas is None:
+        pallas = jax.default_backend() == "tpu"
+    if pallas:
+        # Not above: rl_kernels imports torch, which the trainer needs nowhere else.
+        from rl_kernels.in_jax import linear_logprobs
+
+        scored = linear_logprobs(hidden, model.output_embedding(), tokens, temperature=temperature, backend="pallas")
+    else:
+        scored = rl_fn.logits_logprobs(model.head(hidden), tokens, temperature=temperature)
     return scored.logprobs, scored.entropy

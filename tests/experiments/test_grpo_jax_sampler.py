@@ -58,6 +58,26 @@ def test_logprobs_kept_at_sampling_equal_a_full_forwards(model, drawn):
     np.testing.assert_allclose(np.asarray(entropies)[kept], np.asarray(expected.entropy)[kept], atol=1e-4)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_pallas_gives_the_same_values_and_gradients(shallow, drawn, tied):
+    model = shallow
+    if not tied:
+        config = dataclasses.replace(CONFIG, num_hidden_layers=1, tie_word_embeddings=False)
+        model = nnx.jit(lambda: Qwen2(config, nnx.Rngs(0)))()
+
+    def loss(model, pallas):
+        batch = (PROMPTS, MASK, drawn.tokens, drawn.mask)
+        logprobs, entropies = completion_logprobs(model, *batch, temperature=0.7, pallas=pallas)
+        return jnp.sum(jnp.where(drawn.mask, logprobs - 0.1 * entropies, 0.0))
+
+    (a, mine), (b, theirs) = (
+        nnx.jit(nnx.value_and_grad(lambda model, pallas=pallas: loss(model, pallas)))(model) for pallas in (True, False)
+    )
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-4)
+
+
 def test_a_row_ends_with_its_first_end_of_sequence(drawn):
     lengths = set()
     for tokens, mask in zip(np.asarray(drawn.tokens), np.asarray(drawn.mask), strict=True):
