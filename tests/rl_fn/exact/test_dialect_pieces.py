@@ -286,6 +286,9 @@ def test_aggregations_of_rows_and_of_the_padded_width():
     np.testing.assert_allclose([mean.total, mean.denominator], [rows.sum(), 4.0], rtol=1e-5, atol=1e-6)
     norm = AllRows("seq-mean-token-sum-norm", 8.0)(x, BATCH.mask, None)
     np.testing.assert_allclose(norm.value(), (A * MASK).sum() / 4 / 8, rtol=1e-5)
+    stack = AllRows("seq-mean-token-sum")(x.reshape(2, 2, -1), BATCH.mask.reshape(2, 2, -1), None)
+    assert stack.denominator == 4.0
+    np.testing.assert_allclose(stack.total, (A * MASK).sum(), rtol=1e-5)
     wide = OverWidth()(x, BATCH.mask, None)
     np.testing.assert_allclose([wide.total, wide.denominator], [(A * MASK).sum(), 3 * 6], rtol=1e-5)
     assert OverWidth()(x[:, :1], BATCH.mask[:, :1], None).denominator == 2

@@ -131,5 +131,5 @@ def test_step_groups_share_a_state():
 
 def test_the_eps_of_several_rewards_weighs_them():
     """Standard deviations of √2 and √2/10, each with ½ beside it: the whitening after does not take that away."""
-    r = np.array([[[1.0, -1.0], [0.1, -0.1]], [[-1.0, 1.0], [0.1, -0.1]]], np.float32)
+    r = jnp.array([[[1.0, -1.0], [0.1, -0.1]], [[-1.0, 1.0], [0.1, -0.1]]])
     np.testing.assert_allclose(rl_fn.gdpo_advantages(r, eps=0.5), ORACLE["gdpo_advantages"](r, eps=0.5), rtol=1e-5)
