@@ -153,12 +153,13 @@ def vtrace(
     r, v, ratio = (jnp.where(counted, x, 0.0) for x in (r, v, ratio))
     ratio = jax.lax.stop_gradient(ratio)
     rho, trace = _truncated(ratio, rho_clip), lam * _truncated(ratio, c_clip)
-    # What the next counted token has: its value, and the distance of its target to that.
-    value_after = next_counted(v, counted, last, segment_ids)
-    delta = rho * (r + gamma * value_after - v)
-    difference_after = following_recurrence(gamma * trace, delta, counted, jnp.zeros_like(last), segment_ids)
-    targets = v + delta + gamma * trace * difference_after
-    advantages = rho * (r + gamma * (value_after + difference_after) - v)
+    # vₜ = (1 − ρₜ)Vₜ + ρₜrₜ + γ(ρₜ − cₜ)Vₜ₊₁ + γcₜvₜ₊₁: the third term needs a scan of its own, and is often 0.
+    inputs = (1.0 - rho) * v + rho * r
+    if lam != 1 or rho_clip != c_clip:
+        inputs = inputs + gamma * (rho - trace) * next_counted(v, counted, last, segment_ids)
+    after = following_recurrence(gamma * trace, inputs, counted, last, segment_ids)
+    targets = inputs + gamma * trace * after
+    advantages = rho * (r + gamma * after - v)
     return Advantages(jnp.where(counted, advantages, 0.0), jnp.where(counted, targets, 0.0))
 
 

@@ -25,6 +25,16 @@ for _name, _options in _OPTIONS.items():
         mask=3,
         masked=(0, 1, 2),
     )
+case(
+    "vtrace[one_scan]",
+    lambda d: (
+        (d.normal(), d.normal(), d.normal(), d.mask()),
+        {"gamma": 0.97, "bootstrap": d.normal(B), "segment_ids": d.segments()},
+    ),
+    differentiable=(0, 1),
+    mask=3,
+    masked=(0, 1, 2),
+)
 for _n in (1, 3, 100):
     case(
         f"n_step[{_n}]",
