@@ -14,20 +14,16 @@ WIDTHS = (1024, 4096, 16384)
 
 
 class Group(NamedTuple):
-    """What one launch can take: dtypes, width of a program's tile, whether a tile has whole rows, and whether vectors
-    can be read everywhere.
+    """What one launch can take: dtypes, what a program has (a block, or rows and columns of a tile), whether it holds
+    all that shares a scale, and whether vectors can be read everywhere.
     """
 
     weight: torch.dtype
     out: torch.dtype
+    height: int
     width: int
     whole: bool
     aligned: bool
-
-    @property
-    def height(self) -> int:
-        """Rows of a tile: what is not aligned has an address an element in registers, too."""
-        return (WIDTHS[2] if self.aligned else WIDTHS[1]) // self.width if self.whole else 1
 
 
 class Matrix(NamedTuple):
@@ -61,12 +57,11 @@ def groups(
         matrices = list(_matrices(weight, codes, scale, scheme))
         for i, matrix in enumerate(matrices):
             group = _group(matrix, weight, codes, scheme)
-            height = scheme.block if scheme.granularity == "block" else group.height
             entries, programs = found.get(group, ([], 0))
             across = -(-matrix.columns // group.width) if scheme.granularity != "channel" else 1
             place = shared if stacked else shared + i
             entries.append(matrix._replace(first=programs, across=across, shared=place))
-            found[group] = entries, programs + across * -(-matrix.rows // height)
+            found[group] = entries, programs + across * -(-matrix.rows // group.height)
         shared += 1 if stacked else len(matrices)
     return found, shared
 
@@ -111,11 +106,19 @@ def _group(matrix: Matrix, weight: Tensor, codes: Tensor, scheme: Scheme) -> Gro
         and all(n % 16 == 0 for n in (matrix.columns, matrix.weight_row, matrix.out_row))
         and matrix.weight % 16 == matrix.out % 16 == 0
     )
+    dtypes = weight.dtype, codes.dtype
     if scheme.granularity == "block":
         aligned = aligned and scheme.block % 16 == 0
-        return Group(weight.dtype, codes.dtype, scheme.block, aligned, aligned)
+        return Group(*dtypes, scheme.block, scheme.block, aligned, aligned)
     if scheme.granularity == "tensor":
-        return Group(weight.dtype, codes.dtype, WIDTHS[0], True, aligned)
+        return Group(*dtypes, tile_height(WIDTHS[0], aligned) // 2, WIDTHS[0], True, aligned)
     # The whole row, or pieces of it twice.
     fitting = [width for width in WIDTHS[: 3 if aligned else 2] if matrix.columns <= width]
-    return Group(weight.dtype, codes.dtype, fitting[0] if fitting else WIDTHS[1], bool(fitting), aligned)
+    if fitting:
+        return Group(*dtypes, tile_height(fitting[0], aligned), fitting[0], True, aligned)
+    return Group(*dtypes, 1, WIDTHS[1], False, aligned)
+
+
+def tile_height(width: int, aligned: bool) -> int:
+    """Rows at a time: what is not aligned has an address an element in registers, too."""
+    return max(1, WIDTHS[2 if aligned else 1] // width)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_kernels.quantize.kernel_math import fp8_codes, int8_codes, magnitude_bits, scale_of
 from rl_kernels.quantize.scheme import Scheme
-from rl_kernels.quantize.table import WIDTHS, Group, Matrix, groups
+from rl_kernels.quantize.table import WIDTHS, Group, Matrix, groups, tile_height
 
 _LARGEST_BLOCK = 128
 # Rows of a block at a time where it is not aligned.
@@ -203,8 +203,8 @@ def tile_of(group: Group, granularity: str) -> tuple[int, int]:
 
 
 def warps_of(group: Group) -> int:
-    """More threads where each has an address an element to keep."""
-    return 8 if group.aligned else 16
+    """More threads where each has an address an element to keep beside it."""
+    return 16 if group.whole and not group.aligned else 8
 
 
 def converts(device: torch.device) -> bool:
@@ -216,7 +216,8 @@ def converts(device: torch.device) -> bool:
 
 def _specialisation(function, dtype, out, granularity, width, targets=None, *, whole=True, aligned=True):
     """What kernels/benchmarks/ahead_of_time.py compiles."""
-    group = Group(torch.bfloat16, torch.int8, width, whole, aligned)
+    height = (tile_height(width, aligned) if whole else 1) // (2 if granularity == "tensor" else 1)
+    group = Group(torch.bfloat16, torch.int8, height, width, whole, aligned)
     rows, columns = tile_of(group, granularity)
     constants = {"GRANULARITY": granularity, "WHOLE": whole, "FP8": out != "i8", "NATIVE": out == "native fp8"}
     constants |= {"UNSIGNED_ZERO": out == "fnuz", "ALIGNED": aligned, "ROWS": rows, "COLUMNS": columns, "BLOCK": 128}

@@ -82,7 +82,6 @@ def test_a_model_is_one_launch(launches):
 def test_a_launch_a_dtype_and_width_and_alignment(monkeypatch, launches, granularity, count):
     """Rows too wide for any tile go in pieces."""
     monkeypatch.setattr(importlib.import_module("rl_kernels.quantize.table"), "WIDTHS", (16, 32, 64))
-    monkeypatch.setattr(backend, "WIDTHS", (16, 32, 64))
     tensors = [normal(5, 16), normal(3, 96), normal(4, 48).bfloat16(), normal(3, 70), normal(2, 16)]
     scheme, dtype, options = (
         ("fp8", torch.float8_e4m3fn, {"block": 16}) if granularity == "block" else ("int8", torch.int8, {})
