@@ -183,6 +183,7 @@ def test_configurations_do_not_depend_on_rows_and_cover_every_architecture():
                 tile = configuration(name, width, features, vocabulary)
                 assert part_of(vocabulary) % tile.entries == 0 == _PART % tile.entries
                 assert min(tile[:3]) >= 16 and tile.entries <= 64
+    assert configuration("sm_90", 2, 4097, 128256).features == 32 < configuration("sm_90", 2, 4096, 128256).features
     assert configuration("sm_103", 4, 4096, 128256) == configuration("sm_100", 4, 4096, 128256)
     assert configuration("sm_120", 2, 4096, 128256) == configuration("sm_80", 2, 4096, 128256)
     assert configuration("sm_86", 2, 4096, 128256) == configuration("sm_80", 2, 4096, 128256)
