@@ -39,7 +39,7 @@ def gumbel(seed, position, index, PURPOSE: tl.constexpr):
     c1 = (((position >> 32) & 0xFFFFFFFF) + zero).to(tl.uint32)
     high, low, _, _ = tl.philox(seed + zero, c0, c1, index.to(tl.uint32), (zero + PURPOSE).to(tl.uint32))
     upper = high >= 0x80000000
-    high, low = tl.where(upper, ~high, high), tl.where(upper, ~low, low)
+    high, low = tl.where(upper, high ^ 0xFFFFFFFF, high), tl.where(upper, low ^ 0xFFFFFFFF, low)
     u = high.to(tl.float32) * 2.0**-32 + (low.to(tl.float32) + 0.5) * 2.0**-64
     rest = 1.0 - u
     near = tl.where(rest == 1.0, u, -tl.log(rest) * tl.div_rn(u, tl.where(rest == 1.0, 1.0, 1.0 - rest)))
