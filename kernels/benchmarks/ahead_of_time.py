@@ -1,4 +1,5 @@
-"""Compile every Triton kernel for every architecture, without a GPU: registers, spills, shared memory, instructions.
+"""Compile every Triton and Gluon kernel for every architecture it is for, without a GPU: registers, spills, shared
+memory, instructions.
 
     python kernels/benchmarks/ahead_of_time.py            # table, and results/ahead_of_time.json beside this file
     python kernels/benchmarks/ahead_of_time.py --check    # exit 1 if a kernel spills, or lacks what it should have
@@ -29,6 +30,7 @@ if __name__ == "__main__":  # not where a doctest collector imports this file: T
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -40,6 +42,8 @@ TARGETS = {
 }
 # Bytes of shared memory a block may have.
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
+# What of a specialisation does not change what is compiled.
+NOT_COMPILED = ("name", "targets", "matrix", "bulk")
 RESULTS = Path(__file__).parent / "results" / "ahead_of_time.json"
 
 
@@ -59,13 +63,15 @@ class Kernel:
     targets: tuple[str, ...] = tuple(TARGETS)
     aligned: tuple[str, ...] = field(default=())
     """Arguments that are multiples of 16, pointers included."""
+    bulk: bool = False
+    """Whether copies of whole tiles into shared memory (TMA) are expected."""
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel of every operation: each folder's triton.py lists its own."""
+    """Every kernel of every operation: each folder's triton.py and gluon.py list their own."""
     listed = []
     folder = Path(import_module("rl_kernels").__file__ or "").parent
-    for file in sorted(folder.glob("*/triton*.py")):
+    for file in sorted([*folder.glob("*/triton*.py"), *folder.glob("*/gluon.py")]):
         module = import_module(f"rl_kernels.{file.parent.name}.{file.stem}")
         for name, (function, types, constants, options) in module.SPECIALISATIONS.items():
             kernel = Kernel(f"{file.parent.name}: {name}", module.__name__, function, types, constants, **options)
@@ -80,7 +86,7 @@ def source(kernel: Kernel) -> ASTSource:
     unknown = set(kernel.types) | set(kernel.constants)
     if unknown != set(names):
         raise ValueError(f"{kernel.name}: arguments {sorted(unknown ^ set(names))} are not those of {kernel.function}")
-    return ASTSource(
+    return (GluonASTSource if function.is_gluon() else ASTSource)(
         fn=function,
         signature={name: kernel.types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in kernel.constants.items()},
@@ -91,7 +97,7 @@ def source(kernel: Kernel) -> ASTSource:
 def digest(kernel: Kernel) -> str:
     """Of the kernel's source with all that it calls, of this specialisation, and of Triton's version."""
     function = getattr(import_module(kernel.module), kernel.function)
-    described = {name: value for name, value in asdict(kernel).items() if name not in ("name", "targets", "matrix")}
+    described = {name: value for name, value in asdict(kernel).items() if name not in NOT_COMPILED}
     text = f"{function.cache_key} {json.dumps(described, sort_keys=True)} {version('triton')}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -123,7 +129,9 @@ def nvidia(asm: Any) -> dict[str, Any]:
         raise ValueError(f"no resource usage in {usage.stdout!r}")
     matrix = sorted(set(re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA|IMMA|QGMMA|DMMA|IGMMA|UTCIMMA|OMMA)\b", sass)))
     spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
-    return {"registers": int(found[1]), "spills": spills, "matrix": matrix}
+    row = {"registers": int(found[1]), "spills": spills, "matrix": matrix}
+    bulk = len(re.findall(r"\bUTMALDG\b", sass))
+    return row | ({"bulk": bulk} if bulk else {})
 
 
 def amd(asm: Any) -> dict[str, Any]:
@@ -153,6 +161,8 @@ def faults(row: dict[str, Any], kernel: Kernel) -> list[str]:
         found.append(f"{row['shared']} bytes of shared memory, {SHARED[row['target']]} there are")
     if kernel.matrix and not row["matrix"]:
         found.append("no matrix instruction")
+    if kernel.bulk and not row.get("bulk"):
+        found.append("no copy of whole tiles")
     return found
 
 

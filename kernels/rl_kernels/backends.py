@@ -9,8 +9,9 @@ from types import ModuleType
 # Best first. "reference" answers any question slowly and is never chosen.
 BACKENDS = {
     "logits_logprobs": ("triton", "torch", "reference"),
-    # Triton's forward has run in its interpreter only: it is there for those who ask until a GPU has shown it faster.
-    "linear_logprobs": ("torch", "triton", "reference", "liger"),
+    # Triton's forward has run in its interpreter only, Gluon's in an emulator: they are there for those who ask until a
+    # GPU has shown them faster.
+    "linear_logprobs": ("torch", "triton", "reference", "gluon", "liger"),
     # Fused; what is not fused is linear_logprobs.
     "linear_policy_loss": ("triton", "torch", "reference"),
     "topk_logprobs": ("torch", "reference"),
@@ -53,6 +54,14 @@ def refusal(backend: str, device: str) -> str | None:
             return "triton is not installed"
         if device != "cuda" and not interpreting():
             return "Triton compiles for GPUs (on a CPU its interpreter runs with TRITON_INTERPRET=1, for tests)"
+    if backend == "gluon":
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        # Before Triton is asked, which would import it where it is of no use.
+        if device != "cuda" or _rocm() or not _hopper():
+            return "gluon has a kernel for NVIDIA GPUs of compute capability 9.0 only"
+        if find_spec("triton.experimental.gluon") is None:
+            return "this Triton has no Gluon (3.6 and 3.9 have)"
     if backend == "reference" and find_spec("jax") is None:
         return "jax is not installed"
     if backend in OUTSIDE:
@@ -72,6 +81,12 @@ def _rocm() -> bool:
     return torch.version.hip is not None
 
 
+def _hopper() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
 def why_not(backend: str, device: str) -> str:
     """Why a backend was not chosen: it cannot run, or nobody asked for it."""
     against = f" (its adapter was written against {OUTSIDE[backend][1]})" if backend in OUTSIDE else ""
@@ -79,8 +94,10 @@ def why_not(backend: str, device: str) -> str:
 
 
 def suits(backend: str, device: str) -> bool:
-    """Whether a backend that can run is one to choose: an interpreter is not, nor another library's kernel."""
-    return backend not in OUTSIDE and (backend != "triton" or device == "cuda")
+    """Whether a backend that can run is one to choose: an interpreter is not, nor what no GPU has timed, nor another
+    library's kernel.
+    """
+    return backend not in OUTSIDE and backend != "gluon" and (backend != "triton" or device == "cuda")
 
 
 def interpreting() -> bool:

@@ -53,8 +53,8 @@ def linear_logprobs(
         group: the torch.distributed process group whose ranks hold the shards; every rank gets every result, and the
             gradient of ``hidden`` is summed over the ranks.
         workspace: bytes for blocks of logits.
-        backend: ``"triton"``, ``"torch"`` or ``"reference"``; or ``"liger"`` where it is installed, with less: see
-            ``linear_logprobs/liger.py``. None takes the best supported one.
+        backend: ``"triton"``, ``"torch"`` or ``"reference"``; with less, ``"gluon"`` on Hopper and ``"liger"`` where it
+            is installed: see ``linear_logprobs/gluon.py`` and ``liger.py``. None takes the best supported one.
 
     Returns:
         ``TokenLogprobs(logprobs, entropy, logsumexp)``: shaped as ``tokens``, ``[*batch]``, ``[*batch]``, in float32

@@ -43,10 +43,10 @@ def forward(
     tile = configuration(architecture(hidden.device), width, features, vocabulary)
     part = part_of(vocabulary)
     parts = triton.cdiv(vocabulary, part)
-    for rows in row_blocks(len(hidden), mask, _rows_at_once(vocabulary, parts, tokens.shape[1], support, workspace)):
+    for rows in row_blocks(len(hidden), mask, rows_at_once(vocabulary, parts, tokens.shape[1], support, workspace)):
         index = torch.arange(rows.start, rows.stop, device=hidden.device) if isinstance(rows, slice) else rows
         count = len(index)
-        kept = None if support is None else packed(_local(support[rows], start), vocabulary)
+        kept = None if support is None else packed(local_ids(support[rows], start), vocabulary)
         states = inverse.new_empty(parts, 3, count)
         targets = inverse.new_full((count, tokens.shape[1]), float("-inf"))
         forward_kernel[(triton.cdiv(count, tile.rows) * parts,)](
@@ -155,16 +155,18 @@ def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softca
     return gradient
 
 
-def _rows_at_once(vocabulary: int, parts: int, targets: int, support: Tensor | None, workspace: int) -> int:
-    """Rows whose states, and kept sets while they are packed, fit into the workspace."""
+def rows_at_once(
+    vocabulary: int, parts: int, targets: int, support: Tensor | None, workspace: int, copied: int = 0
+) -> int:
+    """Rows whose states, kept sets while they are packed, and ``copied`` bytes each fit into the workspace."""
     # States, the merge's temporaries and the row's index, 8 bytes a number at most.
-    bytes_a_row = 8 * (3 * parts + 16 + 3 * targets)
+    bytes_a_row = 8 * (3 * parts + 16 + 3 * targets) + copied
     if support is not None:
         bytes_a_row += 4 * vocabulary + 32 * support.shape[1]
     return max(1, workspace // bytes_a_row)
 
 
-def _local(support: Tensor, start: int) -> Tensor:
+def local_ids(support: Tensor, start: int) -> Tensor:
     """Kept ids counted from this shard's first entry; a bool set is the whole vocabulary's already."""
     return support if support.dtype == torch.bool or start == 0 else support - start
 
