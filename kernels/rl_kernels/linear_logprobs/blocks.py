@@ -42,19 +42,21 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b with a result in ``dtype`` that was never rounded to less.
 
     On a GPU the products of two half-precision matrices are exact in the float32 accumulator; elsewhere the operands
-    are widened first.
+    are widened first, and autocast, which would narrow them again, is off.
     """
-    if _exact_in_half(a, b) and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a.to(dtype), b.to(dtype))
+    with torch.autocast(a.device.type, enabled=False):
+        if _exact_in_half(a, b) and dtype == torch.float32:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a.to(dtype), b.to(dtype))
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b without rounding the product to less than ``total`` has."""
-    if _exact_in_half(a, b) and total.dtype == torch.float32:
-        total += torch.mm(a, b, out_dtype=torch.float32)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    with torch.autocast(a.device.type, enabled=False):
+        if _exact_in_half(a, b) and total.dtype == torch.float32:
+            total += torch.mm(a, b, out_dtype=torch.float32)
+        else:
+            total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _exact_in_half(a: Tensor, b: Tensor) -> bool:

@@ -78,6 +78,22 @@ def test_logits_are_never_rounded_to_the_operands_precision():
     assert error < 1e-5 < 1e-3 < rounded
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_rounds_nothing(backend, dtype):
+    def everything():
+        hidden, weight, bias = (x.requires_grad_() for x in model(dtype))
+        out = linear_logprobs(hidden, weight, ids(N), bias=bias, backend=backend)
+        loss = out.logprobs.sum() - 0.1 * out.entropy.sum()
+        return [*(x.detach() for x in out), *torch.autograd.grad(loss, (hidden, weight, bias))]
+
+    plain = everything()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = everything()
+    for a, b in zip(under, plain, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
 def test_no_rows_and_no_targets():
     hidden, weight, _ = model()
     leaf = hidden[:0].clone().requires_grad_()
