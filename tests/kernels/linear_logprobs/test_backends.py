@@ -161,3 +161,29 @@ def test_custom_operation_and_torch_compile():
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     expected, actual = (torch.autograd.grad(f(hidden, weight), (hidden, weight)) for f in (loss, compiled))
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_no_further_from_float64_than_whole_logits_in_float32(dtype):
+    hidden = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = (torch.randn(1500, 64, generator=torch.Generator().manual_seed(1)) * 0.3).to(dtype)
+    tokens = ids(96, high=1500)
+
+    def whole(h, w):
+        log_p = torch.log_softmax(h @ w.T, -1)
+        return log_p.gather(-1, tokens[:, None]).sum() + 0.1 * (log_p.exp() * log_p).sum()
+
+    def ours(h, w):
+        out = linear_logprobs(h, w, tokens)
+        return out.logprobs.sum() - 0.1 * out.entropy.sum()
+
+    def gradient(function, h, w):
+        h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
+        return torch.autograd.grad(function(h, w), (h, w))
+
+    exactly = gradient(whole, hidden.double(), weight.double())
+    found = gradient(ours, hidden, weight)
+    reference = [x.to(dtype) for x in gradient(whole, hidden.float(), weight.float())]
+    for a, b, c in zip(found, reference, exactly, strict=True):
+        error, least = ((x.double() - c).norm().item() for x in (a, b))
+        assert error <= 1.05 * least, (error, least)
