@@ -113,10 +113,12 @@ def _fused(**options):
     return way
 
 
-def _only_on_a_gpu(way):
+def _only_on_a_gpu(way, capability=None):
     def checked(hidden, *rest, **more):
         if not hidden.is_cuda:
             raise ImportError("needs a GPU")
+        if capability and (torch.version.hip or torch.cuda.get_device_capability(hidden.device) != capability):
+            raise ImportError(f"needs compute capability {'.'.join(map(str, capability))}")
         return way(hidden, *rest, **more)
 
     return checked
@@ -133,6 +135,7 @@ WAYS = {
     "ours, torch": _ours("torch"),
     "ours, torch, workspace of 64 MiB": _ours("torch", workspace=64 << 20),
     "ours, triton": _only_on_a_gpu(_ours("triton")),
+    "ours, gluon": _only_on_a_gpu(_ours("gluon"), (9, 0)),
     "ours, fused": _fused(),
     "ours, fused, workspace of 256 MiB": _fused(workspace=256 << 20),
 }
