@@ -55,8 +55,8 @@ SWAPS = {
 SWAPS |= {value: key for key, value in SWAPS.items() if value not in SWAPS and key != "cumsum"}
 # Calls of one meaningful argument: the mutant is the argument itself.
 DROPPED = ("stop_gradient", "abs", "sqrt", "square", "keep", "log_softmax", "softmax", "sort", "flip", "cumsum")
-# They return the equation of a piece, for people to read.
-DESCRIBING = ("explain", "describe", "symbol")
+# They return the equation of a piece or a part of it, for people to read.
+DESCRIBING = ("explain", "describe", "symbol", "_clipped")
 LIBRARIES = ("jnp", "np", "jax", "lax", "nn", "scipy", "special", "math")
 
 Change = Callable[[], Callable[[], None]]

@@ -30,10 +30,13 @@ def test_directions_are_plus_and_minus_one():
     assert signs([True, False], 2).tolist() == [1.0, -1.0] and signs(False, 2).tolist() == [-1.0, -1.0]
 
 
-def test_the_best_of_sets_of_two():
-    """Of four with one right: its sets all hold it, half of the others' do; the mean is 1/2, the deviation 1/2."""
-    got = passk_analytic_advantages(jnp.array([1.0, 0.0, 0.0, 0.0]), k=2)
+def test_the_best_of_sets():
+    """One of four is right: sets of two with it are worth 1, with another 1/3, and sets of three 1 and 2/3."""
+    rewards = jnp.array([1.0, 0.0, 0.0, 0.0])
+    got = passk_analytic_advantages(rewards, k=2)
     np.testing.assert_allclose(got, [1.0, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6)
+    got = passk_analytic_advantages(rewards, k=3) * np.float32(np.sqrt(3 / 16))
+    np.testing.assert_allclose(got, [1 / 4, -1 / 12, -1 / 12, -1 / 12], rtol=1e-6)
 
 
 def test_vtrace_has_no_gradient_in_the_ratios():
