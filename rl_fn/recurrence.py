@@ -11,6 +11,8 @@ BLOCK = 8
 
 def segment_ends(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Array:
     """Mark the last position of every segment (without segment_ids, of every row)."""
+    if shape[-1] == 0:
+        return jnp.ones(shape, dtype=bool)
     last = jnp.ones((*shape[:-1], 1), dtype=bool)
     if segment_ids is None:
         return jnp.concatenate([jnp.zeros((*shape[:-1], shape[-1] - 1), dtype=bool), last], axis=-1)
@@ -20,6 +22,8 @@ def segment_ends(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Array
 
 def segment_starts(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Array:
     """Mark the first position of every segment (without segment_ids, of every row)."""
+    if shape[-1] == 0:
+        return jnp.ones(shape, dtype=bool)
     first = jnp.ones((*shape[:-1], 1), dtype=bool)
     return jnp.concatenate([first, segment_ends(shape, segment_ids)[..., :-1]], axis=-1)
 

@@ -244,3 +244,11 @@ def test_a_token_that_the_policy_excludes_has_ratio_zero(key):
     leaves, gradients = evaluate(key, split(tuple(values), kwargs)[0])
     assert all(finite(g).all() for g in gradients)
     assert all(finite(x).all() for x in leaves)
+
+
+@pytest.mark.parametrize("key", sorted(key for key in CASES if CASES[key].name in {"aggregate", "aggregate_parts"}))
+def test_rows_of_no_tokens_aggregate_to_zero(key):
+    """Every mode, packed too; the case of each function alone that has segments did not see this."""
+    if _has_axis(key, T):
+        leaves, gradients = evaluate(key, _cut(key, T, 0))
+        assert all(finite(x).all() for x in (*leaves, *gradients))
