@@ -49,9 +49,6 @@ def orpo(chosen: Pairs, rejected: Pairs, mask: PairMask | None = None, *, lam: N
     """
     require(lam >= 0, f"lam must not be negative, got {lam}")
     c, r = both(chosen, rejected, mask)
-    if mask is not None:
-        # Masked entries are 0 by now, where the odds are infinite: −1 is as good and harmless.
-        c, r = jnp.where(mask, c, -1.0), jnp.where(mask, r, -1.0)
     return keep(lam * softplus(_log_odds(r) - _log_odds(c)) - c, mask)
 
 

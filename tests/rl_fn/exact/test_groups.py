@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rl_fn
+from rl_fn._groups import own
 from tests.oracle.lookup import ORACLE
 
 
@@ -133,3 +134,8 @@ def test_the_eps_of_several_rewards_weighs_them():
     """Standard deviations of √2 and √2/10, each with ½ beside it: the whitening after does not take that away."""
     r = jnp.array([[[1.0, -1.0], [0.1, -0.1]], [[-1.0, 1.0], [0.1, -0.1]]])
     np.testing.assert_allclose(rl_fn.gdpo_advantages(r, eps=0.5), ORACLE["gdpo_advantages"](r, eps=0.5), rtol=1e-5)
+
+
+def test_own_with_two_batch_dimensions():
+    x = np.arange(2 * 3 * 4 * 4, dtype=np.float32).reshape(2, 3, 4, 4)
+    np.testing.assert_array_equal(own(jnp.asarray(x)), np.diagonal(x, axis1=-2, axis2=-1))
