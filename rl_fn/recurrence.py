@@ -50,7 +50,8 @@ def scan(decay: jax.Array, inputs: jax.Array, init: jax.Array, *, reverse: bool)
         state = [columns[0]]
         for decays, added in columns[1:]:
             state.append((decays * state[-1][0], decays * state[-1][1] + added))
-        ends = scan(*state[-1], init, reverse=reverse)
+        products, sums = state[-1]
+        ends = scan(products, sums, init, reverse=reverse)
         first = init[..., None]
         beside = _following(ends, first) if reverse else jnp.concatenate([first, ends[..., :-1]], axis=-1)
         values = [decays * beside + x for decays, x in state]
