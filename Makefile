@@ -5,11 +5,12 @@ STAMP := .venv/.installed
 RUN ?= quickstart
 WORKERS ?= auto
 
-.PHONY: quickstart test test-thorough lint types format install install-smollm2 benchmark-bridge mutation benchmark-core peers clean help
+.PHONY: quickstart test laws test-thorough lint types format install install-smollm2 benchmark-bridge mutation benchmark-core peers clean help
 
 help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
 	@echo "make test         install, then the whole test suite"
+	@echo "make laws         the generated laws of rl_fn alone"
 	@echo "make lint types   ruff and pyright"
 	@echo "make install      the environment alone (.venv)"
 
@@ -18,6 +19,11 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow and not peers"
+
+# The generated laws of rl_fn alone: masking, extremes, ties, jit, vmap, gradient, padding, order, oracle, families.
+LAWS := laws oracle adversarial ties families
+laws: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(LAWS:%=tests/rl_fn/test_%.py)
 
 test-thorough: $(STAMP)
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not peers"

@@ -1,6 +1,7 @@
 """Every public function of rl_fn: from_jax ≡ through_xla ≡ JAX, value and gradient, over the core's own registry."""
 
 import functools
+import os
 
 import jax
 import numpy as np
@@ -14,6 +15,11 @@ from tests.rl_fn.registry import CASES
 
 # A random key is no tensor: drawing from one is JAX's affair, and threefry has no rule.
 NAMES = [name for name, case in CASES.items() if not case.random]
+# through_xla hands the whole function to XLA, whatever its options: in the fast profile one case of each is enough.
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+ONE_EACH = NAMES if THOROUGH else sorted({CASES[name].name: name for name in NAMES}.values())
+SEAMS = [pytest.param(from_jax, name, id=f"from_jax-{name}") for name in NAMES]
+SEAMS += [pytest.param(through_xla, name, id=f"through_xla-{name}") for name in ONE_EACH]
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +50,7 @@ def expected(name):
     return jax.tree.unflatten(jax.tree.structure(shape), leaves), gradient
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seam", [from_jax, through_xla])
+@pytest.mark.parametrize(("seam", "name"), SEAMS)
 def test_value_and_gradient(seam, name):
     function, arguments, places = bound(name)
     if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(arguments)):
