@@ -23,6 +23,12 @@ class RowState(NamedTuple):
     target: Tensor
 
 
+def empty_state(like: Tensor, tokens: Tensor) -> RowState:
+    """``merge``'s neutral element, for as many rows as ``like`` [R] has, of its dtype, and their ``tokens`` [R, K]."""
+    nothing, excluded = torch.zeros_like(like), torch.full_like(like, float("-inf"))
+    return RowState(excluded, nothing, nothing.clone(), like.new_full(tokens.shape, float("-inf")))
+
+
 def tile_state(x: Tensor, tokens: Tensor) -> RowState:
     """State of a tile ``x`` [R, W]; −inf excludes an entry. ``tokens`` [R, K] count from the tile's first entry."""
     maximum = x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:1], float("-inf"))

@@ -17,7 +17,7 @@ from rl_kernels.linear_logprobs import triton as portable
 from rl_kernels.linear_logprobs.blocks import row_blocks
 from rl_kernels.linear_logprobs.configurations import part_of
 from rl_kernels.linear_logprobs.gluon_kernels import forward_kernel
-from rl_kernels.row_state import RowState, merge_all
+from rl_kernels.row_state import RowState, empty_state, merge_all
 from rl_kernels.support import packed
 
 # A tile: 192 KiB of shared buffers in four stages, 128 registers a thread of 256 for its logits. None was timed.
@@ -47,9 +47,7 @@ def forward(
         raise NotImplementedError(
             f"linear_logprobs: backend 'gluon' has no {', '.join(lacking)}; backends that have: triton, torch"
         )
-    nothing = torch.zeros_like(inverse)
-    empty = torch.full_like(inverse, float("-inf"))
-    result = RowState(empty, nothing, nothing.clone(), inverse.new_full(tokens.shape, float("-inf")))
+    result = empty_state(inverse, tokens)
     vocabulary, features = weight.shape
     if vocabulary == 0:
         return result

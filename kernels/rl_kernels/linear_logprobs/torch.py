@@ -1,11 +1,13 @@
 """Blocks of rows by blocks of the vocabulary in PyTorch: the CPU's backend and every unknown device's."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from rl_kernels.linear_logprobs.backward import backward as in_blocks
 from rl_kernels.linear_logprobs.blocks import blocks, product, row_blocks, tiles
-from rl_kernels.row_state import RowState, merge, tile_state
+from rl_kernels.row_state import RowState, empty_state, merge, tile_state
 from rl_kernels.scaling import kept_tile, scaled, slope
 
 
@@ -22,10 +24,7 @@ def forward(
     workspace: int,
 ) -> RowState:
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
-    nothing = torch.zeros_like(inverse)
-    empty = torch.full_like(inverse, float("-inf"))
-    target = inverse.new_full(tokens.shape, float("-inf"))
-    total = RowState(empty, nothing, nothing.clone(), target)
+    total = empty_state(inverse, tokens)
     size = blocks(weight.shape[0], weight.shape[1], workspace)
     for rows in row_blocks(len(hidden), mask, size.rows):
         here, state = hidden[rows], RowState(*(field[rows] for field in total))
@@ -41,38 +40,6 @@ def forward(
         for field, value in zip(total, state, strict=True):
             field[rows] = value
     return total
-
-
-def backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    support: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    workspace: int,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    cotangents: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dL/dhidden of these entries, dL/dweight, dL/dbias, each summed in float32 (float64 for float64)."""
-    return in_blocks(
-        hidden,
-        weight,
-        bias,
-        tokens,
-        inverse,
-        softcap,
-        support,
-        mask,
-        start,
-        workspace,
-        outputs,
-        cotangents,
-        _dlogits,
-    )
 
 
 def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softcap, dtype):
@@ -97,3 +64,7 @@ def _store(dx, local, own):
     """The tokens' own gradients, where the tile holds the token."""
     row, k = ((local >= 0) & (local < dx.shape[-1])).nonzero(as_tuple=True)
     dx[row, local[row, k]] = own[row, k]
+
+
+# The loop over blocks is every backend's.
+backward = partial(in_blocks, dlogits=_dlogits)

@@ -5,6 +5,8 @@ The vocabulary is cut into parts that depend on its size alone and whose states 
 not depend on the other rows.
 """
 
+from functools import partial
+
 import torch
 import triton
 from torch import Tensor
@@ -13,7 +15,7 @@ from rl_kernels.linear_logprobs.backward import backward as in_blocks
 from rl_kernels.linear_logprobs.blocks import row_blocks
 from rl_kernels.linear_logprobs.configurations import architecture, configuration, part_of
 from rl_kernels.linear_logprobs.kernels import dlogits_kernel, forward_kernel
-from rl_kernels.row_state import RowState, merge_all
+from rl_kernels.row_state import RowState, empty_state, merge_all
 from rl_kernels.support import packed
 
 # Blocks of rows that share tiles of the weight in the second-level cache.
@@ -33,9 +35,7 @@ def forward(
     workspace: int,
 ) -> RowState:
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
-    nothing = torch.zeros_like(inverse)
-    empty = torch.full_like(inverse, float("-inf"))
-    result = RowState(empty, nothing, nothing.clone(), inverse.new_full(tokens.shape, float("-inf")))
+    result = empty_state(inverse, tokens)
     vocabulary, features = weight.shape
     if vocabulary == 0:
         return result
@@ -89,38 +89,6 @@ def forward(
         for field, value in zip(result, merged, strict=True):
             field[rows] = value
     return result
-
-
-def backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    support: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    workspace: int,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    cotangents: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dL/dhidden of these entries, dL/dweight, dL/dbias, each summed in float32 (float64 for float64)."""
-    return in_blocks(
-        hidden,
-        weight,
-        bias,
-        tokens,
-        inverse,
-        softcap,
-        support,
-        mask,
-        start,
-        workspace,
-        outputs,
-        cotangents,
-        _dlogits,
-    )
 
 
 def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softcap, dtype):
@@ -211,3 +179,7 @@ SPECIALISATIONS = {
     for function, name, dtype, options in _VARIANTS
     for target in ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950")
 }
+
+
+# The loop over blocks is every backend's.
+backward = partial(in_blocks, dlogits=_dlogits)
