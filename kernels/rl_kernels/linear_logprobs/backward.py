@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_kernels.linear_logprobs.blocks import accumulate, blocks, product, row_blocks, tiles
+from rl_kernels.linear_logprobs.blocks import blocks, cost, row_blocks, tiles
+from rl_kernels.linear_logprobs.products import accumulate, native, product
 from rl_kernels.row_state import Coefficients, coefficients, finite, token_gradients
 from rl_kernels.scaling import kept_tile
 
@@ -31,8 +32,12 @@ def backward(
     outputs: tuple[Tensor, Tensor, Tensor],
     cotangents: tuple[Tensor, Tensor, Tensor],
     dlogits: Dlogits,
+    numbers: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dL/dhidden of these entries, dL/dweight, dL/dbias, each summed in float32 (float64 for float64)."""
+    """dL/dhidden of these entries, dL/dweight, dL/dbias, each summed in float32 (float64 for float64).
+
+    ``numbers`` is how many of the arithmetic's numbers ``dlogits`` and its result hold at once for each logit.
+    """
     logprobs, entropy, logsumexp = outputs
     g, h, z = cotangents
     # A token that cannot be drawn takes no gradient: −inf has none.
@@ -42,7 +47,10 @@ def backward(
     d_hidden = torch.zeros_like(hidden)
     d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
     d_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
-    size = blocks(weight.shape[0], weight.shape[1], workspace)
+    width = inverse.element_size()
+    size = blocks(*weight.shape, workspace, cost(hidden, weight, width, numbers * width))
+    # What a product of halves takes without being widened is half as wide as the logits.
+    narrow = weight.dtype if native(hidden, weight).product else dtype
     for rows in row_blocks(len(hidden), mask, size.rows):
         here = hidden[rows]
         sums = torch.zeros(here.shape, dtype=dtype, device=here.device)
@@ -60,7 +68,7 @@ def backward(
                 ours,
                 base,
                 softcap,
-                weight.dtype if hidden.is_cuda else dtype,
+                narrow,
             )
             accumulate(sums, dz, weight[first:last])
             accumulate(d_weight[first:last], dz.T, here)

@@ -1,13 +1,18 @@
 """How rows and vocabulary are cut, so that what is in memory at once does not depend on how many rows there are."""
 
 from collections.abc import Iterator
+from math import sqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Float32 arrays of a block's size alive at once, the product's input in float32 included.
-_TEMPORARIES = 5
+from rl_kernels.linear_logprobs.products import native
+
+# No tile of the weight has more entries: beyond that they only take rows away from the block.
+_ENTRIES = 8192
+# Products of sizes that are multiples of it leave no part of a multiprocessor's tile unused.
+_UNIT = 128
 
 
 class Blocks(NamedTuple):
@@ -17,12 +22,38 @@ class Blocks(NamedTuple):
     entries: int
 
 
-def blocks(vocabulary: int, features: int, workspace: int) -> Blocks:
-    """The largest blocks whose temporaries stay within ``workspace`` bytes; a function of the model alone."""
-    elements = max(1, workspace // (4 * _TEMPORARIES))
-    # A weight tile [entries, H] in float32 is one of the temporaries.
-    entries = max(1, min(vocabulary, 8192, elements // max(1, features)))
-    return Blocks(max(1, elements // max(entries, features)), entries)
+class Cost(NamedTuple):
+    """Bytes that a block holds for each of its logits, for each feature of its rows, and of its entries."""
+
+    logit: int
+    row: int
+    entry: int
+
+
+def cost(hidden: Tensor, weight: Tensor, width: int, logit: int) -> Cost:
+    """What products with this weight need beside ``logit`` bytes a logit, in an arithmetic of ``width`` bytes."""
+    own = native(hidden, weight)
+    half = hidden.dtype in (torch.bfloat16, torch.float16)
+    widened = width if (half or hidden.dtype != weight.dtype) and not own.product else 0
+    added = 0 if own.accumulate or not own.product else width
+    # Rows that count are copied where some do not, and their gradient is summed.
+    return Cost(logit, hidden.element_size() + width + widened + added, widened + added)
+
+
+def blocks(vocabulary: int, features: int, workspace: int, cost: Cost) -> Blocks:
+    """The largest blocks that stay within ``workspace`` bytes; a function of the model alone.
+
+    Rows and entries are as many as one another where the vocabulary allows it: what is read and written again for each
+    block of either is the least then.
+    """
+    linear = features * (cost.row + cost.entry)
+    square = (sqrt(linear**2 + 4 * cost.logit * workspace) - linear) / (2 * cost.logit)
+    entries = max(1, min(vocabulary, _ENTRIES, int(square)))
+    # As few tiles as that takes, all of about one size.
+    even = -(-vocabulary // -(-vocabulary // entries)) if vocabulary else 1
+    entries = min(entries, -(-even // _UNIT) * _UNIT)
+    rows = (workspace - entries * features * cost.entry) // (entries * cost.logit + features * cost.row)
+    return Blocks(max(1, rows if rows < _UNIT else rows // _UNIT * _UNIT), entries)
 
 
 def tiles(vocabulary: int, entries: int) -> Iterator[tuple[int, int]]:
@@ -36,28 +67,3 @@ def row_blocks(count: int, mask: Tensor | None, size: int) -> Iterator[slice | T
         yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
     else:
         yield from mask.nonzero()[:, 0].split(size)
-
-
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b with a result in ``dtype`` that was never rounded to less.
-
-    On a GPU the products of two half-precision matrices are exact in the float32 accumulator; elsewhere the operands
-    are widened first, and autocast, which would narrow them again, is off.
-    """
-    with torch.autocast(a.device.type, enabled=False):
-        if _exact_in_half(a, b) and dtype == torch.float32:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return torch.mm(a.to(dtype), b.to(dtype))
-
-
-def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b without rounding the product to less than ``total`` has."""
-    with torch.autocast(a.device.type, enabled=False):
-        if _exact_in_half(a, b) and total.dtype == torch.float32:
-            total += torch.mm(a, b, out_dtype=torch.float32)
-        else:
-            total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def _exact_in_half(a: Tensor, b: Tensor) -> bool:
-    return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)

@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 
 from rl_kernels.linear_logprobs.backward import backward as in_blocks
-from rl_kernels.linear_logprobs.blocks import blocks, product, row_blocks, tiles
+from rl_kernels.linear_logprobs.blocks import blocks, cost, row_blocks, tiles
+from rl_kernels.linear_logprobs.products import product
 from rl_kernels.row_state import RowState, empty_state, merge, tile_state
 from rl_kernels.scaling import kept_tile, scaled, slope
+
+# Numbers a logit that are alive at once, in the forward and in the backward.
+_NUMBERS = 5
 
 
 def forward(
@@ -25,7 +29,8 @@ def forward(
 ) -> RowState:
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
     total = empty_state(inverse, tokens)
-    size = blocks(weight.shape[0], weight.shape[1], workspace)
+    width = inverse.element_size()
+    size = blocks(*weight.shape, workspace, cost(hidden, weight, width, _NUMBERS * width))
     for rows in row_blocks(len(hidden), mask, size.rows):
         here, state = hidden[rows], RowState(*(field[rows] for field in total))
         for first, last in tiles(len(weight), size.entries):
@@ -67,4 +72,4 @@ def _store(dx, local, own):
 
 
 # The loop over blocks is every backend's.
-backward = partial(in_blocks, dlogits=_dlogits)
+backward = partial(in_blocks, dlogits=_dlogits, numbers=_NUMBERS)

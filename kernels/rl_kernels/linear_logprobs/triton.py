@@ -181,5 +181,5 @@ SPECIALISATIONS = {
 }
 
 
-# The loop over blocks is every backend's.
-backward = partial(in_blocks, dlogits=_dlogits)
+# The loop over blocks is every backend's; a logit, its gradient and whether it is kept are two numbers at most.
+backward = partial(in_blocks, dlogits=_dlogits, numbers=2)

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from rl_kernels.arguments import Rows
 from rl_kernels.backends import implementation, select
-from rl_kernels.linear_logprobs.blocks import accumulate, product, tiles
+from rl_kernels.linear_logprobs.blocks import tiles
+from rl_kernels.linear_logprobs.products import accumulate, native, product
 from rl_kernels.linear_policy_loss.callables import Loss, differentiated, refuse_interaction
 
 # Numbers that the pass from logits to their gradient holds at once beside a few rows, and for at most so many logits.
@@ -92,7 +93,7 @@ class _Gradients:
         sums = None if self.hidden is None else dlogits.new_zeros(here.shape)
         for first, last in tiles(len(weight), entries):
             exact = dlogits[:, first:last]
-            dz = exact.to(weight.dtype) if here.is_cuda else exact
+            dz = exact.to(weight.dtype) if native(here, weight).product else exact
             if sums is not None:
                 accumulate(sums, dz, weight[first:last])
             if self.weight is not None:
@@ -151,7 +152,7 @@ def _nothing(tokens: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _logits(here: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, entries: int) -> Tensor:
     """[R, V] in ``dtype``; a weight that must be widened is so a tile at a time."""
-    if here.dtype == weight.dtype and (here.is_cuda or here.dtype == dtype):
+    if here.dtype == weight.dtype == dtype or (native(here, weight).product and dtype == torch.float32):
         logits = product(here, weight.T, dtype)
     else:
         logits = here.new_empty(len(here), len(weight), dtype=dtype)

@@ -5,13 +5,16 @@ product that made them reads the whole weight.
 import torch
 from torch import Tensor
 
-from rl_kernels.linear_logprobs.blocks import blocks, product, row_blocks, tiles
+from rl_kernels.linear_logprobs.blocks import blocks, cost, row_blocks, tiles
+from rl_kernels.linear_logprobs.products import product
 from rl_kernels.row_state import RowState, merge, tile_state
 from rl_kernels.scaling import kept_tile, scaled
 from rl_kernels.topk_logprobs.largest import NOTHING, joined, largest
 
 # Elements of a chunk's temporaries, up to 16 bytes each.
 _CHUNK = 1 << 22
+# Numbers a logit that are alive at once where a block of logits is searched.
+_NUMBERS = 7
 
 
 def ids(logits: Tensor, support: Tensor | None, mask: Tensor | None, k: int) -> Tensor:
@@ -44,8 +47,8 @@ def forward(
     total = RowState(empty, nothing, nothing.clone(), inverse.new_empty(count, 0))
     values = inverse.new_full((count, k), float("-inf"))
     found = torch.full((count, k), NOTHING, device=hidden.device)
-    # The search has more temporaries than the five arrays that a block is sized for.
-    size = blocks(weight.shape[0], weight.shape[1], workspace * 5 // 7)
+    width = inverse.element_size()
+    size = blocks(*weight.shape, workspace, cost(hidden, weight, width, _NUMBERS * width))
     for rows in row_blocks(count, mask, size.rows):
         here, state, best = hidden[rows], RowState(*(field[rows] for field in total)), None
         for first, last in tiles(len(weight), size.entries):
