@@ -68,10 +68,10 @@ class Kernel:
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel of every operation: each folder's triton.py and gluon.py list their own."""
+    """Every kernel of every operation: each folder's triton.py, hybrid.py and gluon.py list their own."""
     listed = []
     folder = Path(import_module("rl_kernels").__file__ or "").parent
-    for file in sorted([*folder.glob("*/triton*.py"), *folder.glob("*/gluon.py")]):
+    for file in sorted([path for kind in ("triton*", "hybrid", "gluon") for path in folder.glob(f"*/{kind}.py")]):
         module = import_module(f"rl_kernels.{file.parent.name}.{file.stem}")
         for name, (function, types, constants, options) in module.SPECIALISATIONS.items():
             kernel = Kernel(f"{file.parent.name}: {name}", module.__name__, function, types, constants, **options)

@@ -9,12 +9,12 @@ from types import ModuleType
 # Best first. "reference" answers any question slowly and is never chosen.
 BACKENDS = {
     "logits_logprobs": ("triton", "torch", "reference"),
-    # Triton's forward has run in its interpreter only, Gluon's in an emulator: they are there for those who ask until a
-    # GPU has shown them faster.
-    "linear_logprobs": ("torch", "triton", "reference", "gluon", "liger"),
+    # What multiplies by itself, Triton's forward and Gluon's, is there for those who ask until a GPU has shown it
+    # faster than the vendor's product, which hybrid and torch take; hybrid reads a logit once, torch ten times.
+    "linear_logprobs": ("hybrid", "torch", "triton", "reference", "gluon", "liger"),
     # Fused; what is not fused is linear_logprobs.
     "linear_policy_loss": ("triton", "torch", "reference"),
-    "topk_logprobs": ("torch", "reference"),
+    "topk_logprobs": ("triton", "torch", "reference"),
     "sampling": ("triton", "torch", "reference", "flashinfer", "aiter"),
     "quantize": ("triton", "torch", "reference"),
     # As with linear_logprobs: PyTorch's product is the vendor's.
@@ -49,7 +49,7 @@ def select(operation: str, device: str, backend: str | None) -> str:
 @cache
 def refusal(backend: str, device: str) -> str | None:
     """Why a backend cannot run on a kind of device, or None if it can."""
-    if backend == "triton":
+    if backend in ("triton", "hybrid"):
         if find_spec("triton") is None:
             return "triton is not installed"
         if device != "cuda" and not interpreting():
@@ -97,7 +97,7 @@ def suits(backend: str, device: str) -> bool:
     """Whether a backend that can run is one to choose: an interpreter is not, nor what no GPU has timed, nor another
     library's kernel.
     """
-    return backend not in OUTSIDE and backend != "gluon" and (backend != "triton" or device == "cuda")
+    return backend not in OUTSIDE and backend != "gluon" and (backend not in ("triton", "hybrid") or device == "cuda")
 
 
 def interpreting() -> bool:

@@ -38,3 +38,20 @@ def kept_bits(words, column, inside):
     """Whether the entries of a row are in its kept set; bit i of word j stands for entry 32·j + i."""
     word = tl.load(words + column // 32, mask=inside, other=0)
     return ((word >> (column % 32)) & 1) != 0
+
+
+@triton.jit
+def absorbed(x, possible, maximum, total, weighted):
+    """A row's state (`row_state.RowState`, but for its targets) with a tile of its entries ``x`` [W] taken in.
+
+    Where ``possible`` is False an entry does not exist, whatever finite number ``x`` has there.
+    """
+    top = tl.maximum(maximum, tl.max(tl.where(possible, x, float("-inf")), 0))
+    # A row that has had nothing yet: differences with −inf would be NaN.
+    base = tl.where(top == float("-inf"), 0.0, top)
+    moved = tl.where(maximum == float("-inf"), 0.0, maximum - base)
+    shrunk = tl.exp(moved)
+    shifted = tl.where(possible, x - base, 0.0)
+    e = tl.where(possible, tl.exp(shifted), 0.0)
+    weighted = shrunk * (weighted + moved * total) + tl.sum(shifted * e, 0)
+    return top, total * shrunk + tl.sum(e, 0), weighted

@@ -1,9 +1,9 @@
-"""The two Triton kernels: hidden states to row states, and logits to their gradient."""
+"""The Triton kernels: hidden states to row states, logits to row states, and logits to their gradient."""
 
 import triton
 import triton.language as tl
 
-from rl_kernels.triton_math import softcap_slope, softcapped
+from rl_kernels.triton_math import absorbed, softcap_slope, softcapped
 
 
 @triton.jit
@@ -129,6 +129,64 @@ def forward_kernel(
 
 
 @triton.jit
+def state_kernel(
+    logits,
+    kept,
+    bias,
+    tokens,
+    inverse,
+    maximum,
+    total,
+    weighted,
+    targets,
+    start,
+    bias_start,
+    entries,
+    row_stride,
+    kept_row_stride,
+    kept_stride,
+    bias_stride,
+    target_count,
+    softcap,
+    BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Take a block of logits into the rows' states; its first entry has the id ``start``."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(inverse + row)
+    m, s, u = tl.load(maximum + row), tl.load(total + row), tl.load(weighted + row)
+    z_row, kept_row = logits + row * row_stride, kept + row * kept_row_stride
+    for first in range(0, entries, BLOCK):
+        column = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = column < entries
+        z = tl.load(z_row + column, mask=inside, other=float("-inf"))
+        if BIASED:
+            z += tl.load(bias + (bias_start + column) * bias_stride, mask=inside, other=0.0).to(z.dtype)
+        possible = z != float("-inf")
+        if KEPT:
+            possible = possible & (tl.load(kept_row + column * kept_stride, mask=inside, other=0) != 0)
+        x = softcapped(tl.where(possible, z, 0.0), softcap, CAPPED) * scale
+        m, s, u = absorbed(x, possible, m, s, u)
+    # A maximum passes over NaN; a sum does not.
+    tl.store(maximum + row, tl.where(s == s, m, s))
+    tl.store(total + row, s)
+    tl.store(weighted + row, u)
+    for k in range(target_count):
+        token = tl.load(tokens + row * target_count + k) - start
+        if (token >= 0) & (token < entries):
+            z = tl.load(z_row + token)
+            if BIASED:
+                z += tl.load(bias + (bias_start + token) * bias_stride).to(z.dtype)
+            possible = z != float("-inf")
+            if KEPT:
+                possible = possible & (tl.load(kept_row + token * kept_stride) != 0)
+            x = softcapped(tl.where(possible, z, 0.0), softcap, CAPPED) * scale
+            tl.store(targets + row * target_count + k, tl.where(possible, x, float("-inf")))
+
+
+@triton.jit
 def dlogits_kernel(
     logits,
     gradient,
@@ -161,7 +219,7 @@ def dlogits_kernel(
     z = tl.load(logits + row * row_stride + column, mask=inside, other=float("-inf"))
     if BIASED:
         z += tl.load(bias + column.to(tl.int64) * bias_stride, mask=inside, other=0.0).to(z.dtype)
-    possible = z > float("-inf")
+    possible = z != float("-inf")
     if KEPT:
         offsets = row * kept_row_stride + column.to(tl.int64) * kept_stride
         possible = possible & (tl.load(kept + offsets, mask=inside, other=0) != 0)

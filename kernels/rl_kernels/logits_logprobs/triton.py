@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_kernels.row_state import Coefficients, coefficients, finite, token_gradients
 from rl_kernels.scaling import kept_at, scaled, slope
 from rl_kernels.support import packed
-from rl_kernels.triton_math import kept_bits, softcap_slope, softcapped
+from rl_kernels.triton_math import absorbed, kept_bits, softcap_slope, softcapped
 
 # Bytes of packed kept sets alive at once, however many rows there are.
 _PACKED = 64 << 20
@@ -53,21 +53,12 @@ def forward_kernel(
         inside = column < vocabulary
         z = tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=float("-inf"))
         z = z.to(scale.dtype)
-        possible = z > float("-inf")
+        possible = z != float("-inf")
         if KEPT:
             possible = possible & kept_bits(kept + row * kept_stride, column, inside)
         x = softcapped(tl.where(possible, z, 0.0), softcap, CAPPED) * scale
-        top = tl.maximum(maximum, tl.max(tl.where(possible, x, float("-inf")), 0))
-        # A row that has had nothing yet: differences with −inf would be NaN.
-        base = tl.where(top == float("-inf"), 0.0, top)
-        moved = tl.where(maximum == float("-inf"), 0.0, maximum - base)
-        shrunk = tl.exp(moved)
-        shifted = tl.where(possible, x - base, 0.0)
-        e = tl.where(possible, tl.exp(shifted), 0.0)
-        weighted = shrunk * (weighted + moved * total) + tl.sum(shifted * e, 0)
-        total = total * shrunk + tl.sum(e, 0)
-        maximum = top
-    safe = tl.where(total > 0, total, 1.0)
+        maximum, total, weighted = absorbed(x, possible, maximum, total, weighted)
+    safe = tl.where(total == 0, 1.0, total)
     log_total = tl.log(safe)
     tl.store(logsumexp + row, maximum + log_total)
     tl.store(entropy + row, log_total - weighted / safe)
@@ -106,7 +97,7 @@ def backward_kernel(
     scale = tl.load(inverse + row)
     z = tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=float("-inf"))
     z = z.to(scale.dtype)
-    possible = z > float("-inf")
+    possible = z != float("-inf")
     if KEPT:
         possible = possible & kept_bits(kept + row * kept_stride, column, inside)
     z = tl.where(possible, z, 0.0)

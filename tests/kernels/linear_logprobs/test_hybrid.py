@@ -1,0 +1,164 @@
+"""The vendor's product and Triton's pass over it, in the interpreter: against float64, and what only this way can get
+wrong: the state that is carried from block to block.
+"""
+
+import importlib
+
+import pytest
+import torch
+
+from rl_kernels import linear_logprobs
+from rl_kernels.linear_logprobs import products
+from rl_kernels.linear_logprobs.blocks import Blocks
+from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
+from tests.kernels.exact import exact
+from tests.kernels.linear_logprobs.test_backends import assert_equal_to_float64, model
+
+backend = importlib.import_module("rl_kernels.linear_logprobs.hybrid")
+
+
+@pytest.mark.parametrize("targets", [None, 3])
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_values_and_gradients(option, targets):
+    assert_equal_to_float64("hybrid", OPTIONS[option], targets=targets, biased=targets is None)
+
+
+@pytest.mark.parametrize("size", [Blocks(1, 1), Blocks(3, 16), Blocks(N, 20)])
+@pytest.mark.parametrize("option", ["plain", "everything", "bool support"])
+def test_any_cut_into_blocks(monkeypatch, size, option):
+    monkeypatch.setattr(backend, "blocks", lambda *_: size)
+    assert_equal_to_float64("hybrid", OPTIONS[option], targets=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    assert_equal_to_float64("hybrid", {"temperature": 0.7}, dtype=dtype)
+
+
+def test_float64():
+    hidden, weight, _ = (x.double() for x in model())
+    wanted = exact(hidden @ weight.T, ids(N), softcap=3.0)
+    for a, b in zip(linear_logprobs(hidden, weight, ids(N), softcap=3.0, backend="hybrid"), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_one_pass_over_each_block(monkeypatch):
+    launched = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return kernel[grid]
+
+    kernel = backend.state_kernel
+    monkeypatch.setattr(backend, "state_kernel", Recorded())
+    monkeypatch.setattr(backend, "blocks", lambda *_: Blocks(4, 20))
+    hidden, weight, _ = model()
+    linear_logprobs(hidden, weight, ids(N), backend="hybrid")
+    assert launched == [(4,), (4,), (3,), (3,)]
+
+
+def test_impossible_entries_and_rows_that_have_nothing_until_a_later_block(monkeypatch):
+    monkeypatch.setattr(backend, "blocks", lambda *_: Blocks(N, 8))
+    hidden, weight, bias = (x.clone() for x in model())
+    bias[:20] = -INF
+    tokens, support = ids(N), torch.full((N, 2), -1)
+    tokens[0], tokens[1:3] = 3, 30
+    support[0], support[1], support[2:, 0] = torch.tensor([3, 4]), torch.tensor([30, 31]), 25
+    got = linear_logprobs(hidden, weight, tokens, bias=bias, support=support, backend="hybrid")
+    logits = (hidden.double() @ weight.double().T + bias.double().nan_to_num(neginf=0.0)).masked_fill(
+        bias.isinf()[None, :], -INF
+    )
+    assert got.logsumexp[0] == -INF and got.entropy[0] == 0
+    for a, b in zip(got, exact(logits, tokens, support=support), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # how the interpreter takes a maximum
+def test_not_a_number_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(backend, "blocks", lambda *_: Blocks(N, 20))
+    hidden, weight, bias = (x.clone() for x in model())
+    hidden[1, 3], bias[0] = float("nan"), -INF
+    got = linear_logprobs(hidden, weight, ids(N).clamp(min=1), bias=bias, softcap=3.0, backend="hybrid")
+    assert all(x[1].isnan() and x[2:].isfinite().all() and x[0].isfinite() for x in got)
+
+
+def test_strides():
+    hidden, weight, bias = model()
+    wide = torch.stack([hidden, normal(*hidden.shape).float()], -1)[..., 0]
+    strided = torch.stack([bias, bias], -1)[:, 0]
+    support = torch.zeros(N, V, 2, dtype=torch.bool)
+    support[..., 0] = torch.rand(N, V, generator=torch.Generator().manual_seed(0)) < 0.5
+    plain, other = (
+        linear_logprobs(h, w, ids(N), bias=b, support=s, backend="hybrid")
+        for h, w, b, s in (
+            (hidden, weight, bias, support[..., 0].contiguous()),
+            (wide, weight.T.contiguous().T, strided, support[..., 0]),
+        )
+    )
+    for a, b in zip(plain, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_states_of_shards_merge_to_the_whole():
+    from rl_kernels.row_state import finish, merge_all
+
+    hidden, weight, bias = model()
+    tokens, support, inverse = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N)
+
+    def shard(first, last):
+        more = (tokens, inverse, 3.0, support, None, first, 4096)
+        return backend.forward(hidden, weight[first:last], bias[first:last], *more)
+
+    whole, parts = shard(0, V), merge_all([shard(0, 5), shard(5, 30), shard(30, V)])
+    for a, b in zip(finish(parts), finish(whole), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+class AsOnAGpu:
+    """torch.mm and torch.addmm with the float32 results of half-precision matrices that they have on a GPU alone."""
+
+    def __init__(self, monkeypatch, *, product, accumulate):
+        self.calls, mm, addmm = [], torch.mm, torch.addmm
+
+        def exact_mm(a, b, *, out_dtype=None):
+            self.calls += ["mm"] if out_dtype else []
+            return mm(a, b) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
+
+        def exact_addmm(total, a, b, *, out_dtype, out):
+            self.calls.append("addmm")
+            return addmm(total, a.to(out_dtype), b.to(out_dtype), out=out)
+
+        def own(a, b):
+            half = a.dtype == b.dtype == torch.bfloat16
+            return products.Native(product and half, accumulate and half)
+
+        monkeypatch.setattr(torch, "mm", exact_mm)
+        monkeypatch.setattr(torch, "addmm", exact_addmm)
+        for module in ("products", "blocks", "backward"):
+            monkeypatch.setattr(importlib.import_module(f"rl_kernels.linear_logprobs.{module}"), "native", own)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_products_that_only_a_gpu_has(monkeypatch, accumulate):
+    """The branch for a GPU's half precision: values as exact, gradients of dL/dlogits in the operands' precision."""
+    hidden, weight, _ = (x.detach().requires_grad_() for x in model(torch.bfloat16))
+
+    def everything():
+        out = linear_logprobs(hidden, weight, ids(N), temperature=0.7, backend="hybrid")
+        return out, torch.autograd.grad(out.logprobs.sum() - 0.1 * out.entropy.sum(), (hidden, weight))
+
+    (values, gradients), machine = everything(), AsOnAGpu(monkeypatch, product=True, accumulate=accumulate)
+    other, rounded = everything()
+    assert all(torch.equal(a, b) for a, b in zip(other, values, strict=True))
+    for a, b in zip(rounded, gradients, strict=True):
+        assert 0 < (a - b).float().norm() <= 2**-7 * b.float().norm()
+    assert machine.calls == ["mm", "mm", "addmm", "addmm"] if accumulate else ["mm"] * 4
+
+
+def test_what_torch_cannot_do_is_found_out_once_and_not_asked_of_it():
+    """This machine's torch has no float32 product of halves: asked, it says so, and the operands are widened."""
+    assert products._tried(torch.device("cpu"), torch.bfloat16) == products.Native(False, False)
+    total, a = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bfloat16)
+    products.accumulate(total, a, a)
+    assert total.tolist() == [[4.0] * 3] * 3 and products.product(a, a, torch.float32).dtype == torch.float32
