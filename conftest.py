@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 
@@ -21,6 +22,18 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+# Code that is not optimised, by XLA's older emitters and in one piece, compiles in a ninth of the time. A law (jit and
+# eager agree) and the thorough profile ask for what users get. XLA ends the process at a flag that its version does not
+# have, so a process of its own tries them.
+if "PYTEST_XDIST_WORKER" not in os.environ and os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
+    os.environ["XLA_FLAGS"], without = (
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        " --xla_cpu_parallel_codegen_split_count=1 " + os.environ.get("XLA_FLAGS", ""),
+        os.environ.get("XLA_FLAGS", ""),
+    )
+    if subprocess.run([sys.executable, "-c", "import jax; jax.numpy.zeros(1)"], capture_output=True).returncode:
+        os.environ["XLA_FLAGS"] = without
 
 import hypothesis
 import jax
@@ -48,9 +61,35 @@ def resident_memory() -> int:
         return 0
 
 
+# Laws generated over the table of cases. Those of one case run one after another, wherever they are written: they share
+# its compiled program, which can be let go with the last of them.
+GENERATED = ("test_laws.py", "test_oracle.py", "test_adversarial.py", "test_ties.py", "test_rl_fn_parity.py")
+
+
+def case_of(item) -> str | None:
+    """The case, or the function of rl_fn, that a generated test is about."""
+    if item.path.name not in GENERATED or not hasattr(item, "callspec"):
+        return None
+    return item.callspec.params.get("key") or item.callspec.params.get("name")
+
+
+def pytest_collection_modifyitems(items):
+    """Bring the generated tests of a case together, where the first of all of them was."""
+    cases = [case_of(item) for item in items]
+    generated = sorted(((case, i) for i, case in enumerate(cases) if case), key=lambda x: (x[0].split("[")[0], *x))
+    if generated:
+        start = next(i for i, case in enumerate(cases) if case)
+        rest = [item for item, case in zip(items, cases, strict=True) if not case]
+        items[:] = [*rest[:start], *(items[i] for _, i in generated), *rest[start:]]
+
+
 def pytest_runtest_teardown(item, nextitem):
-    """Between two test functions, give compiled programs back once the process has grown large."""
-    same = nextitem is not None and nextitem.nodeid.split("[")[0] == item.nodeid.split("[")[0]
+    """Between two test functions or cases, give compiled programs back once the process has grown large."""
+
+    def about(item):
+        return case_of(item) or item.nodeid.split("[")[0]
+
+    same = nextitem is not None and about(nextitem) == about(item)
     if not same and resident_memory() > MEMORY_LIMIT:
         jax.clear_caches()
         gc.collect()

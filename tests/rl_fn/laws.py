@@ -1,9 +1,11 @@
 """What the laws share: one compiled program a case, its values and gradients, and junk for masked positions."""
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,21 +13,53 @@ import numpy as np
 import rl_fn
 from tests.rl_fn.registry import CASES
 
-# Compiling is most of the suite's time; one law (jit and eager agree) looks at optimised code. XLA's older emitters
-# take a third of the time of its fusion emitters.
-QUICK: dict[str, bool | int | str] = {"xla_backend_optimization_level": 0}
+Options = dict[str, bool | int | str]
 
 
-def _known(option: dict[str, bool | int | str]) -> dict[str, bool | int | str]:
-    """Return the option, or nothing in a version of XLA without it."""
-    try:
-        jax.jit(jnp.negative, compiler_options=option)(1.0)
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return option
+def _known(options: Options) -> Options:
+    """Return those of the options that this version of XLA has."""
+    known: Options = {}
+    for name, value in options.items():
+        try:
+            jax.jit(jnp.negative, compiler_options={name: value})(1.0)
+        except jax.errors.JaxRuntimeError:
+            continue
+        known[name] = value
+    return known
 
 
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK | _known({"xla_cpu_use_fusion_emitters": False}))
+# Compiling is most of the suite's time, and code that is not optimised, by XLA's older emitters, in one piece, takes a
+# ninth of it. One law (jit and eager agree) looks at what users get, whatever conftest.py has asked of XLA.
+QUICK = _known(
+    {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
+)
+OPTIMISED = _known({"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True})
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
+optimising_jit = functools.partial(jax.jit, compiler_options=OPTIMISED)
+
+# A seed has no structure for hypothesis to search or to shrink, only its own time, which is as much as a law's.
+EXAMPLES = hypothesis.settings().max_examples
+SEEDS = range(EXAMPLES) if hypothesis.settings().derandomize else random.sample(range(2**32), EXAMPLES)
+
+
+def over_seeds(law: Callable[[str, int], None]) -> Callable[[str], None]:
+    """Test a law of a case at each of the profile's seeds. All laws have the same, and share what `clean` computes."""
+
+    def test(key: str) -> None:
+        for seed in SEEDS:
+            try:
+                law(key, seed)
+            except Exception as error:
+                error.add_note(f"{law.__name__}: {key} at seed {seed}")
+                raise
+
+    test.__name__, test.__doc__, test.__module__ = law.__name__, law.__doc__, law.__module__
+    return test
+
 
 JUNK = (np.nan, np.inf, -np.inf, 1e30)
 
@@ -58,7 +92,7 @@ def function_of_arrays(key: str) -> Callable[..., Any]:
     return call
 
 
-@functools.cache
+@functools.lru_cache(maxsize=32)  # the laws of a case are neighbours (conftest.py)
 def _compiled(key: str) -> Callable[..., Any]:
     """Value and gradient in one program: the laws call it with other numbers, and compile it once."""
     case, call = CASES[key], function_of_arrays(key)
@@ -68,15 +102,21 @@ def _compiled(key: str) -> Callable[..., Any]:
             filled = list(arrays)
             for position, x in zip(case.differentiable, active, strict=True):
                 filled[position] = x
-            leaves = jax.tree.leaves(call(*filled))
-            return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)], leaves
+            result = call(*filled)
+            return [x for x in jax.tree.leaves(result) if jnp.issubdtype(x.dtype, jnp.floating)], result
 
         if not case.differentiable:
             return floats_of()[1], ()
-        floats, pull, leaves = jax.vjp(floats_of, *(arrays[i] for i in case.differentiable), has_aux=True)
-        return leaves, pull([scale.astype(x.dtype) * weights(x) for x in floats])
+        floats, pull, result = jax.vjp(floats_of, *(arrays[i] for i in case.differentiable), has_aux=True)
+        return result, pull([scale.astype(x.dtype) * weights(x) for x in floats])
 
     return quick_jit(both)
+
+
+@functools.lru_cache(maxsize=32)
+def values(key: str) -> Callable[..., Any]:
+    """The function of arrays alone, for laws whose shapes no gradient is asked of."""
+    return quick_jit(function_of_arrays(key))
 
 
 def weights(x: jax.Array) -> jax.Array:
@@ -84,10 +124,15 @@ def weights(x: jax.Array) -> jax.Array:
     return jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
 
 
+def result_and_gradient(key: str, arrays: list[Any], scale: float = 1.0) -> tuple[Any, tuple[jax.Array, ...]]:
+    """The result as it is returned, and the gradient of its leaves' sum, weighted by `scale` and by `weights`."""
+    return _compiled(key)(np.float32(scale), *arrays)
+
+
 def evaluate(key: str, arrays: list[Any], scale: float = 1.0) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Leaves of the result, and the gradient of their sum, weighted by `scale` and by `weights`."""
-    leaves, gradients = _compiled(key)(np.float32(scale), *arrays)
-    return [np.asarray(x) for x in leaves], [np.asarray(g) for g in gradients]
+    """Leaves of the result, and its gradient."""
+    result, gradients = result_and_gradient(key, arrays, scale)
+    return [np.asarray(x) for x in jax.tree.leaves(result)], [np.asarray(g) for g in gradients]
 
 
 def both(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -98,6 +143,12 @@ def both(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
 def run(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:
     """Leaves of the result."""
     return both(key, args, kwargs)[0]
+
+
+@functools.lru_cache(maxsize=2 * EXAMPLES)
+def clean(key: str, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Value and gradient of the case as it is drawn: what several laws compare with."""
+    return both(key, *CASES[key].make(seed))
 
 
 def with_junk(

@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import rl_fn
 from tests.rl_fn.extremes import extreme, kind, named
-from tests.rl_fn.laws import DETERMINISTIC, DIFFERENTIABLE, evaluate, function_of_arrays, quick_jit, split
+from tests.rl_fn.laws import DETERMINISTIC, DIFFERENTIABLE, evaluate, function_of_arrays, over_seeds, quick_jit, split
 from tests.rl_fn.registry import CASES, B, G, T
 
-SEEDS = st.integers(0, 2**32 - 1)
 ONE_CASE_EACH = sorted({CASES[key].name: key for key in DETERMINISTIC}.values())
 
 # The paper's formula is a product of two unbounded ratios: finite with the clamps named here, as the docstring tells.
@@ -38,7 +35,7 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("key", [key for key in DETERMINISTIC if CASES[key].name not in EXPLODES])
-@given(seed=SEEDS)
+@over_seeds
 def test_extreme_arguments_give_finite_values_and_gradients(key, seed):
     leaves, gradients = evaluate(key, split(*extreme(key, seed))[0])
     for x in leaves:

@@ -10,7 +10,7 @@ import torch
 
 from rl_bridge.functional import from_jax, through_xla
 from tests.bridge.functional.both import assert_same, to_torch, weights
-from tests.rl_fn.laws import both, function_of_arrays, quick_jit, split
+from tests.rl_fn.laws import quick_jit, result_and_gradient, split
 from tests.rl_fn.registry import CASES
 
 # A random key is no tensor: drawing from one is JAX's affair, and threefry has no rule.
@@ -44,10 +44,7 @@ def bound(name):
 
 def expected(name):
     """JAX's value and gradient, by the program that the laws have compiled."""
-    args, kwargs = CASES[name].make(0)
-    leaves, gradient = both(name, args, kwargs)
-    shape = jax.eval_shape(function_of_arrays(name), *split(args, kwargs)[0])
-    return jax.tree.unflatten(jax.tree.structure(shape), leaves), gradient
+    return result_and_gradient(name, split(*CASES[name].make(0))[0])
 
 
 @pytest.mark.parametrize(("seam", "name"), SEAMS)
