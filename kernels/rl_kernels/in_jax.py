@@ -1,17 +1,21 @@
-"""The log-probability operations for JAX arrays: Pallas on a TPU, rl_fn's own formula elsewhere.
+"""The log-probability operations for JAX arrays: Pallas on a TPU and, on request, a GPU; rl_fn's formula elsewhere.
 
 The torch operations of `rl_kernels` have the same names and the same results.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import rl_fn
-from rl_kernels.pallas_math import Options
+from rl_kernels.pallas_math import LEFT_OUT, Options, product
 
-BACKENDS = ("pallas", "reference")
+BACKENDS = ("pallas", "pallas_gpu", "reference")
+# The file that "pallas" means on a kind of device: on a CPU a TPU's kernels in Pallas's interpreter.
+_PALLAS = {"tpu": "pallas", "cpu": "pallas", "gpu": "pallas_gpu"}
+WORKSPACE = 256 << 20
 
 
 def logits_logprobs(
@@ -19,47 +23,56 @@ def logits_logprobs(
     tokens: jax.Array,
     *,
     temperature: float | jax.Array = 1.0,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     support: jax.Array | None = None,
-    block_rows: int = 256,
-    block_entries: int = 2048,
+    mask: jax.Array | None = None,
+    block_rows: int | None = None,
+    block_entries: int | None = None,
     backend: str | None = None,
 ) -> rl_fn.TokenLogprobs:
-    """Log-probability, entropy and logsumexp of softmax(cap(logits)/temperature) in float32, differentiable in logits.
+    """Log-probability, entropy and logsumexp of softmax(x) in float32, differentiable in logits.
+
+    x = softcap·tanh(logit_scale·logits/softcap)/temperature, over the kept set.
 
     Args:
         logits: ``*batch V``; −inf excludes an entry.
         tokens: token ids, ``*batch``, or ``*batch K`` for K tokens a row.
         temperature: > 0, a number or ``*batch``.
+        logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: cap before the temperature, or None.
         support: the kept set, bool ``*batch V`` or ``V``.
-        block_rows: rows of a block, a multiple of 8 on a TPU.
-        block_entries: entries of the vocabulary in a block, a multiple of 128 on a TPU.
-        backend: "pallas" (on a CPU in Pallas's interpreter) or "reference" (rl_fn through XLA). None is "pallas" on a
-            TPU and "reference" elsewhere.
+        mask: bool ``*batch``; a row where it is False has results 0 and no gradient, whatever its logits are.
+        block_rows: rows of a block: on a TPU a multiple of 8 (256 by default), on a GPU a power of two (1).
+        block_entries: entries of the vocabulary in a block: on a TPU a multiple of 128 (2048), on a GPU a power of two
+            (4096).
+        backend: "pallas" (on a CPU a TPU's kernels in Pallas's interpreter), "pallas_gpu" (a GPU's, on a CPU in the
+            interpreter) or "reference" (rl_fn through XLA). None is "pallas" on a TPU and "reference" elsewhere: no GPU
+            has timed its kernels yet, so that they run for those who ask.
 
     Returns:
         ``rl_fn.TokenLogprobs``: logprobs shaped as tokens, entropy and logsumexp ``*batch``.
 
     Raises:
-        ValueError: shapes that do not fit, a temperature (as a number) or softcap that is not positive.
-        NotImplementedError: an unknown backend.
+        ValueError: shapes that do not fit, a temperature (as a number), scale or softcap that is not positive, blocks
+            that are no power of two for a GPU's kernels.
+        NotImplementedError: a backend that does not exist or has no kernels for this device.
 
     >>> out = logits_logprobs(jnp.zeros((1, 4)), jnp.array([2]), backend="pallas")
     >>> print(out.logprobs.round(4), out.entropy.round(4))
     [-1.3863] [1.3863]
 
     """
-    batch = logits.shape[:-1]
-    if _resolve(backend) == "reference" or 0 in batch:
-        return _reference(logits, tokens, temperature, softcap, support)
-    ids, inverse, kept = _rows(batch, logits.shape[-1], tokens, temperature, softcap, support)
+    batch, vocabulary = logits.shape[:-1], logits.shape[-1]
+    rows = _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, support, mask)
+    name = _resolve(backend)
+    if name == "reference" or 0 in batch:
+        return _reference(logits, tokens, rows, support, mask)
+    options = _options(name, rows, vocabulary, block_rows, block_entries, (256, 2048), (1, 4096))
     # Imported here: where the reference is meant Pallas is not needed.
-    from rl_kernels.logits_logprobs.pallas import run
-
-    options = _options(len(ids), logits.shape[-1], softcap, kept, block_rows, block_entries)
-    results = run(logits.reshape(len(ids), logits.shape[-1]), ids, inverse, kept, options)
-    return _shaped(results, tokens.shape, batch)
+    run = import_module(f"rl_kernels.logits_logprobs.{name}").run
+    results = run(logits.reshape(-1, vocabulary), rows.ids, rows.scale, _kept(rows, name), options)
+    return _shaped(results, tokens.shape, mask, batch)
 
 
 def linear_logprobs(
@@ -69,10 +82,13 @@ def linear_logprobs(
     *,
     bias: jax.Array | None = None,
     temperature: float | jax.Array = 1.0,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     support: jax.Array | None = None,
-    block_rows: int = 256,
-    block_entries: int = 256,
+    mask: jax.Array | None = None,
+    block_rows: int | None = None,
+    block_entries: int | None = None,
+    workspace: int = WORKSPACE,
     backend: str | None = None,
 ) -> rl_fn.TokenLogprobs:
     """``logits_logprobs`` of ``hidden @ weight.T + bias`` without the logits, differentiable in all three.
@@ -83,107 +99,160 @@ def linear_logprobs(
         tokens: token ids, ``*batch``, or ``*batch K`` for K tokens a row.
         bias: ``V``; none by default.
         temperature: > 0, a number or ``*batch``.
+        logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: cap before the temperature, or None.
         support: the kept set, bool ``*batch V`` or ``V``.
-        block_rows: rows of a block, a multiple of 8 on a TPU; block_rows · H and block_entries · H must fit its memory.
-        block_entries: entries of the vocabulary in a block, a multiple of 128 on a TPU.
-        backend: "pallas" (on a CPU in Pallas's interpreter) or "reference" (rl_fn through XLA, tile by tile). None is
-            "pallas" on a TPU and "reference" elsewhere.
+        mask: bool ``*batch``; a row where it is False has results 0 and no gradient, whatever its hidden state is.
+        block_rows: rows of a block: on a TPU a multiple of 8 (256 by default), and block_rows · H and block_entries · H
+            must fit its memory; on a GPU a power of two, at least 16 (128, or 64 in float32), of the forward.
+        block_entries: entries of the vocabulary in a block: on a TPU a multiple of 128 (256), on a GPU as block_rows.
+        workspace: bytes of the blocks of logits that a GPU's backward makes, however many rows there are.
+        backend: "pallas" (on a CPU a TPU's kernels in Pallas's interpreter), "pallas_gpu" (a GPU's, on a CPU in the
+            interpreter) or "reference" (rl_fn through XLA, tile by tile). None is "pallas" on a TPU and "reference"
+            elsewhere: no GPU has timed its kernels yet, so that they run for those who ask.
 
     Returns:
         ``rl_fn.TokenLogprobs``: logprobs shaped as tokens, entropy and logsumexp ``*batch``.
 
     Raises:
-        ValueError: shapes that do not fit, a temperature (as a number) or softcap that is not positive.
-        NotImplementedError: an unknown backend.
+        ValueError: shapes that do not fit, a temperature (as a number), scale, softcap or workspace that is not
+            positive, blocks that are no power of two for a GPU's kernels.
+        NotImplementedError: a backend that does not exist or has no kernels for this device.
 
     >>> out = linear_logprobs(jnp.ones((1, 2)), jnp.zeros((4, 2)), jnp.array([3]), backend="pallas")
     >>> print(out.logprobs.round(4))
     [-1.3863]
 
     """
-    batch = hidden.shape[:-1]
-    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {weight.shape}")
-    if _resolve(backend) == "reference" or 0 in batch:
-        if support is None or support.ndim == 1:
-            return _linear_reference(hidden, weight, tokens, bias, temperature, softcap, support)
-        logits = jax.lax.dot_general(
-            hidden.astype(jnp.float32),
-            weight.astype(jnp.float32),
-            (((hidden.ndim - 1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        shift = 0.0 if bias is None else bias.astype(jnp.float32).reshape((1,) * len(batch) + bias.shape)
-        return _reference(logits + shift, tokens, temperature, softcap, support)
-    ids, inverse, kept = _rows(batch, len(weight), tokens, temperature, softcap, support)
-    from rl_kernels.linear_logprobs.pallas import run
-
-    options = _options(len(ids), len(weight), softcap, kept, block_rows, block_entries)
-    shift = jnp.zeros(len(weight), jnp.float32) if bias is None else bias
-    results = run(hidden.reshape(len(ids), hidden.shape[-1]), weight, shift, ids, inverse, kept, options)
-    return _shaped(results, tokens.shape, batch)
-
-
-def _shaped(results: Any, tokens: tuple[int, ...], batch: tuple[int, ...]) -> rl_fn.TokenLogprobs:
-    logprobs, entropy, logsumexp = results
-    return rl_fn.TokenLogprobs(logprobs.reshape(tokens), entropy.reshape(batch), logsumexp.reshape(batch))
+    batch, features = hidden.shape[:-1], hidden.shape[-1]
+    if weight.ndim != 2 or weight.shape[1] != features:
+        raise ValueError(f"weight must be (V, {features}), got {weight.shape}")
+    if not workspace > 0:
+        raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
+    rows = _rows(batch, len(weight), tokens, temperature, logit_scale, softcap, support, mask)
+    if mask is not None:
+        # Whatever is in a row that does not count, 0 · NaN in the weight's gradient included.
+        hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
+    name = _resolve(backend)
+    if name == "reference" or 0 in batch:
+        return _linear_reference(hidden, weight, tokens, bias, rows, support, mask)
+    large = (64, 64) if hidden.dtype == jnp.float32 else (128, 128)
+    options = _options(name, rows, len(weight), block_rows, block_entries, (256, 256), large, least=16)
+    run = import_module(f"rl_kernels.linear_logprobs.{name}").run
+    # A TPU's kernels always add one.
+    shift = jnp.zeros(len(weight), jnp.float32) if bias is None and name == "pallas" else bias
+    flat, kept = hidden.reshape(-1, features), _kept(rows, name)
+    results = run(flat, weight, shift, rows.ids, rows.scale, kept, options._replace(workspace=workspace))
+    return _shaped(results, tokens.shape, mask, batch)
 
 
-def _resolve(backend: str | None) -> str:
-    name = ("pallas" if jax.default_backend() == "tpu" else "reference") if backend is None else backend
-    if name not in BACKENDS:
-        raise NotImplementedError(f"no backend {name!r} for JAX arrays; available: {', '.join(BACKENDS)}")
-    return name
+class _Rows(NamedTuple):
+    """Arguments a row: ids [N, K], scale over temperature [N] (LEFT_OUT where masked), kept bool [N, V] or None."""
+
+    ids: jax.Array
+    scale: jax.Array
+    softcap: float | None
+    kept: jax.Array | None
+    temperature: float | jax.Array
 
 
-def _rows(batch, vocabulary, tokens, temperature, softcap, support):
-    """Arguments a row: ids [N, K], 1/temperature [N], kept int8 [N, V] or None."""
+def _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, support, mask):
     if tokens.shape != batch and tokens.shape[:-1] != batch:
         raise ValueError(f"tokens must have shape {batch}, with or without a last axis of K tokens, got {tokens.shape}")
-    if isinstance(temperature, float | int) and not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
-    count = 1
-    for size in batch:
-        count *= size
-    inverse = jnp.broadcast_to(1.0 / jnp.asarray(temperature, jnp.float32), batch).reshape(count)
-    kept = None
-    if support is not None:
-        kept = jnp.broadcast_to(support, (*batch, vocabulary)).reshape(count, vocabulary).astype(jnp.int8)
-    width = 1 if tokens.shape == batch else tokens.shape[-1]
-    return tokens.reshape(count, width).astype(jnp.int32), inverse, kept
+    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
+        if isinstance(value, float | int) and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+    if mask is not None and (mask.shape != batch or mask.dtype != jnp.bool_):
+        raise ValueError(f"mask must be bool {batch}, got {mask.dtype} {mask.shape}")
+    # cap·tanh(scale·z/cap) = scale·c·tanh(z/c) with c = cap/scale: backends know one factor only, after the cap.
+    cap = None if softcap is None else softcap / logit_scale
+    scale = jnp.broadcast_to(logit_scale / jnp.asarray(temperature, jnp.float32), batch)
+    if mask is not None:
+        scale = jnp.where(mask, scale, LEFT_OUT)
+    count = scale.size
+    kept = None if support is None else jnp.broadcast_to(support, (*batch, vocabulary)).reshape(count, vocabulary)
+    ids = tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).astype(jnp.int32)
+    if not ids.shape[1]:
+        # Of no token there is still an entropy: kernels have one, and nobody sees its log-probability.
+        ids = jnp.zeros((count, 1), jnp.int32)
+    return _Rows(ids, scale.reshape(count), cap, kept, temperature / logit_scale)
 
 
-def _options(count, vocabulary, softcap, kept, block_rows, block_entries):
-    def fitting(block, size, unit):
-        return min(block, -(-size // unit) * unit)
+def _kept(rows, name):
+    """As the backend's kernels read it: a TPU's a byte an entry."""
+    return rows.kept.astype(jnp.int8) if rows.kept is not None and name == "pallas" else rows.kept
 
-    return Options(
-        vocabulary,
-        softcap,
-        kept is not None,
-        fitting(block_rows, max(count, 1), 8),
-        fitting(block_entries, vocabulary, 128),
-        jax.default_backend() != "tpu",
+
+def _shaped(results: Any, tokens: tuple[int, ...], mask: Any, batch: tuple[int, ...]) -> rl_fn.TokenLogprobs:
+    logprobs, entropy, logsumexp = results
+    width = 1 if tokens == batch else tokens[-1]
+    out = rl_fn.TokenLogprobs(logprobs[:, :width].reshape(tokens), entropy.reshape(batch), logsumexp.reshape(batch))
+    return _counted(out, mask)
+
+
+def _counted(out, mask):
+    """Results 0 where a row does not count."""
+    if mask is None:
+        return out
+    wide = mask.reshape(mask.shape + (1,) * (out.logprobs.ndim - mask.ndim))
+    return rl_fn.TokenLogprobs(
+        jnp.where(wide, out.logprobs, 0.0), jnp.where(mask, out.entropy, 0.0), jnp.where(mask, out.logsumexp, 0.0)
     )
 
 
-def _reference(logits, tokens, temperature, softcap, support):
+def _resolve(backend: str | None) -> str:
+    """The file whose kernels run, or "reference"."""
+    device = jax.default_backend()
+    if backend is None:
+        return "pallas" if device == "tpu" else "reference"
+    if backend not in BACKENDS:
+        raise NotImplementedError(f"no backend {backend!r} for JAX arrays; available: {', '.join(BACKENDS)}")
+    if backend == "pallas_gpu" and device not in ("cpu", "gpu"):
+        raise NotImplementedError(f"backend 'pallas_gpu' has kernels for GPUs only, not for {device}")
+    if backend == "pallas" and device not in _PALLAS:
+        raise NotImplementedError(f"backend 'pallas' has kernels for TPU and GPU, not for {device}")
+    return _PALLAS[device] if backend == "pallas" else backend
+
+
+def _options(name, rows, vocabulary, block_rows, block_entries, tpu, gpu, least=1):
+    interpret = jax.default_backend() == "cpu"
+    kept = rows.kept is not None
+    sizes = max(len(rows.ids), 1), max(vocabulary, 1)
+    defaults = tpu if name == "pallas" else gpu
+    blocks = [d if b is None else b for b, d in zip((block_rows, block_entries), defaults, strict=True)]
+    if name == "pallas":
+        fitting = [min(b, -(-size // unit) * unit) for b, size, unit in zip(blocks, sizes, (8, 128), strict=True)]
+    else:
+        for argument, b in zip(("block_rows", "block_entries"), blocks, strict=True):
+            if b < least or b & (b - 1):
+                raise ValueError(f"{argument} must be a power of two, at least {least}, for a GPU's kernels, got {b}")
+        fitting = [max(least, min(b, 1 << (size - 1).bit_length())) for b, size in zip(blocks, sizes, strict=True)]
+    return Options(vocabulary, rows.softcap, kept, fitting[0], fitting[1], interpret)
+
+
+def _reference(logits, tokens, rows, support, mask):
+    if mask is not None:
+        logits = jnp.where(mask[..., None], logits, jnp.zeros_like(logits))
+
     def one(ids):
-        return rl_fn.logits_logprobs(logits, ids, temperature=temperature, softcap=softcap, support=support)
+        return rl_fn.logits_logprobs(logits, ids, temperature=rows.temperature, softcap=rows.softcap, support=support)
 
-    return _each(one, logits.shape[:-1], tokens)
+    return _counted(_each(one, logits.shape[:-1], tokens), mask)
 
 
-def _linear_reference(hidden, weight, tokens, bias, temperature, softcap, support):
+def _linear_reference(hidden, weight, tokens, bias, rows, support, mask):
+    batch = hidden.shape[:-1]
+    if support is not None and support.ndim > 1:
+        wide = product(hidden.astype(jnp.float32), weight.astype(jnp.float32), (hidden.ndim - 1, 1))
+        shift = 0.0 if bias is None else bias.astype(jnp.float32).reshape((1,) * len(batch) + bias.shape)
+        return _reference(wide + shift, tokens, rows, support, mask)
+
     def one(ids):
         return rl_fn.linear_logprobs(
-            hidden, weight, ids, bias=bias, temperature=temperature, softcap=softcap, support=support
+            hidden, weight, ids, bias=bias, temperature=rows.temperature, softcap=rows.softcap, support=support
         )
 
-    return _each(one, hidden.shape[:-1], tokens)
+    return _counted(_each(one, batch, tokens), mask)
 
 
 def _each(one, batch, tokens):

@@ -1,13 +1,21 @@
-"""What the Pallas kernels share: a tile's scaled logits, its contribution to a row's state, its gradient."""
+"""What the Pallas kernels of every device share: a tile's scaled logits, its row states and their merge, its gradient.
 
+All of it is on values, [R, W] of a tile and [R, 1] of its rows, so that TPU and GPU differ in how they load and store.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 NOTHING = float("-inf")
+
+# Where a row's scale is the model's over the temperature, which is positive, this says that the row does not count.
+LEFT_OUT = -1.0
+
+# maximum, Σ e^{x − maximum}, Σ (x − maximum) e^{x − maximum}, each [R, 1].
+State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Options(NamedTuple):
@@ -19,86 +27,98 @@ class Options(NamedTuple):
     block_rows: int
     block_entries: int
     interpret: bool
+    # Bytes of the blocks of logits that a GPU's backward from hidden states makes in its memory.
+    workspace: int = 0
 
 
 def scaled(
-    logits: jax.Array, inverse: jax.Array, kept: Any, tile: Any, options: Options
+    logits: jax.Array, scale: jax.Array, kept: jax.Array | None, column: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    """x [R, W] in float32 with 0 where an entry is excluded, and which entries are not; ``tile`` counts tiles."""
+    """x [R, W] in float32 with 0 where an entry is excluded, and which entries are not.
+
+    ``scale`` [R, 1] is the model's over the temperature, ``column`` [R, W] the entries' token ids.
+    """
     z = logits.astype(jnp.float32)
-    column = tile * options.block_entries + jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    # Beyond the vocabulary's end a block holds whatever was in memory, NaN included.
-    possible = (column < options.vocabulary) & (z > NOTHING)
-    if options.kept:
-        possible = possible & (kept[...] != 0)
+    # Beyond the vocabulary's end a block holds whatever was in memory, and so may rows left out: NaN there is excluded.
+    # In a row that counts it is not, and shows in the results.
+    limit = jnp.where(scale < 0, 0, options.vocabulary)
+    possible = (column < limit) & (z != NOTHING)
+    if kept is not None:
+        possible = possible & kept
     z = jnp.where(possible, z, 0.0)
     if options.softcap is not None:
         z = options.softcap * jnp.tanh(z / options.softcap)
-    return z * inverse[...], possible
+    return z * scale, possible
 
 
-def columns(tile: Any, options: Options, shape: tuple[int, ...]) -> jax.Array:
-    """Token id of each entry of a tile."""
-    return tile * options.block_entries + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+def columns(first: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Token id of each entry of a tile whose first is ``first``."""
+    return first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def absorb(x: jax.Array, possible: jax.Array, tokens: Any, tile: Any, state: tuple[Any, ...], options: Options) -> None:
-    """Merge a tile into the row states: refs (maximum, sum_exp, weighted) [R, 1] and target [R, K]."""
-    maximum, total, weighted, target = state
+def empty_state(rows: int) -> State:
+    """``merge``'s neutral element."""
+    nothing = jnp.zeros((rows, 1), jnp.float32)
+    return jnp.full((rows, 1), NOTHING, jnp.float32), nothing, nothing
 
-    @pl.when(tile == 0)
-    def _() -> None:
-        maximum[...] = jnp.full(maximum.shape, NOTHING, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
-        target[...] = jnp.full(target.shape, NOTHING, jnp.float32)
 
-    before = maximum[...]
-    top = jnp.maximum(before, jnp.max(jnp.where(possible, x, NOTHING), axis=1, keepdims=True))
-    base = jnp.where(top > NOTHING, top, 0.0)
-    # A row that has had nothing yet: differences with −inf would be NaN.
-    moved = jnp.where(before > NOTHING, before - base, 0.0)
-    shrunk = jnp.exp(moved)
-    shifted = jnp.where(possible, x - base, 0.0)
+def tile_state(x: jax.Array, possible: jax.Array) -> State:
+    """State of a tile's rows."""
+    top = jnp.max(jnp.where(possible, x, NOTHING), axis=1, keepdims=True)
+    shifted = jnp.where(possible, x - finite(top), 0.0)
     e = jnp.where(possible, jnp.exp(shifted), 0.0)
-    weighted[...] = shrunk * (weighted[...] + moved * total[...]) + jnp.sum(shifted * e, axis=1, keepdims=True)
-    total[...] = total[...] * shrunk + jnp.sum(e, axis=1, keepdims=True)
-    maximum[...] = top
-    ids = columns(tile, options, x.shape)
-    for k in range(target.shape[1]):
-        hit = possible & (ids == tokens[:, k : k + 1])
-        found = jnp.max(jnp.where(hit, x, NOTHING), axis=1, keepdims=True)
-        target[:, k : k + 1] = jnp.maximum(target[:, k : k + 1], found)
+    return top, jnp.sum(e, axis=1, keepdims=True), jnp.sum(shifted * e, axis=1, keepdims=True)
+
+
+def merge(a: State, b: State) -> State:
+    """The state of both sets of entries together."""
+    top = jnp.maximum(a[0], b[0])
+    base = finite(top)
+
+    def moved(state: State) -> tuple[jax.Array, jax.Array]:
+        maximum, total, weighted = state
+        # A row that has had nothing yet: differences with −inf would be NaN.
+        shift = jnp.where(maximum != NOTHING, maximum - base, 0.0)
+        factor = jnp.exp(shift)
+        return factor * total, factor * (weighted + shift * total)
+
+    (total_a, weighted_a), (total_b, weighted_b) = moved(a), moved(b)
+    return top, total_a + total_b, weighted_a + weighted_b
+
+
+def target_of(x: jax.Array, possible: jax.Array, column: jax.Array, token: jax.Array) -> jax.Array:
+    """x at each row's token [R, 1]; −inf where the tile does not hold it or excludes it."""
+    return jnp.max(jnp.where(possible & (column == token), x, NOTHING), axis=1, keepdims=True)
 
 
 def gradient(
     x: jax.Array,
     possible: jax.Array,
-    inverse: Any,
-    tokens: Any,
-    cotangents: tuple[Any, ...],
-    tile: Any,
+    scale: jax.Array,
+    column: jax.Array,
+    tokens: Sequence[jax.Array],
+    scalars: tuple[jax.Array, jax.Array, jax.Array],
+    cotangents: Sequence[jax.Array],
     options: Options,
 ) -> jax.Array:
-    """dL/dz of a tile, from the row scalars a, b, logsumexp [R, 1] and the tokens' cotangents g [R, K]."""
-    a, b, logsumexp, g = cotangents
-    log_p = jnp.where(possible, x - logsumexp[...], 0.0)
+    """dL/dz of a tile, from a, b, logsumexp [R, 1] of `row_scalars` and the tokens' [R, 1] and their cotangents."""
+    a, b, logsumexp = scalars
+    log_p = jnp.where(possible, x - logsumexp, 0.0)
     p = jnp.where(possible, jnp.exp(log_p), 0.0)
-    dx = p * (a[...] + b[...] * log_p)
-    ids = columns(tile, options, x.shape)
-    for k in range(g.shape[1]):
-        dx = dx + jnp.where(possible & (ids == tokens[:, k : k + 1]), g[:, k : k + 1], 0.0)
-    dz = dx * inverse[...]
+    dx = p * (a + b * log_p)
+    for token, g in zip(tokens, cotangents, strict=True):
+        dx = dx + jnp.where(possible & (column == token), g, 0.0)
+    dz = dx * scale
     if options.softcap is not None:
-        capped = jnp.where(possible, x / (inverse[...] * options.softcap), 1.0)
+        capped = jnp.where(possible, x / (scale * options.softcap), 1.0)
         dz = dz * (1.0 - capped * capped)
     return dz
 
 
-def finish(state: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def finish(state: State, target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities [N, K], entropy [N], logsumexp [N] of row states; −inf, 0, −inf of a row without entries."""
-    maximum, total, weighted, target = state
-    some = total > 0
+    maximum, total, weighted = state
+    some = total != 0
     safe = jnp.where(some, total, 1.0)
     logsumexp = maximum + jnp.log(safe)
     entropy = jnp.where(some, jnp.log(safe) - weighted / safe, 0.0)
@@ -108,22 +128,28 @@ def finish(state: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array, jax.Arra
 def row_scalars(
     outputs: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """a, b, logsumexp [N, 1] and g [N, K] of `gradient`."""
+    """a, b, logsumexp [N, 1] of `gradient`, and the tokens' cotangents g [N, K]."""
     logprobs, entropy, logsumexp = outputs
     g, h, z = cotangents
     # A token that cannot be drawn takes no gradient: −inf has none.
-    g = jnp.where(logprobs > NOTHING, g, 0.0)
+    g = jnp.where(logprobs != NOTHING, g, 0.0)
     a = z - jnp.sum(g, axis=1) - h * entropy
-    finite = jnp.where(logsumexp > NOTHING, logsumexp, 0.0)
-    return a[:, None], -h[:, None], finite[:, None], g
+    return a[:, None], -h[:, None], finite(logsumexp)[:, None], g
 
 
-def rows_spec(width: int, options: Options, *, rows_axis: int = 0) -> pl.BlockSpec:
-    """Block of a [N, width] array that follows the rows' grid axis."""
-    return pl.BlockSpec((options.block_rows, width), lambda *grid: (grid[rows_axis], 0))
+def single(x: jax.Array) -> list[jax.Array]:
+    """The columns [R, 1] of [R, K]."""
+    return [x[:, k : k + 1] for k in range(x.shape[1])]
 
 
-def grid_parameters(interpret: bool) -> dict[str, Any]:
-    """Keyword arguments of pallas_call: rows may run in any order, vocabulary tiles of a row may not."""
-    parallel = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
-    return {"interpret": True} if interpret else {"compiler_params": parallel}
+def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Product over an axis of each, summed in float32; float32 operands keep all their bits."""
+    exact = jax.lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
+    return jax.lax.dot_general(
+        a, b, (((contract[0],), (contract[1],)), ((), ())), precision=exact, preferred_element_type=jnp.float32
+    )
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """0 for −inf, so that differences with it are not NaN."""
+    return jnp.where(x != NOTHING, x, 0.0)

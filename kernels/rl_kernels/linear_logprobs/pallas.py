@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from rl_kernels.pallas_math import Options, absorb, finish, gradient, grid_parameters, row_scalars, rows_spec, scaled
+from rl_kernels.pallas_math import Options, columns, finish, gradient, product, row_scalars, scaled, single
+from rl_kernels.pallas_tpu import absorb, grid_parameters, rows_spec
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -19,25 +20,27 @@ def run(
     weight: jax.Array,
     bias: jax.Array,
     tokens: jax.Array,
-    inverse: jax.Array,
+    scale: jax.Array,
     kept: jax.Array | None,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities [N, K], entropy [N], logsumexp [N] of hidden [N, H] @ weight [V, H].T + bias [V]."""
-    return _forward(hidden, weight, bias, tokens, inverse, kept, options)[0]
+    return _forward(hidden, weight, bias, tokens, scale, kept, options)[0]
 
 
-def _tile_logits(hidden, weight, bias):
-    """float32 [R, W]; beyond the vocabulary's end rubbish, which `scaled` excludes."""
-    # Half-precision products are exact in float32; float32 operands ask for all their bits.
-    exact = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    dot = jax.lax.dot_general(
-        hidden, weight, (((1,), (1,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
-    )
-    return dot + bias
+def _tile(refs, v, options):
+    """x, its entries that are possible and their token ids, from the refs that every kernel has.
+
+    Beyond the vocabulary's end the products are rubbish, which `scaled` excludes.
+    """
+    hidden, weight, bias, _, scale, *rest = refs
+    kept = rest[0][...] != 0 if options.kept else None
+    logits = product(hidden[...], weight[...], (1, 1)) + bias[...].astype(jnp.float32)
+    column = columns(v * options.block_entries, logits.shape)
+    return *scaled(logits, scale[...], kept, column, options), column
 
 
-def _inputs(hidden, weight, bias, tokens, inverse, kept, options, order):
+def _inputs(hidden, weight, bias, tokens, scale, kept, options, order):
     """Arguments every kernel has, with their block specifications; ``order`` says which grid axis counts what."""
     n, v = order
     features, targets = hidden.shape[1], tokens.shape[1]
@@ -48,7 +51,7 @@ def _inputs(hidden, weight, bias, tokens, inverse, kept, options, order):
         rows_spec(targets, options, rows_axis=n),
         rows_spec(1, options, rows_axis=n),
     ]
-    arguments = [hidden, weight, bias[None, :], tokens, inverse[:, None]]
+    arguments = [hidden, weight, bias[None, :], tokens, scale[:, None]]
     if options.kept:
         specs.append(pl.BlockSpec((options.block_rows, options.block_entries), lambda *grid: (grid[n], grid[v])))
         arguments.append(kept)
@@ -59,15 +62,15 @@ def _tiles(options, count):
     return pl.cdiv(count, options.block_rows), pl.cdiv(options.vocabulary, options.block_entries)
 
 
-def _forward(hidden, weight, bias, tokens, inverse, kept, options):
-    arguments, specs = _inputs(hidden, weight, bias, tokens, inverse, kept, options, (0, 1))
+def _forward(hidden, weight, bias, tokens, scale, kept, options):
+    arguments, specs = _inputs(hidden, weight, bias, tokens, scale, kept, options, (0, 1))
     widths = (1, 1, 1, tokens.shape[1])
 
-    def kernel(hidden, weight, bias, tokens, inverse, *rest):
-        kept, state = (rest[0], rest[1:]) if options.kept else (None, rest)
+    def kernel(*refs):
+        refs, state = refs[: len(arguments)], refs[len(arguments) :]
         v = pl.program_id(1)
-        x, possible = scaled(_tile_logits(hidden[...], weight[...], bias[...]), inverse, kept, v, options)
-        absorb(x, possible, tokens[...], v, state, options)
+        x, possible, column = _tile(refs, v, options)
+        absorb(x, possible, column, single(refs[3][...]), v, state)
 
     state = pl.pallas_call(
         kernel,
@@ -78,36 +81,30 @@ def _forward(hidden, weight, bias, tokens, inverse, kept, options):
         **grid_parameters(options.interpret),
     )(*arguments)
     maximum, total, weighted, target = state
-    outputs = finish((maximum, total, weighted, target))
-    return outputs, (hidden, weight, bias, tokens, inverse, kept, outputs)
+    outputs = finish((maximum, total, weighted), target)
+    return outputs, (hidden, weight, bias, tokens, scale, kept, outputs)
 
 
 def _backward(options, saved, cotangents):
-    hidden, weight, bias, tokens, inverse, kept, outputs = saved
+    hidden, weight, bias, tokens, scale, kept, outputs = saved
     scalars = row_scalars(outputs, cotangents)
     n_tiles, v_tiles = _tiles(options, len(hidden))
     features = hidden.shape[1]
 
     def tile_gradient(refs, n, v):
-        hidden, weight, bias, tokens, inverse, *rest = refs
-        kept, (a, b, logsumexp, g) = (rest[0], rest[1:]) if options.kept else (None, rest)
-        x, possible = scaled(_tile_logits(hidden[...], weight[...], bias[...]), inverse, kept, v, options)
+        x, possible, column = _tile(refs, v, options)
+        a, b, logsumexp, g = (ref[...] for ref in refs[-4:])
         # Rows beyond the batch's end hold rubbish, which must not be summed.
         row = n * options.block_rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        dz = gradient(x, possible, inverse, tokens[...], (a, b, logsumexp, g[...]), v, options)
+        tokens, scale = refs[3][...], refs[4][...]
+        dz = gradient(x, possible, scale, column, single(tokens), (a, b, logsumexp), single(g), options)
         return jnp.where(row < len(saved[0]), dz, 0.0)
 
-    def product(dz, operand, contract, limit, first):
-        """Sum over the block, with the operand's rows beyond its end as zeros (0 · NaN is NaN)."""
+    def summed(dz, operand, contract, limit, first):
+        """Product with the operand's rows beyond its end as zeros (0 · NaN is NaN)."""
         index = first + jax.lax.broadcasted_iota(jnp.int32, operand.shape, 0)
         operand = jnp.where(index < limit, operand, jnp.zeros_like(operand)).astype(jnp.float32)
-        return jax.lax.dot_general(
-            dz,
-            operand,
-            (((contract,), (0,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+        return product(dz, operand, (contract, 0))
 
     def hidden_kernel(*refs):
         *refs, out = refs
@@ -118,7 +115,7 @@ def _backward(options, saved, cotangents):
         def _():
             out[...] = jnp.zeros(out.shape, out.dtype)
 
-        out[...] += product(dz, refs[1][...], 1, options.vocabulary, v * options.block_entries)
+        out[...] += summed(dz, refs[1][...], 1, options.vocabulary, v * options.block_entries)
 
     def weight_kernel(*refs):
         *refs, out, out_bias = refs
@@ -130,11 +127,11 @@ def _backward(options, saved, cotangents):
             out[...] = jnp.zeros(out.shape, out.dtype)
             out_bias[...] = jnp.zeros(out_bias.shape, out_bias.dtype)
 
-        out[...] += product(dz, refs[0][...], 0, len(saved[0]), n * options.block_rows)
+        out[...] += summed(dz, refs[0][...], 0, len(saved[0]), n * options.block_rows)
         out_bias[...] += jnp.sum(dz, axis=0, keepdims=True)
 
     def specs_of(order):
-        arguments, specs = _inputs(hidden, weight, bias, tokens, inverse, kept, options, order)
+        arguments, specs = _inputs(hidden, weight, bias, tokens, scale, kept, options, order)
         return [*arguments, *scalars], [
             *specs,
             *(rows_spec(width, options, rows_axis=order[0]) for width in (1, 1, 1, tokens.shape[1])),

@@ -6,37 +6,30 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from rl_kernels.pallas_math import (
-    Options,
-    absorb,
-    finish,
-    gradient,
-    grid_parameters,
-    row_scalars,
-    rows_spec,
-    scaled,
-)
+from rl_kernels.pallas_math import Options, columns, finish, gradient, row_scalars, scaled, single
+from rl_kernels.pallas_tpu import absorb, grid_parameters, rows_spec
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def run(
-    logits: jax.Array, tokens: jax.Array, inverse: jax.Array, kept: jax.Array | None, options: Options
+    logits: jax.Array, tokens: jax.Array, scale: jax.Array, kept: jax.Array | None, options: Options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities [N, K], entropy [N], logsumexp [N] of logits [N, V]; kept int8 [N, V]."""
-    return _forward(logits, tokens, inverse, kept, options)[0]
+    return _forward(logits, tokens, scale, kept, options)[0]
 
 
-def _forward(logits, tokens, inverse, kept, options):
+def _forward(logits, tokens, scale, kept, options):
     count, targets = tokens.shape
     grid = (pl.cdiv(count, options.block_rows), pl.cdiv(options.vocabulary, options.block_entries))
     tile = pl.BlockSpec((options.block_rows, options.block_entries), lambda n, v: (n, v))
     widths = (1, 1, 1, targets)
 
-    def kernel(logits, inverse, tokens, *rest):
+    def kernel(logits, scale, tokens, *rest):
         kept, state = (rest[0], rest[1:]) if options.kept else (None, rest)
         v = pl.program_id(1)
-        x, possible = scaled(logits[...], inverse, kept, v, options)
-        absorb(x, possible, tokens[...], v, state, options)
+        column = columns(v * options.block_entries, logits.shape)
+        x, possible = scaled(logits[...], scale[...], None if kept is None else kept[...] != 0, column, options)
+        absorb(x, possible, column, single(tokens[...]), v, state)
 
     state = pl.pallas_call(
         kernel,
@@ -45,23 +38,25 @@ def _forward(logits, tokens, inverse, kept, options):
         out_specs=[rows_spec(width, options) for width in widths],
         out_shape=[jax.ShapeDtypeStruct((count, width), jnp.float32) for width in widths],
         **grid_parameters(options.interpret),
-    )(logits, inverse[:, None], tokens, *([kept] if options.kept else []))
+    )(logits, scale[:, None], tokens, *([kept] if options.kept else []))
     maximum, total, weighted, target = state
-    outputs = finish((maximum, total, weighted, target))
-    return outputs, (logits, tokens, inverse, kept, outputs)
+    outputs = finish((maximum, total, weighted), target)
+    return outputs, (logits, tokens, scale, kept, outputs)
 
 
 def _backward(options, saved, cotangents):
-    logits, tokens, inverse, kept, outputs = saved
+    logits, tokens, scale, kept, outputs = saved
     scalars = row_scalars(outputs, cotangents)
     count, targets = tokens.shape
     tile = pl.BlockSpec((options.block_rows, options.block_entries), lambda n, v: (n, v))
 
-    def kernel(logits, inverse, tokens, a, b, logsumexp, g, *rest):
+    def kernel(logits, scale, tokens, a, b, logsumexp, g, *rest):
         kept, out = (rest[0], rest[1]) if options.kept else (None, rest[0])
         v = pl.program_id(1)
-        x, possible = scaled(logits[...], inverse, kept, v, options)
-        dz = gradient(x, possible, inverse, tokens[...], (a, b, logsumexp, g[...]), v, options)
+        column = columns(v * options.block_entries, logits.shape)
+        x, possible = scaled(logits[...], scale[...], None if kept is None else kept[...] != 0, column, options)
+        row = a[...], b[...], logsumexp[...]
+        dz = gradient(x, possible, scale[...], column, single(tokens[...]), row, single(g[...]), options)
         out[...] = dz.astype(out.dtype)
 
     d_logits = pl.pallas_call(
@@ -75,7 +70,7 @@ def _backward(options, saved, cotangents):
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
         **grid_parameters(options.interpret),
-    )(logits, inverse[:, None], tokens, *scalars, *([kept] if options.kept else []))
+    )(logits, scale[:, None], tokens, *scalars, *([kept] if options.kept else []))
     return d_logits, None, None, None
 
 
