@@ -58,8 +58,8 @@ def refusal(backend: str, device: str) -> str | None:
         if find_spec("triton") is None:
             return "triton is not installed"
         # Before Triton is asked, which would import it where it is of no use.
-        if device != "cuda" or _rocm() or not _hopper():
-            return "gluon has a kernel for NVIDIA GPUs of compute capability 9.0 only"
+        if device != "cuda" or not _has_gluon_kernel():
+            return "gluon has kernels for GPUs of compute capability 9.0 and 10.0 and for gfx950 only"
         if find_spec("triton.experimental.gluon") is None:
             return "this Triton has no Gluon (3.6 and 3.9 have)"
     if backend == "reference" and find_spec("jax") is None:
@@ -81,10 +81,12 @@ def _rocm() -> bool:
     return torch.version.hip is not None
 
 
-def _hopper() -> bool:
+def _has_gluon_kernel() -> bool:
     import torch
 
-    return torch.cuda.get_device_capability() == (9, 0)
+    if _rocm():
+        return torch.cuda.get_device_properties().gcnArchName.split(":")[0] == "gfx950"
+    return torch.cuda.get_device_capability() in ((9, 0), (10, 0))
 
 
 def why_not(backend: str, device: str) -> str:

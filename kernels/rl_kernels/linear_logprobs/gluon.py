@@ -1,30 +1,47 @@
-"""Gluon for Hopper (sm_90), for those who ask: Triton's algebra and backward, with the forward's tiles copied by TMA
-into a ring of shared buffers and multiplied by warpgroups (wgmma), while the next are on their way.
+"""Gluon for Hopper (sm_90), Blackwell (sm_100) and CDNA4 (gfx950), for those who ask: Triton's algebra and backward,
+with the forward's tiles copied into a ring of shared buffers and multiplied while the next are on their way.
 
-Never run on a GPU. What is known: it compiles with Triton 3.9 and 3.6 without spills; its source, run program by
-program in an emulator (tests/kernels/gluon_emulator.py), gives what float64 gives, and no buffer is read before it has
-arrived or overwritten before it was read, in the order that the source says. So indices, masks, phases and algebra are
-shown; the hardware's own synchronisation, fences and layouts are not, nor its speed.
+Never run on a GPU. What is known: the three kernels compile with Triton 3.9 and 3.6 without spills; their source, run
+program by program in an emulator (tests/kernels/gluon_emulator), gives what float64 gives, and no buffer is read before
+it has arrived or overwritten before it was read, in the order that the source says. So indices, masks, phases and
+algebra are shown; the hardware's own synchronisation, fences and layouts are not, nor its speed.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_kernels.linear_logprobs import triton as portable
-from rl_kernels.linear_logprobs.blocks import row_blocks
-from rl_kernels.linear_logprobs.configurations import part_of
-from rl_kernels.linear_logprobs.gluon_kernels import forward_kernel
-from rl_kernels.row_state import RowState, empty_state, merge_all
-from rl_kernels.support import packed
+from rl_kernels.linear_logprobs.configurations import architecture
+from rl_kernels.linear_logprobs.forward import GROUP
+from rl_kernels.linear_logprobs.forward import forward as in_parts
+from rl_kernels.linear_logprobs.gluon_kernels import gfx950, sm90, sm100, tma
+from rl_kernels.linear_logprobs.gluon_kernels.gfx950 import forward_gfx950
+from rl_kernels.linear_logprobs.gluon_kernels.rows import ALIGNMENT, ENTRIES, FEATURES, ROWS, fits, padded
+from rl_kernels.linear_logprobs.gluon_kernels.sm90 import forward_sm90
+from rl_kernels.linear_logprobs.gluon_kernels.sm100 import forward_sm100
+from rl_kernels.row_state import RowState
 
-# A tile: 192 KiB of shared buffers in four stages, 128 registers a thread of 256 for its logits. None was timed.
-ROWS, ENTRIES, FEATURES, STAGES, WARPS = 128, 256, 64, 4, 8
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# What TMA asks of an address and of the distance between rows, in bytes.
-ALIGNMENT = 16
+
+class Architecture(NamedTuple):
+    """A kernel, its stages and warps; what it reads tiles from, how rows must lie, and whether it takes their index."""
+
+    kernel: Any
+    stages: int
+    warps: int
+    operands: Callable[[Tensor, Tensor, slice | Tensor], tuple[Any, ...]]
+    unit: int
+    gathers: bool = False
+
+
+KERNELS = {
+    "sm_90": Architecture(forward_sm90, sm90.STAGES, sm90.WARPS, tma.operands, tma.UNIT),
+    "sm_100": Architecture(forward_sm100, sm100.STAGES, sm100.WARPS, tma.operands, tma.UNIT),
+    "gfx950": Architecture(forward_gfx950, gfx950.STAGES, gfx950.WARPS, gfx950.operands, gfx950.UNIT, gathers=True),
+}
 
 backward = portable.backward
 
@@ -42,40 +59,26 @@ def forward(
     workspace: int,
 ) -> RowState:
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
-    lacking = _lacking(hidden, weight)
+    name = architecture(hidden.device)
+    lacking = [f"kernel for {name}"] if name not in KERNELS else _lacking(hidden, weight, KERNELS[name])
     if lacking:
         raise NotImplementedError(
             f"linear_logprobs: backend 'gluon' has no {', '.join(lacking)}; backends that have: triton, torch"
         )
-    result = empty_state(inverse, tokens)
+    kernel, stages, warps, operands, unit, gathers = KERNELS[name]
     vocabulary, features = weight.shape
-    if vocabulary == 0:
-        return result
-    part = part_of(vocabulary)
-    parts = triton.cdiv(vocabulary, part)
-    entries = _described(weight, ENTRIES)
-    # TMA reads rows that lie at equal distances: those that count are copied when some do not.
-    copied = 0 if mask is None and _fits(hidden) else hidden.element_size() * _padded(features)
-    at_once = portable.rows_at_once(vocabulary, parts, tokens.shape[1], support, workspace, copied)
-    for rows in row_blocks(len(hidden), mask, at_once):
-        here = _readable(hidden[rows])
-        count = len(here)
-        if count == 0:
-            continue
-        kept = None if support is None else packed(portable.local_ids(support[rows], start), vocabulary)
-        states = inverse.new_empty(parts, 3, count)
-        targets = inverse.new_full((count, tokens.shape[1]), float("-inf"))
+
+    def launch(rows: slice | Tensor, kept: Tensor | None, states: Tensor, targets: Tensor, part: int) -> None:
         scale = inverse[rows]
-        forward_kernel[(triton.cdiv(count, ROWS) * parts,)](
-            _described(here, ROWS),
-            entries,
+        kernel[(triton.cdiv(len(scale), ROWS) * len(states),)](
+            *operands(hidden, weight, rows),
             scale if bias is None else bias,
             tokens[rows],
             scale,
             scale if kept is None else kept,
             states,
             targets,
-            count,
+            len(scale),
             vocabulary,
             features,
             part,
@@ -87,68 +90,66 @@ def forward(
             BIASED=bias is not None,
             CAPPED=softcap is not None,
             KEPT=kept is not None,
-            GROUP=portable.GROUP,
-            STAGES=STAGES,
-            num_warps=WARPS,  # pyright: ignore[reportCallIssue]
+            GROUP=GROUP,
+            STAGES=stages,
+            **_own_constants(name, features),
+            num_warps=warps,
         )
-        merged = merge_all([RowState(s[0], s[1], s[2], targets) for s in states])
-        for field, value in zip(result, merged, strict=True):
-            field[rows] = value
-    return result
+
+    in_place = fits(hidden, unit) and (gathers or mask is None)
+    copied = 0 if in_place else hidden.element_size() * padded(features, unit)
+    return in_parts(hidden, weight, tokens, inverse, support, mask, start, workspace, launch, copied)
 
 
-def _lacking(hidden: Tensor, weight: Tensor) -> list[str]:
+def _own_constants(name: str, features: int) -> dict[str, Any]:
+    """What TMA's descriptors say in the other kernels."""
+    if name != "gfx950":
+        return {}
+    return {"EVEN": features % FEATURES == 0, "ROWS": ROWS, "ENTRIES": ENTRIES, "FEATURES": FEATURES}
+
+
+def _lacking(hidden: Tensor, weight: Tensor, on: Architecture) -> list[str]:
     found = []
+    features = weight.shape[1]
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16):
         found.append(f"{hidden.dtype} by {weight.dtype} (both bfloat16, or both float16)")
-    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) != (9, 0):
-        found.append("kernel for another compute capability than 9.0")
-    if weight.shape[1] == 0:
+    if features == 0:
         found.append("product over no features")
     # A copy of the weight would be as large as what this operation is there to avoid.
-    if len(weight) and not _fits(weight):
+    if len(weight) and not fits(weight, on.unit):
         found.append(
             f"weight with strides {weight.stride()} at this address (rows must be contiguous and begin at multiples of "
-            f"{ALIGNMENT} bytes)"
+            f"{on.unit} elements, the first at one of {ALIGNMENT} bytes)"
         )
+    if on.gathers and features % on.unit:
+        found.append(f"product over {features} features (multiples of {on.unit})")
+    if on.gathers and weight.stride(0) > gfx950.FARTHEST:
+        found.append(f"weight whose rows begin {weight.stride(0)} elements apart ({gfx950.FARTHEST} at most)")
     return found
 
 
-def _fits(x: Tensor) -> bool:
-    """Whether TMA can read these rows where they are."""
-    return x.stride(1) == 1 and x.stride(0) * x.element_size() % ALIGNMENT == 0 == x.data_ptr() % ALIGNMENT
-
-
-def _padded(features: int) -> int:
-    """Elements of a row that ends where the next may begin."""
-    return -(-features // (ALIGNMENT // 2)) * (ALIGNMENT // 2)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """These rows, or a copy that TMA can read."""
-    return x if _fits(x) else x.new_empty(len(x), _padded(x.shape[1]))[:, : x.shape[1]].copy_(x)
-
-
-def _described(x: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, FEATURES], LAYOUT)
-
-
-def _specialisation(dtype: str, everything: bool):
+def _specialisation(name: str, dtype: str, everything: bool):
     """What kernels/benchmarks/ahead_of_time.py compiles: the plain kernel, or the one with every option."""
-    pointers = dict.fromkeys(("inverse", "states", "targets"), "*fp32") | {"tokens": "*i64"}
-    pointers |= {"bias": f"*{dtype}", "kept": "*i32"} if everything else {"bias": "*fp32", "kept": "*fp32"}
-    described = {
-        name: f"tensordesc<{dtype}[{rows},{FEATURES}],{LAYOUT!r}>"
-        for name, rows in (("hidden", ROWS), ("weight", ENTRIES))
-    }
-    constants = dict.fromkeys(("BIASED", "CAPPED", "KEPT"), everything) | {"GROUP": portable.GROUP, "STAGES": STAGES}
-    known = pointers | described | {"softcap": "fp32"}
-    types = {name: known.get(name, "i32") for name in forward_kernel.arg_names if name not in constants}
-    how = {"matrix": True, "bulk": True, "warps": WARPS, "aligned": (*pointers, "part_size"), "targets": ("sm_90",)}
-    return forward_kernel.__name__, types, constants, how
+    on = KERNELS[name]
+    types = dict.fromkeys(("inverse", "states", "targets"), "*fp32") | {"tokens": "*i64", "softcap": "fp32"}
+    types |= {"bias": f"*{dtype}", "kept": "*i32"} if everything else {"bias": "*fp32", "kept": "*fp32"}
+    constants = dict.fromkeys(("BIASED", "CAPPED", "KEPT"), everything) | {"GROUP": GROUP, "STAGES": on.stages}
+    # Features that are no multiple of a tile's, with every option.
+    constants |= _own_constants(name, FEATURES + everything)
+    if on.gathers:
+        types |= {"hidden": f"*{dtype}", "weight": f"*{dtype}", "rows": "*i64"}
+    else:
+        types |= {n: f"tensordesc<{dtype}[{r},{FEATURES}],{tma.LAYOUT!r}>" for n, r in _DESCRIBED}
+    types = {n: types.get(n, "i32") for n in on.kernel.arg_names if n not in constants}
+    aligned = ("part_size", "hidden_row_stride", "weight_row_stride", *(("features",) if on.gathers else ()))
+    aligned = tuple(n for n, kind in types.items() if kind.startswith("*") or n in aligned)
+    how = {"matrix": True, "bulk": not on.gathers, "warps": on.warps, "aligned": aligned, "targets": (name,)}
+    return on.kernel.__name__, types, constants, how
 
 
+_DESCRIBED = (("hidden", ROWS), ("weight", ENTRIES))
 SPECIALISATIONS = {
-    f"gluon forward {dtype}{', every option' if everything else ''} (sm_90)": _specialisation(dtype, everything)
-    for dtype, everything in (("bf16", False), ("bf16", True), ("fp16", True))
+    f"gluon forward {dtype}{', every option' if everything else ''} ({name})": _specialisation(name, dtype, everything)
+    for name in KERNELS
+    for dtype, everything in (("bf16", False), ("bf16", True), ("fp16", False))
 }

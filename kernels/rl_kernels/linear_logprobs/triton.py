@@ -1,8 +1,8 @@
 """Triton for NVIDIA and ROCm: one kernel forward, whose logits are never in memory; backward, a block's logits by a
 matrix product, one fused pass to their gradient, two products.
 
-The vocabulary is cut into parts that depend on its size alone and whose states are merged in order: a row's result does
-not depend on the other rows.
+A row's result does not depend on the other rows: the parts of the vocabulary whose states are merged depend on its size
+alone.
 """
 
 from functools import partial
@@ -12,14 +12,11 @@ import triton
 from torch import Tensor
 
 from rl_kernels.linear_logprobs.backward import backward as in_blocks
-from rl_kernels.linear_logprobs.blocks import row_blocks
-from rl_kernels.linear_logprobs.configurations import architecture, configuration, part_of
+from rl_kernels.linear_logprobs.configurations import architecture, configuration
+from rl_kernels.linear_logprobs.forward import GROUP
+from rl_kernels.linear_logprobs.forward import forward as in_parts
 from rl_kernels.linear_logprobs.kernels import dlogits_kernel, forward_kernel
-from rl_kernels.row_state import RowState, empty_state, merge_all
-from rl_kernels.support import packed
-
-# Blocks of rows that share tiles of the weight in the second-level cache.
-GROUP = 16
+from rl_kernels.row_state import RowState
 
 
 def forward(
@@ -35,21 +32,13 @@ def forward(
     workspace: int,
 ) -> RowState:
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
-    result = empty_state(inverse, tokens)
     vocabulary, features = weight.shape
-    if vocabulary == 0:
-        return result
     width = inverse.element_size() if hidden.dtype != weight.dtype else hidden.element_size()
     tile = configuration(architecture(hidden.device), width, features, vocabulary)
-    part = part_of(vocabulary)
-    parts = triton.cdiv(vocabulary, part)
-    for rows in row_blocks(len(hidden), mask, rows_at_once(vocabulary, parts, tokens.shape[1], support, workspace)):
+
+    def launch(rows: slice | Tensor, kept: Tensor | None, states: Tensor, targets: Tensor, part: int) -> None:
         index = torch.arange(rows.start, rows.stop, device=hidden.device) if isinstance(rows, slice) else rows
-        count = len(index)
-        kept = None if support is None else packed(local_ids(support[rows], start), vocabulary)
-        states = inverse.new_empty(parts, 3, count)
-        targets = inverse.new_full((count, tokens.shape[1]), float("-inf"))
-        forward_kernel[(triton.cdiv(count, tile.rows) * parts,)](
+        forward_kernel[(triton.cdiv(len(index), tile.rows) * len(states),)](
             hidden,
             weight,
             inverse if bias is None else bias,
@@ -59,7 +48,7 @@ def forward(
             inverse if kept is None else kept,
             states,
             targets,
-            count,
+            len(index),
             vocabulary,
             features,
             part,
@@ -85,10 +74,8 @@ def forward(
             num_warps=tile.warps,  # pyright: ignore[reportCallIssue]
             num_stages=tile.stages,  # pyright: ignore[reportCallIssue]
         )
-        merged = merge_all([RowState(s[0], s[1], s[2], targets) for s in states])
-        for field, value in zip(result, merged, strict=True):
-            field[rows] = value
-    return result
+
+    return in_parts(hidden, weight, tokens, inverse, support, mask, start, workspace, launch)
 
 
 def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softcap, dtype):
@@ -121,22 +108,6 @@ def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softca
         num_warps=8,  # pyright: ignore[reportCallIssue]
     )
     return gradient
-
-
-def rows_at_once(
-    vocabulary: int, parts: int, targets: int, support: Tensor | None, workspace: int, copied: int = 0
-) -> int:
-    """Rows whose states, kept sets while they are packed, and ``copied`` bytes each fit into the workspace."""
-    # States, the merge's temporaries and the row's index, 8 bytes a number at most.
-    bytes_a_row = 8 * (3 * parts + 16 + 3 * targets) + copied
-    if support is not None:
-        bytes_a_row += 4 * vocabulary + 32 * support.shape[1]
-    return max(1, workspace // bytes_a_row)
-
-
-def local_ids(support: Tensor, start: int) -> Tensor:
-    """Kept ids counted from this shard's first entry; a bool set is the whole vocabulary's already."""
-    return support if support.dtype == torch.bool or start == 0 else support - start
 
 
 def _specialisation(function, dtype, target, *, everything, mixed=False, ragged=False):

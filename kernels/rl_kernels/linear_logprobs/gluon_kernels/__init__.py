@@ -1,0 +1,1 @@
+"""The Gluon kernels of the forward, a file an architecture, and what they share."""
