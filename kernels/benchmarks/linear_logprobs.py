@@ -89,6 +89,26 @@ def liger(hidden, weight, tokens, advantages):
     return reinforce(-losses, advantages)
 
 
+def liger_grpo(hidden, weight, tokens, advantages):
+    """Its loss at ratios of 1 has REINFORCE's gradient."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    length = min(LENGTH, len(tokens))
+    ids = tokens.view(-1, length)
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="dapo", compiled=hidden.is_cuda)
+    counted = torch.ones(ids.shape, device=ids.device)
+    states = hidden.view(*ids.shape, hidden.shape[-1])
+    return loss(states, weight, ids, counted, advantages.view(-1, length)[:, 0])[0]
+
+
+def quack(hidden, weight, tokens, advantages):
+    """Its way with a loss a token; the chunked ones have a mean or a sum alone, and no gradient for each token."""
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    losses = linear_cross_entropy_func(hidden, weight, None, tokens, reduction="none", inplace_backward=True)
+    return reinforce(-losses, advantages)
+
+
 def cut_cross_entropy(hidden, weight, tokens, advantages):
     from cut_cross_entropy import linear_cross_entropy
 
@@ -131,13 +151,17 @@ WAYS = {
     "TRL chunked": trl_chunked,
     "F.linear_cross_entropy, chunked": torch_chunked,
     "Liger": _only_on_a_gpu(liger),
+    "Liger fused GRPO": liger_grpo,
+    "Liger scaled CE, through ours": _only_on_a_gpu(_ours("liger"), (9, 0)),
+    "QuACK": _only_on_a_gpu(quack),
     "cut-cross-entropy": _only_on_a_gpu(cut_cross_entropy),
+    "ours, hybrid": _only_on_a_gpu(_ours("hybrid")),
+    "ours, hybrid, workspace of 256 MiB": _only_on_a_gpu(_ours("hybrid", workspace=256 << 20)),
     "ours, torch": _ours("torch"),
-    "ours, torch, workspace of 64 MiB": _ours("torch", workspace=64 << 20),
     "ours, triton": _only_on_a_gpu(_ours("triton")),
     "ours, gluon": _only_on_a_gpu(_ours("gluon"), (9, 0)),
     "ours, fused": _fused(),
-    "ours, fused, workspace of 256 MiB": _fused(workspace=256 << 20),
+    "ours, fused, workspace of 512 MiB": _only_on_a_gpu(_fused(workspace=512 << 20)),
 }
 
 

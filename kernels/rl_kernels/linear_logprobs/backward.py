@@ -74,5 +74,7 @@ def backward(
             accumulate(d_weight[first:last], dz.T, here)
             if d_bias is not None:
                 d_bias[first:last] += dz.sum(0, dtype=dtype)
+            # Not alive beside the next block's logits.
+            del dz
         d_hidden[rows] = sums.to(hidden.dtype)
     return d_hidden, d_weight.to(weight.dtype), None if bias is None or d_bias is None else d_bias.to(bias.dtype)

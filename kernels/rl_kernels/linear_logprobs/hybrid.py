@@ -66,6 +66,8 @@ def forward(
                 BLOCK=block,
                 num_warps=8,  # pyright: ignore[reportCallIssue]
             )
+            # Not alive beside the next block's.
+            del logits, kept
         for field, value in zip(total, state, strict=True):
             field[rows] = value
     return total

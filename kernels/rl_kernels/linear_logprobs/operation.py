@@ -11,7 +11,8 @@ from rl_kernels.backends import implementation
 from rl_kernels.logits_logprobs import TokenLogprobs
 from rl_kernels.row_state import RowState, finish, merge_all
 
-WORKSPACE = 256 << 20
+# Enough for products to be nearly as fast as large ones: a backward's block also reads and writes gradients again.
+FORWARD_WORKSPACE, GPU_WORKSPACE, CPU_WORKSPACE = 64 << 20, 512 << 20, 64 << 20
 
 
 def linear_logprobs(
@@ -27,7 +28,7 @@ def linear_logprobs(
     mask: Tensor | None = None,
     start: int = 0,
     group: Any = None,
-    workspace: int = WORKSPACE,
+    workspace: int | None = None,
     backend: str | None = None,
 ) -> TokenLogprobs:
     """``logits_logprobs`` of ``hidden @ weight.T + bias`` without the logits: they exist a block at a time, in float32.
@@ -35,8 +36,8 @@ def linear_logprobs(
     z = hidden·weightᵀ + bias;  x = softcap·tanh(logit_scale·z/softcap)/temperature, over the kept set;
     lse = log Σᵥ exp xᵥ;  logprob = x[token] − lse;  entropy = −Σᵥ pᵥ log pᵥ.
 
-    Beyond its results and gradients it needs ``workspace`` bytes (and the gradient of the weight once in float32),
-    however many rows there are; the backward computes each block again.
+    Beyond its results it needs 64 MiB, and its backward, which computes each block again, beyond the gradients (that of
+    the weight once more in float32) ``workspace`` bytes: however many rows there are.
 
     Args:
         hidden: ``[*batch, H]`` last hidden states, any float dtype.
@@ -52,9 +53,10 @@ def linear_logprobs(
         start: id of the weight's first row, for a vocabulary in shards.
         group: the torch.distributed process group whose ranks hold the shards; every rank gets every result, and the
             gradient of ``hidden`` is summed over the ranks.
-        workspace: bytes for blocks of logits.
-        backend: ``"triton"``, ``"torch"`` or ``"reference"``; with less, ``"gluon"`` on Hopper and ``"liger"`` where it
-            is installed: see ``linear_logprobs/gluon.py`` and ``liger.py``. None takes the best supported one.
+        workspace: bytes for blocks of logits, of which the forward takes 64 MiB at most; None is 512 MiB on a GPU and
+            64 MiB elsewhere.
+        backend: ``"hybrid"``, ``"triton"``, ``"torch"`` or ``"reference"``; with less, ``"gluon"`` and ``"liger"``: see
+            their files in ``linear_logprobs/``. None takes the best supported one.
 
     Returns:
         ``TokenLogprobs(logprobs, entropy, logsumexp)``: shaped as ``tokens``, ``[*batch]``, ``[*batch]``, in float32
@@ -69,6 +71,7 @@ def linear_logprobs(
     >>> [round(float(value), 4) for value in linear_logprobs(hidden, weight, torch.tensor([3]))]
     [-1.3863, 1.3863, 1.3863]
     """
+    workspace = default_workspace(hidden) if workspace is None else workspace
     checked_model(hidden, weight, bias, support, start, group, workspace)
     batch = hidden.shape[:-1]
     rows = rows_of(
@@ -102,6 +105,11 @@ def linear_logprobs(
         backend,
     )
     return TokenLogprobs(logprobs.view(tokens.shape), entropy.view(batch), logsumexp.view(batch))
+
+
+def default_workspace(hidden: Tensor) -> int:
+    """Bytes for blocks where nobody said how many."""
+    return GPU_WORKSPACE if hidden.is_cuda else CPU_WORKSPACE
 
 
 def checked_model(
@@ -155,7 +163,8 @@ def _forward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = implementation("linear_logprobs", hidden.device.type, backend).forward
-    state = run(hidden, weight, bias, tokens, inverse, softcap, support, mask, start, workspace)
+    space = min(workspace, FORWARD_WORKSPACE)
+    state = run(hidden, weight, bias, tokens, inverse, softcap, support, mask, start, space)
     results = finish(state if group is None else gathered(state, group))
     if mask is None:
         return results

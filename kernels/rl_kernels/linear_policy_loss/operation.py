@@ -10,8 +10,8 @@ from rl_kernels.linear_logprobs import linear_logprobs
 from rl_kernels.linear_policy_loss.callables import Loss, split
 from rl_kernels.linear_policy_loss.fused import Head, fused_head
 
-WORKSPACE = 256 << 20
-FUSED_WORKSPACE = 1 << 30
+# Fused, a row's logits are there as a whole.
+GPU_WORKSPACE, CPU_WORKSPACE = 1 << 30, 256 << 20
 
 
 def linear_policy_loss(
@@ -57,8 +57,8 @@ def linear_policy_loss(
         mask: as in ``linear_logprobs``: rows left out have results 0 and take no gradient. ``loss`` sees them, and
             leaves them out itself.
         start, group: as in ``linear_logprobs``; not fused.
-        workspace: bytes for blocks of logits; None is 256 MiB, and 1 GiB fused: each block adds to the whole gradient
-            of the weight, so that few large ones are faster.
+        workspace: bytes for blocks of logits; None is ``linear_logprobs``' own, and fused 1 GiB on a GPU (each block
+            adds to the whole gradient of the weight, so that few large ones are faster) and 256 MiB elsewhere.
         check: fused, compare the loss's gradient in the first block with that of the block cut in two: a difference is
             a loss whose rows interact. It shows what shows there, and waits for the device once.
 
@@ -79,8 +79,8 @@ def linear_policy_loss(
     >>> round(total.item(), 4)
     1.3863
     """
-    if workspace is None:
-        workspace = FUSED_WORKSPACE if fused else WORKSPACE
+    if workspace is None and fused:
+        workspace = GPU_WORKSPACE if hidden.is_cuda else CPU_WORKSPACE
     options = {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap, "support": support}
     leaves = (hidden, weight, bias)
     if fused:
@@ -90,7 +90,7 @@ def linear_policy_loss(
             raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
-        if not workspace > 0:
+        if not (workspace or 0) > 0:
             raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
     if fused and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32

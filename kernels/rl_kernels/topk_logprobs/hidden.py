@@ -7,7 +7,13 @@ from torch import Tensor
 
 from rl_kernels.arguments import rows_of
 from rl_kernels.backends import implementation
-from rl_kernels.linear_logprobs.operation import WORKSPACE, checked_model, from_every_rank, gathered
+from rl_kernels.linear_logprobs.operation import (
+    FORWARD_WORKSPACE,
+    checked_model,
+    default_workspace,
+    from_every_rank,
+    gathered,
+)
 from rl_kernels.row_state import finish, finite
 from rl_kernels.scaling import scaled
 from rl_kernels.topk_logprobs.largest import NOTHING, merged
@@ -27,7 +33,7 @@ def linear_topk_logprobs(
     mask: Tensor | None = None,
     start: int = 0,
     group: Any = None,
-    workspace: int = WORKSPACE,
+    workspace: int | None = None,
     backend: str | None = None,
 ) -> TopkLogprobs:
     """``topk_logprobs`` of ``hidden @ weight.T + bias`` without the logits: they exist a block at a time, in float32.
@@ -50,7 +56,7 @@ def linear_topk_logprobs(
         start: id of the weight's first row, for a vocabulary in shards.
         group: the torch.distributed process group whose ranks hold the shards, in any order; every rank gets every
             result, and the gradient of ``hidden`` is summed over the ranks.
-        workspace: bytes for blocks of logits.
+        workspace: as in ``linear_logprobs``.
         backend: ``"torch"`` or ``"reference"``. None takes the best supported one.
 
     Returns:
@@ -67,6 +73,7 @@ def linear_topk_logprobs(
     ([[1, 2]], [-0.4076, -1.4076])
     """
     checked(k, len(weight) if group is None else None)
+    workspace = default_workspace(hidden) if workspace is None else workspace
     checked_model(hidden, weight, bias, support, start, group, workspace)
     batch = hidden.shape[:-1]
     rows = rows_of(
@@ -113,7 +120,8 @@ def _forward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run = implementation("topk_logprobs", hidden.device.type, backend).forward
-    state, values, tokens = run(hidden, weight, bias, inverse, softcap, support, mask, k, start, workspace)
+    space = min(workspace, FORWARD_WORKSPACE)
+    state, values, tokens = run(hidden, weight, bias, inverse, softcap, support, mask, k, start, space)
     if group is not None:
         state = gathered(state, group)
         every = zip(from_every_rank(values, group), from_every_rank(tokens, group), strict=True)

@@ -1,7 +1,7 @@
 """Memory beyond inputs and results does not grow with the number of rows: live bytes are counted, tensor by tensor.
 
-The torch backend's, whose loop backward is the Triton backend's too: Triton's interpreter copies every argument of a
-kernel, so that counting under it would count the interpreter.
+Triton's interpreter copies every argument of a kernel, so that counting under it would count the interpreter: the
+hybrid backend's kernels are left out, and what is around them is counted.
 """
 
 import importlib
@@ -9,6 +9,9 @@ import importlib
 import pytest
 import torch
 
+from rl_kernels import linear_logprobs, linear_topk_logprobs
+from rl_kernels.linear_logprobs.blocks import Cost, blocks
+from rl_kernels.linear_logprobs.operation import CPU_WORKSPACE, FORWARD_WORKSPACE, GPU_WORKSPACE
 from rl_kernels.row_state import finish
 from tests.kernels.cases import ids, normal
 from tests.kernels.live_bytes import LiveBytes
@@ -26,9 +29,9 @@ def test_the_count_sees_what_is_alive_and_what_is_gone():
     assert (bytes_.peak, bytes_.live) == (8000, 0)
 
 
-def peaks(count, *, options):
+def peaks(backend, count, *, options):
     """The most bytes alive in a forward and in a backward, beyond inputs and a row's O(1) numbers and dL/dhidden."""
-    run = importlib.import_module("rl_kernels.linear_logprobs.torch")
+    run = importlib.import_module(f"rl_kernels.linear_logprobs.{backend}")
     hidden, weight = normal(count, H, scale=0.3).float(), normal(V, H, scale=0.3, seed=1).float()
     tokens, inverse = ids(count, 1, high=V), torch.ones(count)
     support = torch.arange(8).repeat(count, 1) if "support" in options else None
@@ -42,9 +45,17 @@ def peaks(count, *, options):
     return forward.peak, backward.peak
 
 
+class NotLaunched:
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
+
+
+@pytest.mark.parametrize("backend", ["torch", "hybrid"])
 @pytest.mark.parametrize("options", ["", "support"])
-def test_flat_in_the_number_of_rows(options):
-    small, large = (peaks(count, options=options) for count in (48, 144))
+def test_flat_in_the_number_of_rows(monkeypatch, backend, options):
+    for module, kernel in (("hybrid", "state_kernel"), ("triton", "dlogits_kernel")):
+        monkeypatch.setattr(importlib.import_module(f"rl_kernels.linear_logprobs.{module}"), kernel, NotLaunched())
+    small, large = (peaks(backend, count, options=options) for count in (48, 144))
     rows = 144 - 48
     # The state is four numbers a row; the backward's gradient H, and a handful of cotangents.
     assert large[0] - small[0] <= 4 * rows * 5
@@ -53,3 +64,43 @@ def test_flat_in_the_number_of_rows(options):
     assert 4 * rows * (H + 10) < 4 * rows * V / 10
     assert large[0] <= WORKSPACE + 4 * 144 * 5
     assert large[1] <= WORKSPACE + 4 * 144 * (H + 10) + 4 * V * H
+
+
+@pytest.mark.parametrize(("vocabulary", "features"), [(128256, 4096), (152064, 3584), (300, 12), (1, 1), (0, 4)])
+@pytest.mark.parametrize("cost", [Cost(8, 6, 0), Cost(4, 10, 4), Cost(20, 12, 8)])
+def test_a_block_holds_what_fits(vocabulary, features, cost):
+    def held(rows, entries):
+        return rows * entries * cost.logit + features * (rows * cost.row + entries * cost.entry)
+
+    for workspace in (64 << 20, 512 << 20):
+        rows, entries = blocks(vocabulary, features, workspace, cost)
+        assert held(rows, entries) <= workspace < held(rows + 128, entries)
+        assert entries <= max(1, vocabulary)
+    # One row of one entry is the least there is.
+    assert blocks(vocabulary, features, 1, cost) == (1, 1)
+
+
+def test_blocks_of_a_model_on_a_gpu_are_near_squares_of_whole_tiles():
+    rows, entries = blocks(128256, 4096, GPU_WORKSPACE, Cost(8, 6, 0))
+    assert rows % 128 == 0 == entries % 128 and 0.8 < rows / entries < 1.25
+    # What is read and written again for each block, over the time of the products (docs/kernels.md).
+    assert 245 * (1 / rows + 1 / entries) < 0.08
+
+
+def test_the_forward_takes_64_mib_at_most(monkeypatch):
+    seen = {}
+    for operation in ("linear_logprobs", "topk_logprobs"):
+        module = importlib.import_module(f"rl_kernels.{operation}.torch")
+        whole = module.forward
+
+        def forward(*arguments, whole=whole, operation=operation):
+            seen[operation] = arguments[-1]
+            return whole(*arguments)
+
+        monkeypatch.setattr(module, "forward", forward)
+    hidden, weight = normal(3, H).float(), normal(V, H, seed=1).float()
+    for asked, given in ((None, CPU_WORKSPACE), (1 << 30, 64 << 20), (5000, 5000)):
+        linear_logprobs(hidden, weight, ids(3, high=V), workspace=asked, backend="torch")
+        linear_topk_logprobs(hidden, weight, 2, workspace=asked, backend="torch")
+        assert seen == {"linear_logprobs": given, "topk_logprobs": given}
+    assert FORWARD_WORKSPACE == 64 << 20 < GPU_WORKSPACE == 512 << 20
