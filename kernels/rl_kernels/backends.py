@@ -14,6 +14,8 @@ BACKENDS = {
     "linear_logprobs": ("hybrid", "torch", "triton", "reference", "gluon", "liger"),
     # Fused; what is not fused is linear_logprobs.
     "linear_policy_loss": ("triton", "torch", "reference"),
+    # Triton reads a logit once where torch moves a hundred bytes and more for each: as much time as the product takes
+    # that made the logits.
     "topk_logprobs": ("triton", "torch", "reference"),
     "sampling": ("triton", "torch", "reference", "flashinfer", "aiter"),
     "quantize": ("triton", "torch", "reference"),

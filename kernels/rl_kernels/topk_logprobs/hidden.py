@@ -57,7 +57,7 @@ def linear_topk_logprobs(
         group: the torch.distributed process group whose ranks hold the shards, in any order; every rank gets every
             result, and the gradient of ``hidden`` is summed over the ranks.
         workspace: as in ``linear_logprobs``.
-        backend: ``"torch"`` or ``"reference"``. None takes the best supported one.
+        backend: ``"triton"``, ``"torch"`` or ``"reference"``. None takes the best supported one.
 
     Returns:
         ``TopkLogprobs(tokens, logprobs, entropy, logsumexp)``, as ``topk_logprobs``; differentiable in hidden states,

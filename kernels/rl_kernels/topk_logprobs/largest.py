@@ -8,7 +8,7 @@ NOTHING = 2**62
 
 
 def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values [R, k] and columns [R, k] of the k largest of ``z`` [R, W], k ≤ W; NaN counts as the largest."""
+    """Values [R, k] and columns [R, k] of the k largest of ``z`` [R, W], k ≤ W; NaN of either sign is the largest."""
     if z.dtype == torch.float64:
         ordered, columns = z.sort(dim=-1, descending=True, stable=True)
         return ordered[:, :k], columns[:, :k]
@@ -16,6 +16,8 @@ def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # column counted backwards in the low one. Adding 0 turns −0 into 0.
     bits = (z.float() + 0.0).view(torch.int32)
     bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
+    # The sign of NaN is the machine's: inf − inf has it on some and not on others.
+    bits.masked_fill_(z.isnan(), 0x7FFFFFFF)
     key = bits.long()
     del bits
     key.bitwise_left_shift_(32)

@@ -48,8 +48,8 @@ def topk_logprobs(
         softcap: Gemma's logit soft cap, or None.
         support: the kept set of a truncated sampler, as ``logits_logprobs`` takes it.
         mask: bool ``[*batch]``; a row where it is False is not computed: its ids, results and gradient are 0.
-        backend: of the search, ``"torch"`` or ``"reference"``, and of ``logits_logprobs`` after it. None takes the best
-            supported ones.
+        backend: of the search, ``"triton"``, ``"torch"`` or ``"reference"``, and of ``logits_logprobs`` after it. None
+            takes the best supported ones.
 
     Returns:
         ``TopkLogprobs(tokens, logprobs, entropy, logsumexp)``: int64 ``[*batch, k]``, then ``[*batch, k]``,

@@ -44,7 +44,7 @@ def forward(
 
 
 def _top_k(z: jax.Array, kept: jax.Array | None, k: int) -> tuple[Tensor, Tensor]:
-    # Comparing by == sees no difference between −0 and 0; top_k does.
-    z = jnp.where(z == 0, 0.0, z)
+    # Comparing by == sees no difference between −0 and 0; top_k does, and it sees the sign of NaN.
+    z = jnp.where(z == 0, 0.0, jnp.where(jnp.isnan(z), jnp.nan, z))
     values, columns = jax.lax.top_k(z if kept is None else jnp.where(kept, z, -jnp.inf), k)
     return as_tensor(values, torch.device("cpu")), torch.tensor(np.array(columns)).long()

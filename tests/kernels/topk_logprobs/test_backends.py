@@ -9,10 +9,13 @@ from tests.kernels.exact import exact, gradients, kept_set
 from tests.kernels.linear_logprobs.test_backends import H, model
 
 K = 4
-# The reference is the definition in other words: a few options show that it is wired as the others are.
-CASES = [("torch", o) for o in OPTIONS] + [("reference", o) for o in ("temperatures", "bool support", "everything")]
+# The reference is the definition in other words: a few options show that it is wired as the others are. In Triton's
+# kernels the options are one another's neighbours; test_triton.py has what is theirs alone.
+CASES = [("torch", o) for o in OPTIONS]
+CASES += [("triton", o) for o in ("plain", "softcap", "nothing counts", "bool support", "everything")]
+CASES += [("reference", o) for o in ("temperatures", "bool support", "everything")]
 each_case = pytest.mark.parametrize(("backend", "option"), CASES)
-each_backend = pytest.mark.parametrize("backend", ["torch", "reference"])
+each_backend = pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
 
 
 def expected_ids(logits, k, *, support=None, mask=None, **_):
@@ -77,14 +80,15 @@ def test_any_cut_into_blocks_keeps_the_order_of_ties(workspace, k):
     assert_equal_to_float64(got, logits, leaves, doubles, {"temperature": 0.7}, k)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_precisions(dtype):
+def test_precisions(dtype, backend):
     logits = normal(N, V).to(dtype)
     logits[2, 5:9], logits[3, :9] = 50.0, torch.tensor([0.0, -0.0, 0.0] * 3)
     for k in (1, 5):
-        assert torch.equal(topk_logprobs(logits, k).tokens, expected_ids(logits, k))
+        assert torch.equal(topk_logprobs(logits, k, backend=backend).tokens, expected_ids(logits, k))
     hidden, weight, bias = model(dtype)
-    got = linear_topk_logprobs(hidden, weight, K, bias=bias)
+    got = linear_topk_logprobs(hidden, weight, K, bias=bias, backend=backend)
     assert got.logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     wide = hidden.double() @ weight.double().T + bias.double()
     assert torch.equal(got.tokens, expected_ids(wide, K))
@@ -99,13 +103,17 @@ def test_zero_has_no_sign_and_neither_cap_nor_temperature_makes_ties(backend):
     assert (got.logprobs[1] == got.logprobs[1, 0]).all(), "the cap saturates: the log-probabilities do tie"
 
 
-def test_not_a_number_is_not_hidden():
+@each_backend
+def test_not_a_number_is_not_hidden(backend):
+    """Of either sign: that of inf − inf is the machine's."""
+    negative = torch.tensor(-(1 << 22), dtype=torch.int32).view(torch.float32)
+    assert negative.isnan() and negative.signbit()
     logits = normal(3, V).float()
-    logits[1, 7] = float("nan")
-    got = topk_logprobs(logits, 2)
-    assert got.tokens[1, 0] == 7 and got.logprobs[1].isnan().all() and got.logprobs[::2].isfinite().all()
+    logits[1, 7], logits[1, 3] = float("nan"), negative
+    got = topk_logprobs(logits, 2, backend=backend)
+    assert got.tokens[1].tolist() == [3, 7] and got.logprobs[1].isnan().all() and got.logprobs[::2].isfinite().all()
     weight = torch.eye(V)
-    linear = linear_topk_logprobs(logits.nan_to_num(nan=float("inf")), weight, 2)
+    linear = linear_topk_logprobs(logits.nan_to_num(nan=float("inf")), weight, 2, backend=backend)
     assert linear.logprobs[1].isnan().all() and linear.logprobs[::2].isfinite().all()
 
 
@@ -136,15 +144,17 @@ def test_other_arguments_are_checked_and_an_unknown_backend_names_the_others():
         linear_topk_logprobs(hidden, weight[:, 1:], 2)
     with pytest.raises(ValueError, match="softcap must be positive"):
         topk_logprobs(normal(N, V), 2, softcap=-1.0)
-    with pytest.raises(NotImplementedError, match="no backend 'triton'; available: torch, reference"):
-        linear_topk_logprobs(hidden, weight, 2, backend="triton")
+    with pytest.raises(NotImplementedError, match="no backend 'gluon'; available: triton, torch, reference"):
+        linear_topk_logprobs(hidden, weight, 2, backend="gluon")
 
 
 def test_custom_operations_and_torch_compile():
     hidden, weight, bias = (x.detach().requires_grad_() for x in model())
-    arguments = (hidden, weight, bias, torch.ones(N), 2.0, None, None, 3, 0, None, 1000, "torch")
-    torch.library.opcheck(torch.ops.rl_kernels.linear_topk_logprobs.default, arguments)
-    torch.library.opcheck(torch.ops.rl_kernels.topk_ids.default, (normal(3, 5).float(), None, None, 2, "torch"))
+    for backend in ("torch", "triton"):
+        arguments = (hidden, weight, bias, torch.ones(N), 2.0, None, None, 3, 0, None, 10000, backend)
+        torch.library.opcheck(torch.ops.rl_kernels.linear_topk_logprobs.default, arguments)
+        arguments = (normal(3, 5).float(), None, None, 2, backend)
+        torch.library.opcheck(torch.ops.rl_kernels.topk_ids.default, arguments)
 
     def loss(h, w):
         return linear_topk_logprobs(h, w, 3).logprobs.sum() + topk_logprobs(h @ w.T, 2).logprobs.sum()

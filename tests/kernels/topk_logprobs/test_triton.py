@@ -1,0 +1,150 @@
+"""What is Triton's alone: blocks, candidates, bounds and rooms, at sizes that its interpreter can afford."""
+
+import importlib
+
+import pytest
+import torch
+
+from rl_kernels.linear_logprobs.blocks import Blocks
+from rl_kernels.row_state import finish
+from tests.kernels.cases import INF, ids, normal
+from tests.kernels.exact import exact
+
+triton, in_torch = (importlib.import_module(f"rl_kernels.topk_logprobs.{name}") for name in ("triton", "torch"))
+V, BLOCK = 83, 16
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Six blocks a row, and room for a few."""
+    monkeypatch.setattr(triton, "_BLOCK", BLOCK)
+    monkeypatch.setattr(triton, "_KEPT_BLOCK", 64)
+    monkeypatch.setattr(triton, "_CANDIDATES", 12)
+
+
+def adversarial():
+    z = normal(12, V).float()
+    z[0], z[1] = 1.0, -INF
+    z[2], z[3] = torch.arange(float(V)), -torch.arange(float(V))
+    z[4, 3:] = -INF
+    z[5] = torch.tensor([90.0, -90.0]).repeat(V)[:V]
+    z[6] = torch.tensor([0.0, -0.0, -1.0]).repeat(V)[:V]
+    z[7, ::5], z[7, 2::5] = float("nan"), INF
+    z[8] = (z[8] / 2).round()
+    # The cut falls between equals that are in different blocks.
+    z[9], z[9, [BLOCK - 1, BLOCK, 3 * BLOCK, V - 1]] = 0.0, 2.0
+    z[10] = 1e-40 * ids(V, high=5)
+    return z
+
+
+def sorted_ids(z, k):
+    return z.double().sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("k", [3, BLOCK + 4, V])
+def test_ids_of_adversarial_rows(k):
+    z = adversarial()
+    assert torch.equal(triton.ids(z, None, None, k), sorted_ids(z, k))
+
+
+@pytest.mark.usefixtures("small")
+def test_ids_with_kept_sets_of_either_form_and_masked_rows(monkeypatch):
+    n, width = 6, 40
+    z, mask = adversarial()[:n, :width], torch.arange(n) % 4 != 1
+    listed = torch.stack([torch.randperm(width, generator=torch.Generator().manual_seed(row))[:7] for row in range(n)])
+    listed[::3, 2:] = -1
+    kept = torch.zeros(n, width + 1, dtype=torch.bool).scatter_(1, listed.where(listed >= 0, width), True)[:, :width]
+    wanted = sorted_ids(z.masked_fill(~kept, -INF), 5).masked_fill(~mask[:, None], 0)
+    # Four rows at a time, and a kept set whose entries are not neighbours in memory.
+    monkeypatch.setattr(triton, "_WORKSPACE", 4 * (8 * (5 * 2 + 15) + 2 * width + 32 * 7))
+    for support in (listed, kept.T.contiguous().T):
+        assert torch.equal(triton.ids(z, support, mask, 5), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ids_of_one_row_of_no_row_and_of_rows_of_any_stride(dtype):
+    z = normal(V, 3).to(dtype).T
+    assert z.stride() == (1, 3)
+    assert torch.equal(triton.ids(z, None, None, 6), sorted_ids(z, 6))
+    assert torch.equal(triton.ids(z[1:2], None, None, 6), sorted_ids(z[1:2], 6))
+    assert triton.ids(z[:0], None, None, 6).shape == (0, 6)
+
+
+def test_row_offsets_beyond_two_to_the_31():
+    """A row stride of 2³⁰ + 7 elements: the third row begins beyond 2³¹. Its memory is reserved, not touched."""
+    stride = 2**30 + 7
+    z = torch.as_strided(torch.empty(2 * stride + 40, dtype=torch.bfloat16), (3, 37), (stride, 1))
+    z.copy_(normal(3, 37))
+    assert torch.equal(triton.ids(z, None, None, 4), sorted_ids(z, 4))
+
+
+def swept(z, k, patience):
+    """Candidates and bounds after a sweep of rows."""
+    blocks = -(-z.shape[1] // BLOCK)
+    found = triton.Candidates(len(z), k, blocks, BLOCK, z.device)
+    found.search(z, None, 0, z.shape[1], 0, patience=patience)
+    return found
+
+
+def test_a_block_adds_k_at_most_and_a_bound_that_is_reached_none():
+    """Rising rows would fill every block's place, and do; falling ones and equal ones add the first block's only."""
+    k = 3
+    rising = torch.arange(float(V))
+    z = torch.stack([rising, -rising, torch.zeros(V), torch.full((V,), -INF)])
+    for patience in (k // 2, k):
+        found = swept(z, k, patience)
+        assert found.counts.tolist() == [6 * k, k, k, k]
+        assert [sorted(triton.identities(w[:k]).tolist()) for w in found.words[1:]] == [[0, 1, 2]] * 3
+        assert found.capacity == 7 * k
+    # With more than a block everything has its place: then it is keeping that raises the bound.
+    found = swept(z, 20, 10)
+    assert found.counts.tolist() == [V] * 4 and found.capacity == 20 + 6 * BLOCK
+
+
+def test_kept_are_the_k_best_and_what_they_must_exceed():
+    found = swept(adversarial()[[2, 8, 11]], 4, 4)
+    before = [sorted(words[:count].tolist()) for words, count in zip(found.words, found.counts, strict=True)]
+    assert all(len(words) > 4 for words in before)
+    best = found.keep()
+    assert [sorted(words) for words in best.tolist()] == [words[-4:] for words in before]
+    assert found.counts.tolist() == [4] * 3
+    for bound, words in zip(found.bounds.tolist(), before, strict=True):
+        assert words[-5] >> 32 <= bound <= words[-4] >> 32
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("k", [2, 30])
+def test_from_hidden_states_as_torch_in_many_tiles(k, monkeypatch):
+    """Small integers, so that logits are exact and tie; kept sets, a shard, a cap. Ids and values are exactly torch's,
+    states to rounding; each tile's candidates take the room of those before.
+    """
+    hidden, weight, bias = ids(4, 6, high=3).float(), ids(V, 6, seed=1, high=3).float() - 1, ids(V, seed=2).float() / 8
+    support = torch.rand(4, V + 5, generator=torch.Generator().manual_seed(3)) < 0.6
+    support[3] = False
+    inverse, kept = torch.tensor([0.5, 1.0, 3.0, 1.0]), []
+    monkeypatch.setattr(triton, "blocks", lambda *_: Blocks(3, 24))
+    monkeypatch.setattr(
+        triton.Candidates, "keep", lambda self, keep=triton.Candidates.keep: kept.append(0) or keep(self)
+    )
+    arguments = (hidden, weight, bias, inverse, 3.0, support, None, k, 5, 1 << 20)
+    state, values, found = triton.forward(*arguments)
+    wanted_state, wanted_values, wanted = in_torch.forward(*arguments)
+    assert torch.equal(found, wanted) and torch.equal(values, wanted_values)
+    for a, b in zip(state, wanted_state, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+    assert len(kept) == 2 * 4, "four tiles for each of two blocks of rows"
+
+
+def test_states_of_extreme_rows():
+    """Gaps of ±90 and more, nothing but −inf, one entry that is possible."""
+    z = torch.tensor([[90.0, -90.0, 0.0, 89.0], [-INF] * 4, [-INF, 3.0, -INF, -INF], [-1e30, 1e30, 0.0, 1.0]])
+    weight = z.T.contiguous()
+    # −inf · 0 would be NaN: what is impossible is not kept.
+    arguments = (torch.eye(4), weight.masked_fill(weight == -INF, 0.0), None, torch.ones(4), None, z > -INF, None)
+    state, values, found = triton.forward(*arguments, 4, 0, 1 << 20)
+    assert torch.equal(found, sorted_ids(z, 4)) and torch.equal(values, z.gather(1, found))
+    _, entropy, logsumexp = finish(state)
+    _, wanted_entropy, wanted = exact(z, torch.zeros(4, dtype=torch.int64))
+    torch.testing.assert_close(logsumexp.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), wanted_entropy, rtol=1e-6, atol=1e-6)
