@@ -188,11 +188,13 @@ def test_the_critic_has_its_loss():
     )
 
 
-FULL = batch(rl_fn.dapo(), 4)._replace(values=None)
+@pytest.fixture(scope="module")
+def full() -> rl_fn.Batch:
+    return batch(rl_fn.dapo(), 4)._replace(values=None)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss):
+def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss, full):
     """Shapes only, which is what an objective that cannot work fails at; numbers are the recipes' laws."""
     plain = rl_fn.reinforce_objective()
     worked = 0
@@ -206,9 +208,9 @@ def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss):
         # The correction multiplies whatever the aggregation is: one of the six is enough.
         if name == "none" or aggregation.mode == "seq-mean-token-mean":
             shaped = (
-                FULL
+                full
                 if aggregation.mode != "prompt-mean"
-                else rl_fn.Batch(*(x if x is None else x.reshape(2, 4, COLUMNS) for x in FULL))
+                else rl_fn.Batch(*(x if x is None else x.reshape(2, 4, COLUMNS) for x in full))
             )
             total, metrics = jax.eval_shape(objective, shaped)
             assert total.shape == () and all(metric.shape == () for metric in metrics.values())

@@ -1,5 +1,7 @@
 """Dialects without the libraries: what is known to differ, in numbers worked out by hand; tests/peers has the rest."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,7 @@ def batch(fill: float = 0.0, seed: int = 0) -> Batch:
     return Batch(new, old, advantages, jnp.asarray(MASK), rollout, ref, entropies)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def loss_and_gradient(objective, b: Batch):
     return jax.value_and_grad(lambda x: objective(b._replace(logprobs=x))[0])(b.logprobs)
 
