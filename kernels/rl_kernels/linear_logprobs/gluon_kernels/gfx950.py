@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.amd import AMDMFMALayout
 from triton.experimental.gluon.language.amd.cdna4 import async_copy, mfma
 
 from rl_kernels.linear_logprobs.gluon_kernels.rows import ENTRIES, fits, readable
-from rl_kernels.linear_logprobs.gluon_kernels.state import eighths, extended, place, store_state
+from rl_kernels.linear_logprobs.gluon_kernels.state import NUMBERS, eighths, extended, place, store_state
 
 # 144 KiB of buffers, 128 registers a lane for its logits.
 STAGES, WARPS = 3, 4
@@ -72,7 +72,7 @@ def copy(
     async_copy.commit_group()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=NUMBERS)
 def forward_gfx950(
     hidden,
     weight,

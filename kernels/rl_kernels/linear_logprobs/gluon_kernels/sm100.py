@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from rl_kernels.linear_logprobs.gluon_kernels.state import extended, place, store_state
+from rl_kernels.linear_logprobs.gluon_kernels.state import NUMBERS, extended, place, store_state
 from rl_kernels.linear_logprobs.gluon_kernels.tma import fill
 
 # 192 KiB of shared buffers, all of tensor memory.
@@ -44,7 +44,7 @@ def multiply(
         fill(hidden, weight, left, right, arrived, done + STAGES, steps, features, row, first, STAGES)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=(*NUMBERS, "features"))
 def forward_sm100(
     hidden,
     weight,

@@ -12,14 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rl_kernels.linear_logprobs.gluon_kernels.state import eighths, extended, place, store_state
+from rl_kernels.linear_logprobs.gluon_kernels.state import NUMBERS, eighths, extended, place, store_state
 from rl_kernels.linear_logprobs.gluon_kernels.tma import fill
 
 # 192 KiB of shared buffers, 128 registers a thread for its logits.
 STAGES, WARPS = 4, 8
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=(*NUMBERS, "features"))
 def forward_sm90(
     hidden,
     weight,

@@ -8,6 +8,10 @@ from triton.experimental.gluon import language as gl
 
 from rl_kernels.triton_math import softcapped
 
+# One kernel serves any of these: where one is 1, Triton would compile another with a constant. For one target a row,
+# the most common case, Hopper's would spill then.
+NUMBERS = ("count", "vocabulary", "target_count", "start", "bias_stride", "kept_stride")
+
 
 @gluon.jit
 def place(count, vocabulary, part_size, ROWS: gl.constexpr, GROUP: gl.constexpr):
