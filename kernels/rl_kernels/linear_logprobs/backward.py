@@ -36,7 +36,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dL/dhidden of these entries, dL/dweight, dL/dbias, each summed in float32 (float64 for float64).
 
-    ``numbers`` is how many of the arithmetic's numbers ``dlogits`` and its result hold at once for each logit.
+    ``numbers`` is how many of the arithmetic's numbers ``dlogits`` holds at once for each logit.
     """
     logprobs, entropy, logsumexp = outputs
     g, h, z = cotangents
@@ -48,9 +48,10 @@ def backward(
     d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
     d_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
     width = inverse.element_size()
-    size = blocks(*weight.shape, workspace, cost(hidden, weight, width, numbers * width))
-    # What a product of halves takes without being widened is half as wide as the logits.
+    # What a product of halves takes without being widened is half as wide as the logits, and beside them.
     narrow = weight.dtype if native(hidden, weight).product else dtype
+    logit = numbers * width + (0 if narrow == dtype else narrow.itemsize)
+    size = blocks(*weight.shape, workspace, cost(hidden, weight, support, width, logit, gradients=True))
     for rows in row_blocks(len(hidden), mask, size.rows):
         here = hidden[rows]
         sums = torch.zeros(here.shape, dtype=dtype, device=here.device)

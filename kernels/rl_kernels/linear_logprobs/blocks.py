@@ -23,21 +23,33 @@ class Blocks(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Bytes that a block holds for each of its logits, for each feature of its rows, and of its entries."""
+    """Bytes that a block holds for each of its logits, for each feature of its rows and of its entries, and a row."""
 
     logit: int
     row: int
     entry: int
+    fixed: int = 0
 
 
-def cost(hidden: Tensor, weight: Tensor, width: int, logit: int) -> Cost:
-    """What products with this weight need beside ``logit`` bytes a logit, in an arithmetic of ``width`` bytes."""
+def cost(
+    hidden: Tensor, weight: Tensor, support: Tensor | None, width: int, logit: int, *, gradients: bool = False
+) -> Cost:
+    """What products with this weight, in an arithmetic of ``width`` bytes, and finding out which entries are kept, need
+    beside ``logit`` bytes a logit.
+    """
     own = native(hidden, weight)
     half = hidden.dtype in (torch.bfloat16, torch.float16)
     widened = width if (half or hidden.dtype != weight.dtype) and not own.product else 0
-    added = 0 if own.accumulate or not own.product else width
-    # Rows that count are copied where some do not, and their gradient is summed.
-    return Cost(logit, hidden.element_size() + width + widened + added, widened + added)
+    # Rows that count are copied where some do not.
+    row, entry = hidden.element_size() + widened, widened
+    if gradients:
+        # Those of rows are summed; where torch cannot add a product to a sum, it is there by itself.
+        added = 0 if own.accumulate or not own.product else width
+        row, entry = row + width + added, entry + added
+    if support is None:
+        return Cost(logit, row, entry)
+    # A byte an entry, and of ids two copies, with whether they are in the block.
+    return Cost(logit + 1, row, entry, 0 if support.dtype == torch.bool else 18 * support.shape[1])
 
 
 def blocks(vocabulary: int, features: int, workspace: int, cost: Cost) -> Blocks:
@@ -46,14 +58,19 @@ def blocks(vocabulary: int, features: int, workspace: int, cost: Cost) -> Blocks
     Rows and entries are as many as one another where the vocabulary allows it: what is read and written again for each
     block of either is the least then.
     """
-    linear = features * (cost.row + cost.entry)
+    linear = features * (cost.row + cost.entry) + cost.fixed
     square = (sqrt(linear**2 + 4 * cost.logit * workspace) - linear) / (2 * cost.logit)
-    entries = max(1, min(vocabulary, _ENTRIES, int(square)))
+    entries = _whole(min(vocabulary, _ENTRIES, int(square)))
     # As few tiles as that takes, all of about one size.
     even = -(-vocabulary // -(-vocabulary // entries)) if vocabulary else 1
     entries = min(entries, -(-even // _UNIT) * _UNIT)
-    rows = (workspace - entries * features * cost.entry) // (entries * cost.logit + features * cost.row)
-    return Blocks(max(1, rows if rows < _UNIT else rows // _UNIT * _UNIT), entries)
+    rows = (workspace - entries * features * cost.entry) // (entries * cost.logit + features * cost.row + cost.fixed)
+    return Blocks(_whole(rows), entries)
+
+
+def _whole(size: int) -> int:
+    """A multiple of the unit, or what there is of the first; 1 at least."""
+    return max(1, size if size < _UNIT else size // _UNIT * _UNIT)
 
 
 def tiles(vocabulary: int, entries: int) -> Iterator[tuple[int, int]]:

@@ -17,9 +17,6 @@ from rl_kernels.scaling import kept_tile
 
 __all__ = ["SPECIALISATIONS", "backward", "forward"]
 
-# Numbers a logit that are alive at once: itself, and whether it is kept.
-_NUMBERS = 2
-
 
 def forward(
     hidden: Tensor,
@@ -36,7 +33,7 @@ def forward(
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
     total = empty_state(inverse, tokens)
     width = inverse.element_size()
-    size = blocks(*weight.shape, workspace, cost(hidden, weight, width, (1 if support is None else _NUMBERS) * width))
+    size = blocks(*weight.shape, workspace, cost(hidden, weight, support, width, width))
     block = min(4096, triton.next_power_of_2(size.entries))
     for rows in row_blocks(len(hidden), mask, size.rows):
         here, wanted, scale = hidden[rows], tokens[rows], inverse[rows]

@@ -152,5 +152,5 @@ SPECIALISATIONS = {
 }
 
 
-# The loop over blocks is every backend's; a logit, its gradient and whether it is kept are two numbers at most.
-backward = partial(in_blocks, dlogits=_dlogits, numbers=2)
+# The loop over blocks is every backend's; a logit becomes its gradient where it lies.
+backward = partial(in_blocks, dlogits=_dlogits, numbers=1)

@@ -48,7 +48,7 @@ def forward(
     values = inverse.new_full((count, k), float("-inf"))
     found = torch.full((count, k), NOTHING, device=hidden.device)
     width = inverse.element_size()
-    size = blocks(weight.shape[0], weight.shape[1], workspace, cost(hidden, weight, width, _NUMBERS * width))
+    size = blocks(weight.shape[0], weight.shape[1], workspace, cost(hidden, weight, support, width, _NUMBERS * width))
     for rows in row_blocks(count, mask, size.rows):
         here, state, best = hidden[rows], RowState(*(field[rows] for field in total)), None
         for first, last in tiles(len(weight), size.entries):
