@@ -74,9 +74,9 @@ def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 
 
 def sqrt(x: jax.Array) -> jax.Array:
-    """√x with gradient 0 instead of infinity at x = 0."""
-    positive = x > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)
+    """√x with gradient 0 instead of infinity at x = 0; 0 below it, and NaN of NaN."""
+    nothing = x <= 0
+    return jnp.where(nothing, 0.0, jnp.sqrt(jnp.where(nothing, 1.0, x)))
 
 
 def magnitude(x: jax.Array) -> jax.Array:

@@ -225,6 +225,6 @@ def whiten(x: Tokens, mask: Mask, *, shift_mean: bool = True, eps: Number = 1e-8
     counted = as_mask(mask)
     mean, deviation, count = deviations(values, counted)
     spread = variance(deviation, count, None) + eps
-    positive = spread > 0
-    whitened = jnp.where(positive, deviation / jnp.sqrt(jnp.where(positive, spread, 1.0)), 0.0)
+    flat = spread == 0
+    whitened = jnp.where(flat, 0.0, deviation / jnp.sqrt(jnp.where(flat, 1.0, spread)))
     return whitened if shift_mean else jnp.where(counted, whitened + mean, 0.0)

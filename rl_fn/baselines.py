@@ -74,7 +74,7 @@ def opo_advantages(
     weight = jnp.where(together, rows_of(length), 0.0)
     total = jnp.sum(weight, axis=-1)
     shift = divide(jnp.sum(weight * deviation, axis=-1), total)
-    return jnp.where(exists & (total > 0), own(deviation) - shift, 0.0)
+    return jnp.where(exists & (total != 0), own(deviation) - shift, 0.0)
 
 
 def gpg_advantages(

@@ -16,7 +16,7 @@ Tail = Literal["bucket", "renormalise", "drop"]
 
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
     """Σ p (log p − log q) over the last axis; +inf where p reaches what q excludes."""
-    reached, allowed = log_p > -jnp.inf, log_q > -jnp.inf
+    reached, allowed = log_p != -jnp.inf, log_q != -jnp.inf
     p = jnp.where(reached, jnp.exp(jnp.where(reached, log_p, 0.0)), 0.0)
     difference = jnp.where(reached & allowed, log_p, 0.0) - jnp.where(reached & allowed, log_q, 0.0)
     divergence = jnp.sum(p * difference, axis=-1)
@@ -25,7 +25,7 @@ def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 def _to_mixture(log_p: jax.Array, log_q: jax.Array, weight: float) -> jax.Array:
     """KL(p ‖ weight p + (1 − weight) q), as −Σ p [log weight + log(1 + e^{log q − log p} (1 − weight)/weight)]."""
-    reached, allowed = log_p > -jnp.inf, log_q > -jnp.inf
+    reached, allowed = log_p != -jnp.inf, log_q != -jnp.inf
     p = jnp.where(reached, jnp.exp(jnp.where(reached, log_p, 0.0)), 0.0)
     shared = reached & allowed
     difference = jnp.where(shared, log_q, 0.0) - jnp.where(shared, log_p, 0.0)
@@ -163,11 +163,11 @@ def top_k_distillation(
 
 def _log_total(log_p: jax.Array) -> jax.Array:
     """Take log Σ p over the last axis, kept; −inf where there is nothing, with a finite gradient."""
-    reached = log_p > -jnp.inf
+    reached = log_p != -jnp.inf
     largest = jax.lax.stop_gradient(jnp.max(log_p, axis=-1, keepdims=True))
-    base = jnp.where(largest > -jnp.inf, largest, 0.0)
+    base = jnp.where(largest != -jnp.inf, largest, 0.0)
     total = jnp.sum(jnp.where(reached, jnp.exp(jnp.where(reached, log_p - base, 0.0)), 0.0), axis=-1, keepdims=True)
-    some = total > 0
+    some = total != 0
     return jnp.where(some, base + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
 
 

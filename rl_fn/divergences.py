@@ -188,8 +188,8 @@ def kl_categorical(logits: Float[Array, "*batch V"], ref_logits: Float[Array, "*
     """
     new, ref = as_float(logits, ref_logits)
     log_p, log_q = log_softmax(new), log_softmax(ref)
-    reached = log_p > -jnp.inf
-    shared = reached & (log_q > -jnp.inf)
+    reached = log_p != -jnp.inf
+    shared = reached & (log_q != -jnp.inf)
     p = jnp.where(reached, jnp.exp(jnp.where(reached, log_p, 0.0)), 0.0)
     difference = jnp.where(shared, log_p, 0.0) - jnp.where(shared, log_q, 0.0)
     divergence = jnp.sum(jnp.where(shared, p * difference, 0.0), axis=-1)
@@ -220,6 +220,6 @@ def entropy(logits: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
     """
     (z,) = as_float(logits)
     log_p = log_softmax(z)
-    reached = log_p > -jnp.inf
+    reached = log_p != -jnp.inf
     finite = jnp.where(reached, log_p, 0.0)
     return -jnp.sum(jnp.where(reached, jnp.exp(finite) * finite, 0.0), axis=-1)

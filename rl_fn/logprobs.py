@@ -45,12 +45,12 @@ class TokenLogprobs(NamedTuple):
 
 def log_softmax(x: jax.Array) -> jax.Array:
     """Log-probabilities of one row of logits; −inf where x is −inf, with a finite gradient everywhere."""
-    allowed = x > -jnp.inf
+    allowed = x != -jnp.inf
     maximum = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
-    maximum = jnp.where(maximum > -jnp.inf, maximum, 0.0)
+    maximum = jnp.where(maximum != -jnp.inf, maximum, 0.0)
     shifted = jnp.where(allowed, x - maximum, 0.0)
     total = jnp.sum(jnp.where(allowed, jnp.exp(shifted), 0.0), axis=-1, keepdims=True)
-    return jnp.where(allowed, shifted - jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    return jnp.where(allowed, shifted - jnp.log(jnp.where(total != 0, total, 1.0)), -jnp.inf)
 
 
 def _scaled(
@@ -61,7 +61,8 @@ def _scaled(
     if isinstance(temperature, float | int):
         require(temperature > 0, f"temperature must be positive, got {temperature}")
     x, heat = as_float(logits, temperature)
-    allowed = x > -jnp.inf
+    # NaN is allowed: it must reach the result, not be taken for an excluded entry.
+    allowed = x != -jnp.inf
     if support is not None:
         allowed = allowed & jnp.broadcast_to(as_mask(support), x.shape)
     x = jnp.where(allowed, x, 0.0)
@@ -108,7 +109,7 @@ def row_state(
     """
     x, allowed = _scaled(logits, temperature, softcap, support)
     maximum = jax.lax.stop_gradient(jnp.max(x, axis=-1, where=allowed, initial=-jnp.inf))
-    base = jnp.where(maximum > -jnp.inf, maximum, 0.0)
+    base = jnp.where(maximum != -jnp.inf, maximum, 0.0)
     shifted = jnp.where(allowed, x - base[..., None], 0.0)
     e = jnp.where(allowed, jnp.exp(shifted), 0.0)
     local = jnp.asarray(tokens) - start
@@ -145,10 +146,10 @@ def merge(a: RowState, b: RowState) -> RowState:
 
     """
     maximum = jnp.maximum(a.maximum, b.maximum)
-    base = jnp.where(maximum > -jnp.inf, maximum, 0.0)
+    base = jnp.where(maximum != -jnp.inf, maximum, 0.0)
 
     def rescaled(state: RowState) -> tuple[jax.Array, jax.Array]:
-        held = state.maximum > -jnp.inf
+        held = state.maximum != -jnp.inf
         shift = jnp.where(held, state.maximum - base, 0.0)
         factor = jnp.where(held, jnp.exp(shift), 0.0)
         return factor * state.sum_exp, factor * (state.weighted + shift * state.sum_exp)
@@ -179,10 +180,10 @@ def finish(state: RowState) -> TokenLogprobs:
     -0.6931
 
     """
-    filled = state.sum_exp > 0
+    filled = state.sum_exp != 0
     total = jnp.where(filled, state.sum_exp, 1.0)
     log_total = jnp.log(total)
-    held = state.target > -jnp.inf
+    held = state.target != -jnp.inf
     base = jnp.where(filled, state.maximum, 0.0)
     shifted = jnp.where(held, state.target - base, 0.0)
     return TokenLogprobs(

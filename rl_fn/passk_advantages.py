@@ -53,7 +53,7 @@ def passk_advantages(
     best_other = jnp.max(rows_of(r), axis=-1, where=others, initial=-jnp.inf)
     gain = jnp.where(compared, r, 0.0) - jnp.where(compared, best_other, 0.0)
     # A selection, not a maximum with 0: between equal best answers that would have half a gradient.
-    gain = jnp.where(gain > 0, gain, 0.0)
+    gain = jnp.where(gain <= 0, 0.0, gain)
     return divide(gain, sqrt(within(r, exists, group_ids).variance) + eps) if scale else gain
 
 

@@ -196,6 +196,6 @@ def smooth_scales(
     require(0 <= alpha <= 1, f"alpha must be within [0, 1], got {alpha}")
     x, w = as_float(activation_absmax, weight)
     largest = jnp.max(jnp.abs(w), axis=0)
-    used = (x > 0) & (largest > 0)
+    used = ~((x <= 0) | (largest <= 0))
     x, largest = jnp.where(used, x, 1.0), jnp.where(used, largest, 1.0)
     return divide(jnp.power(x, alpha), jnp.power(largest, 1.0 - alpha))

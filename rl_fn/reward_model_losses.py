@@ -90,7 +90,7 @@ def plackett_luce(rewards: Tokens, mask: Mask | None = None) -> Float[Array, "*b
     rest = later.reshape((1,) * (r.ndim - 1) + (size, size)) & counted[..., None, :]
     across = jnp.broadcast_to(r[..., None, :], rest.shape)
     largest = jax.lax.stop_gradient(jnp.max(across, axis=-1, where=rest, initial=-jnp.inf))
-    base = jnp.where(largest > -jnp.inf, largest, 0.0)
+    base = jnp.where(largest != -jnp.inf, largest, 0.0)
     shifted = jnp.where(rest, across - base[..., None], 0.0)
     total = jnp.sum(jnp.where(rest, jnp.exp(shifted), 0.0), axis=-1)
     terms = base + jnp.log(jnp.where(counted, total, 1.0)) - r

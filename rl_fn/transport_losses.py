@@ -11,8 +11,9 @@ def _matched(x: jax.Array, other: jax.Array, mask: Array | None) -> jax.Array:
     """At each counted entry of x: the entry of other that has the same rank among the counted ones of the last axis."""
 
     def order(values: jax.Array) -> jax.Array:
-        keys = values if mask is None else jnp.where(as_mask(mask), values, jnp.inf)
-        return jnp.argsort(jax.lax.stop_gradient(keys), axis=-1, stable=True)
+        last = jnp.zeros(values.shape, bool) if mask is None else jnp.broadcast_to(~as_mask(mask), values.shape)
+        # Masked entries come after every other one, NaN included, which must be matched to be seen.
+        return jnp.lexsort((jax.lax.stop_gradient(values), last), axis=-1)
 
     ranks = jnp.argsort(order(x), axis=-1)
     return jnp.take_along_axis(other, jnp.take_along_axis(order(other), ranks, axis=-1), axis=-1)
