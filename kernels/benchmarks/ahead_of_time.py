@@ -64,7 +64,7 @@ class Kernel:
     aligned: tuple[str, ...] = field(default=())
     """Arguments that are multiples of 16, pointers included."""
     bulk: bool = False
-    """Whether copies of whole tiles into shared memory (TMA) are expected."""
+    """Whether copies into shared memory that pass through no register (TMA; AMD's to the LDS) are expected."""
 
 
 def kernels() -> list[Kernel]:
@@ -144,12 +144,13 @@ def amd(asm: Any) -> dict[str, Any]:
             raise ValueError(f"no {name} in the assembly")
         return int(found[1])
 
-    spills = number("vgpr_spill_count") + number("sgpr_spill_count")
-    return {
+    row = {
         "registers": number("vgpr_count"),
-        "spills": spills,
+        "spills": number("vgpr_spill_count") + number("sgpr_spill_count"),
         "matrix": sorted(set(re.findall(r"\bv_(mfma\w*?)_", text))),
     }
+    bulk = len(re.findall(r"\bglobal_load_lds_dwordx4\b|\bbuffer_load_dwordx4\b.*\blds\b", text))
+    return row | ({"bulk": bulk} if bulk else {})
 
 
 def faults(row: dict[str, Any], kernel: Kernel) -> list[str]:
@@ -162,7 +163,7 @@ def faults(row: dict[str, Any], kernel: Kernel) -> list[str]:
     if kernel.matrix and not row["matrix"]:
         found.append("no matrix instruction")
     if kernel.bulk and not row.get("bulk"):
-        found.append("no copy of whole tiles")
+        found.append("no copy into shared memory that passes through no register")
     return found
 
 

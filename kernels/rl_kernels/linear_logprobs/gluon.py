@@ -143,7 +143,7 @@ def _specialisation(name: str, dtype: str, everything: bool):
     types = {n: types.get(n, "i32") for n in on.kernel.arg_names if n not in constants}
     aligned = ("part_size", "hidden_row_stride", "weight_row_stride", *(("features",) if on.gathers else ()))
     aligned = tuple(n for n, kind in types.items() if kind.startswith("*") or n in aligned)
-    how = {"matrix": True, "bulk": not on.gathers, "warps": on.warps, "aligned": aligned, "targets": (name,)}
+    how = {"matrix": True, "bulk": True, "warps": on.warps, "aligned": aligned, "targets": (name,)}
     return on.kernel.__name__, types, constants, how
 
 
