@@ -41,8 +41,8 @@ def parting_order(order, k, ROWS: tl.constexpr):
     return least.to(tl.int32)
 
 
-# Compiled once for every k and every place, not again where one is 1 or a multiple of 16.
-@triton.jit(do_not_specialize=["rows", "start", "stop", "identity", "k", "patience", "capacity"])
+# Not compiled again for each k that is 1 or a multiple of 16; where columns are, that lets a thread load 16 bytes.
+@triton.jit(do_not_specialize=["rows", "identity", "k", "patience", "capacity"])
 def search_kernel(
     logits,
     kept,

@@ -157,7 +157,7 @@ def forward(
     values = inverse.new_full((count, k), float("-inf"))
     found = torch.full((count, k), NOTHING, device=hidden.device)
     # A quarter is for candidates. A logit is one number, and one byte of a kept set.
-    size = blocks(vocabulary, weight.shape[1], workspace * 3 // 4, cost(hidden, weight, 4, 5))
+    size = blocks(vocabulary, weight.shape[1], workspace * 3 // 4, cost(hidden, weight, support, 4, 5))
     block = block_size(size.entries)
     a_tile = triton.cdiv(size.entries, block)
     # As many tiles' candidates as take that quarter where the rows are as many as their logits allow.
@@ -217,7 +217,7 @@ def _specialisation(function, dtype="bf16", *, state=False, everything=False):
     constants |= {"ROWS": 1, "BLOCK": _BLOCK if function is search_kernel else _KEPT_BLOCK}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     types = {n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in function.arg_names if n not in constants}
-    aligned = tuple(n for n in types if n in pointers or n in ("row_stride", "kept_row_stride"))
+    aligned = tuple(n for n in types if n in pointers or n in ("start", "stop", "row_stride", "kept_row_stride"))
     return function.__name__, types, constants, {"aligned": aligned, "warps": 8 if function is search_kernel else 4}
 
 
