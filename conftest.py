@@ -38,6 +38,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ and os.environ.get("HYPOTHESIS_PROFIL
 import hypothesis
 import jax
 import jaxtyping
+import pytest
 
 jaxtyping.install_import_hook(["rl_fn"], "beartype.beartype")
 
@@ -71,6 +72,21 @@ def case_of(item) -> str | None:
     if item.path.name not in GENERATED or not hasattr(item, "callspec"):
         return None
     return item.callspec.params.get("key") or item.callspec.params.get("name")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The tests and the libraries that they import are here to stay: the garbage collector leaves them alone."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or extension modules report what was never freed
 
 
 def pytest_collection_modifyitems(items):

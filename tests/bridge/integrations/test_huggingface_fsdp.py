@@ -1,13 +1,12 @@
 """Fused log-probabilities of a model that FSDP2 has sharded over two processes: gradients are the whole batch's."""
 
-import multiprocessing
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from tests.bridge.integrations.test_huggingface import tiny
+from tests.ranks import results as results_of_ranks
 
 RANKS = 2
 WAYS = ["registered", "checkpointed", "compiled"]
@@ -78,17 +77,7 @@ def rank(number, address, queue):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    address = f"file://{tmp_path_factory.mktemp('gloo')}/store"
-    processes = [context.Process(target=rank, args=(n, address, queue)) for n in range(RANKS)]
-    for process in processes:
-        process.start()
-    received = sorted((queue.get(timeout=300) for _ in processes), key=lambda message: message[0])
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    return received
+    return results_of_ranks(rank, RANKS, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("way", WAYS)
