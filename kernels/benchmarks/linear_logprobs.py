@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 
 from rl_bridge.atomic import replacing, write_json
 from rl_kernels import linear_logprobs, linear_policy_loss
+from rl_kernels.backends import refusal
 
 LENGTH = 512
 SMALL = {"groups": 1, "length": 8, "features": 64, "vocabulary": 128}
@@ -118,6 +119,9 @@ def cut_cross_entropy(hidden, weight, tokens, advantages):
 
 def _ours(backend, **options):
     def way(hidden, weight, tokens, advantages):
+        reason = refusal(backend, hidden.device.type)
+        if reason:
+            raise ImportError(reason)
         return reinforce(linear_logprobs(hidden, weight, tokens, backend=backend, **options).logprobs, advantages)
 
     return way
@@ -159,7 +163,7 @@ WAYS = {
     "ours, hybrid, workspace of 256 MiB": _only_on_a_gpu(_ours("hybrid", workspace=256 << 20)),
     "ours, torch": _ours("torch"),
     "ours, triton": _only_on_a_gpu(_ours("triton")),
-    "ours, gluon": _only_on_a_gpu(_ours("gluon"), (9, 0)),
+    "ours, gluon": _only_on_a_gpu(_ours("gluon")),
     "ours, fused": _fused(),
     "ours, fused, workspace of 512 MiB": _only_on_a_gpu(_fused(workspace=512 << 20)),
 }
