@@ -105,7 +105,8 @@ def linear_logprobs(
         mask: bool ``*batch``; a row where it is False has results 0 and no gradient, whatever its hidden state is.
         block_rows: rows of a block: on a TPU a multiple of 8 (256 by default), and block_rows · H and block_entries · H
             must fit its memory; on a GPU a power of two, at least 16 (128, or 64 in float32), of the forward.
-        block_entries: entries of the vocabulary in a block: on a TPU a multiple of 128 (256), on a GPU as block_rows.
+        block_entries: entries of the vocabulary in a block: on a TPU a multiple of 128 (256), on a GPU a power of two,
+            at least 16 (64), of the forward.
         workspace: bytes of the blocks of logits that a GPU's backward makes, however many rows there are.
         backend: "pallas" (on a CPU a TPU's kernels in Pallas's interpreter), "pallas_gpu" (a GPU's, on a CPU in the
             interpreter) or "reference" (rl_fn through XLA, tile by tile). None is "pallas" on a TPU and "reference"
@@ -136,7 +137,8 @@ def linear_logprobs(
     name = _resolve(backend)
     if name == "reference" or 0 in batch:
         return _linear_reference(hidden, weight, tokens, bias, rows, support, mask)
-    large = (64, 64) if hidden.dtype == jnp.float32 else (128, 128)
+    # On a GPU the largest that leave registers to every option (kernels/benchmarks/pallas_ahead_of_time.py).
+    large = (64, 64) if hidden.dtype == jnp.float32 else (128, 64)
     options = _options(name, rows, len(weight), block_rows, block_entries, (256, 256), large, least=16)
     run = import_module(f"rl_kernels.linear_logprobs.{name}").run
     # A TPU's kernels always add one.

@@ -5,7 +5,8 @@ a part of the vocabulary to itself, and the parts' states are merged afterwards.
 vocabulary alone: a row's bits do not depend on how many rows came with it.
 
 The dialect is Pallas's for Triton, which serves CUDA and ROCm. Its arrays have a power of two of entries, and it checks
-no bounds: every load and store here has its mask.
+no bounds: every load and store here has its mask. JAX 0.11 deprecates it for Mosaic GPU, which has no ROCm; the
+algebra, in `pallas_math`, is of no dialect.
 """
 
 from functools import reduce
