@@ -42,9 +42,9 @@ def sorted_ids(z, k):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("k", [3, BLOCK + 4, V])
-def test_ids_of_adversarial_rows(k):
-    z = adversarial()
+@pytest.mark.parametrize(("k", "width"), [(3, V), (BLOCK + 4, 40), (V, V)])
+def test_ids_of_adversarial_rows(k, width):
+    z = adversarial()[:, :width]
     assert torch.equal(triton.ids(z, None, None, k), sorted_ids(z, k))
 
 
@@ -69,6 +69,14 @@ def test_ids_of_one_row_of_no_row_and_of_rows_of_any_stride(dtype):
     assert torch.equal(triton.ids(z, None, None, 6), sorted_ids(z, 6))
     assert torch.equal(triton.ids(z[1:2], None, None, 6), sorted_ids(z[1:2], 6))
     assert triton.ids(z[:0], None, None, 6).shape == (0, 6)
+
+
+@pytest.mark.parametrize("k", [64, 1100])
+def test_ids_with_the_blocks_of_a_gpu(k):
+    """Three blocks and a bit, in bfloat16, where many entries tie; at k = 1100 places for two blocks."""
+    z = normal(2, 3 * triton._BLOCK + 77).bfloat16()
+    assert torch.equal(triton.ids(z, None, None, k), sorted_ids(z, k))
+    assert triton.rooms(k, triton._BLOCK) == {64: 63, 1100: 2}[k]
 
 
 def test_row_offsets_beyond_two_to_the_31():
