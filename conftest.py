@@ -49,8 +49,10 @@ hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, der
 hypothesis.settings.register_profile("thorough", max_examples=400, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
-# What JAX has compiled stays in memory, gigabytes over a suite; a program that is needed again comes from the disk.
-MEMORY_LIMIT = 2 * 2**30
+# What JAX has compiled stays in memory, gigabytes over a suite; a program that is needed again has to be traced again
+# and comes from the disk. The limit is half of a core's share of the machine's memory, from 2 to 4 GiB.
+MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+MEMORY_LIMIT = min(max(MACHINE // (os.cpu_count() or 1) // 2, 2 * 2**30), 4 * 2**30)
 
 
 def resident_memory() -> int:
@@ -64,12 +66,13 @@ def resident_memory() -> int:
 
 # Laws generated over the table of cases. Those of one case run one after another, wherever they are written: they share
 # its compiled program, which can be let go with the last of them.
-GENERATED = ("test_laws.py", "test_oracle.py", "test_adversarial.py", "test_ties.py", "test_rl_fn_parity.py")
+GENERATED = {f"rl_fn/test_{law}.py" for law in ("laws", "oracle", "adversarial", "ties", "not_a_number")}
+GENERATED |= {"functional/test_rl_fn_parity.py"}
 
 
 def case_of(item) -> str | None:
     """The case, or the function of rl_fn, that a generated test is about."""
-    if item.path.name not in GENERATED or not hasattr(item, "callspec"):
+    if f"{item.path.parent.name}/{item.path.name}" not in GENERATED or not hasattr(item, "callspec"):
         return None
     return item.callspec.params.get("key") or item.callspec.params.get("name")
 

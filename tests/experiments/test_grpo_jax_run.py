@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file
 
 from experiments import grpo_jax
@@ -36,20 +35,6 @@ def tiny(tmp_path_factory) -> Path:
     config = Qwen2Config(vocab_size=15, hidden_size=16, intermediate_size=16, num_hidden_layers=1, **heads)
     save_pretrained(nnx.jit(lambda: Qwen2(config, nnx.Rngs(0)))(), folder)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """The same functions are compiled for every run here; compiling them is most of the time."""
-    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache"))}
-    options |= {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persistent_cache_min_entry_size_bytes": 0}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def run(output: Path, tiny: Path, *options: str) -> int:
@@ -124,8 +109,8 @@ def test_stopped_and_resumed_equals_uninterrupted(monkeypatch, tmp_path, tiny, w
         np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
 
-# The second flag makes compiling faster and the program slower, which is the better part for a program this small.
-FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+# After conftest.py's, which make compiling faster and the program slower: the better part for a program this small.
+DEVICES = "--xla_force_host_platform_device_count=2"
 SCRIPT = """
 import json, sys
 from experiments import grpo_jax
@@ -136,7 +121,7 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 
 
 def test_two_devices_equal_one_and_nothing_imports_torch(tmp_path, tiny, whole):
-    flags = {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}", "JAX_PLATFORMS": "cpu"}
     arguments = [json.dumps(ROWS), "--output", str(tmp_path), "--model", str(tiny), "--name", "two", *OPTIONS]
     command = [sys.executable, "-c", SCRIPT, *arguments]
     finished = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, timeout=300)
