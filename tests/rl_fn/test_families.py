@@ -23,6 +23,8 @@ TD_LAMBDA_AND_GAE = jax.jit(
 )
 K3 = jax.jit(jax.value_and_grad(lambda x: rl_fn.kl_k3(x, jnp.zeros_like(x))[0]))
 GRPO = jax.jit(rl_fn.grpo_advantages, static_argnames=("scale", "eps"))
+RLOO = jax.jit(rl_fn.rloo_advantages)
+WHITEN = jax.jit(rl_fn.whiten, static_argnames="eps")
 GAE = jax.jit(lambda r, v, m: rl_fn.gae(r, v, m, gamma=0.9, lam=0.8))
 
 
@@ -92,8 +94,8 @@ def test_a_segments_size_does_not_spoil_its_neighbour():
 @given(seed=SEEDS, group=st.sampled_from([2, 3, 8]))
 def test_rloo_is_centred_times_g_over_g_minus_one(seed, group):
     rewards = Draw(seed).normal(2, group)
-    centred = np.asarray(rl_fn.grpo_advantages(rewards, scale="none"))
-    np.testing.assert_allclose(rl_fn.rloo_advantages(rewards), group / (group - 1) * centred, rtol=1e-5, atol=1e-6)
+    centred = np.asarray(GRPO(rewards, scale="none"))
+    np.testing.assert_allclose(RLOO(rewards), group / (group - 1) * centred, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1e4 + 0.3, -3e-5])
@@ -104,8 +106,8 @@ def test_equal_rewards_have_no_advantage(reward, group, eps):
     for scale in ("group", "batch", "none"):
         assert not np.asarray(GRPO(rewards, scale=scale, eps=eps)).any()
     if group > 1:
-        assert not np.asarray(rl_fn.rloo_advantages(rewards)).any()
-    assert not np.asarray(rl_fn.whiten(rewards, np.ones_like(rewards, bool), eps=eps)).any()
+        assert not np.asarray(RLOO(rewards)).any()
+    assert not np.asarray(WHITEN(rewards, np.ones_like(rewards, bool), eps=eps)).any()
 
 
 @given(seed=SEEDS)
@@ -113,15 +115,15 @@ def test_normalised_advantages_ignore_an_offset_and_a_scale(seed):
     # Multiples of 1/64 stay exact in float32 after the shift, so only the function's own rounding is seen.
     rewards = Draw(seed).integers(65, 3, 8).astype(np.float32) / 64
     for normalise in (
-        lambda r, eps: rl_fn.grpo_advantages(r, eps=eps),
-        lambda r, eps: rl_fn.grpo_advantages(r, scale="batch", eps=eps),
-        lambda r, eps: rl_fn.whiten(r, np.ones(r.shape, bool), eps=eps),
+        lambda r, eps: GRPO(r, eps=eps),
+        lambda r, eps: GRPO(r, scale="batch", eps=eps),
+        lambda r, eps: WHITEN(r, np.ones(r.shape, bool), eps=eps),
     ):
         plain = np.asarray(normalise(rewards, 0.0))
         np.testing.assert_allclose(normalise(rewards + np.float32(1e4), 0.0), plain, atol=2e-5)
         np.testing.assert_allclose(normalise(rewards * np.float32(1e-3), 0.0), plain, atol=2e-5)
-    by_default = rl_fn.grpo_advantages(rewards)
-    np.testing.assert_allclose(rl_fn.grpo_advantages(rewards + np.float32(1e4)), by_default, atol=2e-5)
+    by_default = GRPO(rewards)
+    np.testing.assert_allclose(GRPO(rewards + np.float32(1e4)), by_default, atol=2e-5)
 
 
 SLOPE = jax.jit(lambda loss, x, *rest: jax.grad(lambda y: loss(y, *rest).sum())(x), static_argnums=0)

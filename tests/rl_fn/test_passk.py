@@ -12,6 +12,7 @@ from tests.rl_fn.registry import Draw
 
 BEST = quick_jit(rl_fn.passk_advantages, static_argnames=("scale", "eps"))
 ANALYTIC = quick_jit(rl_fn.passk_analytic_advantages, static_argnames="k")
+AT_K = quick_jit(rl_fn.pass_at_k, static_argnums=2)
 SEEDS = pytest.mark.parametrize("seed", range(5))
 
 
@@ -20,7 +21,7 @@ def test_the_estimator_has_no_bias(n):
     """E over c ~ Binomial(n, p) of the estimate is 1 − (1 − p)ᵏ."""
     counts = np.arange(n + 1)
     for k in range(1, n + 1):
-        estimates = np.asarray(rl_fn.pass_at_k(counts, np.full(n + 1, n), k))
+        estimates = np.asarray(AT_K(counts, np.full(n + 1, n), k))
         for p in (0.0, 0.3, 0.9, 1.0):
             chance = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in counts]
             np.testing.assert_allclose(np.dot(chance, estimates), 1 - (1 - p) ** k, atol=1e-6)
@@ -30,7 +31,7 @@ def test_the_estimator_with_many_answers():
     n, correct = 1000, np.array([0, 1, 10, 500, 900, 1000])
     for k in (1, 64, 200):
         exact = [1 - math.comb(n - c, k) / math.comb(n, k) for c in correct.tolist()]
-        np.testing.assert_allclose(rl_fn.pass_at_k(correct, np.full(6, n), k), exact, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(AT_K(correct, np.full(6, n), k), exact, rtol=2e-5, atol=1e-6)
 
 
 def test_fewer_answers_than_k():
