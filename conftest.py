@@ -68,11 +68,15 @@ def resident_memory() -> int:
 # its compiled program, which can be let go with the last of them.
 GENERATED = {f"rl_fn/test_{law}.py" for law in ("laws", "oracle", "adversarial", "ties", "not_a_number")}
 GENERATED |= {"functional/test_rl_fn_parity.py"}
+RECIPES = {"rl_fn/test_recipes.py", "rl_fn/test_combinations.py", "functional/test_recipe_parity.py"}
 
 
 def case_of(item) -> str | None:
-    """The case, or the function of rl_fn, that a generated test is about."""
-    if f"{item.path.parent.name}/{item.path.name}" not in GENERATED or not hasattr(item, "callspec"):
+    """The case, or the function of rl_fn, that a generated test is about; all recipes are one."""
+    file = f"{item.path.parent.name}/{item.path.name}"
+    if file in RECIPES:
+        return "~recipes"
+    if file not in GENERATED or not hasattr(item, "callspec"):
         return None
     return item.callspec.params.get("key") or item.callspec.params.get("name")
 
