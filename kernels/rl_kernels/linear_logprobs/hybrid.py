@@ -34,7 +34,7 @@ def forward(
     total = empty_state(inverse, tokens)
     width = inverse.element_size()
     size = blocks(*weight.shape, workspace, cost(hidden, weight, support, width, width))
-    block = min(4096, triton.next_power_of_2(size.entries))
+    block = min(_block(width), triton.next_power_of_2(size.entries))
     for rows in row_blocks(len(hidden), mask, size.rows):
         here, wanted, scale = hidden[rows], tokens[rows], inverse[rows]
         state = RowState(*(field[rows] for field in total))
@@ -70,13 +70,18 @@ def forward(
     return total
 
 
+def _block(width: int) -> int:
+    """Entries that a program takes at once: as many as its registers hold."""
+    return 2048 if width == 4 else 1024
+
+
 def _specialisation(dtype: str, everything: bool):
     """What kernels/benchmarks/ahead_of_time.py compiles: the plain kernel, or the one with every option."""
     wide = "fp64" if dtype == "fp64" else "fp32"
     pointers = dict.fromkeys(("logits", "inverse", "maximum", "total", "weighted", "targets"), f"*{wide}")
     pointers |= {"tokens": "*i64"}
     pointers |= {"bias": f"*{dtype}", "kept": "*u8"} if everything else {"bias": "*fp32", "kept": "*fp32"}
-    constants = dict.fromkeys(("BIASED", "CAPPED", "KEPT"), everything) | {"BLOCK": 4096}
+    constants = dict.fromkeys(("BIASED", "CAPPED", "KEPT"), everything) | {"BLOCK": _block(8 if dtype == "fp64" else 4)}
     types = {
         n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in state_kernel.arg_names if n not in constants
     }

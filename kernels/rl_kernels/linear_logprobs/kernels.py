@@ -22,7 +22,8 @@ def left_out(words, first, vocabulary, ROWS: tl.constexpr, ENTRIES: tl.constexpr
     return ((bit - 1) & -8388608).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+# Triton would compile a kernel anew where such a number is 1 or a multiple of 16, and constants take registers.
+@triton.jit(do_not_specialize=["count", "target_count", "start", "bias_stride"])
 def forward_kernel(
     hidden,
     weight,
@@ -128,7 +129,7 @@ def forward_kernel(
     tl.store(out + 2 * count, weighted, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "bias_start", "entries", "target_count"])
 def state_kernel(
     logits,
     kept,
@@ -186,7 +187,7 @@ def state_kernel(
             tl.store(targets + row * target_count + k, tl.where(possible, x, float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "target_count"])
 def dlogits_kernel(
     logits,
     gradient,

@@ -18,6 +18,9 @@ from rl_kernels.linear_logprobs.forward import forward as in_parts
 from rl_kernels.linear_logprobs.kernels import dlogits_kernel, forward_kernel
 from rl_kernels.row_state import RowState
 
+# Entries whose gradient a program computes: as many as its registers hold.
+BLOCK = 1024
+
 
 def forward(
     hidden: Tensor,
@@ -81,7 +84,7 @@ def forward(
 def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softcap, dtype):
     count, entries = logits.shape
     gradient = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-    block = min(4096, triton.next_power_of_2(entries))
+    block = min(BLOCK, triton.next_power_of_2(entries))
     dlogits_kernel[(count, triton.cdiv(entries, block))](
         logits,
         gradient,
@@ -125,7 +128,7 @@ def _specialisation(function, dtype, target, *, everything, mixed=False, ragged=
         constants |= {"ENTRIES": tile.entries, "FEATURES": tile.features, "hidden_stride": 1, "weight_stride": 1}
         how = {"matrix": dtype not in ("fp32", "fp64"), "warps": tile.warps, "stages": tile.stages}
     else:
-        constants, how = options | {"BLOCK": 4096}, {}
+        constants, how = options | {"BLOCK": BLOCK}, {}
     types = {n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in function.arg_names if n not in constants}
     strides = ("hidden_row_stride", "weight_row_stride", "row_stride", "gradient_row_stride", "features", "part_size")
     aligned = tuple(n for n in types if n in pointers or (n in strides and not ragged))
