@@ -1,7 +1,6 @@
 """What the laws share: one compiled program a case, its values and gradients, and junk for masked positions."""
 
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 
 import rl_fn
 from tests.rl_fn.registry import CASES
@@ -41,25 +41,9 @@ OPTIMISED = _known({"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emi
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 optimising_jit = functools.partial(jax.jit, compiler_options=OPTIMISED)
 
-# A seed has no structure for hypothesis to search or to shrink, only its own time, which is as much as a law's.
+# As many seeds as the fast profile has examples: all laws of a case meet the same, and share what `clean` computes.
 EXAMPLES = hypothesis.settings().max_examples
-SEEDS = range(EXAMPLES) if hypothesis.settings().derandomize else random.sample(range(2**32), EXAMPLES)
-
-
-def over_seeds(law: Callable[[str, int], None]) -> Callable[[str], None]:
-    """Test a law of a case at each of the profile's seeds. All laws have the same, and share what `clean` computes."""
-
-    def test(key: str) -> None:
-        for seed in SEEDS:
-            try:
-                law(key, seed)
-            except Exception as error:
-                error.add_note(f"{law.__name__}: {key} at seed {seed}")
-                raise
-
-    test.__name__, test.__doc__, test.__module__ = law.__name__, law.__doc__, law.__module__
-    return test
-
+SEEDS = st.integers(0, EXAMPLES - 1 if hypothesis.settings().derandomize else 2**32 - 1)
 
 JUNK = (np.nan, np.inf, -np.inf, 1e30)
 

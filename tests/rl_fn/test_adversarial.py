@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
 
 import rl_fn
 from tests.rl_fn.extremes import extreme, kind, named
-from tests.rl_fn.laws import DETERMINISTIC, DIFFERENTIABLE, evaluate, function_of_arrays, over_seeds, quick_jit, split
+from tests.rl_fn.laws import DETERMINISTIC, DIFFERENTIABLE, SEEDS, evaluate, function_of_arrays, quick_jit, split
 from tests.rl_fn.registry import CASES, B, G, T
 
 ONE_CASE_EACH = sorted({CASES[key].name: key for key in DETERMINISTIC}.values())
@@ -35,7 +36,7 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("key", [key for key in DETERMINISTIC if CASES[key].name not in EXPLODES])
-@over_seeds
+@given(seed=SEEDS)
 def test_extreme_arguments_give_finite_values_and_gradients(key, seed):
     leaves, gradients = evaluate(key, split(*extreme(key, seed))[0])
     for x in leaves:

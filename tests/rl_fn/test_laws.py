@@ -4,18 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
 
 from tests.rl_fn.laws import (
     DETERMINISTIC,
     DIFFERENTIABLE,
     MASKED,
+    SEEDS,
     both,
     clean,
     close,
     evaluate,
     function_of_arrays,
     optimising_jit,
-    over_seeds,
     quick_jit,
     run,
     split,
@@ -31,7 +32,7 @@ PLAINEST = sorted({CASES[key].name: key for key in reversed(DETERMINISTIC)}.valu
 
 
 @pytest.mark.parametrize("key", MASKED)
-@over_seeds
+@given(seed=SEEDS)
 def test_masked_positions_reach_neither_value_nor_gradient(key, seed):
     args, kwargs = CASES[key].make(seed)
     mask = args[CASES[key].mask]
@@ -114,7 +115,7 @@ def _paddable(key: str) -> bool:
 
 
 @pytest.mark.parametrize("key", [key for key in MASKED if _paddable(key)])
-@over_seeds
+@given(seed=SEEDS)
 def test_padding_changes_nothing(key, seed):
     args, kwargs = CASES[key].make(seed)
     shape = args[CASES[key].mask].shape
@@ -137,7 +138,7 @@ def test_padding_changes_nothing(key, seed):
 
 
 @pytest.mark.parametrize("key", MASKED)
-@over_seeds
+@given(seed=SEEDS)
 def test_order_of_rows_does_not_matter(key, seed):
     args, kwargs = CASES[key].make(seed)
     rows = args[CASES[key].mask].shape[0]

@@ -4,10 +4,11 @@ import inspect
 
 import jax
 import pytest
+from hypothesis import given
 
 import rl_fn
 from tests.oracle.lookup import ORACLE
-from tests.rl_fn.laws import DETERMINISTIC, clean, close, over_seeds
+from tests.rl_fn.laws import DETERMINISTIC, SEEDS, clean, close
 from tests.rl_fn.registry import CASES, CONSTRUCTORS, HOST, RECIPES
 
 
@@ -18,7 +19,7 @@ def test_every_function_has_an_oracle():
 
 
 @pytest.mark.parametrize("key", DETERMINISTIC)
-@over_seeds
+@given(seed=SEEDS)
 def test_equals_the_oracle(key, seed):
     args, kwargs = CASES[key].make(seed)
     expected = ORACLE[CASES[key].name](*args, **kwargs)
