@@ -51,7 +51,7 @@ def backward(
     # What a product of halves takes without being widened is half as wide as the logits, and beside them.
     narrow = weight.dtype if native(hidden, weight).product else dtype
     logit = numbers * width + (0 if narrow == dtype else narrow.itemsize)
-    size = blocks(*weight.shape, workspace, cost(hidden, weight, support, width, logit, gradients=True))
+    size = blocks(len(weight), weight.shape[1], workspace, cost(hidden, weight, support, width, logit, gradients=True))
     for rows in row_blocks(len(hidden), mask, size.rows):
         here = hidden[rows]
         sums = torch.zeros(here.shape, dtype=dtype, device=here.device)

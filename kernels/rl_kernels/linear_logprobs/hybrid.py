@@ -33,7 +33,7 @@ def forward(
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
     total = empty_state(inverse, tokens)
     width = inverse.element_size()
-    size = blocks(*weight.shape, workspace, cost(hidden, weight, support, width, width))
+    size = blocks(len(weight), weight.shape[1], workspace, cost(hidden, weight, support, width, width))
     block = min(_block(width), triton.next_power_of_2(size.entries))
     for rows in row_blocks(len(hidden), mask, size.rows):
         here, wanted, scale = hidden[rows], tokens[rows], inverse[rows]

@@ -30,7 +30,7 @@ def forward(
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
     total = empty_state(inverse, tokens)
     width = inverse.element_size()
-    size = blocks(*weight.shape, workspace, cost(hidden, weight, support, width, _NUMBERS * width))
+    size = blocks(len(weight), weight.shape[1], workspace, cost(hidden, weight, support, width, _NUMBERS * width))
     for rows in row_blocks(len(hidden), mask, size.rows):
         here, state = hidden[rows], RowState(*(field[rows] for field in total))
         for first, last in tiles(len(weight), size.entries):

@@ -79,10 +79,10 @@ def linear_policy_loss(
     >>> round(total.item(), 4)
     1.3863
     """
-    if workspace is None and fused:
-        workspace = GPU_WORKSPACE if hidden.is_cuda else CPU_WORKSPACE
     options = {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap, "support": support}
     leaves = (hidden, weight, bias)
+    default = GPU_WORKSPACE if hidden.is_cuda else CPU_WORKSPACE
+    space = default if workspace is None else workspace
     if fused:
         if group is not None or start:
             raise ValueError("fused=True needs the whole vocabulary on every rank; with a group take fused=False")
@@ -90,14 +90,14 @@ def linear_policy_loss(
             raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
-        if not (workspace or 0) > 0:
-            raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
+        if not space > 0:
+            raise ValueError(f"workspace must be a positive number of bytes, got {space}")
     if fused and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         batch = hidden.shape[:-1]
         rows = rows_of(batch, len(weight), dtype, tokens, mask=mask, **options)
         flat = hidden.reshape(len(rows.inverse), hidden.shape[-1])
-        return fused_head(flat, weight, bias, Head(rows, loss, tokens.shape != batch, workspace, backend, check))
+        return fused_head(flat, weight, bias, Head(rows, loss, tokens.shape != batch, space, backend, check))
     # Without a gradient the logits are computed once in either way.
     # Autocast would round the operands that are widened on purpose.
     with torch.autocast(hidden.device.type, enabled=False):
