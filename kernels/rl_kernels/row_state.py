@@ -34,8 +34,8 @@ def tile_state(x: Tensor, tokens: Tensor) -> RowState:
     maximum = x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:1], float("-inf"))
     shifted = x - finite(maximum)[:, None]
     e = torch.exp(shifted)
-    # −inf · 0 would be NaN where an entry is excluded.
-    weighted = shifted.masked_fill_(e == 0, 0.0).mul_(e).sum(-1)
+    # −inf · 0 would be NaN where an entry is excluded; e^−1000 is 0 in float64 too.
+    weighted = shifted.clamp_(min=-1000.0).mul_(e).sum(-1)
     inside = (tokens >= 0) & (tokens < x.shape[-1])
     if x.shape[-1]:
         target = x.gather(-1, tokens.where(inside, 0)).masked_fill(~inside, float("-inf"))

@@ -50,19 +50,24 @@ def forward(
 def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softcap, dtype):
     x = _scaled(logits, bias, inverse, softcap, kept)
     del logits
-    log_p = x - base[:, None]
+    # Without a cap the slope does not ask for x again.
+    log_p = x.sub_(base[:, None]) if softcap is None else x - base[:, None]
     p = torch.exp(log_p)
-    dx = log_p.masked_fill_(p == 0, 0.0).mul_(coefficients.b[:, None]).add_(coefficients.a[:, None]).mul_(p)
+    # −inf · 0 would be NaN where an entry is excluded; e^−1000 is 0 in float64 too.
+    dx = log_p.clamp_(min=-1000.0).mul_(coefficients.b[:, None]).add_(coefficients.a[:, None]).mul_(p)
     del p
     _store(dx, local, own)
     return dx.mul_(slope(x, inverse, softcap)).to(dtype)
 
 
 def _scaled(logits, bias, inverse, softcap, kept):
-    """Scaled logits with the bias added; ``logits`` is overwritten."""
+    """Scaled logits with the bias added; ``logits`` is overwritten, where there is no cap by the result."""
     if bias is not None:
         logits += bias
-    return scaled(logits, inverse, softcap, kept)
+    if softcap is not None:
+        return scaled(logits, inverse, softcap, kept)
+    x = logits.mul_(inverse[:, None])
+    return x if kept is None else x.masked_fill_(~kept, float("-inf"))
 
 
 def _store(dx, local, own):
