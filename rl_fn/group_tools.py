@@ -80,4 +80,4 @@ def overlong_penalty(lengths: Real[Array, "*batch"], *, max_length: Number, buff
     if buffer == 0:
         return jnp.where(length > max_length, -1.0, jnp.zeros_like(length))
     over = jnp.maximum(length - (max_length - buffer), 0.0)
-    return jnp.where(over > 0, -jnp.minimum(over / buffer, 1.0), 0.0)
+    return jnp.where(over <= 0, 0.0, -jnp.minimum(over / buffer, 1.0))

@@ -139,8 +139,8 @@ def masked_importance_weights(
     (ratios,) = as_float(log_ratios)
     counted = as_mask(mask)
     weights = exp(_at_level(ratios, counted, level, segment_ids))
-    inside = counted & (weights >= low) & (weights <= high)
-    return jax.lax.stop_gradient(jnp.where(inside, weights, 0.0))
+    outside = (weights < low) | (weights > high)
+    return jax.lax.stop_gradient(jnp.where(counted & ~outside, weights, 0.0))
 
 
 def effective_sample_size(weights: Tokens, mask: Mask) -> Float[Array, ""]:

@@ -58,7 +58,8 @@ def temperature(logits: Logits, t: PerRow) -> Logits:
     is_best = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == jnp.argmax(x, axis=-1, keepdims=True).astype(
         jnp.int32
     )
-    return jnp.where(cold, jnp.where(is_best, 0.0, -jnp.inf), x / jnp.where(cold, 1.0, heat))
+    greedy = jnp.where(is_best, 0.0, -jnp.inf)
+    return jnp.where(cold & ~jnp.isnan(x), greedy, x / jnp.where(cold, 1.0, heat))
 
 
 def top_k(logits: Logits, k: Count) -> Logits:
@@ -87,7 +88,7 @@ def top_k(logits: Logits, k: Count) -> Logits:
     require(not isinstance(k, int) or k >= 1, f"k must be at least 1, got {k}")
     (x,) = as_float(logits)
     count = _column(jnp.asarray(k), x)
-    return jnp.where(_ranks(x)[1] < count.astype(jnp.int32), x, -jnp.inf)
+    return jnp.where((_ranks(x)[1] < count.astype(jnp.int32)) | jnp.isnan(x), x, -jnp.inf)
 
 
 def top_p(logits: Logits, p: PerRow) -> Logits:
@@ -121,7 +122,7 @@ def top_p(logits: Logits, p: PerRow) -> Logits:
     up_to = jnp.cumsum(probabilities, axis=-1)
     before = jnp.concatenate([jnp.zeros_like(up_to[..., :1]), up_to[..., :-1]], axis=-1)
     # With p = 1 the running sum may reach 1 by rounding before the tail is over.
-    kept = (before < mass) | (mass >= 1.0)
+    kept = ~(before >= mass) | (mass >= 1.0)
     return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), x, -jnp.inf)
 
 
@@ -152,7 +153,7 @@ def min_p(logits: Logits, p: PerRow) -> Logits:
     x, share = as_float(logits, p)
     share = _column(share, x)
     below = jnp.where(share > 0, jnp.log(jnp.where(share > 0, share, 1.0)), -jnp.inf)
-    return jnp.where(x >= jnp.max(x, axis=-1, keepdims=True) + below, x, -jnp.inf)
+    return jnp.where(x < jnp.max(x, axis=-1, keepdims=True) + below, -jnp.inf, x)
 
 
 def repetition_penalty(logits: Logits, seen: Bool[Array, "*batch V"], penalty: PerRow) -> Logits:

@@ -65,7 +65,7 @@ def optimal_token_baseline_advantages(
     _, deviation, _ = deviations(returns, counted, axis=-2)
     total = jnp.sum(weight, axis=-2, keepdims=True)
     shift = divide(jnp.sum(weight * deviation, axis=-2, keepdims=True), total)
-    return jnp.where(counted & (total > 0), deviation - shift, 0.0)
+    return jnp.where(counted & (total != 0), deviation - shift, 0.0)
 
 
 def step_group_advantages(
