@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_kernels.linear_logprobs.blocks import Cost, blocks
+from rl_kernels.linear_policy_loss.fused import sizes
+
 # Hidden size and vocabulary of the models that the GPU benchmarks run.
 MODELS = {"Llama-3-8B": (4096, 128256), "Qwen2.5-7B": (3584, 152064)}
 
@@ -84,6 +87,26 @@ def table(tflops: float, gbs: float) -> str:
     return "\n".join(lines)
 
 
+def blocks_table(tflops: float, gbs: float) -> str:
+    """What a workspace holds of a model in bfloat16 on a GPU, and what its blocks' gradients cost, as Markdown."""
+    # A float32 logit and its narrower gradient; a feature of a row copied and its float32 sum; sums in place.
+    training = Cost(6, 6, 0)
+    lines = [
+        "| model | workspace (MiB) | rows x entries | gradients read and written again, of three products' time |",
+        "|---|---|---|---|",
+    ]
+    for name, (features, vocabulary) in MODELS.items():
+        forward = blocks(vocabulary, features, 64 << 20, Cost(4, 2, 0))
+        lines.append(f"| {name} | 64, forward | {forward.rows} x {forward.entries} | none is written |")
+        cuts = [(f"{mib}", blocks(vocabulary, features, mib << 20, training)) for mib in (256, 512, 1024)]
+        cuts += [(f"{mib}, fused", sizes(vocabulary, features, mib << 20, 4)) for mib in (1024, 4096)]
+        for workspace, (rows, entries) in cuts:
+            # Each block of rows passes over dL/dweight, each tile of entries over the rows' dL/dhidden, in float32.
+            share = 8 * (1 / rows + 1 / entries) / gbs / 1e9 * tflops * 1e12 / 6
+            lines.append(f"| {name} | {workspace} | {rows} x {entries} | {100 * share:.1f} % |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tflops", type=float, help="of a matrix product; measured without it")
@@ -94,7 +117,7 @@ def main() -> None:
     if None in found.values():
         here = reached(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         found = {name: here[name] if value is None else value for name, value in found.items()}
-    print(table(**found))
+    print(table(**found), blocks_table(**found), sep="\n\n")
 
 
 if __name__ == "__main__":

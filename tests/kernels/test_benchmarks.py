@@ -101,3 +101,6 @@ def test_limits():
     assert head.gradients() == 2 * 4096 * (8192 + 128256)
     row = next(x for x in limits.table(790, 4300).splitlines() if x.startswith("| Llama-3-8B | 8192 "))
     assert row == "| Llama-3-8B | 8192 | 2.0 | 10.9 | 43.6 | 32.7 | 0.49 | 0.98 |"
+    rows = limits.blocks_table(790, 4300).splitlines()
+    assert "| Llama-3-8B | 512 | 7680 x 7552 | 6.4 % |" in rows
+    assert "| Llama-3-8B | 1024, fused | 1212 x 8192 | 23.2 % |" in rows

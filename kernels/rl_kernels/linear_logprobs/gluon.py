@@ -63,7 +63,7 @@ def forward(
     lacking = [f"kernel for {name}"] if name not in KERNELS else _lacking(hidden, weight, KERNELS[name])
     if lacking:
         raise NotImplementedError(
-            f"linear_logprobs: backend 'gluon' has no {', '.join(lacking)}; backends that have: triton, torch"
+            f"linear_logprobs: backend 'gluon' has no {', '.join(lacking)}; backends that have: hybrid, triton, torch"
         )
     kernel, stages, warps, operands, unit, gathers = KERNELS[name]
     vocabulary, features = weight.shape

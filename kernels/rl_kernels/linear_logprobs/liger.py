@@ -26,12 +26,12 @@ def token_logprobs(
         lacking.append(f"{hidden.dtype} by {weight.dtype}")
     if lacking:
         raise NotImplementedError(
-            f"linear_logprobs: backend 'liger' has no {', '.join(lacking)}; backends that have: triton, torch"
+            f"linear_logprobs: backend 'liger' has no {', '.join(lacking)}; backends that have: hybrid, triton, torch"
         )
     if not is_hopper(hidden.device):
         raise NotImplementedError(
             "linear_logprobs: backend 'liger' has kernels for compute capability 9.0 only (elsewhere Liger computes in "
-            "PyTorch with rounded logits); available: triton, torch"
+            "PyTorch with rounded logits); available: hybrid, triton, torch"
         )
     counted = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     shape = tokens.shape

@@ -59,5 +59,8 @@ def _tried(device: torch.device, dtype: torch.dtype) -> Native:
 def _gives(value: float, call: Callable[[], Tensor]) -> bool:
     try:
         return bool((call() == value).all())
+    except torch.OutOfMemoryError:
+        # Says nothing of what torch can do, and the answer is kept.
+        raise
     except (RuntimeError, TypeError):
         return False

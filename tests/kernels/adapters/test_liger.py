@@ -74,7 +74,7 @@ def test_batch_shapes_and_nothing_that_counts(calls):
 def test_what_it_lacks_is_refused_by_name(calls, change, lacking):
     hidden, weight = model()
     arguments = {"hidden": hidden, "weight": weight, "tokens": ids(N)} | change
-    message = f"backend 'liger' has no {lacking}; backends that have: triton, torch"
+    message = f"backend 'liger' has no {lacking}; backends that have: hybrid, triton, torch"
     with pytest.raises(NotImplementedError, match=message):
         linear_logprobs(**arguments, backend="liger")
     assert not calls

@@ -162,3 +162,32 @@ def test_what_torch_cannot_do_is_found_out_once_and_not_asked_of_it():
     total, a = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bfloat16)
     products.accumulate(total, a, a)
     assert total.tolist() == [[4.0] * 3] * 3 and products.product(a, a, torch.float32).dtype == torch.float32
+
+
+def test_a_full_memory_is_not_taken_for_what_torch_cannot_do():
+    def full():
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        products._gives(1.0, full)
+
+
+def test_error_of_gradients_in_a_gpus_half_precision(monkeypatch):
+    """docs/kernels.md: up to 1.5 times that of float32 gradients rounded once, since dL/dlogits is rounded, too."""
+    hidden = torch.randn(1024, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = (torch.randn(1500, 64, generator=torch.Generator().manual_seed(1)) * 0.3).bfloat16()
+    tokens, advantages = ids(1024, high=1500), normal(1024, scale=1.0)
+
+    def gradient(logprobs, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        return torch.autograd.grad((advantages.float() * logprobs(*leaves)).sum(), leaves)
+
+    def whole(h, w):
+        return torch.log_softmax(h @ w.T, -1).gather(-1, tokens[:, None])[:, 0]
+
+    exactly, rounded = gradient(whole, torch.float64), [x.bfloat16() for x in gradient(whole, torch.float32)]
+    AsOnAGpu(monkeypatch, product=True, accumulate=True)
+    ours = gradient(lambda h, w: linear_logprobs(h, w, tokens, backend="torch").logprobs, torch.bfloat16)
+    for a, b, c in zip(ours, rounded, exactly, strict=True):
+        error, least = ((x.double() - c).norm().item() for x in (a, b))
+        assert least < error < 1.55 * least, (error / c.norm(), least / c.norm())
