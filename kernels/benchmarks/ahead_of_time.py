@@ -173,6 +173,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--again", action="store_true", help="compile what the committed table has, too")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="of another Triton, with --again")
     arguments = parser.parse_args()
     if not arguments.check and (arguments.only or arguments.targets != ",".join(TARGETS)):
         parser.error("the table is written whole: --only and --targets go with --check")
@@ -187,9 +188,9 @@ def main() -> int:
     if not arguments.check:
         from rl_bridge.atomic import write_json
 
-        RESULTS.parent.mkdir(exist_ok=True)
+        arguments.results.parent.mkdir(exist_ok=True)
         versions = {"python": platform.python_version(), "triton": version("triton")}
-        write_json(RESULTS, {"versions": versions, "kernels": [asdict(k) for k in kernels()], "compiled": rows})
+        write_json(arguments.results, {"versions": versions, "kernels": [asdict(k) for k in kernels()], "compiled": rows})
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong or not rows else 0
 
