@@ -190,7 +190,9 @@ def main() -> int:
 
         arguments.results.parent.mkdir(exist_ok=True)
         versions = {"python": platform.python_version(), "triton": version("triton")}
-        write_json(arguments.results, {"versions": versions, "kernels": [asdict(k) for k in kernels()], "compiled": rows})
+        write_json(
+            arguments.results, {"versions": versions, "kernels": [asdict(k) for k in kernels()], "compiled": rows}
+        )
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong or not rows else 0
 
