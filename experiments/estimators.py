@@ -49,7 +49,7 @@ def kl_estimators(s: Setting) -> dict[str, Loss]:
     ref, mask = logprobs(s.lang, s.other), jnp.asarray(s.lang.mask)
 
     def estimator(name: str) -> Loss:
-        piece = rl_fn.KL(name, 1.0)
+        piece = rl_fn.components.KL(name, 1.0)
 
         def estimate(x: jax.Array) -> jax.Array:
             old = jax.lax.stop_gradient(x)
@@ -165,18 +165,20 @@ def critic_off_policy(s: Setting, wrong: float = 0.3) -> Table:
 
 def objectives() -> dict[str, rl_fn.Objective]:
     """What differs between the group methods, one thing at a time."""
-    plain = rl_fn.reinforce_objective()
-    centred = rl_fn.GroupNormalised(scale="none")
-    per_answer = rl_fn.Aggregation("seq-mean-token-mean")
+    plain = rl_fn.recipes.reinforce()
+    centred = rl_fn.components.GroupNormalised(scale="none")
+    per_answer = rl_fn.components.Aggregation("seq-mean-token-mean")
     return {
         "REINFORCE, no baseline": plain,
-        "RLOO": plain._replace(advantage=rl_fn.LeaveOneOut()),
+        "RLOO": plain._replace(advantage=rl_fn.components.LeaveOneOut()),
         "r − mean": plain._replace(advantage=centred),
-        "(r − mean)/std": plain._replace(advantage=rl_fn.GroupNormalised()),
+        "(r − mean)/std": plain._replace(advantage=rl_fn.components.GroupNormalised()),
         "r − mean, per-answer token mean": plain._replace(advantage=centred, aggregation=per_answer),
-        "r − mean, token mean (DAPO's)": plain._replace(advantage=centred, aggregation=rl_fn.Aggregation("token-mean")),
-        "GRPO (std, per-answer token mean)": rl_fn.grpo(kl_coef=0.0),
-        "Dr. GRPO (÷ horizon)": rl_fn.dr_grpo(horizon=LENGTH),
+        "r − mean, token mean (DAPO's)": plain._replace(
+            advantage=centred, aggregation=rl_fn.components.Aggregation("token-mean")
+        ),
+        "GRPO (std, per-answer token mean)": rl_fn.recipes.grpo(kl_coef=0.0),
+        "Dr. GRPO (÷ horizon)": rl_fn.recipes.dr_grpo(max_completion_length=LENGTH),
     }
 
 
@@ -230,13 +232,15 @@ def corrections(cap: float = 2.0) -> dict[str, Correction | None]:
     none = 1e30
     return {
         "none": None,
-        "token, untruncated": rl_fn.TruncatedImportance(none, "token"),
-        f"token, min(·, {cap:g})": rl_fn.TruncatedImportance(cap, "token"),
-        f"token, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.MaskedImportance(1 / cap, cap, "token"),
-        "geometric mean of the sequence": rl_fn.TruncatedImportance(none, "sequence"),
-        "sequence, untruncated": rl_fn.TruncatedImportance(none, "sequence_sum"),
-        f"sequence, min(·, {cap:g})": rl_fn.TruncatedImportance(cap, "sequence_sum"),
-        f"sequence, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.MaskedImportance(1 / cap, cap, "sequence_sum"),
+        "token, untruncated": rl_fn.components.TruncatedImportance(none, "token"),
+        f"token, min(·, {cap:g})": rl_fn.components.TruncatedImportance(cap, "token"),
+        f"token, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.components.MaskedImportance(1 / cap, cap, "token"),
+        "geometric mean of the sequence": rl_fn.components.TruncatedImportance(none, "sequence"),
+        "sequence, untruncated": rl_fn.components.TruncatedImportance(none, "sequence_sum"),
+        f"sequence, min(·, {cap:g})": rl_fn.components.TruncatedImportance(cap, "sequence_sum"),
+        f"sequence, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.components.MaskedImportance(
+            1 / cap, cap, "sequence_sum"
+        ),
         **masks(),
     }
 
@@ -244,7 +248,7 @@ def corrections(cap: float = 2.0) -> dict[str, Correction | None]:
 def off_policy(s: Setting, group: int = GROUP) -> Table:
     """RLOO on groups from μ ≠ π: what a correction costs in bias, and what it gains in noise."""
     truth = enumeration.true_gradient(s.lang, s.policy, s.rewards)
-    base = rl_fn.reinforce_objective()._replace(advantage=rl_fn.LeaveOneOut())
+    base = rl_fn.recipes.reinforce()._replace(advantage=rl_fn.components.LeaveOneOut())
     rows = {}
     for name, correction in corrections().items():
         objective = dataclasses.replace(base, correction=correction)

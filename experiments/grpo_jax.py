@@ -32,7 +32,7 @@ from rl_bridge.data.arithmetic import ALPHABET, Operation, arithmetic_rows, spli
 PAD, EOS = 0, 1
 TOKEN_IDS = {character: i + 2 for i, character in enumerate(ALPHABET)}
 OPERATIONS: tuple[Operation, ...] = ("+", "-")
-RECIPES = {"grpo": rl_fn.grpo, "dapo": rl_fn.dapo, "rloo": rl_fn.rloo}
+RECIPES = {"grpo": rl_fn.recipes.grpo, "dapo": rl_fn.recipes.dapo, "rloo": rl_fn.recipes.rloo}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

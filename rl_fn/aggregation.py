@@ -63,13 +63,13 @@ def aggregate_parts(
     mask: Mask,
     mode: str,
     *,
-    horizon: Number | None = None,
+    max_completion_length: Number | None = None,
     segment_ids: Segments | None = None,
 ) -> Ratio:
     """Undivided aggregation of per-token values; `.value()` of the sum of the parts is the aggregate of the whole.
 
     token-mean Σx / tokens;  token-sum Σx;  seq-mean-token-sum Σx / sequences;
-    seq-mean-token-mean Σ_s (Σₜ x / tokens of s) / sequences;  seq-mean-token-sum-norm Σx / (horizon · sequences);
+    seq-mean-token-mean Σ_s (Σₜ x / tokens of s) / sequences;  seq-mean-token-sum-norm Σx / (L_max · sequences);
     prompt-mean Σ_p (Σ x / tokens of p) / prompts
 
     A sequence (prompt) without a counted token does not count. A sequence must lie whole in one part for
@@ -79,15 +79,15 @@ def aggregate_parts(
         x: per-token values, `*batch T`; for prompt-mean `*batch G T`, the last two axes being one prompt.
         mask: True where a token counts, `*batch T`.
         mode: one of the above.
-        horizon: generation budget in tokens, for seq-mean-token-sum-norm only.
+        max_completion_length: L_max, the generation budget in tokens, for seq-mean-token-sum-norm only.
         segment_ids: `*batch T`, equal and contiguous within a sequence, for several sequences packed into a row.
 
     Returns:
         Ratio(total, denominator) of scalars. token-sum has denominator 0.
 
     Raises:
-        ValueError: for an unknown mode; a horizon missing, not positive, or given to another mode; segment_ids or a
-            missing group axis with prompt-mean.
+        ValueError: for an unknown mode; max_completion_length missing, not positive, or given to another mode;
+            segment_ids or a missing group axis with prompt-mean.
 
     Reference:
         token-mean: Yu et al. (DAPO), arXiv 2503.14476, equation 8; seq-mean-token-mean: Shao et al., arXiv 2402.03300,
@@ -101,8 +101,14 @@ def aggregate_parts(
     """
     require(mode in MODES, f"mode must be one of {MODES}, got {mode!r}")
     normed = mode == "seq-mean-token-sum-norm"
-    require(normed == (horizon is not None), f"horizon goes with seq-mean-token-sum-norm only: {mode=}, {horizon=}")
-    require(horizon is None or horizon > 0, f"horizon must be positive, got {horizon}")
+    require(
+        normed == (max_completion_length is not None),
+        f"max_completion_length goes with seq-mean-token-sum-norm only: {mode=}, {max_completion_length=}",
+    )
+    require(
+        max_completion_length is None or max_completion_length > 0,
+        f"max_completion_length must be positive, got {max_completion_length}",
+    )
     (values,) = as_float(x)
     counted = as_mask(mask)
     values, ones = jnp.where(counted, values, 0.0), counted.astype(values.dtype)
@@ -121,7 +127,7 @@ def aggregate_parts(
     sequences = jnp.sum(segment_starts(values.shape, segment_ids) & (tokens > 0), dtype=values.dtype)
     if mode == "seq-mean-token-mean":
         total = jnp.sum(jnp.sum(divide(values, tokens), axis=-1))
-    return Ratio(total, sequences if horizon is None else horizon * sequences)
+    return Ratio(total, sequences if max_completion_length is None else max_completion_length * sequences)
 
 
 def aggregate(
@@ -130,7 +136,7 @@ def aggregate(
     mode: str,
     *,
     denominator: Number | Float[Array, ""] | None = None,
-    horizon: Number | None = None,
+    max_completion_length: Number | None = None,
     segment_ids: Segments | None = None,
 ) -> Float[Array, ""]:
     """One number from per-token values; the modes are those of aggregate_parts.
@@ -141,10 +147,10 @@ def aggregate(
         x: per-token values, `*batch T`; for prompt-mean `*batch G T`.
         mask: True where a token counts, `*batch T`.
         mode: see aggregate_parts.
-        denominator: what to divide by instead of this call's own count: tokens, sequences, prompts, or horizon ·
+        denominator: what to divide by instead of this call's own count: tokens, sequences, prompts, or L_max ·
             sequences of the whole batch. The results of its micro-batches then add up to the whole's. 0 divides by
             nothing.
-        horizon: generation budget in tokens, for seq-mean-token-sum-norm only.
+        max_completion_length: L_max, the generation budget in tokens, for seq-mean-token-sum-norm only.
         segment_ids: `*batch T`, for several sequences packed into a row.
 
     Returns:
@@ -162,7 +168,7 @@ def aggregate(
     (2.0, 1.0)
 
     """
-    parts = aggregate_parts(x, mask, mode, horizon=horizon, segment_ids=segment_ids)
+    parts = aggregate_parts(x, mask, mode, max_completion_length=max_completion_length, segment_ids=segment_ids)
     if denominator is None:
         return parts.value()
     return Ratio(parts.total, jnp.asarray(denominator).astype(parts.total.dtype)).value()

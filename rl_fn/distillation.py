@@ -9,7 +9,7 @@ from jaxtyping import Float, Integer
 
 from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, keep, require
 from rl_fn._pairs import PairMask, softplus
-from rl_fn.logprobs import log_softmax
+from rl_fn.logprobs.row_state import log_softmax
 
 Tail = Literal["bucket", "renormalise", "drop"]
 

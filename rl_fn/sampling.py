@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer, Key, UInt32
 
 from rl_fn._numerics import Array, Number, as_float, as_mask, require
-from rl_fn.logprobs import log_softmax
+from rl_fn.logprobs.row_state import log_softmax
 
 Logits = Float[Array, "*batch V"]
 PerRow = Number | Float[Array, "..."]

@@ -13,7 +13,7 @@ import torch
 import rl_fn
 from rl_bridge.check import openrlhf_cases, trl_losses, tunix_cases, verl_cases
 from rl_bridge.check.loading import load
-from rl_fn.dialects import openrlhf, trl, tunix, verl
+from rl_fn.objectives.dialects import openrlhf, trl, tunix, verl
 
 GROUP, GAMMA, LAM = 8, 0.99, 0.95
 Call = Callable[[], Any]

@@ -44,7 +44,11 @@ def modules(operation: str, dtype: str, everything: bool, brand: str) -> list[st
     options: dict[str, Any] = {"softcap": 30.0, "logit_scale": 0.5} if everything else {}
     traced = {}
     if everything:
-        traced = {"temperature": shape((N,), jnp.float32), "support": shape((N, V), bool), "mask": shape((N,), bool)}
+        traced = {
+            "temperature": shape((N,), jnp.float32),
+            "allowed_tokens": shape((N, V), bool),
+            "mask": shape((N,), bool),
+        }
         if operation == "linear":
             traced["bias"] = shape((V,), dtype)
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 class Rows(NamedTuple):
     """Arguments a row, contiguous. ``tokens`` [N, K] int64; ``inverse`` [N], scale over temperature in the dtype of the
-    arithmetic; ``support`` bool [N, V] or ids [N, S]; ``mask`` [N] bool, False for a row that is left out.
+    arithmetic; ``allowed_tokens`` bool [N, V] or ids [N, S]; ``mask`` [N] bool, False for a row that is left out.
     """
 
     tokens: Tensor
     inverse: Tensor
     softcap: float | None
-    support: Tensor | None
+    allowed_tokens: Tensor | None
     mask: Tensor | None
 
 
@@ -27,7 +27,7 @@ def rows_of(
     temperature: float | Tensor,
     logit_scale: float,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
 ) -> Rows:
     """Checked arguments a row; ``dtype`` is the logits'. Values of tensors are not read, so that no device waits."""
@@ -56,21 +56,22 @@ def rows_of(
         inverse.expand(batch).reshape(count).contiguous(),
         # cap·tanh(scale·z/cap) = scale·c·tanh(z/c) with c = cap/scale: backends know one factor only, after the cap.
         None if softcap is None else softcap / logit_scale,
-        None if support is None else _support(support, batch, vocabulary),
+        None if allowed_tokens is None else _support(allowed_tokens, batch, vocabulary),
         None if mask is None else mask.reshape(count).contiguous(),
     )
 
 
-def _support(support: Tensor, batch: torch.Size, vocabulary: int) -> Tensor:
+def _support(allowed_tokens: Tensor, batch: torch.Size, vocabulary: int) -> Tensor:
     count = batch.numel()
-    if support.dtype == torch.bool:
-        if support.shape not in ((vocabulary,), (*batch, vocabulary)):
+    if allowed_tokens.dtype == torch.bool:
+        if allowed_tokens.shape not in ((vocabulary,), (*batch, vocabulary)):
             raise ValueError(
-                f"a bool support must be {(vocabulary,)} or {(*batch, vocabulary)}, got {tuple(support.shape)}"
+                f"a bool allowed_tokens must be {(vocabulary,)} or {(*batch, vocabulary)}, "
+                f"got {tuple(allowed_tokens.shape)}"
             )
-        return support.expand(*batch, vocabulary).reshape(count, vocabulary)
-    if support.is_floating_point() or support.is_complex():
-        raise ValueError(f"support must be bool or token ids, got {support.dtype}")
-    if support.shape[:-1] != batch:
-        raise ValueError(f"support of token ids must be {(*batch, 'S')}, got {tuple(support.shape)}")
-    return support.reshape(count, support.shape[-1]).long()
+        return allowed_tokens.expand(*batch, vocabulary).reshape(count, vocabulary)
+    if allowed_tokens.is_floating_point() or allowed_tokens.is_complex():
+        raise ValueError(f"allowed_tokens must be bool or token ids, got {allowed_tokens.dtype}")
+    if allowed_tokens.shape[:-1] != batch:
+        raise ValueError(f"allowed_tokens of token ids must be {(*batch, 'S')}, got {tuple(allowed_tokens.shape)}")
+    return allowed_tokens.reshape(count, allowed_tokens.shape[-1]).long()

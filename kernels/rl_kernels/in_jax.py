@@ -25,7 +25,7 @@ def logits_logprobs(
     temperature: float | jax.Array = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    support: jax.Array | None = None,
+    allowed_tokens: jax.Array | None = None,
     mask: jax.Array | None = None,
     block_rows: int | None = None,
     block_entries: int | None = None,
@@ -41,7 +41,7 @@ def logits_logprobs(
         temperature: > 0, a number or ``*batch``.
         logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: cap before the temperature, or None.
-        support: the kept set, bool ``*batch V`` or ``V``.
+        allowed_tokens: the kept set, bool ``*batch V`` or ``V``.
         mask: bool ``*batch``; a row where it is False has results 0 and no gradient, whatever its logits are.
         block_rows: rows of a block: on a TPU a multiple of 8 (256 by default), on a GPU a power of two (1).
         block_entries: entries of the vocabulary in a block: on a TPU a multiple of 128 (2048), on a GPU a power of two
@@ -64,10 +64,10 @@ def logits_logprobs(
 
     """
     batch, vocabulary = logits.shape[:-1], logits.shape[-1]
-    rows = _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, support, mask)
+    rows = _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, allowed_tokens, mask)
     name = _resolve(backend)
     if name == "reference" or 0 in batch:
-        return _reference(logits, tokens, rows, support, mask)
+        return _reference(logits, tokens, rows, allowed_tokens, mask)
     options = _options(name, rows, vocabulary, block_rows, block_entries, (256, 2048), (1, 4096))
     # Imported here: where the reference is meant Pallas is not needed.
     run = import_module(f"rl_kernels.logits_logprobs.{name}").run
@@ -84,7 +84,7 @@ def linear_logprobs(
     temperature: float | jax.Array = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    support: jax.Array | None = None,
+    allowed_tokens: jax.Array | None = None,
     mask: jax.Array | None = None,
     block_rows: int | None = None,
     block_entries: int | None = None,
@@ -101,7 +101,7 @@ def linear_logprobs(
         temperature: > 0, a number or ``*batch``.
         logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: cap before the temperature, or None.
-        support: the kept set, bool ``*batch V`` or ``V``.
+        allowed_tokens: the kept set, bool ``*batch V`` or ``V``.
         mask: bool ``*batch``; a row where it is False has results 0 and no gradient, whatever its hidden state is.
         block_rows: rows of a block: on a TPU a multiple of 8 (256 by default), and block_rows · H and block_entries · H
             must fit its memory; on a GPU a power of two, at least 16 (128, or 64 in float32), of the forward.
@@ -130,13 +130,13 @@ def linear_logprobs(
         raise ValueError(f"weight must be (V, {features}), got {weight.shape}")
     if not workspace > 0:
         raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
-    rows = _rows(batch, len(weight), tokens, temperature, logit_scale, softcap, support, mask)
+    rows = _rows(batch, len(weight), tokens, temperature, logit_scale, softcap, allowed_tokens, mask)
     if mask is not None:
         # Whatever is in a row that does not count, 0 · NaN in the weight's gradient included.
         hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
     name = _resolve(backend)
     if name == "reference" or 0 in batch:
-        return _linear_reference(hidden, weight, tokens, bias, rows, support, mask)
+        return _linear_reference(hidden, weight, tokens, bias, rows, allowed_tokens, mask)
     # On a GPU the largest that leave registers to every option (kernels/benchmarks/pallas_ahead_of_time.py).
     large = (64, 64) if hidden.dtype == jnp.float32 else (128, 64)
     options = _options(name, rows, len(weight), block_rows, block_entries, (256, 256), large, least=16)
@@ -158,7 +158,7 @@ class _Rows(NamedTuple):
     temperature: float | jax.Array
 
 
-def _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, support, mask):
+def _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, allowed_tokens, mask):
     if tokens.shape != batch and tokens.shape[:-1] != batch:
         raise ValueError(f"tokens must have shape {batch}, with or without a last axis of K tokens, got {tokens.shape}")
     for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
@@ -172,7 +172,11 @@ def _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, support,
     if mask is not None:
         scale = jnp.where(mask, scale, LEFT_OUT)
     count = scale.size
-    kept = None if support is None else jnp.broadcast_to(support, (*batch, vocabulary)).reshape(count, vocabulary)
+    kept = (
+        None
+        if allowed_tokens is None
+        else jnp.broadcast_to(allowed_tokens, (*batch, vocabulary)).reshape(count, vocabulary)
+    )
     ids = tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).astype(jnp.int32)
     if not ids.shape[1]:
         # Of no token there is still an entropy: kernels have one, and nobody sees its log-probability.
@@ -232,26 +236,34 @@ def _options(name, rows, vocabulary, block_rows, block_entries, tpu, gpu, least=
     return Options(vocabulary, rows.softcap, kept, fitting[0], fitting[1], interpret)
 
 
-def _reference(logits, tokens, rows, support, mask):
+def _reference(logits, tokens, rows, allowed_tokens, mask):
     if mask is not None:
         logits = jnp.where(mask[..., None], logits, jnp.zeros_like(logits))
 
     def one(ids):
-        return rl_fn.logits_logprobs(logits, ids, temperature=rows.temperature, softcap=rows.softcap, support=support)
+        return rl_fn.logits_logprobs(
+            logits, ids, temperature=rows.temperature, softcap=rows.softcap, allowed_tokens=allowed_tokens
+        )
 
     return _counted(_each(one, logits.shape[:-1], tokens), mask)
 
 
-def _linear_reference(hidden, weight, tokens, bias, rows, support, mask):
+def _linear_reference(hidden, weight, tokens, bias, rows, allowed_tokens, mask):
     batch = hidden.shape[:-1]
-    if support is not None and support.ndim > 1:
+    if allowed_tokens is not None and allowed_tokens.ndim > 1:
         wide = product(hidden.astype(jnp.float32), weight.astype(jnp.float32), (hidden.ndim - 1, 1))
         shift = 0.0 if bias is None else bias.astype(jnp.float32).reshape((1,) * len(batch) + bias.shape)
-        return _reference(wide + shift, tokens, rows, support, mask)
+        return _reference(wide + shift, tokens, rows, allowed_tokens, mask)
 
     def one(ids):
         return rl_fn.linear_logprobs(
-            hidden, weight, ids, bias=bias, temperature=rows.temperature, softcap=rows.softcap, support=support
+            hidden,
+            weight,
+            ids,
+            bias=bias,
+            temperature=rows.temperature,
+            softcap=rows.softcap,
+            allowed_tokens=allowed_tokens,
         )
 
     return _counted(_each(one, batch, tokens), mask)

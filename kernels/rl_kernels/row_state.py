@@ -1,8 +1,8 @@
 """The algebra that every operation of vocabulary size shares, on torch tensors.
 
 A row of scaled logits x is summed up by four numbers that merge associatively, so that tiles of a vocabulary, shards of
-a model and ranks of a cluster combine to the same result; a backward pass needs two scalars a row. `rl_fn.logprobs` is
-the reference.
+a model and ranks of a cluster combine to the same result; a backward pass needs two scalars a row.
+`rl_fn.logprobs.row_state` is the reference.
 """
 
 from collections.abc import Sequence

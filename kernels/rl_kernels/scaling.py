@@ -25,26 +25,26 @@ def slope(x: Tensor, inverse: Tensor, softcap: float | None) -> Tensor | float:
     return inverse * (1.0 - capped * capped)
 
 
-def kept_tile(support: Tensor | None, rows: slice | Tensor, start: int, stop: int) -> Tensor | None:
+def kept_tile(allowed_tokens: Tensor | None, rows: slice | Tensor, start: int, stop: int) -> Tensor | None:
     """Which of the entries start … stop − 1 are in each row's kept set: bool [R, stop − start].
 
-    ``support`` is bool [N, V], or token ids [N, S] in any order in which −1 fills a shorter set.
+    ``allowed_tokens`` is bool [N, V], or token ids [N, S] in any order in which −1 fills a shorter set.
     """
-    if support is None:
+    if allowed_tokens is None:
         return None
-    if support.dtype == torch.bool:
-        return support[rows, start:stop]
-    local = support[rows] - start
+    if allowed_tokens.dtype == torch.bool:
+        return allowed_tokens[rows, start:stop]
+    local = allowed_tokens[rows] - start
     width = stop - start
     inside = (local >= 0) & (local < width)
-    kept = torch.zeros(local.shape[0], width + 1, dtype=torch.bool, device=support.device)
+    kept = torch.zeros(local.shape[0], width + 1, dtype=torch.bool, device=allowed_tokens.device)
     return kept.scatter_(1, local.where(inside, width), True)[:, :width]
 
 
-def kept_at(support: Tensor | None, tokens: Tensor) -> Tensor | None:
+def kept_at(allowed_tokens: Tensor | None, tokens: Tensor) -> Tensor | None:
     """Whether each of ``tokens`` [N, K] is in its row's kept set."""
-    if support is None:
+    if allowed_tokens is None:
         return None
-    if support.dtype == torch.bool:
-        return support.gather(-1, tokens)
-    return (support[:, None, :] == tokens[:, :, None]).any(-1)
+    if allowed_tokens.dtype == torch.bool:
+        return allowed_tokens.gather(-1, tokens)
+    return (allowed_tokens[:, None, :] == tokens[:, :, None]).any(-1)

@@ -121,7 +121,9 @@ def test_architecture_that_is_not_computed_is_refused(tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    "objective", [rl_fn.dapo(), rl_fn.grpo(kl_coef=0.1, entropy_coef=0.01)], ids=lambda objective: objective.name
+    "objective",
+    [rl_fn.recipes.dapo(), rl_fn.recipes.grpo(kl_coef=0.1, entropy_coef=0.01)],
+    ids=lambda objective: objective.name,
 )
 def test_gradient_equals_the_torch_trainers(tmp_path, objective):
     reference = torch_model(num_attention_heads=4, num_key_value_heads=2)

@@ -115,7 +115,7 @@ def learner(shallow):
     return build_learner(
         graph,
         data_mesh(1),
-        objective=rl_fn.dapo(),
+        objective=rl_fn.recipes.dapo(),
         sampling=Sampling(samples=8, groups=4, max_new_tokens=3),
         supervised_optimizer=optax.sgd(1e-3),
         optimizer=optax.sgd(1e-3),

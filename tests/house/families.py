@@ -21,14 +21,15 @@ def families() -> dict[str, list[str]]:
     for name in rl_fn.__all__:
         x = getattr(rl_fn, name)
         if inspect.isfunction(x):
-            found.setdefault(x.__module__.split(".")[1], []).append(name)
+            found.setdefault(x.__module__.removeprefix("rl_fn."), []).append(name)
     return dict(sorted(found.items()))
 
 
 def verified(module: str, names: list[str]) -> str:
     """Which generated tests see all functions of a family."""
-    if module in TESTS_OF_MODULES:
-        return f"`{TESTS_OF_MODULES[module]}.py`"
+    for prefix, test in TESTS_OF_MODULES.items():
+        if f"rl_fn.{module}".startswith(prefix):
+            return f"`{test}.py`"
     cases = [case for case in CASES.values() if case.name in names]
     assert {case.name for case in cases} == set(names)
     outside = {
@@ -43,7 +44,6 @@ def table() -> str:
     """The table, with a line of totals."""
     groups = families()
     count = sum(map(len, groups.values()))
-    path = {m: f"`{m}/`" if (README.parent / "rl_fn" / m).is_dir() else f"`{m}.py`" for m in groups}
     lines = [
         f"{count} public functions in {len(groups)} families, {len(CASES)} registered cases.",
         "",
@@ -51,7 +51,9 @@ def table() -> str:
         "|---|---|---|",
     ]
     for module, names in groups.items():
-        lines.append(f"| {path[module]} | {', '.join(f'`{n}`' for n in names)} | {verified(module, names)} |")
+        lines.append(
+            f"| `{module.replace('.', '/')}.py` | {', '.join(f'`{n}`' for n in names)} | {verified(module, names)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

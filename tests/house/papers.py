@@ -192,8 +192,9 @@ def confirmed(key: str) -> str:
 
 
 def public_docs() -> dict[str, str]:
-    """Docstring of every public function and class of rl_fn."""
+    """Docstring of every public function, class and recipe of rl_fn."""
     objects = {name: getattr(rl_fn, name) for name in rl_fn.__all__}
+    objects |= {f"recipes.{name}": getattr(rl_fn.recipes, name) for name in rl_fn.recipes.__all__}
     return {n: inspect.getdoc(x) or "" for n, x in objects.items() if inspect.isfunction(x) or inspect.isclass(x)}
 
 
@@ -204,14 +205,14 @@ def papers_of_names() -> dict[str, set[str]]:
 
 # Where functions that take no case are tested, by their module.
 TESTS_OF_MODULES = {
-    "archive": "test_archive",
-    "balancing": "test_packing",
-    "constraints": "test_constraints",
-    "controllers": "test_controllers",
-    "hypervolumes": "test_hypervolume",
-    "packing": "test_packing",
-    "recipes": "test_objectives",
-    "schedules": "test_controllers",
+    "rl_fn.control.constraints": "test_constraints",
+    "rl_fn.control.entropy": "test_controllers",
+    "rl_fn.control.kl": "test_controllers",
+    "rl_fn.control.schedules": "test_controllers",
+    "rl_fn.multi_objective.archive": "test_archive",
+    "rl_fn.multi_objective.hypervolume": "test_hypervolume",
+    "rl_fn.objectives.recipes": "test_objectives",
+    "rl_fn.packing": "test_packing",
 }
 
 
@@ -220,8 +221,8 @@ def files_of(name: str) -> set[str]:
     files = {f"rl_fn/cases/{case.family}" for case in CASES.values() if case.name == name}
     if name in ORACLE:
         files.add(ORACLE[name].__module__.replace(".", "/").removeprefix("tests/"))
-    module = getattr(rl_fn, name).__module__.split(".")[1]
-    return files | ({f"rl_fn/{TESTS_OF_MODULES[module]}"} if module in TESTS_OF_MODULES else set())
+    owner = getattr(rl_fn.recipes, name.removeprefix("recipes.")) if "." in name else getattr(rl_fn, name)
+    return files | {f"rl_fn/{test}" for module, test in TESTS_OF_MODULES.items() if owner.__module__.startswith(module)}
 
 
 def page() -> str:

@@ -25,10 +25,10 @@ def sets(size=5):
     return torch.where(torch.arange(size) < lengths, order, -1)
 
 
-def drawn_from(support):
+def drawn_from(allowed_tokens):
     """A token in each row's set, but for the last row, whose token is outside it."""
-    tokens = support[:, 0].clone()
-    outside = next(v for v in range(V) if v not in support[-1].tolist())
+    tokens = allowed_tokens[:, 0].clone()
+    outside = next(v for v in range(V) if v not in allowed_tokens[-1].tolist())
     tokens[-1] = outside
     return tokens
 
@@ -47,13 +47,13 @@ OPTIONS = {
     "scale": {"logit_scale": 0.25},
     "mask": {"mask": masked()},
     "nothing counts": {"mask": torch.zeros(N, dtype=torch.bool)},
-    "support": {"support": sets()},
-    "bool support": {"support": torch.rand(N, V, generator=generator(9)) < 0.5},
+    "allowed_tokens": {"allowed_tokens": sets()},
+    "bool allowed_tokens": {"allowed_tokens": torch.rand(N, V, generator=generator(9)) < 0.5},
     "everything": {
         "temperature": torch.linspace(0.3, 2.0, N),
         "softcap": 4.0,
         "logit_scale": 1.5,
-        "support": sets(),
+        "allowed_tokens": sets(),
         "mask": masked(),
     },
 }
@@ -61,8 +61,8 @@ OPTIONS = {
 
 def tokens_for(options, *, targets=None):
     """Tokens [N], drawn from the kept set where there is one; or [N, K], one of them twice."""
-    support = options.get("support")
-    tokens = drawn_from(support) if support is not None and support.dtype != torch.bool else ids(N)
+    allowed_tokens = options.get("allowed_tokens")
+    tokens = drawn_from(allowed_tokens) if allowed_tokens is not None and allowed_tokens.dtype != torch.bool else ids(N)
     if targets is None:
         return tokens
     more = torch.cat([tokens[:, None], ids(N, targets - 1, seed=4)], 1)

@@ -6,14 +6,14 @@ from torch import Tensor
 INF = float("inf")
 
 
-def kept_set(support: Tensor | None, vocabulary: int, rows: int) -> Tensor:
-    """bool [rows, V] of a support in either form."""
-    if support is None:
+def kept_set(allowed_tokens: Tensor | None, vocabulary: int, rows: int) -> Tensor:
+    """bool [rows, V] of an allowed_tokens in either form."""
+    if allowed_tokens is None:
         return torch.ones(rows, vocabulary, dtype=torch.bool)
-    if support.dtype == torch.bool:
-        return support.expand(rows, vocabulary)
+    if allowed_tokens.dtype == torch.bool:
+        return allowed_tokens.expand(rows, vocabulary)
     kept = torch.zeros(rows, vocabulary, dtype=torch.bool)
-    for row, ids in zip(kept, support, strict=True):
+    for row, ids in zip(kept, allowed_tokens, strict=True):
         row[ids[ids >= 0]] = True
     return kept
 
@@ -25,12 +25,12 @@ def exact(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    support: Tensor | None = None,
+    allowed_tokens: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropy and logsumexp of float64 logits [N, V], differentiable; 0 where masked."""
     z = logits.double()
-    possible = (z > -INF) & kept_set(support, z.shape[1], len(z))
+    possible = (z > -INF) & kept_set(allowed_tokens, z.shape[1], len(z))
     if mask is not None:
         z = torch.where(mask[:, None], z, 0.0)
     z = torch.where(possible, z, 0.0)

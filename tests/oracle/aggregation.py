@@ -5,7 +5,7 @@ import numpy as np
 from tests.oracle.base import f64, rows
 
 
-def aggregate_parts(x, mask, mode, *, horizon=None, segment_ids=None):
+def aggregate_parts(x, mask, mode, *, max_completion_length=None, segment_ids=None):
     x = f64(x)
     if mode == "prompt-mean":
         means = [x[p][mask[p]].mean() for p in np.ndindex(x.shape[:-2]) if mask[p].any()]
@@ -19,12 +19,12 @@ def aggregate_parts(x, mask, mode, *, horizon=None, segment_ids=None):
         "token-sum": (total, 0.0),
         "seq-mean-token-sum": (total, count),
         "seq-mean-token-mean": (float(sum(np.mean(s) for s in sequences)), count),
-        "seq-mean-token-sum-norm": (total, (horizon or 0) * count),
+        "seq-mean-token-sum-norm": (total, (max_completion_length or 0) * count),
     }[mode]
 
 
-def aggregate(x, mask, mode, *, denominator=None, horizon=None, segment_ids=None):
-    total, count = aggregate_parts(x, mask, mode, horizon=horizon, segment_ids=segment_ids)
+def aggregate(x, mask, mode, *, denominator=None, max_completion_length=None, segment_ids=None):
+    total, count = aggregate_parts(x, mask, mode, max_completion_length=max_completion_length, segment_ids=segment_ids)
     count = count if denominator is None else float(denominator)
     return total / count if count else total
 

@@ -20,12 +20,12 @@ def _covariances(logprobs, advantages, mask):
     return {place: (new[place] - means[0]) * (a[place] - means[1]) for place in places}
 
 
-def _number(share, mask):
-    return max(math.floor(share * mask.sum()), 1) if share > 0 else 0
+def _number(fraction, mask):
+    return max(math.floor(fraction * mask.sum()), 1) if fraction > 0 else 0
 
 
 def clip_cov(
-    logprobs, old_logprobs, advantages, mask, noise=None, *, share=2e-4, cov_low=1.0, cov_high=5.0, clip_low=0.2,
+    logprobs, old_logprobs, advantages, mask, noise=None, *, fraction=2e-4, cov_low=1.0, cov_high=5.0, clip_low=0.2,
     clip_high=0.2,
 ):  # fmt: skip
     a, ratio, out = f64(advantages), np.exp(f64(logprobs) - f64(old_logprobs)), np.zeros(mask.shape)
@@ -35,16 +35,16 @@ def clip_cov(
         out[place] = -min(ratio[place] * a[place], held)
         if cov_low < cov < cov_high and held >= ratio[place] * a[place]:
             scores[place] = -cov if noise is None else noise[place]
-    for place in _first(scores, _number(share, mask)):
+    for place in _first(scores, _number(fraction, mask)):
         out[place] = 0.0
     return out
 
 
-def kl_cov(logprobs, old_logprobs, advantages, mask, *, share=2e-4, coef=1.0):
+def kl_cov(logprobs, old_logprobs, advantages, mask, *, fraction=2e-4, coef=1.0):
     d = f64(logprobs) - f64(old_logprobs)
     out = np.where(mask, -np.exp(d) * f64(advantages), 0.0)
     covariances = _covariances(logprobs, advantages, mask)
-    for place in _first({place: -cov for place, cov in covariances.items()}, _number(share, mask)):
+    for place in _first({place: -cov for place, cov in covariances.items()}, _number(fraction, mask)):
         out[place] += coef * abs(d[place])
     return out
 

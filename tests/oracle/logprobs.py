@@ -8,17 +8,17 @@ from tests.oracle.base import at_row, f64
 from tests.oracle.importance import at_level
 
 
-def _row(logits, row, temperature, softcap, support):
+def _row(logits, row, temperature, softcap, allowed_tokens):
     x = f64(logits)[row]
     x = x if softcap is None else softcap * np.tanh(x / softcap)
     x = x / at_row(temperature, row)
-    return x if support is None else np.where(np.broadcast_to(support, np.shape(logits))[row], x, -np.inf)
+    return x if allowed_tokens is None else np.where(np.broadcast_to(allowed_tokens, np.shape(logits))[row], x, -np.inf)
 
 
-def logits_logprobs(logits, tokens, *, temperature=1.0, softcap=None, support=None):
+def logits_logprobs(logits, tokens, *, temperature=1.0, softcap=None, allowed_tokens=None):
     out = np.zeros((3, *np.shape(tokens)))
     for row in np.ndindex(np.shape(tokens)):
-        x = _row(logits, row, temperature, softcap, support)
+        x = _row(logits, row, temperature, softcap, allowed_tokens)
         lse = math.log(np.sum(np.exp(x - x.max()))) + x.max()
         p = np.exp(x - lse)
         out[(slice(None), *row)] = x[tokens[row]] - lse, -sum(q * math.log(q) for q in p if q > 0), lse
@@ -30,10 +30,10 @@ def linear_logprobs(hidden, weight, tokens, *, bias=None, chunk=None, **options)
     return logits_logprobs(logits, tokens, **options)
 
 
-def row_state(logits, tokens, *, start=0, temperature=1.0, softcap=None, support=None):
+def row_state(logits, tokens, *, start=0, temperature=1.0, softcap=None, allowed_tokens=None):
     out = np.zeros((4, *np.shape(tokens)))
     for row in np.ndindex(np.shape(tokens)):
-        x = _row(logits, row, temperature, softcap, support)
+        x = _row(logits, row, temperature, softcap, allowed_tokens)
         e = np.exp(x - x.max())
         index = int(tokens[row]) - start
         target = x[index] if 0 <= index < x.size else -np.inf
@@ -47,13 +47,13 @@ def _raw(state):
     return m, s * np.exp(m), (u + m * s) * np.exp(m), target
 
 
-def merge(a, b):
+def merge_row_states(a, b):
     (m_a, s_a, u_a, y_a), (m_b, s_b, u_b, y_b) = _raw(a), _raw(b)
     m, s, u = np.maximum(m_a, m_b), s_a + s_b, u_a + u_b
     return m, s * np.exp(-m), (u - m * s) * np.exp(-m), np.maximum(y_a, y_b)
 
 
-def finish(state):
+def finalize_row_state(state):
     _, s, u, target = _raw(state)
     return target - np.log(s), np.log(s) - u / s, np.log(s)
 

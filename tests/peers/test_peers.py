@@ -44,7 +44,7 @@ def test_the_defaults_of_trl_are_those_of_its_config():
     """The dataclass's own, before its checks of the hardware."""
     import dataclasses
 
-    from rl_fn.dialects.trl import DEFAULTS
+    from rl_fn.objectives.dialects.trl import DEFAULTS
 
     config = importlib.import_module("trl.trainer.grpo_config").GRPOConfig
     theirs = {field.name: field.default for field in dataclasses.fields(config)}

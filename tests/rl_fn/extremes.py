@@ -14,7 +14,7 @@ EXTREMES = {
     "signed": (0.0, 1e-3, 1.0, -1.0, 1e4, -1e4),
     "positive": (0.0, 1e-6, 1.0, 1e4),
     "unit": (0.0, 1e-6, 0.5, 1.0),
-    "share": (1e-6, 0.5, 1.0),
+    "fraction": (1e-6, 0.5, 1.0),
     "logits": (0.0, 1.0, 100.0, -100.0, 1e4, -1e4, -np.inf),
 }
 # Kept as drawn: parameters and sizes rather than data, and states that a function of ours has made.
@@ -25,7 +25,7 @@ KIND_OF_NAME = {
     | {"advantages", "rewards", "hidden", "weight", "bias"},
     "positive": {"entropies", "kl", "weights", "margin", "activation_absmax"},
     "unit": {"noise", "decay", "lam", "chosen_win_rate", "rejected_win_rate"},
-    "share": {"sum_squared_probs"},
+    "fraction": {"sum_squared_probs"},
 }
 KIND_OF_SUFFIX = {
     "logprobs": "logprob",
@@ -79,7 +79,7 @@ def extreme(key: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _kept(values: dict[int | str, Any], shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """A support with the first entry and the tokens asked for in it."""
+    """An allowed_tokens with the first entry and the tokens asked for in it."""
     kept = rng.random(shape) < 0.7
     kept[..., 0] = True
     for x in values.values():

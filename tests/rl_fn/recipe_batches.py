@@ -20,7 +20,7 @@ EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.01, "correction_cap": 2.0}
 
 def with_everything(name: str) -> rl_fn.Objective:
     """The recipe with a KL and an entropy term and, where it takes one, a correction."""
-    recipe = getattr(rl_fn, name)
+    recipe = getattr(rl_fn.recipes, name)
     taken = inspect.signature(recipe).parameters
     return recipe(**{option: value for option, value in EVERYTHING.items() if option in taken})
 
@@ -63,7 +63,7 @@ def rollouts(objective: rl_fn.Objective, seed: int, *, prompts: int = 2, group: 
 
 @functools.partial(quick_jit, static_argnums=0)
 def advantages(objective: rl_fn.Objective, read: rl_fn.Rollouts, values: Any) -> jax.Array:
-    if isinstance(objective.advantage, rl_fn.GAE):
+    if isinstance(objective.advantage, rl_fn.components.GAE):
         log = {"old_logprobs": read.old_logprobs, "ref_logprobs": read.ref_logprobs}
         return objective.token_advantages(
             objective.token_rewards(read.rewards, read.mask, **log), values, read.mask
@@ -109,7 +109,9 @@ FLOATS = ("logprobs", "entropies", "old_logprobs", "advantages", "rollout_logpro
 
 def loss_alone(objective: rl_fn.Objective) -> rl_fn.Objective:
     """Without what only the advantages depend on: recipes with the same loss are compiled once."""
-    return dataclasses.replace(objective, name="loss", advantage=rl_fn.RawReward(), reward_kl=None, value=None)
+    return dataclasses.replace(
+        objective, name="loss", advantage=rl_fn.components.RawReward(), reward_kl=None, value=None
+    )
 
 
 def run(objective: rl_fn.Objective, of: rl_fn.Batch) -> Outcome:

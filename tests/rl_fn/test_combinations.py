@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import rl_fn
-from rl_fn import pieces
+from rl_fn import components
 from rl_fn.aggregation import MODES
 from tests.rl_fn.recipe_batches import COLUMNS, OBJECTIVES, batch, rollouts
 from tests.rl_fn.registry import RECIPES
 
-GSPO, GAE = rl_fn.GSPO(), rl_fn.GAE()
-TIS, ICEPOP = rl_fn.TruncatedImportance(), rl_fn.MaskedImportance()
+GSPO, GAE = rl_fn.components.GSPO(), rl_fn.components.GAE()
+TIS, ICEPOP = rl_fn.components.TruncatedImportance(), rl_fn.components.MaskedImportance()
 # The arguments that a piece has no default for.
 ARGUMENTS = {
     "KL": ("k3", 0.1),
@@ -25,13 +25,15 @@ ARGUMENTS = {
     "Rejection": (0.5,),
     "SequenceMask": (0.5,),
     "TotalVariation": (0.5,),
-    "Sum": ((rl_fn.Clip(), rl_fn.PositiveExample()),),
-    "Product": ((TIS, rl_fn.SecondMoment()),),
+    "Sum": ((rl_fn.components.Clip(), rl_fn.components.PositiveExample()),),
+    "Product": ((TIS, rl_fn.components.SecondMoment()),),
 }
 PIECES = {
-    name: getattr(rl_fn, name)(*ARGUMENTS.get(name, ()))
-    for name in pieces.__all__
-    if name in rl_fn.__all__ and inspect.isclass(getattr(rl_fn, name)) and not inspect.isabstract(getattr(rl_fn, name))
+    name: getattr(components, name)(*ARGUMENTS.get(name, ()))
+    for name in components.__all__
+    if name in components.__all__
+    and inspect.isclass(getattr(components, name))
+    and not inspect.isabstract(getattr(components, name))
 }
 
 
@@ -42,54 +44,72 @@ def _of(*modules):
 LOSSES = _of("token_losses", "sequence_losses")
 CORRECTIONS = _of("weights") | {"none": None}
 ADVANTAGES = _of("estimators", "group_estimators")
-AGGREGATIONS = [rl_fn.Aggregation(mode, 16.0 if mode == "seq-mean-token-sum-norm" else None) for mode in MODES]
+AGGREGATIONS = [
+    rl_fn.components.Aggregation(mode, 16.0 if mode == "seq-mean-token-sum-norm" else None) for mode in MODES
+]
 
 
 @pytest.mark.parametrize(
     ("make", "reason", "remedy"),
     [
-        (lambda: rl_fn.decoupled_ppo_objective()._replace(correction=TIS), "count it twice", "correction=None"),
-        (lambda: rl_fn.vespo_objective()._replace(correction=ICEPOP), "count it twice", "behaviour='old'"),
-        (lambda: rl_fn.topr_objective()._replace(correction=TIS), "count it twice", "behaviour='old'"),
-        (lambda: rl_fn.dppo_objective()._replace(correction=TIS), "count it twice", "behaviour='old'"),
-        (lambda: rl_fn.Product((TIS, ICEPOP)), "counted once", "keep one"),
+        (lambda: rl_fn.recipes.decoupled_ppo()._replace(correction=TIS), "count it twice", "correction=None"),
+        (lambda: rl_fn.recipes.vespo()._replace(correction=ICEPOP), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.recipes.topr()._replace(correction=TIS), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.recipes.dppo()._replace(correction=TIS), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.components.Product((TIS, ICEPOP)), "counted once", "keep one"),
         (
-            lambda: rl_fn.decoupled_ppo_objective()._replace(correction=rl_fn.Product((rl_fn.SecondMoment(), TIS))),
+            lambda: rl_fn.recipes.decoupled_ppo()._replace(
+                correction=rl_fn.components.Product((rl_fn.components.SecondMoment(), TIS))
+            ),
             "count it twice",
             "Clip for DecoupledClip",
         ),
-        (lambda: rl_fn.dapo()._replace(loss=GSPO), "whole sequence", "GSPOToken"),
-        (lambda: rl_fn.dapo()._replace(loss=rl_fn.GMPO()), "whole sequence", "seq-mean-token-mean"),
+        (lambda: rl_fn.recipes.dapo()._replace(loss=GSPO), "whole sequence", "GSPOToken"),
+        (lambda: rl_fn.recipes.dapo()._replace(loss=rl_fn.components.GMPO()), "whole sequence", "seq-mean-token-mean"),
         (
-            lambda: rl_fn.luspo_objective()._replace(aggregation=rl_fn.Aggregation("seq-mean-token-sum")),
+            lambda: rl_fn.recipes.luspo()._replace(aggregation=rl_fn.components.Aggregation("seq-mean-token-sum")),
             "whole sequence",
             "seq-mean-token-mean",
         ),
         (
-            lambda: rl_fn.kimi_objective()._replace(aggregation=rl_fn.Aggregation("token-mean")),
+            lambda: rl_fn.recipes.kimi()._replace(aggregation=rl_fn.components.Aggregation("token-mean")),
             "whole sequence",
             "level='token'",
         ),
-        (lambda: rl_fn.gspo_objective()._replace(advantage=GAE), "its own advantage", "GSPOToken"),
+        (lambda: rl_fn.recipes.gspo()._replace(advantage=GAE), "its own advantage", "GSPOToken"),
         (
-            lambda: rl_fn.gspo_objective()._replace(advantage=rl_fn.TeacherLogRatio()),
+            lambda: rl_fn.recipes.gspo()._replace(advantage=rl_fn.components.TeacherLogRatio()),
             "its own advantage",
             "GSPOToken",
         ),
         (
-            lambda: rl_fn.gspo_objective()._replace(advantage=rl_fn.WhitenedReturns(), reward_kl=rl_fn.KL("k1", 0.1)),
+            lambda: rl_fn.recipes.gspo()._replace(
+                advantage=rl_fn.components.WhitenedReturns(), reward_kl=rl_fn.components.KL("k1", 0.1)
+            ),
             "its own advantage",
             "GSPOToken",
         ),
-        (lambda: rl_fn.rloo(kl_coef=0.1, reward_kl_coef=0.1), "penalises it twice", "reward_kl=None"),
-        (lambda: rl_fn.ppo(kl_coef=0.1, reward_kl_coef=0.1), "penalises it twice", "kl=None"),
-        (lambda: rl_fn.gdpo()._replace(reward_kl=rl_fn.KL("k1", 0.1)), "cannot hold a KL", "into the loss"),
-        (lambda: rl_fn.gigpo()._replace(reward_kl=rl_fn.KL("k1", 0.1)), "cannot hold a KL", "into the loss"),
-        (lambda: rl_fn.ppo()._replace(advantage=rl_fn.GroupNormalised()), "trains a critic", "value=None"),
-        (lambda: rl_fn.grpo()._replace(value=rl_fn.ValueLoss()), "trains a critic", "GAE"),
-        (lambda: rl_fn.Aggregation("seq-mean-token-sum-norm"), "horizon", "generation budget"),
-        (lambda: rl_fn.ppo(dual_clip=1.0), "dual clip", "must exceed 1"),
-        (lambda: rl_fn.gspo_objective(dual_clip=0.5), "dual_clip", "must exceed 1"),
+        (lambda: rl_fn.recipes.rloo(kl_coef=0.1, reward_kl_coef=0.1), "penalises it twice", "reward_kl=None"),
+        (lambda: rl_fn.recipes.ppo(kl_coef=0.1, reward_kl_coef=0.1), "penalises it twice", "kl=None"),
+        (
+            lambda: rl_fn.recipes.gdpo()._replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
+            "cannot hold a KL",
+            "into the loss",
+        ),
+        (
+            lambda: rl_fn.recipes.gigpo()._replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
+            "cannot hold a KL",
+            "into the loss",
+        ),
+        (
+            lambda: rl_fn.recipes.ppo()._replace(advantage=rl_fn.components.GroupNormalised()),
+            "trains a critic",
+            "value=None",
+        ),
+        (lambda: rl_fn.recipes.grpo()._replace(value=rl_fn.components.ValueLoss()), "trains a critic", "GAE"),
+        (lambda: rl_fn.components.Aggregation("seq-mean-token-sum-norm"), "max_completion_length", "generation budget"),
+        (lambda: rl_fn.recipes.ppo(dual_clip=1.0), "dual clip", "must exceed 1"),
+        (lambda: rl_fn.recipes.gspo(dual_clip=0.5), "dual_clip", "must exceed 1"),
     ],
 )
 def test_the_impossible_is_refused_when_it_is_made(make, reason, remedy):
@@ -99,13 +119,15 @@ def test_the_impossible_is_refused_when_it_is_made(make, reason, remedy):
 
 
 def test_the_same_pieces_apart_are_accepted():
-    assert rl_fn.vespo_objective(behaviour="old")._replace(correction=TIS).needs() == ("rollout_logprobs",)
-    assert rl_fn.dppo_objective(behaviour="old").needs() == ()
-    assert rl_fn.dapo(correction_cap=2.0)._replace(loss=rl_fn.GSPOToken()).correction == TIS
-    assert rl_fn.ppo()._replace(advantage=rl_fn.GroupNormalised(), value=None).inputs() == ("rewards",)
-    assert rl_fn.kimi_objective(level="token")._replace(aggregation=rl_fn.Aggregation("token-mean"))
-    assert rl_fn.m2po(correction_cap=3.0).correction == rl_fn.Product(
-        (rl_fn.SecondMoment(), rl_fn.TruncatedImportance(3.0))
+    assert rl_fn.recipes.vespo(behaviour="old")._replace(correction=TIS).needs() == ("rollout_logprobs",)
+    assert rl_fn.recipes.dppo(behaviour="old").needs() == ()
+    assert rl_fn.recipes.dapo(correction_cap=2.0)._replace(loss=rl_fn.components.GSPOToken()).correction == TIS
+    assert rl_fn.recipes.ppo()._replace(advantage=rl_fn.components.GroupNormalised(), value=None).inputs() == (
+        "rewards",
+    )
+    assert rl_fn.recipes.kimi(level="token")._replace(aggregation=rl_fn.components.Aggregation("token-mean"))
+    assert rl_fn.recipes.m2po(correction_cap=3.0).correction == rl_fn.components.Product(
+        (rl_fn.components.SecondMoment(), rl_fn.components.TruncatedImportance(3.0))
     )
 
 
@@ -121,9 +143,9 @@ def test_a_field_that_the_batch_lacks_is_named(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_the_advantages_lack_is_named(name):
-    objective = getattr(rl_fn, name)()
+    objective = getattr(rl_fn.recipes, name)()
     read, _ = rollouts(objective, 1)
-    if isinstance(objective.advantage, rl_fn.GAE):
+    if isinstance(objective.advantage, rl_fn.components.GAE):
         with pytest.raises(ValueError, match=r"needs a critic: call token_advantages"):
             objective.advantages(read.rewards, read.mask)
         with pytest.raises(ValueError, match=r"value=ValueLoss.* needs batch.values"):
@@ -139,32 +161,32 @@ def test_what_the_advantages_lack_is_named(name):
 
 
 def test_a_penalty_in_the_reward_needs_its_log_probabilities():
-    objective = rl_fn.rloo(reward_kl_coef=0.1)
+    objective = rl_fn.recipes.rloo(reward_kl_coef=0.1)
     with pytest.raises(ValueError, match=r"needs Rollouts\.old_logprobs"):
         objective.advantages(np.ones((1, 2), np.float32), np.ones((1, 2, 3), bool))
     with pytest.raises(ValueError, match="give old_logprobs and ref_logprobs"):
-        rl_fn.ppo(reward_kl_coef=0.1).token_rewards(np.ones((1, 2), np.float32), np.ones((1, 2, 3), bool))
+        rl_fn.recipes.ppo(reward_kl_coef=0.1).token_rewards(np.ones((1, 2), np.float32), np.ones((1, 2, 3), bool))
 
 
 def test_rewards_of_another_shape_are_refused():
     mask = np.ones((3, 4, 2), bool)
     with pytest.raises(ValueError, match=r"needs rewards \(\*batch, R, G\)"):
-        rl_fn.gdpo().advantages(np.ones(4, np.float32), mask[0])
+        rl_fn.recipes.gdpo().advantages(np.ones(4, np.float32), mask[0])
     with pytest.raises(ValueError, match=r"weights .* for 2 rewards"):
-        rl_fn.gdpo(weights=(1.0, 2.0, 3.0)).advantages(np.ones((3, 2, 4), np.float32), mask)
+        rl_fn.recipes.gdpo(weights=(1.0, 2.0, 3.0)).advantages(np.ones((3, 2, 4), np.float32), mask)
     with pytest.raises(ValueError, match="one sequence a row"):
         zeros = np.zeros((1, 4), np.float32)
-        rl_fn.vapo().token_advantages(zeros, zeros, zeros == 0, segment_ids=np.zeros((1, 4), np.int32))
+        rl_fn.recipes.vapo().token_advantages(zeros, zeros, zeros == 0, segment_ids=np.zeros((1, 4), np.int32))
 
 
 def test_a_penalty_in_the_reward_is_taken_off_once():
-    objective = rl_fn.rloo(reward_kl_coef=0.5)
+    objective = rl_fn.recipes.rloo(reward_kl_coef=0.5)
     read, _ = rollouts(objective, 2)
     d = np.where(read.mask, read.old_logprobs - read.ref_logprobs, 0.0)
-    expected = rl_fn.rloo().advantages(read.rewards - 0.5 * d.sum(-1), read.mask)
+    expected = rl_fn.recipes.rloo().advantages(read.rewards - 0.5 * d.sum(-1), read.mask)
     np.testing.assert_allclose(objective.advantages_of(read), expected, rtol=1e-5, atol=1e-5)
     log = {"old_logprobs": read.old_logprobs, "ref_logprobs": read.ref_logprobs}
-    rewards = np.asarray(rl_fn.ppo(reward_kl_coef=0.5).token_rewards(read.rewards, read.mask, **log))
+    rewards = np.asarray(rl_fn.recipes.ppo(reward_kl_coef=0.5).token_rewards(read.rewards, read.mask, **log))
     some = read.mask.any(-1)
     np.testing.assert_allclose(
         rewards.sum(-1), np.where(some, read.rewards, 0.0) - 0.5 * d.sum(-1), rtol=1e-5, atol=1e-5
@@ -172,7 +194,7 @@ def test_a_penalty_in_the_reward_is_taken_off_once():
 
 
 def test_the_critic_has_its_loss():
-    objective = rl_fn.ppo(value_clip=0.5)
+    objective = rl_fn.recipes.ppo(value_clip=0.5)
     of = batch(objective, 3)
     draw = np.random.default_rng(3).normal(size=(3, *of.mask.shape)).astype(np.float32)
     of = of._replace(values=draw[0], old_values=draw[1], returns=draw[2])
@@ -180,9 +202,11 @@ def test_the_critic_has_its_loss():
     expected = np.maximum((draw[0] - draw[2]) ** 2, (np.clip(draw[0], draw[1] - 0.5, draw[1] + 0.5) - draw[2]) ** 2)
     np.testing.assert_allclose(loss.value(), expected[of.mask].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["value_loss"].value(), expected[of.mask].mean(), rtol=1e-5)
-    plain = rl_fn.ppo().value_parts(of._replace(old_values=None))[0]
+    plain = rl_fn.recipes.ppo().value_parts(of._replace(old_values=None))[0]
     np.testing.assert_allclose(plain.value(), ((draw[0] - draw[2]) ** 2)[of.mask].mean(), rtol=1e-5)
-    gradient = jax.grad(lambda v: rl_fn.ppo().value_parts(of._replace(values=v))[0].value())(jnp.asarray(draw[0]))
+    gradient = jax.grad(lambda v: rl_fn.recipes.ppo().value_parts(of._replace(values=v))[0].value())(
+        jnp.asarray(draw[0])
+    )
     np.testing.assert_allclose(
         gradient, np.where(of.mask, 2 * (draw[0] - draw[2]) / of.mask.sum(), 0.0), rtol=1e-5, atol=1e-7
     )
@@ -190,13 +214,13 @@ def test_the_critic_has_its_loss():
 
 @pytest.fixture(scope="module")
 def full() -> rl_fn.Batch:
-    return batch(rl_fn.dapo(), 4)._replace(values=None)
+    return batch(rl_fn.recipes.dapo(), 4)._replace(values=None)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss, full):
     """Shapes only, which is what an objective that cannot work fails at; numbers are the recipes' laws."""
-    plain = rl_fn.reinforce_objective()
+    plain = rl_fn.recipes.reinforce()
     worked = 0
     for aggregation, (name, correction) in itertools.product(AGGREGATIONS, CORRECTIONS.items()):
         try:
@@ -219,7 +243,7 @@ def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss, 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_advantage_goes_with_every_loss_of_a_token(name):
-    objective = rl_fn.dapo()._replace(advantage=ADVANTAGES[name])
+    objective = rl_fn.recipes.dapo()._replace(advantage=ADVANTAGES[name])
     of = batch(objective, 5)
     assert np.isfinite(objective(of)[0])
 
@@ -238,8 +262,8 @@ def _numbers(piece):
 def test_an_explanation_has_every_number(name):
     """Every hyper-parameter gets a value of its own, and all of them occur; KL's coefficient stands before its term."""
     piece = PIECES[name]
-    if isinstance(piece, rl_fn.Sum | rl_fn.Product):
-        parts = piece.losses if isinstance(piece, rl_fn.Sum) else piece.factors
+    if isinstance(piece, rl_fn.components.Sum | rl_fn.components.Product):
+        parts = piece.losses if isinstance(piece, rl_fn.components.Sum) else piece.factors
         assert all(part.explain() in piece.explain() for part in parts)
         return
     values = {
@@ -247,7 +271,7 @@ def test_an_explanation_has_every_number(name):
         for i, (field, kind) in enumerate(_numbers(piece))
     }
     changed = dataclasses.replace(piece, **values)
-    text = rl_fn.dapo()._replace(kl=changed).explain() if name == "KL" else changed.explain()
+    text = rl_fn.recipes.dapo()._replace(kl=changed).explain() if name == "KL" else changed.explain()
     assert [field for field, value in values.items() if f"{value:g}" not in text] == []
 
 
@@ -256,44 +280,44 @@ def test_an_objective_explains_its_pieces(name):
     piece = PIECES[name]
     mode = "seq-mean-token-mean" if "seq-mean-token-mean" in getattr(piece, "modes", MODES) else "seq-mean-token-sum"
     slot = {"loss" if name in LOSSES else "advantage": piece}
-    objective = rl_fn.reinforce_objective()._replace(**slot, aggregation=rl_fn.Aggregation(mode))
+    objective = rl_fn.recipes.reinforce()._replace(**slot, aggregation=rl_fn.components.Aggregation(mode))
     assert PIECES[name].explain() in objective.explain()
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        lambda: rl_fn.DecoupledClip(low=-1.0),
-        lambda: rl_fn.DecoupledClip(weight_cap=0.0),
-        lambda: rl_fn.CISPO(clip_high=-1.0),
-        lambda: rl_fn.SAPO(tau_pos=0.0),
-        lambda: rl_fn.DPPO(threshold=0.0),
-        lambda: rl_fn.DPPO(behaviour="new"),
-        lambda: rl_fn.DRO(beta=0.0),
-        lambda: rl_fn.Kimi(level="word"),
-        lambda: rl_fn.TOPR("word"),
-        lambda: rl_fn.GMPO(clip_low=-0.1),
-        lambda: rl_fn.LUSPO(dual_clip=1.0),
-        lambda: rl_fn.VESPO(k_pos=-1.0),
-        lambda: rl_fn.ClipCov(share=2.0),
-        lambda: rl_fn.ClipCov(cov_low=5.0),
-        lambda: rl_fn.KLCov(coef=-1.0),
-        lambda: rl_fn.PositiveExample(-0.1),
-        lambda: rl_fn.Sum(()),
-        lambda: rl_fn.Product(()),
-        lambda: rl_fn.Rejection(0.0),
-        lambda: rl_fn.Rejection(0.1, level="word"),
-        lambda: rl_fn.SecondMoment(0.0),
-        lambda: rl_fn.TotalVariation(-0.1),
-        lambda: rl_fn.HighEntropy(1.5),
-        lambda: rl_fn.ValueLoss(clip=0.0),
-        lambda: rl_fn.WhitenedReturns(gamma=1.5),
-        lambda: rl_fn.StepGroups(scale="batch"),
-        lambda: rl_fn.LengthAdaptiveGAE(alpha=0.0),
-        lambda: rl_fn.TeacherLogRatio(clip=0.0),
-        lambda: rl_fn.InformativeShare(alpha="all"),
-        lambda: rl_fn.BestOfSets(0),
-        lambda: rl_fn.GroupNormalised(eps=-1.0),
+        lambda: rl_fn.components.DecoupledClip(low=-1.0),
+        lambda: rl_fn.components.DecoupledClip(weight_cap=0.0),
+        lambda: rl_fn.components.CISPO(clip_high=-1.0),
+        lambda: rl_fn.components.SAPO(tau_pos=0.0),
+        lambda: rl_fn.components.DPPO(threshold=0.0),
+        lambda: rl_fn.components.DPPO(behaviour="new"),
+        lambda: rl_fn.components.DRO(beta=0.0),
+        lambda: rl_fn.components.Kimi(level="word"),
+        lambda: rl_fn.components.TOPR("word"),
+        lambda: rl_fn.components.GMPO(clip_low=-0.1),
+        lambda: rl_fn.components.LUSPO(dual_clip=1.0),
+        lambda: rl_fn.components.VESPO(k_pos=-1.0),
+        lambda: rl_fn.components.ClipCov(fraction=2.0),
+        lambda: rl_fn.components.ClipCov(cov_low=5.0),
+        lambda: rl_fn.components.KLCov(coef=-1.0),
+        lambda: rl_fn.components.PositiveExample(-0.1),
+        lambda: rl_fn.components.Sum(()),
+        lambda: rl_fn.components.Product(()),
+        lambda: rl_fn.components.Rejection(0.0),
+        lambda: rl_fn.components.Rejection(0.1, level="word"),
+        lambda: rl_fn.components.SecondMoment(0.0),
+        lambda: rl_fn.components.TotalVariation(-0.1),
+        lambda: rl_fn.components.HighEntropy(1.5),
+        lambda: rl_fn.components.ValueLoss(clip=0.0),
+        lambda: rl_fn.components.WhitenedReturns(gamma=1.5),
+        lambda: rl_fn.components.StepGroups(scale="batch"),
+        lambda: rl_fn.components.LengthAdaptiveGAE(alpha=0.0),
+        lambda: rl_fn.components.TeacherLogRatio(clip=0.0),
+        lambda: rl_fn.components.InformativeShare(alpha="all"),
+        lambda: rl_fn.components.BestOfSets(0),
+        lambda: rl_fn.components.GroupNormalised(eps=-1.0),
     ],
 )
 def test_bad_constants_are_refused_at_once(bad):

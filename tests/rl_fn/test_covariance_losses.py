@@ -11,8 +11,8 @@ import rl_fn
 from tests.rl_fn.laws import quick_jit
 from tests.rl_fn.registry import Draw
 
-CLIP_COV = quick_jit(rl_fn.clip_cov, static_argnames=("share", "cov_low", "cov_high"))
-KL_COV = quick_jit(rl_fn.kl_cov, static_argnames=("share", "coef"))
+CLIP_COV = quick_jit(rl_fn.clip_cov, static_argnames=("fraction", "cov_low", "cov_high"))
+KL_COV = quick_jit(rl_fn.kl_cov, static_argnames=("fraction", "coef"))
 PPO, CUT = quick_jit(rl_fn.ppo_clip), quick_jit(rl_fn.clipped_tokens)
 SEEDS = pytest.mark.parametrize("seed", range(5))
 
@@ -30,26 +30,26 @@ def _batch(seed):
 def test_nothing_chosen_is_the_base_loss(seed):
     logprobs, old, advantages, mask, noise, _ = _batch(seed)
     ppo = PPO(logprobs, old, advantages, mask)
-    np.testing.assert_array_equal(CLIP_COV(logprobs, old, advantages, mask, noise, share=0.0), ppo)
+    np.testing.assert_array_equal(CLIP_COV(logprobs, old, advantages, mask, noise, fraction=0.0), ppo)
     # Above every covariance there is nothing to choose from either.
     np.testing.assert_array_equal(
-        CLIP_COV(logprobs, old, advantages, mask, noise, cov_low=1e3, cov_high=1e4, share=1.0), ppo
+        CLIP_COV(logprobs, old, advantages, mask, noise, cov_low=1e3, cov_high=1e4, fraction=1.0), ppo
     )
     unclipped = np.where(mask, -np.exp(logprobs - old) * advantages, 0.0)
-    np.testing.assert_allclose(KL_COV(logprobs, old, advantages, mask, share=0.0), unclipped, rtol=1e-5)
+    np.testing.assert_allclose(KL_COV(logprobs, old, advantages, mask, fraction=0.0), unclipped, rtol=1e-5)
 
 
 @SEEDS
-@pytest.mark.parametrize("share", [1e-4, 0.125, 1.0])
-def test_clip_cov_drops_the_right_tokens_and_as_many_as_it_says(seed, share):
+@pytest.mark.parametrize("fraction", [1e-4, 0.125, 1.0])
+def test_clip_cov_drops_the_right_tokens_and_as_many_as_it_says(seed, fraction):
     logprobs, old, advantages, mask, noise, cov = _batch(seed)
     ppo = np.asarray(PPO(logprobs, old, advantages, mask))
-    got = np.asarray(CLIP_COV(logprobs, old, advantages, mask, noise, share=share, cov_low=0.2, cov_high=2.0))
+    got = np.asarray(CLIP_COV(logprobs, old, advantages, mask, noise, fraction=fraction, cov_low=0.2, cov_high=2.0))
     dropped = (got == 0) & (ppo != 0)
     np.testing.assert_array_equal(got[~dropped], ppo[~dropped])
     eligible = mask & (cov > 0.2) & (cov < 2.0) & ~np.asarray(CUT(logprobs, old, advantages, mask))
     assert not (dropped & ~eligible).any()
-    number = min(max(math.floor(share * mask.sum()), 1), eligible.sum())
+    number = min(max(math.floor(fraction * mask.sum()), 1), eligible.sum())
     assert dropped.sum() == number
     assert number == 0 or noise[dropped].max() <= np.sort(noise[eligible])[number - 1]
 
@@ -58,10 +58,10 @@ def test_dropped_tokens_have_no_gradient():
     logprobs, old, advantages, mask, noise, _ = _batch(1)
 
     def total(x):
-        return jnp.sum(rl_fn.clip_cov(x, old, advantages, mask, noise, share=0.5, cov_low=0.0))
+        return jnp.sum(rl_fn.clip_cov(x, old, advantages, mask, noise, fraction=0.5, cov_low=0.0))
 
     slope = np.asarray(quick_jit(jax.grad(total))(logprobs))
-    loss = np.asarray(CLIP_COV(logprobs, old, advantages, mask, noise, share=0.5, cov_low=0.0))
+    loss = np.asarray(CLIP_COV(logprobs, old, advantages, mask, noise, fraction=0.5, cov_low=0.0))
     assert not slope[loss == 0].any() and slope[loss != 0].any()
 
 
@@ -85,7 +85,7 @@ def test_the_draw_is_uniform():
 def test_without_noise_the_largest_covariances_are_dropped(seed):
     logprobs, old, advantages, mask, _, cov = _batch(seed)
     ppo = np.asarray(PPO(logprobs, old, advantages, mask))
-    got = np.asarray(CLIP_COV(logprobs, old, advantages, mask, share=0.1, cov_low=0.0, cov_high=2.0))
+    got = np.asarray(CLIP_COV(logprobs, old, advantages, mask, fraction=0.1, cov_low=0.0, cov_high=2.0))
     eligible = mask & (cov > 0.0) & (cov < 2.0) & ~np.asarray(CUT(logprobs, old, advantages, mask))
     number = max(math.floor(0.1 * mask.sum()), 1)
     cut = np.sort(cov[eligible])[-number:][0]
@@ -93,12 +93,12 @@ def test_without_noise_the_largest_covariances_are_dropped(seed):
 
 
 @SEEDS
-@pytest.mark.parametrize("share", [1e-4, 0.25, 1.0])
-def test_kl_cov_penalises_the_largest_covariances(seed, share):
+@pytest.mark.parametrize("fraction", [1e-4, 0.25, 1.0])
+def test_kl_cov_penalises_the_largest_covariances(seed, fraction):
     logprobs, old, advantages, mask, _, cov = _batch(seed)
-    base = np.asarray(KL_COV(logprobs, old, advantages, mask, share=0.0))
-    penalty = np.asarray(KL_COV(logprobs, old, advantages, mask, share=share, coef=2.0)) - base
-    number = max(math.floor(share * mask.sum()), 1)
+    base = np.asarray(KL_COV(logprobs, old, advantages, mask, fraction=0.0))
+    penalty = np.asarray(KL_COV(logprobs, old, advantages, mask, fraction=fraction, coef=2.0)) - base
+    number = max(math.floor(fraction * mask.sum()), 1)
     chosen = mask & (cov >= np.sort(cov[mask])[-number] - 1e-6)
     np.testing.assert_allclose(penalty, np.where(chosen, 2.0 * np.abs(logprobs - old), 0.0), atol=2e-5)
 
@@ -108,7 +108,7 @@ def test_kl_cov_pulls_the_chosen_token_back_to_the_old_policy():
     advantages, mask = np.float32([0.5, -0.5]), np.ones(2, bool)
 
     def slope(coef):
-        return jax.grad(lambda x: jnp.sum(rl_fn.kl_cov(x, old, advantages, mask, share=0.5, coef=coef)))(logprobs)
+        return jax.grad(lambda x: jnp.sum(rl_fn.kl_cov(x, old, advantages, mask, fraction=0.5, coef=coef)))(logprobs)
 
     # Both have the same covariance here, and the second is at ratio 1, where |log ρ| has no slope.
     np.testing.assert_allclose(slope(3.0) - slope(0.0), [3.0, 0.0], atol=1e-5)
@@ -134,13 +134,13 @@ def test_equal_entropies_are_all_kept():
 
 def test_bad_arguments():
     x, mask = jnp.zeros(2), jnp.ones(2, bool)
-    for share in (-0.1, 1.1):
-        with pytest.raises(ValueError, match="share"):
-            rl_fn.clip_cov(x, x, x, mask, share=share)
-        with pytest.raises(ValueError, match="share"):
-            rl_fn.kl_cov(x, x, x, mask, share=share)
+    for fraction in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="fraction"):
+            rl_fn.clip_cov(x, x, x, mask, fraction=fraction)
+        with pytest.raises(ValueError, match="fraction"):
+            rl_fn.kl_cov(x, x, x, mask, fraction=fraction)
         with pytest.raises(ValueError, match="quantile"):
-            rl_fn.high_entropy_mask(x, mask, quantile=share)
+            rl_fn.high_entropy_mask(x, mask, quantile=fraction)
     with pytest.raises(ValueError, match="cov_low < cov_high"):
         rl_fn.clip_cov(x, x, x, mask, cov_low=5.0)
     with pytest.raises(ValueError, match="clips"):

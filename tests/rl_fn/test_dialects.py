@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl_fn import dialects
-from rl_fn.batch import Batch
+from rl_fn.objectives.batch import Batch
 
 LIBRARIES = (dialects.trl, dialects.verl, dialects.openrlhf, dialects.tunix, dialects.nemo_rl)
 MASK = np.array([[True, True, True, False], [True, True, True, True], [False, False, False, False]])

@@ -15,8 +15,8 @@ from tests.rl_fn.registry import Draw
 
 SEEDS = st.integers(0, 2**32 - 1)
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-PARTS = jax.jit(rl_fn.aggregate_parts, static_argnums=2, static_argnames="horizon")
-AGGREGATE = jax.jit(rl_fn.aggregate, static_argnums=2, static_argnames="horizon")
+PARTS = jax.jit(rl_fn.aggregate_parts, static_argnums=2, static_argnames="max_completion_length")
+AGGREGATE = jax.jit(rl_fn.aggregate, static_argnums=2, static_argnames="max_completion_length")
 TD_LAMBDA_AND_GAE = jax.jit(
     lambda r, v, m, gamma, lam: [f(r, v, m, gamma=gamma, lam=lam, bootstrap=0.4) for f in (rl_fn.gae, rl_fn.td_lambda)],
     static_argnums=(3, 4),
@@ -213,14 +213,16 @@ def test_straight_through_has_one_value_and_the_other_gradient():
 def test_any_partition_adds_up_to_the_whole(mode, seed, cuts):
     d = Draw(seed)
     x, mask = d.normal(8, 5), d.mask(8, 5)
-    horizon = 16 if mode == "seq-mean-token-sum-norm" else None
+    max_completion_length = 16 if mode == "seq-mean-token-sum-norm" else None
     pieces = [(x[a:b], mask[a:b]) for a, b in itertools.pairwise((0, *cuts, 8))]
-    whole = PARTS(x, mask, mode, horizon=horizon)
-    added = sum((PARTS(*p, mode, horizon=horizon) for p in pieces), start=0)
+    whole = PARTS(x, mask, mode, max_completion_length=max_completion_length)
+    added = sum((PARTS(*p, mode, max_completion_length=max_completion_length) for p in pieces), start=0)
     assert isinstance(added, rl_fn.Ratio)
     assert float(added.denominator) == float(whole.denominator)
     np.testing.assert_allclose(added.value(), whole.value(), rtol=1e-5, atol=1e-6)
-    shares = [AGGREGATE(*p, mode, horizon=horizon, denominator=whole.denominator) for p in pieces]
+    shares = [
+        AGGREGATE(*p, mode, max_completion_length=max_completion_length, denominator=whole.denominator) for p in pieces
+    ]
     np.testing.assert_allclose(sum(map(float, shares)), whole.value(), rtol=1e-5, atol=1e-6)
 
 

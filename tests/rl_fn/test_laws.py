@@ -27,7 +27,7 @@ from tests.rl_fn.laws import (
 from tests.rl_fn.registry import CASES, T
 
 ONE_CASE_EACH = sorted({CASES[key].name: key for key in DETERMINISTIC}.values())
-# Eager code compiles every operation by itself: the plainest case, whose shapes the others share, is enough.
+# Eager code compiles every operation by itself: the plainest case, whose shapes the others fraction, is enough.
 PLAINEST = sorted({CASES[key].name: key for key in reversed(DETERMINISTIC)}.values())
 
 

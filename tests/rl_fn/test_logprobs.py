@@ -32,11 +32,11 @@ def test_truncated_logits_have_finite_entropy_and_gradients():
 
 
 def test_a_token_outside_the_support_is_impossible_and_has_no_gradient():
-    support = jnp.array([True, False, True])
+    allowed_tokens = jnp.array([True, False, True])
 
     @jax.jit
     def logprob(z):
-        return rl_fn.logits_logprobs(z, jnp.array(1), support=support).logprobs
+        return rl_fn.logits_logprobs(z, jnp.array(1), allowed_tokens=allowed_tokens).logprobs
 
     assert logprob(jnp.zeros(3)) == -jnp.inf
     assert not jax.grad(logprob)(jnp.zeros(3)).any()
@@ -44,18 +44,21 @@ def test_a_token_outside_the_support_is_impossible_and_has_no_gradient():
 
 def test_a_support_is_minus_infinity_elsewhere():
     d = Draw(1)
-    logits, kept = d.normal(5, V), d.support(5, V)
+    logits, kept = d.normal(5, V), d.allowed_tokens(5, V)
     masked = np.where(kept, logits, -np.inf).astype(np.float32)
     zeros = np.zeros(5, np.int32)
-    np.testing.assert_allclose(_outputs(logits, zeros, support=kept), _outputs(masked, zeros), rtol=1e-6)
+    np.testing.assert_allclose(_outputs(logits, zeros, allowed_tokens=kept), _outputs(masked, zeros), rtol=1e-6)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _tiled(logits, tokens, starts):
     """From the left and from the right: merge is associative, and any order of tiles will do."""
     a, b, c = (rl_fn.row_state(logits[:, s : s + 4], tokens, start=s) for s in starts)
-    groupings = rl_fn.merge(rl_fn.merge(a, b), c), rl_fn.merge(a, rl_fn.merge(b, c))
-    return [jnp.stack(list(rl_fn.finish(state))) for state in groupings]
+    groupings = (
+        rl_fn.merge_row_states(rl_fn.merge_row_states(a, b), c),
+        rl_fn.merge_row_states(a, rl_fn.merge_row_states(b, c)),
+    )
+    return [jnp.stack(list(rl_fn.finalize_row_state(state))) for state in groupings]
 
 
 @given(seed=SEEDS, starts=st.sampled_from([(0, 4, 8), (8, 0, 4)]))
@@ -77,7 +80,7 @@ def test_the_gradient_through_merged_tiles_is_that_of_the_whole_row():
     @jax.jit
     def tiled(z):
         states = [rl_fn.row_state(z[:, s : s + 4], tokens, start=s) for s in (0, 4)]
-        return jnp.vdot(jnp.stack(list(rl_fn.finish(rl_fn.merge(*states)))), weights)
+        return jnp.vdot(jnp.stack(list(rl_fn.finalize_row_state(rl_fn.merge_row_states(*states)))), weights)
 
     np.testing.assert_allclose(jax.grad(tiled)(logits), jax.grad(whole)(logits), rtol=1e-5, atol=1e-6)
 

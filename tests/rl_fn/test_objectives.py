@@ -16,13 +16,14 @@ from tests.rl_fn.registry import Draw
 
 EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.01, "correction_cap": 2.0}
 OBJECTIVES = {
-    name: getattr(rl_fn, name)(**EVERYTHING)
-    for name in ("reinforce_objective", "ppo", "grpo", "dapo", "dr_grpo", "rloo")
+    name: getattr(rl_fn.recipes, name)(**EVERYTHING) for name in ("reinforce", "ppo", "grpo", "dapo", "dr_grpo", "rloo")
 }
-OBJECTIVES["dr_grpo-horizon"] = rl_fn.dr_grpo(horizon=16, **EVERYTHING)
-OBJECTIVES["dapo-masked"] = rl_fn.dapo(**EVERYTHING)._replace(correction=rl_fn.MaskedImportance(0.3, 4.0))
+OBJECTIVES["dr_grpo-max_completion_length"] = rl_fn.recipes.dr_grpo(max_completion_length=16, **EVERYTHING)
+OBJECTIVES["dapo-masked"] = rl_fn.recipes.dapo(**EVERYTHING)._replace(
+    correction=rl_fn.components.MaskedImportance(0.3, 4.0)
+)
 # One of each loss, aggregation and correction: ppo and rloo differ from these in their advantages alone.
-DISTINCT = ["reinforce_objective", "grpo", "dr_grpo-horizon", "dapo", "dapo-masked"]
+DISTINCT = ["reinforce", "grpo", "dr_grpo-max_completion_length", "dapo", "dapo-masked"]
 SHAPE = (8, 5)
 
 
@@ -71,7 +72,7 @@ def test_micro_batches_add_up_to_the_whole(name):
     assert np.asarray(whole.gradient).any()
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo-horizon", "dapo"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo-max_completion_length", "dapo"])
 def test_a_packed_batch_is_the_padded_one(name):
     objective, batch = OBJECTIVES[name], _batch(2, (3, 4))
     ids = np.repeat(np.arange(3, dtype=np.int32), 4)[None]
@@ -104,19 +105,22 @@ def test_jit_takes_the_objective_as_function_and_as_static_argument():
 
 
 def test_objectives_compare_by_value_and_pieces_by_class():
-    assert rl_fn.grpo() == rl_fn.grpo() != rl_fn.grpo(clip_high=0.3)
-    assert hash(rl_fn.grpo()) == hash(rl_fn.grpo())
-    assert rl_fn.Reinforce() != rl_fn.LeaveOneOut()
-    a, b = (rl_fn.rloo()._replace(loss=loss) for loss in (rl_fn.Reinforce(), rl_fn.LeaveOneOut()))
+    assert rl_fn.recipes.grpo() == rl_fn.recipes.grpo() != rl_fn.recipes.grpo(clip_high=0.3)
+    assert hash(rl_fn.recipes.grpo()) == hash(rl_fn.recipes.grpo())
+    assert rl_fn.components.Reinforce() != rl_fn.components.LeaveOneOut()
+    a, b = (
+        rl_fn.recipes.rloo()._replace(loss=loss)
+        for loss in (rl_fn.components.Reinforce(), rl_fn.components.LeaveOneOut())
+    )
     assert a != b
     with pytest.raises(dataclasses.FrozenInstanceError):
-        a.loss = rl_fn.Clip()
+        a.loss = rl_fn.components.Clip()
 
 
 def test_the_dapo_loss_is_its_equation():
     batch = _batch(5)
     per_token = ORACLE["ppo_clip"](*batch[:4], clip_low=0.2, clip_high=0.28)
-    loss, metrics = _run(rl_fn.dapo(), batch)[:2]
+    loss, metrics = _run(rl_fn.recipes.dapo(), batch)[:2]
     np.testing.assert_allclose(loss, ORACLE["aggregate"](per_token, batch.mask, "token-mean"), rtol=1e-5)
     cut = ORACLE["clipped_tokens"](*batch[:4], clip_low=0.2, clip_high=0.28)
     np.testing.assert_allclose(metrics["clip_fraction"], cut.sum() / batch.mask.sum(), rtol=1e-6)
@@ -124,7 +128,7 @@ def test_the_dapo_loss_is_its_equation():
 
 def test_the_grpo_loss_with_everything_is_its_equation():
     b = _batch(6)
-    objective = rl_fn.grpo(kl_coef=0.04, entropy_coef=0.01, correction_cap=2.0)
+    objective = rl_fn.recipes.grpo(kl_coef=0.04, entropy_coef=0.01, correction_cap=2.0)
     weights = ORACLE["truncated_importance_weights"](b.old_logprobs - b.rollout_logprobs, b.mask, cap=2.0)
     per_token = (
         weights * ORACLE["ppo_clip"](*b[:4]) + 0.04 * ORACLE["kl_k3"](b.logprobs, b.ref_logprobs) - 0.01 * b.entropies
@@ -161,35 +165,35 @@ def test_metrics_carry_no_gradient():
 def test_a_missing_input_is_named(arguments, missing):
     batch = rl_fn.Batch(*_batch()[:4])
     with pytest.raises(ValueError, match=missing):
-        rl_fn.dapo(**arguments)(batch)
+        rl_fn.recipes.dapo(**arguments)(batch)
 
 
 def test_group_advantages_are_spread_over_tokens():
     d = Draw(8)
     rewards, mask = d.normal(2, 4), d.mask(2, 4, 6)
-    got = rl_fn.grpo().advantages(rewards, mask)
+    got = rl_fn.recipes.grpo().advantages(rewards, mask)
     np.testing.assert_allclose(
         got, np.where(mask, ORACLE["grpo_advantages"](rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6
     )
-    got = rl_fn.rloo().advantages(rewards, mask)
+    got = rl_fn.recipes.rloo().advantages(rewards, mask)
     np.testing.assert_allclose(
         got, np.where(mask, ORACLE["rloo_advantages"](rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6
     )
     with pytest.raises(ValueError, match="no critic"):
-        rl_fn.grpo().token_advantages(rewards, rewards, mask[..., 0])
+        rl_fn.recipes.grpo().token_advantages(rewards, rewards, mask[..., 0])
 
 
 def test_ppo_takes_a_critic():
     d = Draw(9)
     rewards, values, mask = d.normal(), d.normal(), d.mask()
-    plain = rl_fn.ppo(whiten=False, lam=0.9).token_advantages(rewards, values, mask)
+    plain = rl_fn.recipes.ppo(whiten=False, lam=0.9).token_advantages(rewards, values, mask)
     advantages, returns = ORACLE["gae"](rewards, values, mask, lam=0.9)
     np.testing.assert_allclose(plain.advantages, advantages, rtol=1e-4, atol=1e-5)
-    whitened = rl_fn.ppo(lam=0.9).token_advantages(rewards, values, mask)
+    whitened = rl_fn.recipes.ppo(lam=0.9).token_advantages(rewards, values, mask)
     np.testing.assert_allclose(whitened.advantages, ORACLE["whiten"](advantages, mask), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(whitened.returns, returns, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="critic"):
-        rl_fn.ppo().advantages(rewards, mask[..., None])
+        rl_fn.recipes.ppo().advantages(rewards, mask[..., None])
 
 
 def test_any_function_of_a_batch_can_be_the_loss():
@@ -197,7 +201,7 @@ def test_any_function_of_a_batch_can_be_the_loss():
         ratio = jax.lax.stop_gradient(jnp.minimum(jnp.exp(b.logprobs - b.old_logprobs), 1.2))
         return -ratio * b.advantages * b.logprobs
 
-    objective = rl_fn.dapo()._replace(loss=cispo)
+    objective = rl_fn.recipes.dapo()._replace(loss=cispo)
     loss, metrics = jax.jit(objective)(_batch())
     assert np.isfinite(loss) and "clip_fraction" not in metrics
     assert "cispo" in objective.explain()
@@ -206,7 +210,7 @@ def test_any_function_of_a_batch_can_be_the_loss():
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
 def test_kl_estimators_by_name(estimator):
     batch = _batch(10)
-    metrics = _run(rl_fn.dapo(kl_coef=0.5, kl_estimator=estimator), batch).metrics
+    metrics = _run(rl_fn.recipes.dapo(kl_coef=0.5, kl_estimator=estimator), batch).metrics
     x = ORACLE[f"kl_{estimator.rstrip('+')}"](batch.logprobs, batch.ref_logprobs)
     np.testing.assert_allclose(metrics["kl"], ORACLE["aggregate"](x, batch.mask, "token-mean"), rtol=2e-5, atol=1e-6)
 
@@ -221,20 +225,20 @@ def test_explanations_hold_the_constants(name):
 @pytest.mark.parametrize(
     "bad",
     [
-        lambda: rl_fn.Aggregation("mean"),
-        lambda: rl_fn.Aggregation("token-mean", 16.0),
-        lambda: rl_fn.Aggregation("seq-mean-token-sum-norm"),
-        lambda: rl_fn.Clip(low=-0.1),
-        lambda: rl_fn.Clip(dual=0.5),
-        lambda: rl_fn.KL("k4", 0.1),
-        lambda: rl_fn.KL("k3", -0.1),
-        lambda: rl_fn.GAE(lam=1.5),
-        lambda: rl_fn.Entropy(-1.0),
-        lambda: rl_fn.TruncatedImportance(cap=0.0),
-        lambda: rl_fn.TruncatedImportance(level="word"),
-        lambda: rl_fn.MaskedImportance(low=2.0, high=1.0),
-        lambda: rl_fn.GroupNormalised("world"),
-        lambda: rl_fn.dr_grpo(horizon=0),
+        lambda: rl_fn.components.Aggregation("mean"),
+        lambda: rl_fn.components.Aggregation("token-mean", 16.0),
+        lambda: rl_fn.components.Aggregation("seq-mean-token-sum-norm"),
+        lambda: rl_fn.components.Clip(low=-0.1),
+        lambda: rl_fn.components.Clip(dual=0.5),
+        lambda: rl_fn.components.KL("k4", 0.1),
+        lambda: rl_fn.components.KL("k3", -0.1),
+        lambda: rl_fn.components.GAE(lam=1.5),
+        lambda: rl_fn.components.Entropy(-1.0),
+        lambda: rl_fn.components.TruncatedImportance(cap=0.0),
+        lambda: rl_fn.components.TruncatedImportance(level="word"),
+        lambda: rl_fn.components.MaskedImportance(low=2.0, high=1.0),
+        lambda: rl_fn.components.GroupNormalised("world"),
+        lambda: rl_fn.recipes.dr_grpo(max_completion_length=0),
     ],
 )
 def test_bad_constants_are_refused(bad):

@@ -11,14 +11,14 @@ from tests.oracle.lookup import ORACLE
 from tests.rl_fn.recipe_batches import advantages, batch, rollouts
 from tests.rl_fn.test_combinations import ADVANTAGES, CORRECTIONS, LOSSES
 
-BATCH = batch(rl_fn.dapo(), 21)
+BATCH = batch(rl_fn.recipes.dapo(), 21)
 OLD = BATCH[:4]
 SAMPLED = (BATCH.logprobs, BATCH.rollout_logprobs, BATCH.advantages, BATCH.mask)
 WEIGHT = BATCH.old_logprobs - BATCH.rollout_logprobs
 CLIPS = {"clip_low": 0.11, "clip_high": 0.17, "dual_clip": 1.5}
 CLIP = ORACLE["ppo_clip"](*OLD, **CLIPS)
 OPEN = {"clip_low": 1.0, "clip_high": 1e30}
-COV = {"share": 0.2, "cov_low": 0.1, "cov_high": 4.0, "clip_low": 0.1, "clip_high": 0.3}
+COV = {"fraction": 0.2, "cov_low": 0.1, "cov_high": 4.0, "clip_low": 0.1, "clip_high": 0.3}
 BUMP = {"k_pos": 1.5, "lambda_pos": 2.5, "k_neg": 2.0, "lambda_neg": 1.0}
 NLL = -BATCH.logprobs * BATCH.correct * BATCH.mask
 
@@ -28,52 +28,58 @@ def of(name, arrays=OLD, **constants):
 
 
 LOSS_VALUES = {
-    "Clip": (rl_fn.Clip(0.11, 0.17, 1.5), CLIP),
-    "Reinforce": (rl_fn.Reinforce(), ORACLE["reinforce"](BATCH.logprobs, BATCH.advantages, BATCH.mask)),
-    "Surrogate": (rl_fn.Surrogate(), of("ppo_clip", **OPEN)),
-    "DecoupledClip": (rl_fn.DecoupledClip(0.11, 0.17, 1.5, 1.1), np.minimum(np.exp(WEIGHT), 1.1) * CLIP),
-    "CISPO": (rl_fn.CISPO(0.2, 0.1), of("cispo", clip_high=0.2, clip_low=0.1)),
-    "SAPO": (rl_fn.SAPO(0.7, 1.3), of("sapo", tau_pos=0.7, tau_neg=1.3)),
+    "Clip": (rl_fn.components.Clip(0.11, 0.17, 1.5), CLIP),
+    "Reinforce": (rl_fn.components.Reinforce(), ORACLE["reinforce"](BATCH.logprobs, BATCH.advantages, BATCH.mask)),
+    "Surrogate": (rl_fn.components.Surrogate(), of("ppo_clip", **OPEN)),
+    "DecoupledClip": (rl_fn.components.DecoupledClip(0.11, 0.17, 1.5, 1.1), np.minimum(np.exp(WEIGHT), 1.1) * CLIP),
+    "CISPO": (rl_fn.components.CISPO(0.2, 0.1), of("cispo", clip_high=0.2, clip_low=0.1)),
+    "SAPO": (rl_fn.components.SAPO(0.7, 1.3), of("sapo", tau_pos=0.7, tau_neg=1.3)),
     "DPPO": (
-        rl_fn.DPPO(0.03, "kl", 1.2),
+        rl_fn.components.DPPO(0.03, "kl", 1.2),
         of("dppo", SAMPLED, threshold=0.03, divergence="kl", ratio_cap=1.2),
     ),
-    "DRO": (rl_fn.DRO(0.4), of("dro", beta=0.4, level="sequence_sum")),
-    "Kimi": (rl_fn.Kimi(0.4, "token"), of("kimi", tau=0.4, level="token")),
-    "ClipCov": (rl_fn.ClipCov(*COV.values()), of("clip_cov", (*OLD, BATCH.noise), **COV)),
-    "KLCov": (rl_fn.KLCov(0.3, 0.5), of("kl_cov", share=0.3, coef=0.5)),
-    "PositiveExample": (rl_fn.PositiveExample(0.2), 0.2 * NLL),
-    "Sum": (rl_fn.Sum((rl_fn.Clip(0.11, 0.17, 1.5), rl_fn.PositiveExample(0.2))), CLIP + 0.2 * NLL),
-    "GSPO": (rl_fn.GSPO(0.11, 0.17, 1.5), of("gspo", **CLIPS)),
-    "GSPOToken": (rl_fn.GSPOToken(0.11, 0.17, 1.5), of("gspo_token", **CLIPS)),
-    "LUSPO": (rl_fn.LUSPO(0.11, 0.17, 1.5), of("luspo", **CLIPS)),
-    "GMPO": (rl_fn.GMPO(0.1, 0.2), of("gmpo", clip_low=0.1, clip_high=0.2)),
-    "VESPO": (rl_fn.VESPO(*BUMP.values()), of("vespo", SAMPLED, **BUMP)),
-    "TOPR": (rl_fn.TOPR("sequence"), of("topr", SAMPLED, level="sequence")),
+    "DRO": (rl_fn.components.DRO(0.4), of("dro", beta=0.4, level="sequence_sum")),
+    "Kimi": (rl_fn.components.Kimi(0.4, "token"), of("kimi", tau=0.4, level="token")),
+    "ClipCov": (rl_fn.components.ClipCov(*COV.values()), of("clip_cov", (*OLD, BATCH.noise), **COV)),
+    "KLCov": (rl_fn.components.KLCov(0.3, 0.5), of("kl_cov", fraction=0.3, coef=0.5)),
+    "PositiveExample": (rl_fn.components.PositiveExample(0.2), 0.2 * NLL),
+    "Sum": (
+        rl_fn.components.Sum((rl_fn.components.Clip(0.11, 0.17, 1.5), rl_fn.components.PositiveExample(0.2))),
+        CLIP + 0.2 * NLL,
+    ),
+    "GSPO": (rl_fn.components.GSPO(0.11, 0.17, 1.5), of("gspo", **CLIPS)),
+    "GSPOToken": (rl_fn.components.GSPOToken(0.11, 0.17, 1.5), of("gspo_token", **CLIPS)),
+    "LUSPO": (rl_fn.components.LUSPO(0.11, 0.17, 1.5), of("luspo", **CLIPS)),
+    "GMPO": (rl_fn.components.GMPO(0.1, 0.2), of("gmpo", clip_low=0.1, clip_high=0.2)),
+    "VESPO": (rl_fn.components.VESPO(*BUMP.values()), of("vespo", SAMPLED, **BUMP)),
+    "TOPR": (rl_fn.components.TOPR("sequence"), of("topr", SAMPLED, level="sequence")),
 }
 DRIFT = (BATCH.advantages, BATCH.logprobs, BATCH.rollout_logprobs, BATCH.mask)
 WEIGHTS = {
     "TruncatedImportance": (
-        rl_fn.TruncatedImportance(1.1, "sequence"),
+        rl_fn.components.TruncatedImportance(1.1, "sequence"),
         of("truncated_importance_weights", (WEIGHT, BATCH.mask), cap=1.1, level="sequence"),
     ),
     "MaskedImportance": (
-        rl_fn.MaskedImportance(0.9, 1.1),
+        rl_fn.components.MaskedImportance(0.9, 1.1),
         of("masked_importance_weights", (WEIGHT, BATCH.mask), low=0.9, high=1.1),
     ),
     "Rejection": (
-        rl_fn.Rejection(0.1, "k1", "seq_max"),
+        rl_fn.components.Rejection(0.1, "k1", "seq_max"),
         of("rejection_mask", (WEIGHT, BATCH.mask), threshold=0.1, statistic="k1", level="seq_max"),
     ),
     "SecondMoment": (
-        rl_fn.SecondMoment(0.02),
+        rl_fn.components.SecondMoment(0.02),
         of("second_moment_mask", (BATCH.logprobs - BATCH.old_logprobs, BATCH.mask), threshold=0.02),
     ),
-    "SequenceMask": (rl_fn.SequenceMask(-0.1), of("off_policy_sequence_mask", DRIFT, threshold=-0.1)),
-    "TotalVariation": (rl_fn.TotalVariation(0.05), of("total_variation_mask", DRIFT, threshold=0.05)),
-    "HighEntropy": (rl_fn.HighEntropy(0.5), of("high_entropy_mask", (BATCH.entropies, BATCH.mask), quantile=0.5)),
+    "SequenceMask": (rl_fn.components.SequenceMask(-0.1), of("off_policy_sequence_mask", DRIFT, threshold=-0.1)),
+    "TotalVariation": (rl_fn.components.TotalVariation(0.05), of("total_variation_mask", DRIFT, threshold=0.05)),
+    "HighEntropy": (
+        rl_fn.components.HighEntropy(0.5),
+        of("high_entropy_mask", (BATCH.entropies, BATCH.mask), quantile=0.5),
+    ),
     "Product": (
-        rl_fn.Product((rl_fn.TruncatedImportance(1.1), rl_fn.HighEntropy(0.5))),
+        rl_fn.components.Product((rl_fn.components.TruncatedImportance(1.1), rl_fn.components.HighEntropy(0.5))),
         of("truncated_importance_weights", (WEIGHT, BATCH.mask), cap=1.1)
         * of("high_entropy_mask", (BATCH.entropies, BATCH.mask), quantile=0.5),
     ),
@@ -113,51 +119,54 @@ def adaptive(r, values):
 TWO = np.array([0.5, 2.0], np.float32)
 STEP = {"gamma": 0.8, "weight": 0.6, "scale": "none", "eps": 1e-3}
 ADVANTAGE_VALUES = {
-    "GroupNormalised": (rl_fn.GroupNormalised("batch", 0.1), answers("grpo_advantages", scale="batch", eps=0.1)),
-    "LeaveOneOut": (rl_fn.LeaveOneOut(), answers("rloo_advantages")),
-    "RawReward": (rl_fn.RawReward(0.3), lambda r, values: on_tokens(r.rewards - 0.3, r.mask)),
+    "GroupNormalised": (
+        rl_fn.components.GroupNormalised("batch", 0.1),
+        answers("grpo_advantages", scale="batch", eps=0.1),
+    ),
+    "LeaveOneOut": (rl_fn.components.LeaveOneOut(), answers("rloo_advantages")),
+    "RawReward": (rl_fn.components.RawReward(0.3), lambda r, values: on_tokens(r.rewards - 0.3, r.mask)),
     "InformativeShare": (
-        rl_fn.InformativeShare(2.0, "nonzero"),
+        rl_fn.components.InformativeShare(2.0, "nonzero"),
         answers("gpg_advantages", norm=2.0, alpha="nonzero"),
     ),
-    "MeanNormalised": (rl_fn.MeanNormalised(), answers("maxrl_advantages")),
-    "BestOfSets": (rl_fn.BestOfSets(2), answers("passk_analytic_advantages", k=2)),
-    "BestOnly": (rl_fn.BestOnly(False), answers("passk_advantages", scale=False)),
+    "MeanNormalised": (rl_fn.components.MeanNormalised(), answers("maxrl_advantages")),
+    "BestOfSets": (rl_fn.components.BestOfSets(2), answers("passk_analytic_advantages", k=2)),
+    "BestOnly": (rl_fn.components.BestOnly(False), answers("passk_advantages", scale=False)),
     "LengthWeighted": (
-        rl_fn.LengthWeighted(),
+        rl_fn.components.LengthWeighted(),
         lambda r, values: on_tokens(ORACLE["opo_advantages"](r.rewards, r.mask.sum(-1)), r.mask),
     ),
     "GreedyBaseline": (
-        rl_fn.GreedyBaseline(),
+        rl_fn.components.GreedyBaseline(),
         lambda r, values: on_tokens(ORACLE["remax_advantages"](r.rewards, r.greedy_rewards), r.mask),
     ),
     "WhitenedReturns": (
-        rl_fn.WhitenedReturns(0.9, 0.1),
+        rl_fn.components.WhitenedReturns(0.9, 0.1),
         lambda r, values: ORACLE["reinforce_pp_advantages"](last(r.rewards, r.mask), r.mask, gamma=0.9, eps=0.1),
     ),
     "WhitenedGroup": (
-        rl_fn.WhitenedGroup(0.1),
+        rl_fn.components.WhitenedGroup(0.1),
         lambda r, values: ORACLE["reinforce_pp_baseline_advantages"](r.rewards, r.mask, eps=0.1),
     ),
     "SeveralRewards": (
-        rl_fn.SeveralRewards((0.5, 2.0), 0.1),
+        rl_fn.components.SeveralRewards((0.5, 2.0), 0.1),
         lambda r, values: on_tokens(ORACLE["gdpo_advantages"](r.rewards, TWO, eps=0.1), r.mask),
     ),
     "StepGroups": (
-        rl_fn.StepGroups(*STEP.values()),
+        rl_fn.components.StepGroups(*STEP.values()),
         lambda r, values: on_tokens(
             ORACLE["step_group_advantages"](r.rewards, r.state_ids, r.mask.any(-1), **STEP), r.mask
         ),
     ),
     "TeacherLogRatio": (
-        rl_fn.TeacherLogRatio(0.2),
+        rl_fn.components.TeacherLogRatio(0.2),
         lambda r, values: ORACLE["distillation_advantages"](r.old_logprobs, r.teacher_logprobs, r.mask, clip=0.2),
     ),
     "GAE": (
-        rl_fn.GAE(0.9, 0.8, whiten=False),
+        rl_fn.components.GAE(0.9, 0.8, whiten=False),
         lambda r, values: ORACLE["gae"](last(r.rewards, r.mask), values, r.mask, gamma=0.9, lam=0.8)[0],
     ),
-    "LengthAdaptiveGAE": (rl_fn.LengthAdaptiveGAE(0.9, 0.7, False, 0.5), adaptive),
+    "LengthAdaptiveGAE": (rl_fn.components.LengthAdaptiveGAE(0.9, 0.7, False, 0.5), adaptive),
 }
 
 
@@ -180,7 +189,7 @@ def test_a_loss_or_a_weight_is_its_equation(name):
 @pytest.mark.parametrize("name", ADVANTAGE_VALUES)
 def test_an_advantage_is_its_equation(name):
     piece, expected = ADVANTAGE_VALUES[name]
-    objective = rl_fn.dapo()._replace(advantage=piece)
+    objective = rl_fn.recipes.dapo()._replace(advantage=piece)
     read, values = rollouts(objective, 22)
     got = np.asarray(advantages(objective, read, values))
     assert got.any()
@@ -188,13 +197,13 @@ def test_an_advantage_is_its_equation(name):
 
 
 def test_the_critic_of_vapo_has_a_lambda_of_its_own():
-    read, values = rollouts(rl_fn.vapo(), 22)
+    read, values = rollouts(rl_fn.recipes.vapo(), 22)
     token = last(read.rewards, read.mask).astype(np.float32)
-    got = rl_fn.vapo(gamma=0.9, critic_lam=0.7).token_advantages(token, values, read.mask).returns
+    got = rl_fn.recipes.vapo(gamma=0.9, critic_lam=0.7).token_advantages(token, values, read.mask).returns
     expected = ORACLE["gae"](token, values, read.mask, gamma=0.9, lam=0.7)[1]
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_behaviour_chooses_the_policy_under_the_ratio():
-    got = rl_fn.VESPO(behaviour="old")(BATCH)
+    got = rl_fn.components.VESPO(behaviour="old")(BATCH)
     np.testing.assert_allclose(got, np.where(BATCH.mask, of("vespo"), 0.0), rtol=2e-5, atol=2e-6)

@@ -257,7 +257,7 @@ def _kto(new, ref, good):
 @given(seed=SEEDS)
 def test_kto_saturates_around_a_point_without_gradient(seed):
     d = Draw(seed)
-    new, ref, good = d.logprobs(N), d.logprobs(N), d.support(N)
+    new, ref, good = d.logprobs(N), d.logprobs(N), d.allowed_tokens(N)
     kl, (by_logprobs, by_kl), through, at_point, (above, below) = _kto(new, ref, good)
     assert float(by_kl) == 0
     assert (np.asarray(by_logprobs) * np.where(good, -1, 1) > 0).all()

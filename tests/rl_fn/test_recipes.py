@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rl_fn
-from rl_fn.recipes import table
+from rl_fn.objectives.recipes import table
 from tests.rl_fn.recipe_batches import (
     COLUMNS,
     FLOATS,
@@ -26,11 +26,11 @@ from tests.rl_fn.recipe_batches import (
 from tests.rl_fn.registry import RECIPES, Draw
 
 # A statistic of all tokens passed in decides which of them count.
-OVER_BATCH = {"clip_cov_objective", "kl_cov_objective", "m2po"}
+OVER_BATCH = {"clip_cov", "kl_cov", "m2po"}
 # At ratio 1 the gradient is not REINFORCE's.
 NOT_REINFORCE = {
-    "luspo_objective": "an answer weighs by its length",
-    "clip_cov_objective": "tokens of high covariance are dropped at any ratio",
+    "luspo": "an answer weighs by its length",
+    "clip_cov": "tokens of high covariance are dropped at any ratio",
     "vapo": "the language-model loss on correct answers is added",
 }
 # A group of one is refused: it has no others, or fewer answers than a set.
@@ -146,10 +146,10 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
     answers = Draw(10).normal(len(of.mask), 1, scale=3.0)
     of = of._replace(advantages=np.where(of.mask, answers, 0.0).astype(np.float32))
     of = of._replace(logprobs=of.old_logprobs, rollout_logprobs=of.old_logprobs)
-    if isinstance(objective.loss, rl_fn.KLCov):
+    if isinstance(objective.loss, rl_fn.components.KLCov):
         # Its |log ρ| has a kink at ratio 1, where the derivative is a matter of convention.
-        objective = objective._replace(loss=rl_fn.KLCov(coef=0.0))
-    plain = dataclasses.replace(loss_alone(objective), loss=rl_fn.Reinforce(), correction=None)
+        objective = objective._replace(loss=rl_fn.components.KLCov(coef=0.0))
+    plain = dataclasses.replace(loss_alone(objective), loss=rl_fn.components.Reinforce(), correction=None)
     got, expected = (np.asarray(run(o, of).gradient["logprobs"]) for o in (objective, plain))
     same = np.allclose(got, expected, rtol=2e-5, atol=1e-6)
     assert same == (name not in NOT_REINFORCE)
@@ -165,7 +165,7 @@ def test_without_advantage_there_is_no_gradient_but_of_losses_that_say_so(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_docstrings_name_what_is_read_and_explanations_every_term(name):
-    recipe = getattr(rl_fn, name)
+    recipe = getattr(rl_fn.recipes, name)
     objective, doc = recipe(), inspect.getdoc(recipe) or ""
     assert objective.name == name.removesuffix("_objective")
     reads = next(paragraph for paragraph in doc.split("\n\n") if paragraph.startswith("Reads "))
@@ -177,4 +177,4 @@ def test_docstrings_name_what_is_read_and_explanations_every_term(name):
 
 def test_the_page_is_what_the_recipes_say():
     page = Path(__file__).parents[2] / "docs" / "objectives.md"
-    assert page.read_text(encoding="utf-8") == table.page(), "regenerate: python -m rl_fn.recipes.table"
+    assert page.read_text(encoding="utf-8") == table.page(), "regenerate: python -m rl_fn.objectives.recipes.table"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rl_fn
-from tests.rl_fn.registry import CASES, CONSTRUCTORS, HOST, RECIPES
+from tests.rl_fn.registry import CASES, CONSTRUCTORS, HOST
 
 
 def _public_functions() -> set[str]:
@@ -18,7 +18,7 @@ def _public_functions() -> set[str]:
 
 
 def test_every_public_function_has_a_case():
-    assert {case.name for case in CASES.values()} | {*RECIPES, *CONSTRUCTORS, *HOST} == _public_functions()
+    assert {case.name for case in CASES.values()} | {*CONSTRUCTORS, *HOST} == _public_functions()
 
 
 def test_functions_outside_the_table_are_called_in_a_test_of_their_own():

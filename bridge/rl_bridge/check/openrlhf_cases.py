@@ -12,7 +12,7 @@ import torch
 import rl_fn
 from rl_bridge.check.case import GROUP, ROWS, Case, Example, Numbers, jax_numbers, objective, torch_numbers
 from rl_bridge.check.loading import load
-from rl_fn.dialects.openrlhf import DEFAULTS, openrlhf
+from rl_fn.objectives.dialects.openrlhf import DEFAULTS, openrlhf
 
 PACKAGES = ("models", "trainer", "trainer.ppo_utils", "trainer.ray", "utils")
 BARE = ("openrlhf", *(f"openrlhf.{name}" for name in PACKAGES))
@@ -124,14 +124,14 @@ def ours(options: dict[str, Any]) -> Callable[[Example], Numbers]:
 
 def _plain_loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
     mode = options.get("actor.loss_agg_mode", "token-mean")
-    recipe = rl_fn.dapo(clip_high=0.2)._replace(aggregation=rl_fn.Aggregation(mode))
+    recipe = rl_fn.recipes.dapo(clip_high=0.2)._replace(aggregation=rl_fn.components.Aggregation(mode))
     if options.get("actor.policy_loss_type") == "gspo":
         recipe = recipe._replace(
-            aggregation=rl_fn.Aggregation("seq-mean-token-mean"),
+            aggregation=rl_fn.components.Aggregation("seq-mean-token-mean"),
             loss=lambda b: rl_fn.gspo(b.logprobs, b.old_logprobs, b.advantages, b.mask, clip_low=0.2, clip_high=0.2),
         )
     if options.get("algo.kl.use_loss"):
-        recipe = recipe._replace(kl=rl_fn.KL(options["algo.kl.estimator"], options["algo.kl.init_coef"]))
+        recipe = recipe._replace(kl=rl_fn.components.KL(options["algo.kl.estimator"], options["algo.kl.init_coef"]))
     return objective(recipe)
 
 

@@ -12,7 +12,7 @@ import torch
 import rl_fn
 from rl_bridge.check.case import GROUP, Case, Example, Numbers, objective, torch_numbers
 from rl_bridge.check.loading import load, run_branch
-from rl_fn.dialects.trl import DEFAULTS, trl
+from rl_fn.objectives.dialects.trl import DEFAULTS, trl
 
 
 def _accelerator() -> Any:
@@ -142,11 +142,11 @@ def our_advantages(options: dict[str, Any], group: int) -> Callable[[Example], N
 def _plain(options: dict[str, Any]) -> Callable[[Example], Numbers] | None:
     """rl_fn's own recipe of the name, or its own loss in the paper's aggregation."""
     kind = options.get("loss_type", "dapo")
-    recipe: rl_fn.Objective = rl_fn.dapo()
+    recipe: rl_fn.Objective = rl_fn.recipes.dapo()
     if kind == "grpo":
-        recipe = rl_fn.grpo()._replace(kl=None)
+        recipe = rl_fn.recipes.grpo()._replace(kl=None)
     elif kind == "dr_grpo":
-        recipe = rl_fn.dr_grpo(horizon=512)
+        recipe = rl_fn.recipes.dr_grpo(max_completion_length=512)
     elif kind == "cispo":
         high = options.get("epsilon_high", 0.2)
         recipe = recipe._replace(
@@ -155,7 +155,7 @@ def _plain(options: dict[str, Any]) -> Callable[[Example], Numbers] | None:
     elif kind in ("sapo", "vespo", "luspo"):
         function = getattr(rl_fn, kind)
         recipe = recipe._replace(
-            aggregation=rl_fn.Aggregation("seq-mean-token-mean"),
+            aggregation=rl_fn.components.Aggregation("seq-mean-token-mean"),
             loss=lambda b: function(b.logprobs, b.old_logprobs, b.advantages, b.mask),
         )
     return objective(recipe)

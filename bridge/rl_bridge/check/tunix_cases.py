@@ -12,7 +12,7 @@ import numpy as np
 import rl_fn
 from rl_bridge.check.case import GROUP, TOKENS, Case, Example, Numbers, jax_numbers, objective
 from rl_bridge.check.loading import load
-from rl_fn.dialects.tunix import GRPO, PPO, tunix
+from rl_fn.objectives.dialects.tunix import GRPO, PPO, tunix
 
 BARE = ("tunix",)
 
@@ -82,7 +82,7 @@ def ours(options: dict[str, Any]) -> Callable[[Example], Numbers]:
 
 def _plain_loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
     """GRPO of the paper, with the same β, or the clipped loss alone."""
-    recipe: rl_fn.Objective = rl_fn.grpo(kl_coef=0.04)
+    recipe: rl_fn.Objective = rl_fn.recipes.grpo(kl_coef=0.04)
     if options.get("beta", 0.04) == 0.0 or options.get("policy_loss_fn") == "ppo":
         recipe = recipe._replace(kl=None)
     if options.get("loss_algo") == "gspo-token":

@@ -10,8 +10,8 @@ import torch
 import rl_fn
 from rl_bridge.check.case import GROUP, PROMPTS, TOKENS, Case, Example, Numbers, objective, torch_numbers
 from rl_bridge.check.loading import load
-from rl_fn.dialects.options import flattened
-from rl_fn.dialects.verl import verl
+from rl_fn.objectives.dialects.options import flattened
+from rl_fn.objectives.dialects.verl import verl
 
 LAM = 0.9
 
@@ -155,12 +155,12 @@ def _plain_loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
     aggregation = options.get("actor.loss_agg_mode", "token-mean")
     if mode in ("gspo", "sapo", "geo_mean"):
         aggregation = "seq-mean-token-mean"
-    horizon = 512.0 if aggregation == "seq-mean-token-sum-norm" else None
+    max_completion_length = 512.0 if aggregation == "seq-mean-token-sum-norm" else None
     functions: dict[str, Callable[[rl_fn.Batch], Any]] = {
         "gspo": lambda b: rl_fn.gspo(b.logprobs, b.old_logprobs, b.advantages, b.mask, clip_low=0.2, clip_high=0.2),
         "sapo": lambda b: rl_fn.sapo(b.logprobs, b.old_logprobs, b.advantages, b.mask),
         "geo_mean": lambda b: rl_fn.gmpo(b.logprobs, b.old_logprobs, b.advantages, b.mask, clip_low=0.2, clip_high=0.2),
-        "gpg": rl_fn.Reinforce(),
+        "gpg": rl_fn.components.Reinforce(),
         "cispo": lambda b: rl_fn.cispo(b.logprobs, b.old_logprobs, b.advantages, b.mask, clip_high=0.2),
         "dro": lambda b: rl_fn.dro(b.logprobs, b.old_logprobs, b.advantages, b.mask, beta=0.3),
         "dppo_tv": lambda b: rl_fn.dppo(b.logprobs, b.old_logprobs, b.advantages, b.mask, threshold=0.2),
@@ -168,8 +168,9 @@ def _plain_loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
             b.logprobs, b.old_logprobs, b.advantages, b.mask, threshold=0.2, divergence="kl"
         ),
     }
-    recipe = rl_fn.dapo(clip_high=0.2)._replace(
-        aggregation=rl_fn.Aggregation(aggregation, horizon), loss=functions.get(mode, rl_fn.Clip())
+    recipe = rl_fn.recipes.dapo(clip_high=0.2)._replace(
+        aggregation=rl_fn.components.Aggregation(aggregation, max_completion_length),
+        loss=functions.get(mode, rl_fn.components.Clip()),
     )
     return objective(recipe)
 

@@ -38,7 +38,7 @@ def token_logprobs(
     *,
     mask: Tensor | None = None,
     temperature: float | Tensor = 1.0,
-    support: Tensor | None = None,
+    allowed_tokens: Tensor | None = None,
     backend: str | None = None,
     **inputs: Any,
 ) -> TokenLogprobs:
@@ -52,7 +52,7 @@ def token_logprobs(
         input_ids: ``[B, T]``.
         mask: bool ``[B, T − 1]``: the tokens that count; the others are not computed and have results 0.
         temperature: a number, or ``[B, T − 1]``.
-        support: kept sets of a truncated sampler, ``[B, T − 1, S]`` token ids with −1 for shorter sets.
+        allowed_tokens: kept sets of a truncated sampler, ``[B, T − 1, S]`` token ids with −1 for shorter sets.
         backend: of ``rl_kernels.linear_logprobs``.
         **inputs: of the model: attention_mask, position_ids, …
     """
@@ -75,7 +75,7 @@ def token_logprobs(
         temperature=temperature,
         logit_scale=scale,
         softcap=softcap,
-        support=support,
+        allowed_tokens=allowed_tokens,
         mask=mask,
         backend=backend,
     )

@@ -5,7 +5,7 @@ from typing import Literal
 
 import rl_fn
 
-RECIPES = {name.removesuffix("_objective"): getattr(rl_fn, name) for name in rl_fn.recipes.__all__}
+RECIPES = {name: getattr(rl_fn.recipes, name) for name in rl_fn.recipes.__all__}
 
 Algorithm = Literal[
     "cispo",
@@ -62,7 +62,7 @@ class ObjectiveConfig:
     scale: str | None = None
     divide_by_std: bool | None = None
     baseline: float | None = None
-    horizon: float | None = None
+    max_completion_length: float | None = None
     """Dr. GRPO's generation budget in tokens."""
     gamma: float | None = None
     lam: float | None = None
@@ -88,7 +88,7 @@ class ObjectiveConfig:
     lambda_pos: float | None = None
     k_neg: float | None = None
     lambda_neg: float | None = None
-    share: float | None = None
+    fraction: float | None = None
     cov_low: float | None = None
     cov_high: float | None = None
     coef: float | None = None

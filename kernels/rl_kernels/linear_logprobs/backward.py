@@ -25,7 +25,7 @@ def backward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     workspace: int,
@@ -51,7 +51,9 @@ def backward(
     # What a product of halves takes without being widened is half as wide as the logits, and beside them.
     narrow = weight.dtype if native(hidden, weight).product else dtype
     logit = numbers * width + (0 if narrow == dtype else narrow.itemsize)
-    size = blocks(len(weight), weight.shape[1], workspace, cost(hidden, weight, support, width, logit, gradients=True))
+    size = blocks(
+        len(weight), weight.shape[1], workspace, cost(hidden, weight, allowed_tokens, width, logit, gradients=True)
+    )
     for rows in row_blocks(len(hidden), mask, size.rows):
         here = hidden[rows]
         sums = torch.zeros(here.shape, dtype=dtype, device=here.device)
@@ -61,7 +63,7 @@ def backward(
         for first, last in tiles(len(weight), size.entries):
             dz = dlogits(
                 product(here, weight[first:last].T, dtype),
-                kept_tile(support, rows, start + first, start + last),
+                kept_tile(allowed_tokens, rows, start + first, start + last),
                 None if bias is None else bias[first:last],
                 tokens[rows] - (start + first),
                 own,

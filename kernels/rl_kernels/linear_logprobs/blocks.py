@@ -32,7 +32,7 @@ class Cost(NamedTuple):
 
 
 def cost(
-    hidden: Tensor, weight: Tensor, support: Tensor | None, width: int, logit: int, *, gradients: bool = False
+    hidden: Tensor, weight: Tensor, allowed_tokens: Tensor | None, width: int, logit: int, *, gradients: bool = False
 ) -> Cost:
     """What products with this weight, in an arithmetic of ``width`` bytes, and finding out which entries are kept, need
     beside ``logit`` bytes a logit.
@@ -46,10 +46,10 @@ def cost(
         # Those of rows are summed; where torch cannot add a product to a sum, it is there by itself.
         added = 0 if own.accumulate or not own.product else width
         row, entry = row + width + added, entry + added
-    if support is None:
+    if allowed_tokens is None:
         return Cost(logit, row, entry)
     # A byte an entry, and of ids two copies, with whether they are in the block.
-    return Cost(logit + 1, row, entry, 0 if support.dtype == torch.bool else 18 * support.shape[1])
+    return Cost(logit + 1, row, entry, 0 if allowed_tokens.dtype == torch.bool else 18 * allowed_tokens.shape[1])
 
 
 def blocks(vocabulary: int, features: int, workspace: int, cost: Cost) -> Blocks:

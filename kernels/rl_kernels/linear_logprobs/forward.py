@@ -23,7 +23,7 @@ def forward(
     weight: Tensor,
     tokens: Tensor,
     inverse: Tensor,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     workspace: int,
@@ -41,11 +41,13 @@ def forward(
         return result
     part = part_of(vocabulary)
     parts = -(-vocabulary // part)
-    for rows in row_blocks(len(hidden), mask, _rows_at_once(vocabulary, parts, tokens, support, workspace, copied)):
+    for rows in row_blocks(
+        len(hidden), mask, _rows_at_once(vocabulary, parts, tokens, allowed_tokens, workspace, copied)
+    ):
         scale = inverse[rows]
         if len(scale) == 0:
             continue
-        kept = None if support is None else packed(_local_ids(support[rows], start), vocabulary)
+        kept = None if allowed_tokens is None else packed(_local_ids(allowed_tokens[rows], start), vocabulary)
         states = scale.new_empty(parts, 3, len(scale))
         targets = scale.new_full((len(scale), tokens.shape[1]), float("-inf"))
         launch(rows, kept, states, targets, part)
@@ -56,16 +58,16 @@ def forward(
 
 
 def _rows_at_once(
-    vocabulary: int, parts: int, tokens: Tensor, support: Tensor | None, workspace: int, copied: int
+    vocabulary: int, parts: int, tokens: Tensor, allowed_tokens: Tensor | None, workspace: int, copied: int
 ) -> int:
     """Rows whose states, kept sets while they are packed, and copied bytes fit into the workspace."""
     # States, the merge's temporaries and the row's index, 8 bytes a number at most.
     bytes_a_row = 8 * (3 * parts + 16 + 3 * tokens.shape[1]) + copied
-    if support is not None:
-        bytes_a_row += 4 * vocabulary + 32 * support.shape[1]
+    if allowed_tokens is not None:
+        bytes_a_row += 4 * vocabulary + 32 * allowed_tokens.shape[1]
     return max(1, workspace // bytes_a_row)
 
 
-def _local_ids(support: Tensor, start: int) -> Tensor:
+def _local_ids(allowed_tokens: Tensor, start: int) -> Tensor:
     """Kept ids counted from this shard's first entry; a bool set is the whole vocabulary's already."""
-    return support if support.dtype == torch.bool or start == 0 else support - start
+    return allowed_tokens if allowed_tokens.dtype == torch.bool or start == 0 else allowed_tokens - start

@@ -53,7 +53,7 @@ def forward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     workspace: int,
@@ -98,7 +98,7 @@ def forward(
 
     in_place = fits(hidden, unit) and (gathers or mask is None)
     copied = 0 if in_place else hidden.element_size() * padded(features, unit)
-    return in_parts(hidden, weight, tokens, inverse, support, mask, start, workspace, launch, copied)
+    return in_parts(hidden, weight, tokens, inverse, allowed_tokens, mask, start, workspace, launch, copied)
 
 
 def _own_constants(name: str, features: int) -> dict[str, Any]:

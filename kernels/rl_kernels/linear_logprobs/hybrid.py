@@ -25,7 +25,7 @@ def forward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     workspace: int,
@@ -33,14 +33,14 @@ def forward(
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
     total = empty_state(inverse, tokens)
     width = inverse.element_size()
-    size = blocks(len(weight), weight.shape[1], workspace, cost(hidden, weight, support, width, width))
+    size = blocks(len(weight), weight.shape[1], workspace, cost(hidden, weight, allowed_tokens, width, width))
     block = min(_block(width), triton.next_power_of_2(size.entries))
     for rows in row_blocks(len(hidden), mask, size.rows):
         here, wanted, scale = hidden[rows], tokens[rows], inverse[rows]
         state = RowState(*(field[rows] for field in total))
         for first, last in tiles(len(weight), size.entries):
             logits = product(here, weight[first:last].T, inverse.dtype)
-            kept = kept_tile(support, rows, start + first, start + last)
+            kept = kept_tile(allowed_tokens, rows, start + first, start + last)
             state_kernel[(len(here),)](
                 logits,
                 scale if kept is None else kept.view(torch.uint8),

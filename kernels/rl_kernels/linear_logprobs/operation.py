@@ -24,7 +24,7 @@ def linear_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    support: Tensor | None = None,
+    allowed_tokens: Tensor | None = None,
     mask: Tensor | None = None,
     start: int = 0,
     group: Any = None,
@@ -47,8 +47,8 @@ def linear_logprobs(
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked.
         logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: Gemma's logit soft cap, or None.
-        support: the kept set of a truncated sampler: ids ``[*batch, S]`` in any order with −1 for a shorter set, or
-            bool ``[*batch, V]`` or ``[V]``. A token outside it has log-probability −inf and takes no gradient.
+        allowed_tokens: the kept set of a truncated sampler: ids ``[*batch, S]`` in any order with −1 for a shorter set,
+            or bool ``[*batch, V]`` or ``[V]``. A token outside it has log-probability −inf and takes no gradient.
         mask: bool ``[*batch]``; a row where it is False is not computed, has results 0 and no gradient.
         start: id of the weight's first row, for a vocabulary in shards.
         group: the torch.distributed process group whose ranks hold the shards; every rank gets every result, and the
@@ -72,7 +72,7 @@ def linear_logprobs(
     [-1.3863, 1.3863, 1.3863]
     """
     workspace = default_workspace(hidden) if workspace is None else workspace
-    checked_model(hidden, weight, bias, support, start, group, workspace)
+    checked_model(hidden, weight, bias, allowed_tokens, start, group, workspace)
     batch = hidden.shape[:-1]
     rows = rows_of(
         batch,
@@ -82,12 +82,12 @@ def linear_logprobs(
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
-        support=support,
+        allowed_tokens=allowed_tokens,
         mask=mask,
     )
     if backend == "liger":
         # Liger differentiates itself, so that it is no backend of the custom operation.
-        options = {"bias": bias, "softcap": softcap, "support": support, "group": group, "mask": mask}
+        options = {"bias": bias, "softcap": softcap, "allowed_tokens": allowed_tokens, "group": group, "mask": mask}
         run = implementation("linear_logprobs", hidden.device.type, backend).token_logprobs
         return run(hidden, weight, tokens, temperature=temperature, logit_scale=logit_scale, **options)
     logprobs, entropy, logsumexp = _forward(
@@ -97,7 +97,7 @@ def linear_logprobs(
         rows.tokens,
         rows.inverse,
         rows.softcap,
-        rows.support,
+        rows.allowed_tokens,
         rows.mask,
         start,
         None if group is None else group.group_name,
@@ -113,7 +113,13 @@ def default_workspace(hidden: Tensor) -> int:
 
 
 def checked_model(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, support: Tensor | None, start: int, group: Any, workspace: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    allowed_tokens: Tensor | None,
+    start: int,
+    group: Any,
+    workspace: int,
 ) -> None:
     """Raise for arguments that fit neither each other nor a vocabulary in shards."""
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
@@ -124,8 +130,8 @@ def checked_model(
         raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
     if group is None and start:
         raise ValueError(f"start is {start}, but without a group the weight is the whole vocabulary")
-    if group is not None and support is not None and support.dtype == torch.bool:
-        raise ValueError("with a group give the support as token ids: a bool one has the length of the vocabulary")
+    if group is not None and allowed_tokens is not None and allowed_tokens.dtype == torch.bool:
+        raise ValueError("with a group give allowed_tokens as token ids: a bool one has the length of the vocabulary")
 
 
 def ranks_of(name: str) -> Any:
@@ -155,7 +161,7 @@ def _forward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     group: str | None,
@@ -164,7 +170,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     run = implementation("linear_logprobs", hidden.device.type, backend).forward
     space = min(workspace, FORWARD_WORKSPACE)
-    state = run(hidden, weight, bias, tokens, inverse, softcap, support, mask, start, space)
+    state = run(hidden, weight, bias, tokens, inverse, softcap, allowed_tokens, mask, start, space)
     results = finish(state if group is None else gathered(state, group))
     if mask is None:
         return results
@@ -178,7 +184,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(hidden, weight, bias, tokens, inverse, softcap, support, mask, start, group, workspace, backend):
+def _(hidden, weight, bias, tokens, inverse, softcap, allowed_tokens, mask, start, group, workspace, backend):
     return inverse.new_empty(tokens.shape), torch.empty_like(inverse), torch.empty_like(inverse)
 
 
@@ -190,7 +196,7 @@ def _backward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     group: str | None,
@@ -207,7 +213,7 @@ def _backward(
         tokens,
         inverse,
         softcap,
-        support,
+        allowed_tokens,
         mask,
         start,
         workspace,
@@ -222,7 +228,20 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    hidden, weight, bias, tokens, inverse, softcap, support, mask, start, group, workspace, outputs, cotangents, backend
+    hidden,
+    weight,
+    bias,
+    tokens,
+    inverse,
+    softcap,
+    allowed_tokens,
+    mask,
+    start,
+    group,
+    workspace,
+    outputs,
+    cotangents,
+    backend,
 ):
     return (
         torch.empty_like(hidden),
@@ -232,13 +251,13 @@ def _(
 
 
 def _setup(ctx, inputs, output):
-    hidden, weight, bias, tokens, inverse, softcap, support, mask, start, group, workspace, backend = inputs
-    ctx.save_for_backward(hidden, weight, bias, tokens, inverse, support, mask, *output)
+    hidden, weight, bias, tokens, inverse, softcap, allowed_tokens, mask, start, group, workspace, backend = inputs
+    ctx.save_for_backward(hidden, weight, bias, tokens, inverse, allowed_tokens, mask, *output)
     ctx.settings = softcap, start, group, workspace, backend
 
 
 def _differentiate(ctx, *cotangents):
-    hidden, weight, bias, tokens, inverse, support, mask, *outputs = ctx.saved_tensors
+    hidden, weight, bias, tokens, inverse, allowed_tokens, mask, *outputs = ctx.saved_tensors
     softcap, start, group, workspace, backend = ctx.settings
     d_hidden, d_weight, d_bias = _backward(
         hidden,
@@ -247,7 +266,7 @@ def _differentiate(ctx, *cotangents):
         tokens,
         inverse,
         softcap,
-        support,
+        allowed_tokens,
         mask,
         start,
         group,

@@ -16,14 +16,14 @@ def forward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     workspace: int,
 ) -> RowState:
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
     ids, temperature = jnp.asarray(tokens.cpu().numpy()), 1.0 / as_array(inverse)
-    kept = None if support is None else kept_set(support, start + len(weight))[:, start:]
+    kept = None if allowed_tokens is None else kept_set(allowed_tokens, start + len(weight))[:, start:]
     counted = None if mask is None else jnp.asarray(mask.cpu().numpy())
 
     def states(h, w, b):
@@ -35,7 +35,7 @@ def forward(
         # Column 0 is no token: a row without targets has a state too.
         columns = [jnp.full(len(hidden), -1, ids.dtype), *(ids[:, k] for k in range(ids.shape[1]))]
         return [
-            rl_fn.row_state(x, c, start=start, temperature=temperature, softcap=softcap, support=allowed)
+            rl_fn.row_state(x, c, start=start, temperature=temperature, softcap=softcap, allowed_tokens=allowed)
             for c in columns
         ]
 
@@ -51,7 +51,7 @@ def backward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     workspace: int,
@@ -60,16 +60,16 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dL/dhidden, dL/dweight, dL/dbias by jax.vjp, of a vocabulary that is whole (the operation refuses shards)."""
     ids, temperature = jnp.asarray(tokens.cpu().numpy()), 1.0 / as_array(inverse)
-    kept = None if support is None else kept_set(support, len(weight))
+    kept = None if allowed_tokens is None else kept_set(allowed_tokens, len(weight))
     counted = None if mask is None else jnp.asarray(mask.cpu().numpy())
 
     def values(h, w, b):
         x = _logits(h if counted is None else jnp.where(counted[:, None], h, 0.0), w, b)
         row = rl_fn.logits_logprobs(
-            x, jnp.zeros(len(hidden), ids.dtype), temperature=temperature, softcap=softcap, support=kept
+            x, jnp.zeros(len(hidden), ids.dtype), temperature=temperature, softcap=softcap, allowed_tokens=kept
         )
         each = [
-            rl_fn.logits_logprobs(x, ids[:, k], temperature=temperature, softcap=softcap, support=kept).logprobs
+            rl_fn.logits_logprobs(x, ids[:, k], temperature=temperature, softcap=softcap, allowed_tokens=kept).logprobs
             for k in range(ids.shape[1])
         ]
         logprobs = jnp.stack(each, 1) if each else jnp.zeros((len(hidden), 0), x.dtype)

@@ -22,7 +22,7 @@ def forward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     workspace: int,
@@ -30,7 +30,9 @@ def forward(
     """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
     total = empty_state(inverse, tokens)
     width = inverse.element_size()
-    size = blocks(len(weight), weight.shape[1], workspace, cost(hidden, weight, support, width, _NUMBERS * width))
+    size = blocks(
+        len(weight), weight.shape[1], workspace, cost(hidden, weight, allowed_tokens, width, _NUMBERS * width)
+    )
     for rows in row_blocks(len(hidden), mask, size.rows):
         here, state = hidden[rows], RowState(*(field[rows] for field in total))
         for first, last in tiles(len(weight), size.entries):
@@ -39,7 +41,7 @@ def forward(
                 None if bias is None else bias[first:last],
                 inverse[rows],
                 softcap,
-                kept_tile(support, rows, start + first, start + last),
+                kept_tile(allowed_tokens, rows, start + first, start + last),
             )
             state = merge(state, tile_state(x, tokens[rows] - (start + first)))
         for field, value in zip(total, state, strict=True):

@@ -29,7 +29,7 @@ def forward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     start: int,
     workspace: int,
@@ -78,7 +78,7 @@ def forward(
             num_stages=tile.stages,  # pyright: ignore[reportCallIssue]
         )
 
-    return in_parts(hidden, weight, tokens, inverse, support, mask, start, workspace, launch)
+    return in_parts(hidden, weight, tokens, inverse, allowed_tokens, mask, start, workspace, launch)
 
 
 def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softcap, dtype):

@@ -127,10 +127,16 @@ def _as(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 
 def _block(passes, hidden, weight, bias, head, piece, index, entries, sums, check):
     """Value and metrics of the rows ``piece``, of which ``index`` count; their gradient is added to ``sums``."""
-    tokens, inverse, softcap, support, mask = head.rows
+    tokens, inverse, softcap, allowed_tokens, mask = head.rows
     here = hidden[index]
     logits = _logits(here, weight, bias, inverse.dtype, entries)
-    arguments = (tokens[index], inverse[index], softcap, None if support is None else support[index], None)
+    arguments = (
+        tokens[index],
+        inverse[index],
+        softcap,
+        None if allowed_tokens is None else allowed_tokens[index],
+        None,
+    )
     outputs = passes.forward(logits, *arguments) if len(here) else _nothing(tokens, inverse)
     seen = outputs if mask is None else [_spread(x, piece, index, inverse) for x in outputs]
     seen = seen if head.many else (seen[0][:, 0], *seen[1:])

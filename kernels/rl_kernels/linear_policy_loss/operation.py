@@ -24,7 +24,7 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    support: Tensor | None = None,
+    allowed_tokens: Tensor | None = None,
     mask: Tensor | None = None,
     start: int = 0,
     group: Any = None,
@@ -47,7 +47,8 @@ def linear_policy_loss(
     Beyond gradients (that of the weight once more in float32) either needs ``workspace`` bytes whatever N is.
 
     Args:
-        hidden, weight, tokens, bias, temperature, logit_scale, softcap, support, backend: as in ``linear_logprobs``.
+        hidden, weight, tokens, bias, temperature, logit_scale, softcap, allowed_tokens, backend: as in
+            ``linear_logprobs``.
             Fused, the backend is that of ``logits_logprobs``: matrix products are torch's.
         loss: ``loss(logprobs, entropy, logsumexp, rows)`` → a scalar, or (scalar, metrics). The arrays are ``[R]``
             (``logprobs`` ``[R, K]`` for ``tokens`` of K a row) and ``rows`` is the slice of the flattened batch that
@@ -79,7 +80,12 @@ def linear_policy_loss(
     >>> round(total.item(), 4)
     1.3863
     """
-    options = {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap, "support": support}
+    options = {
+        "temperature": temperature,
+        "logit_scale": logit_scale,
+        "softcap": softcap,
+        "allowed_tokens": allowed_tokens,
+    }
     leaves = (hidden, weight, bias)
     default = GPU_WORKSPACE if hidden.is_cuda else CPU_WORKSPACE
     space = default if workspace is None else workspace

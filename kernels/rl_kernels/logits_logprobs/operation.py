@@ -24,7 +24,7 @@ def logits_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    support: Tensor | None = None,
+    allowed_tokens: Tensor | None = None,
     mask: Tensor | None = None,
     inplace_backward: bool = False,
     backend: str | None = None,
@@ -42,8 +42,8 @@ def logits_logprobs(
             gradient.
         logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: Gemma's logit soft cap, or None.
-        support: the kept set of a truncated sampler: ids ``[*batch, S]`` in any order with −1 for a shorter set, or
-            bool ``[*batch, V]`` or ``[V]``. A token outside it has log-probability −inf and takes no gradient.
+        allowed_tokens: the kept set of a truncated sampler: ids ``[*batch, S]`` in any order with −1 for a shorter set,
+            or bool ``[*batch, V]`` or ``[V]``. A token outside it has log-probability −inf and takes no gradient.
         mask: bool ``[*batch]``; a row where it is False is not computed, has results 0, and takes no gradient whatever
             it holds.
         inplace_backward: write the gradient over the logits, which costs no memory and leaves them unusable.
@@ -71,12 +71,12 @@ def logits_logprobs(
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
-        support=support,
+        allowed_tokens=allowed_tokens,
         mask=mask,
     )
     flat = logits.reshape(len(rows.inverse), logits.shape[-1])
     logprobs, entropy, logsumexp = _forward(
-        flat, rows.tokens, rows.inverse, rows.softcap, rows.support, rows.mask, inplace_backward, backend
+        flat, rows.tokens, rows.inverse, rows.softcap, rows.allowed_tokens, rows.mask, inplace_backward, backend
     )
     return TokenLogprobs(
         logprobs.view(tokens.shape), entropy.view(logits.shape[:-1]), logsumexp.view(logits.shape[:-1])
@@ -89,18 +89,18 @@ def _forward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     inplace_backward: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return implementation("logits_logprobs", logits.device.type, backend).forward(
-        logits, tokens, inverse, softcap, support, mask
+        logits, tokens, inverse, softcap, allowed_tokens, mask
     )
 
 
 @_forward.register_fake
-def _(logits, tokens, inverse, softcap, support, mask, inplace_backward, backend):
+def _(logits, tokens, inverse, softcap, allowed_tokens, mask, inplace_backward, backend):
     return inverse.new_empty(tokens.shape), torch.empty_like(inverse), torch.empty_like(inverse)
 
 
@@ -110,7 +110,7 @@ def _backward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     outputs: list[Tensor],
     cotangents: list[Tensor],
@@ -118,12 +118,12 @@ def _backward(
 ) -> Tensor:
     gradient = torch.empty_like(logits)
     run = implementation("logits_logprobs", logits.device.type, backend).backward
-    run(logits, tokens, inverse, softcap, support, mask, tuple(outputs), tuple(cotangents), gradient)
+    run(logits, tokens, inverse, softcap, allowed_tokens, mask, tuple(outputs), tuple(cotangents), gradient)
     return gradient
 
 
 @_backward.register_fake
-def _(logits, tokens, inverse, softcap, support, mask, outputs, cotangents, backend):
+def _(logits, tokens, inverse, softcap, allowed_tokens, mask, outputs, cotangents, backend):
     return torch.empty_like(logits)
 
 
@@ -133,25 +133,25 @@ def _backward_(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     outputs: list[Tensor],
     cotangents: list[Tensor],
     backend: str | None,
 ) -> None:
     run = implementation("logits_logprobs", logits.device.type, backend).backward
-    run(logits, tokens, inverse, softcap, support, mask, tuple(outputs), tuple(cotangents), logits)
+    run(logits, tokens, inverse, softcap, allowed_tokens, mask, tuple(outputs), tuple(cotangents), logits)
 
 
 def _setup(ctx, inputs, output):
-    logits, tokens, inverse, softcap, support, mask, inplace_backward, backend = inputs
-    ctx.save_for_backward(logits, tokens, inverse, support, mask, *output)
+    logits, tokens, inverse, softcap, allowed_tokens, mask, inplace_backward, backend = inputs
+    ctx.save_for_backward(logits, tokens, inverse, allowed_tokens, mask, *output)
     ctx.softcap, ctx.inplace, ctx.backend = softcap, inplace_backward, backend
 
 
 def _differentiate(ctx, *cotangents):
-    logits, tokens, inverse, support, mask, *outputs = ctx.saved_tensors
-    arguments = (tokens, inverse, ctx.softcap, support, mask, outputs, list(cotangents), ctx.backend)
+    logits, tokens, inverse, allowed_tokens, mask, *outputs = ctx.saved_tensors
+    arguments = (tokens, inverse, ctx.softcap, allowed_tokens, mask, outputs, list(cotangents), ctx.backend)
     if ctx.inplace:
         gradient = logits.detach()
         _backward_(gradient, *arguments)

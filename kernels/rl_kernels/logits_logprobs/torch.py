@@ -16,13 +16,18 @@ _CHUNK = 1 << 22
 
 
 def forward(
-    logits: Tensor, tokens: Tensor, inverse: Tensor, softcap: float | None, support: Tensor | None, mask: Tensor | None
+    logits: Tensor,
+    tokens: Tensor,
+    inverse: Tensor,
+    softcap: float | None,
+    allowed_tokens: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities [N, K], entropy [N], logsumexp [N]; 0 where masked."""
     logprobs = inverse.new_zeros(tokens.shape)
     entropy, logsumexp = torch.zeros_like(inverse), torch.zeros_like(inverse)
     for rows in _chunks(logits, mask):
-        x = scaled(logits[rows], inverse[rows], softcap, kept_tile(support, rows, 0, logits.shape[-1]))
+        x = scaled(logits[rows], inverse[rows], softcap, kept_tile(allowed_tokens, rows, 0, logits.shape[-1]))
         logprobs[rows], entropy[rows], logsumexp[rows] = finish(tile_state(x, tokens[rows]))
     return logprobs, entropy, logsumexp
 
@@ -32,7 +37,7 @@ def backward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     outputs: tuple[Tensor, Tensor, Tensor],
     cotangents: tuple[Tensor, Tensor, Tensor],
@@ -45,7 +50,7 @@ def backward(
     g = g.masked_fill(logprobs == float("-inf"), 0.0)
     row = coefficients(g, h, z, entropy)
     for rows in _chunks(logits, mask):
-        x = scaled(logits[rows], inverse[rows], softcap, kept_tile(support, rows, 0, logits.shape[-1]))
+        x = scaled(logits[rows], inverse[rows], softcap, kept_tile(allowed_tokens, rows, 0, logits.shape[-1]))
         log_p = x - finite(logsumexp[rows])[:, None]
         p = torch.exp(log_p)
         dx = log_p.masked_fill_(p == 0, 0.0).mul_(row.b[rows, None]).add_(row.a[rows, None]).mul_(p)

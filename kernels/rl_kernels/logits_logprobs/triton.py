@@ -107,12 +107,17 @@ def backward_kernel(
 
 
 def forward(
-    logits: Tensor, tokens: Tensor, inverse: Tensor, softcap: float | None, support: Tensor | None, mask: Tensor | None
+    logits: Tensor,
+    tokens: Tensor,
+    inverse: Tensor,
+    softcap: float | None,
+    allowed_tokens: Tensor | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities [N, K], entropy [N], logsumexp [N]; 0 where masked."""
     count, vocabulary = logits.shape
     entropy, logsumexp = torch.empty_like(inverse), torch.empty_like(inverse)
-    for rows, kept in _parts(count, vocabulary, support):
+    for rows, kept in _parts(count, vocabulary, allowed_tokens):
         forward_kernel[(rows.stop - rows.start,)](
             logits[rows],
             inverse[rows],
@@ -131,7 +136,7 @@ def forward(
             BLOCK=block_size(vocabulary),
             num_warps=8,  # pyright: ignore[reportCallIssue]
         )
-    target = scaled(logits.gather(1, tokens), inverse, softcap, kept_at(support, tokens))
+    target = scaled(logits.gather(1, tokens), inverse, softcap, kept_at(allowed_tokens, tokens))
     logprobs = target - finite(logsumexp)[:, None]
     return logprobs if mask is None else logprobs.masked_fill_(~mask[:, None], 0.0), entropy, logsumexp
 
@@ -141,7 +146,7 @@ def backward(
     tokens: Tensor,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     outputs: tuple[Tensor, Tensor, Tensor],
     cotangents: tuple[Tensor, Tensor, Tensor],
@@ -156,7 +161,7 @@ def backward(
     count, vocabulary = logits.shape
     block = block_size(vocabulary)
     base = finite(logsumexp)
-    for rows, kept in _parts(count, vocabulary, support):
+    for rows, kept in _parts(count, vocabulary, allowed_tokens):
         backward_kernel[(rows.stop - rows.start, triton.cdiv(vocabulary, block))](
             logits[rows],
             gradient[rows],
@@ -189,17 +194,17 @@ def block_size(vocabulary: int) -> int:
     return min(4096, triton.next_power_of_2(max(1, vocabulary)))
 
 
-def _parts(count: int, vocabulary: int, support: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+def _parts(count: int, vocabulary: int, allowed_tokens: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
     """Rows at once: all, but with kept sets as many as fit into the memory for their packed form."""
     if count == 0:
         return
-    if support is None:
+    if allowed_tokens is None:
         yield slice(0, count), None
         return
     step = max(1, 8 * _PACKED // vocabulary)
     for first in range(0, count, step):
         rows = slice(first, min(first + step, count))
-        yield rows, packed(support[rows], vocabulary)
+        yield rows, packed(allowed_tokens[rows], vocabulary)
 
 
 def _specialisation(function, dtype, *, everything):

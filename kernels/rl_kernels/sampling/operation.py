@@ -50,8 +50,8 @@ def sample(
             These four are a number, or one a row (``[B]``) whose values are not checked. Ties go to the lower id.
         seed: the request's, 64 bits: a number or int64 ``[B]``.
         position: what else tells draws of a request apart, usually the token's place: a number or int64 ``[B]``.
-        return_kept: also return the ids of the kept set ``[B, max kept_count]``, rising, −1 at the end: the ``support``
-            of ``logits_logprobs``. Waits for the device.
+        return_kept: also return the ids of the kept set ``[B, max kept_count]``, rising, −1 at the end: the
+            ``allowed_tokens`` of ``logits_logprobs``. Waits for the device.
         check: raise for logits that are NaN or +inf, or overflow over the temperature. Waits for the device; without it
             such a row's results mean nothing.
         backend: ``"torch"``, ``"triton"`` or ``"reference"`` (rl_fn's distribution and this operation's noise); or

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import rl_fn
-from rl_fn.logprobs import log_softmax
+from rl_fn.logprobs.row_state import log_softmax
 from rl_kernels.sampling.cutoff import EMPTY, ordered_key
 from rl_kernels.sampling.torch import draw, tiled
 

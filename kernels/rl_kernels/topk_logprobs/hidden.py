@@ -29,7 +29,7 @@ def linear_topk_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    support: Tensor | None = None,
+    allowed_tokens: Tensor | None = None,
     mask: Tensor | None = None,
     start: int = 0,
     group: Any = None,
@@ -51,7 +51,7 @@ def linear_topk_logprobs(
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked.
         logit_scale: the model's own factor of the logits, before the cap.
         softcap: Gemma's logit soft cap, or None.
-        support: the kept set of a truncated sampler, as ``linear_logprobs`` takes it.
+        allowed_tokens: the kept set of a truncated sampler, as ``linear_logprobs`` takes it.
         mask: bool ``[*batch]``; a row where it is False is not computed: its ids, results and gradient are 0.
         start: id of the weight's first row, for a vocabulary in shards.
         group: the torch.distributed process group whose ranks hold the shards, in any order; every rank gets every
@@ -74,7 +74,7 @@ def linear_topk_logprobs(
     """
     checked(k, len(weight) if group is None else None)
     workspace = default_workspace(hidden) if workspace is None else workspace
-    checked_model(hidden, weight, bias, support, start, group, workspace)
+    checked_model(hidden, weight, bias, allowed_tokens, start, group, workspace)
     batch = hidden.shape[:-1]
     rows = rows_of(
         batch,
@@ -84,7 +84,7 @@ def linear_topk_logprobs(
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
-        support=support,
+        allowed_tokens=allowed_tokens,
         mask=mask,
     )
     logprobs, entropy, logsumexp, tokens = _forward(
@@ -93,7 +93,7 @@ def linear_topk_logprobs(
         bias,
         rows.inverse,
         rows.softcap,
-        rows.support,
+        rows.allowed_tokens,
         rows.mask,
         k,
         start,
@@ -111,7 +111,7 @@ def _forward(
     bias: Tensor | None,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     k: int,
     start: int,
@@ -121,7 +121,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     run = implementation("topk_logprobs", hidden.device.type, backend).forward
     space = min(workspace, FORWARD_WORKSPACE)
-    state, values, tokens = run(hidden, weight, bias, inverse, softcap, support, mask, k, start, space)
+    state, values, tokens = run(hidden, weight, bias, inverse, softcap, allowed_tokens, mask, k, start, space)
     if group is not None:
         state = gathered(state, group)
         every = zip(from_every_rank(values, group), from_every_rank(tokens, group), strict=True)
@@ -143,21 +143,21 @@ def _forward(
 
 
 @_forward.register_fake
-def _(hidden, weight, bias, inverse, softcap, support, mask, k, start, group, workspace, backend):
+def _(hidden, weight, bias, inverse, softcap, allowed_tokens, mask, k, start, group, workspace, backend):
     logprobs = inverse.new_empty(len(inverse), k)
     return logprobs, torch.empty_like(inverse), torch.empty_like(inverse), torch.empty_like(logprobs, dtype=torch.int64)
 
 
 def _setup(ctx, inputs, output):
-    hidden, weight, bias, inverse, softcap, support, mask, _, start, group, workspace, backend = inputs
+    hidden, weight, bias, inverse, softcap, allowed_tokens, mask, _, start, group, workspace, backend = inputs
     *values, tokens = output
     ctx.mark_non_differentiable(tokens)
-    ctx.save_for_backward(hidden, weight, bias, tokens, inverse, support, mask, *values)
+    ctx.save_for_backward(hidden, weight, bias, tokens, inverse, allowed_tokens, mask, *values)
     ctx.settings = softcap, start, group, workspace, backend
 
 
 def _differentiate(ctx, *cotangents):
-    hidden, weight, bias, tokens, inverse, support, mask, *values = ctx.saved_tensors
+    hidden, weight, bias, tokens, inverse, allowed_tokens, mask, *values = ctx.saved_tensors
     softcap, start, group, workspace, backend = ctx.settings
     d_hidden, d_weight, d_bias = torch.ops.rl_kernels.linear_logprobs_backward(
         hidden,
@@ -166,7 +166,7 @@ def _differentiate(ctx, *cotangents):
         tokens,
         inverse,
         softcap,
-        support,
+        allowed_tokens,
         mask,
         start,
         group,

@@ -28,7 +28,7 @@ def topk_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    support: Tensor | None = None,
+    allowed_tokens: Tensor | None = None,
     mask: Tensor | None = None,
     backend: str | None = None,
 ) -> TopkLogprobs:
@@ -46,7 +46,7 @@ def topk_logprobs(
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked.
         logit_scale: the model's own factor of the logits, before the cap.
         softcap: Gemma's logit soft cap, or None.
-        support: the kept set of a truncated sampler, as ``logits_logprobs`` takes it.
+        allowed_tokens: the kept set of a truncated sampler, as ``logits_logprobs`` takes it.
         mask: bool ``[*batch]``; a row where it is False is not computed: its ids, results and gradient are 0.
         backend: of the search, ``"triton"``, ``"torch"`` or ``"reference"``, and of ``logits_logprobs`` after it. None
             takes the best supported ones.
@@ -75,18 +75,18 @@ def topk_logprobs(
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
-        support=support,
+        allowed_tokens=allowed_tokens,
         mask=mask,
     )
     flat = logits.detach().reshape(len(rows.inverse), vocabulary)
-    tokens = _topk_ids(flat, rows.support, rows.mask, k, backend).view(*batch, k)
+    tokens = _topk_ids(flat, rows.allowed_tokens, rows.mask, k, backend).view(*batch, k)
     values = logits_logprobs(
         logits,
         tokens,
         temperature=temperature,
         logit_scale=logit_scale,
         softcap=softcap,
-        support=support,
+        allowed_tokens=allowed_tokens,
         mask=mask,
         backend=backend,
     )
@@ -100,10 +100,12 @@ def checked(k: int, vocabulary: int | None) -> None:
 
 
 @torch.library.custom_op("rl_kernels::topk_ids", mutates_args=())
-def _topk_ids(logits: Tensor, support: Tensor | None, mask: Tensor | None, k: int, backend: str | None) -> Tensor:
-    return implementation("topk_logprobs", logits.device.type, backend).ids(logits, support, mask, k)
+def _topk_ids(
+    logits: Tensor, allowed_tokens: Tensor | None, mask: Tensor | None, k: int, backend: str | None
+) -> Tensor:
+    return implementation("topk_logprobs", logits.device.type, backend).ids(logits, allowed_tokens, mask, k)
 
 
 @_topk_ids.register_fake
-def _(logits, support, mask, k, backend):
+def _(logits, allowed_tokens, mask, k, backend):
     return torch.empty(len(logits), k, dtype=torch.int64, device=logits.device)

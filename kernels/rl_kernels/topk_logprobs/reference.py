@@ -12,9 +12,9 @@ from rl_kernels.row_state import RowState
 from rl_kernels.topk_logprobs.largest import NOTHING
 
 
-def ids(logits: Tensor, support: Tensor | None, mask: Tensor | None, k: int) -> Tensor:
+def ids(logits: Tensor, allowed_tokens: Tensor | None, mask: Tensor | None, k: int) -> Tensor:
     """Ids [N, k] of the largest logits, in order; 0 in rows left out."""
-    kept = None if support is None else kept_set(support, logits.shape[-1])
+    kept = None if allowed_tokens is None else kept_set(allowed_tokens, logits.shape[-1])
     found = _top_k(as_array(logits), kept, k)[1].to(logits.device)
     return found if mask is None else found.masked_fill(~mask[:, None], 0)
 
@@ -25,7 +25,7 @@ def forward(
     bias: Tensor | None,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     k: int,
     start: int,
@@ -35,8 +35,8 @@ def forward(
     there are fewer entries, −inf and the id of no entry. In rows left out the state of no entry.
     """
     no_tokens = torch.empty(len(hidden), 0, dtype=torch.int64)
-    state = reference.forward(hidden, weight, bias, no_tokens, inverse, softcap, support, mask, start, workspace)
-    kept = None if support is None else kept_set(support, start + len(weight))[:, start:]
+    state = reference.forward(hidden, weight, bias, no_tokens, inverse, softcap, allowed_tokens, mask, start, workspace)
+    kept = None if allowed_tokens is None else kept_set(allowed_tokens, start + len(weight))[:, start:]
     values, columns = _top_k(reference.logits(hidden, weight, bias), kept, min(k, len(weight)))
     missing = (0, k - values.shape[1])
     values = torch.nn.functional.pad(values, missing, value=float("-inf")).to(inverse)

@@ -17,12 +17,12 @@ _CHUNK = 1 << 22
 _NUMBERS = 7
 
 
-def ids(logits: Tensor, support: Tensor | None, mask: Tensor | None, k: int) -> Tensor:
+def ids(logits: Tensor, allowed_tokens: Tensor | None, mask: Tensor | None, k: int) -> Tensor:
     """Ids [N, k] of the largest logits, in order; 0 in rows left out."""
     count, vocabulary = logits.shape
     found = torch.zeros(count, k, dtype=torch.int64, device=logits.device)
     for rows in row_blocks(count, mask, max(1, _CHUNK // max(1, vocabulary))):
-        found[rows] = largest(_possible(logits[rows], kept_tile(support, rows, 0, vocabulary)), k)[1]
+        found[rows] = largest(_possible(logits[rows], kept_tile(allowed_tokens, rows, 0, vocabulary)), k)[1]
     return found
 
 
@@ -32,7 +32,7 @@ def forward(
     bias: Tensor | None,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     k: int,
     start: int,
@@ -48,14 +48,16 @@ def forward(
     values = inverse.new_full((count, k), float("-inf"))
     found = torch.full((count, k), NOTHING, device=hidden.device)
     width = inverse.element_size()
-    size = blocks(weight.shape[0], weight.shape[1], workspace, cost(hidden, weight, support, width, _NUMBERS * width))
+    size = blocks(
+        weight.shape[0], weight.shape[1], workspace, cost(hidden, weight, allowed_tokens, width, _NUMBERS * width)
+    )
     for rows in row_blocks(count, mask, size.rows):
         here, state, best = hidden[rows], RowState(*(field[rows] for field in total)), None
         for first, last in tiles(len(weight), size.entries):
             z = product(here, weight[first:last].T, inverse.dtype)
             if bias is not None:
                 z += bias[first:last]
-            kept = kept_tile(support, rows, start + first, start + last)
+            kept = kept_tile(allowed_tokens, rows, start + first, start + last)
             values_here, columns = largest(_possible(z, kept), min(k, last - first))
             of_tile = values_here, columns + (start + first)
             best = of_tile if best is None else joined(best, of_tile, k)

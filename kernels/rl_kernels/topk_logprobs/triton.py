@@ -110,19 +110,19 @@ class Candidates:
         self.words[:, : self.k] = self.keep()
 
 
-def ids(logits: Tensor, support: Tensor | None, mask: Tensor | None, k: int) -> Tensor:
+def ids(logits: Tensor, allowed_tokens: Tensor | None, mask: Tensor | None, k: int) -> Tensor:
     """Ids [N, k] of the largest logits, in order; 0 in rows left out."""
     if logits.dtype == torch.float64:
-        return in_torch.ids(logits, support, mask, k)
+        return in_torch.ids(logits, allowed_tokens, mask, k)
     count, vocabulary = logits.shape
     found = torch.empty(count, k, dtype=torch.int64, device=logits.device)
     block = block_size(vocabulary)
     room = min(triton.cdiv(vocabulary, block), rooms(k, block))
     bytes_a_row = 8 * (places(k, room, block) + 3 * k)
-    if support is not None and support.dtype != torch.bool:
-        bytes_a_row += 2 * vocabulary + 32 * support.shape[1]
+    if allowed_tokens is not None and allowed_tokens.dtype != torch.bool:
+        bytes_a_row += 2 * vocabulary + 32 * allowed_tokens.shape[1]
     for rows in row_blocks(count, None, max(1, _WORKSPACE // bytes_a_row)):
-        here, kept = logits[rows], kept_tile(support, rows, 0, vocabulary)
+        here, kept = logits[rows], kept_tile(allowed_tokens, rows, 0, vocabulary)
         candidates = Candidates(len(here), k, room, block, logits.device)
         for first, last in tiles(vocabulary, room * block):
             if first:
@@ -140,7 +140,7 @@ def forward(
     bias: Tensor | None,
     inverse: Tensor,
     softcap: float | None,
-    support: Tensor | None,
+    allowed_tokens: Tensor | None,
     mask: Tensor | None,
     k: int,
     start: int,
@@ -150,14 +150,14 @@ def forward(
     there are fewer entries, −inf and the id of no entry. In rows left out the state of no entry.
     """
     if inverse.dtype == torch.float64:
-        return in_torch.forward(hidden, weight, bias, inverse, softcap, support, mask, k, start, workspace)
+        return in_torch.forward(hidden, weight, bias, inverse, softcap, allowed_tokens, mask, k, start, workspace)
     count, vocabulary = len(hidden), len(weight)
     states = inverse.new_zeros(3, count)
     states[0] = float("-inf")
     values = inverse.new_full((count, k), float("-inf"))
     found = torch.full((count, k), NOTHING, device=hidden.device)
     # A quarter is for candidates. A logit is one number, and one byte of a kept set.
-    size = blocks(vocabulary, weight.shape[1], workspace * 3 // 4, cost(hidden, weight, support, 4, 5))
+    size = blocks(vocabulary, weight.shape[1], workspace * 3 // 4, cost(hidden, weight, allowed_tokens, 4, 5))
     block = block_size(size.entries)
     a_tile = triton.cdiv(size.entries, block)
     # As many tiles' candidates as take that quarter where the rows are as many as their logits allow.
@@ -175,7 +175,7 @@ def forward(
             z = product(here, weight[first:last].T, inverse.dtype)
             if bias is not None:
                 z += bias[first:last]
-            kept = kept_tile(support, rows, start + first, start + last)
+            kept = kept_tile(allowed_tokens, rows, start + first, start + last)
             candidates.search(z, kept, 0, last - first, first, states=state, inverse=scale, softcap=softcap, patience=k)
             filled += a_tile
         best = candidates.keep().sort(-1, descending=True).values

@@ -169,5 +169,5 @@ def test_a_policy_module_takes_over_where_supervision_ended(new_model, inference
     supervised = TrainEngine(SupervisedModule(model, OPTIMIZER, updates=10)).build()
     update(supervised)
     supervised.sync_weights(inference)
-    policy = TrainEngine(PolicyModule(model, OPTIMIZER, rl_fn.dapo(), updates=10, first_version=1)).build()
+    policy = TrainEngine(PolicyModule(model, OPTIMIZER, rl_fn.recipes.dapo(), updates=10, first_version=1)).build()
     assert policy.sync_weights(inference) == 1

@@ -95,7 +95,7 @@ def test_keyword_arguments_in_any_order():
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_an_objective_and_its_gradient(backend):
-    parts = from_jax(rl_fn.dapo().parts)
+    parts = from_jax(rl_fn.recipes.dapo().parts)
 
     def loss(batch):
         total, metrics = parts(batch)

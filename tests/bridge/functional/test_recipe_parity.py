@@ -33,7 +33,9 @@ def test_loss_and_gradient(objective):
         np.testing.assert_allclose(tensor.grad.numpy(), expected.gradient[name], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if not isinstance(OBJECTIVES[name].advantage, rl_fn.GAE)])
+@pytest.mark.parametrize(
+    "name", [name for name in RECIPES if not isinstance(OBJECTIVES[name].advantage, rl_fn.components.GAE)]
+)
 def test_advantages(name):
     objective = OBJECTIVES[name]
     read, values = rollouts(objective, 12)

@@ -90,12 +90,12 @@ def test_a_model_without_a_head_is_refused():
 def test_kept_sets_and_temperatures_a_token():
     model = tiny("Qwen2")
     ids = torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(1))
-    support = torch.cat(
+    allowed_tokens = torch.cat(
         [ids[:, 1:, None], torch.randint(61, (2, 4, 6), generator=torch.Generator().manual_seed(2))], -1
     )
     heat = torch.linspace(0.5, 2.0, 8).view(2, 4)
-    out = token_logprobs(model, ids, support=support, temperature=heat)
+    out = token_logprobs(model, ids, allowed_tokens=allowed_tokens, temperature=heat)
     logits = model(input_ids=ids).logits[:, :-1] / heat[..., None]
-    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, support, True)
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, allowed_tokens, True)
     log_p = torch.log_softmax(logits.masked_fill(~kept, float("-inf")), -1)
     torch.testing.assert_close(out.logprobs, log_p.gather(-1, ids[:, 1:, None])[..., 0], rtol=1e-4, atol=1e-5)

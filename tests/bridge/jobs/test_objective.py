@@ -34,10 +34,10 @@ def test_an_algorithm_by_name_is_its_recipe(algorithm):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--algorithm", "gspo", "--clip-low", "0.1", "--dual-clip", "3"], rl_fn.GSPO(0.1, 4e-4, 3.0)),
-        (["--algorithm", "sapo", "--tau-neg", "2"], rl_fn.SAPO(1.0, 2.0)),
-        (["--algorithm", "dppo", "--divergence", "kl", "--threshold", "0.05"], rl_fn.DPPO(0.05, "kl")),
-        (["--algorithm", "vespo", "--behaviour", "old"], rl_fn.VESPO(behaviour="old")),
+        (["--algorithm", "gspo", "--clip-low", "0.1", "--dual-clip", "3"], rl_fn.components.GSPO(0.1, 4e-4, 3.0)),
+        (["--algorithm", "sapo", "--tau-neg", "2"], rl_fn.components.SAPO(1.0, 2.0)),
+        (["--algorithm", "dppo", "--divergence", "kl", "--threshold", "0.05"], rl_fn.components.DPPO(0.05, "kl")),
+        (["--algorithm", "vespo", "--behaviour", "old"], rl_fn.components.VESPO(behaviour="old")),
     ],
 )
 def test_options_reach_the_pieces(words, expected):
@@ -50,7 +50,7 @@ def test_an_option_of_another_algorithm_is_refused():
     with pytest.raises(ValueError, match="kl_coef in place of reward_kl_coef"):
         require_rewards_alone(ObjectiveConfig(algorithm="rloo", reward_kl_coef=0.1).build())
     with pytest.raises(ValueError, match="reads noise, which this job does not have"):
-        require_rewards_alone(rl_fn.dapo()._replace(correction=Noise()))
+        require_rewards_alone(rl_fn.recipes.dapo()._replace(correction=Noise()))
 
 
 class Noise:

@@ -68,7 +68,7 @@ def run_loop(reward, objective=None, reference=None, steps=2, **options):
     config = GRPOConfig(**{"steps": steps, "prompts_per_step": 3, "sampling": sampling, "evaluate_every": 2} | options)
     run, policy, rollout = FakeRun(), FakePolicy(), FakeRollout()
     stream = RowStream(ROWS, 0)
-    chosen = rl_fn.dapo() if objective is None else objective
+    chosen = rl_fn.recipes.dapo() if objective is None else objective
     grpo(
         run, policy, rollout, stream, reward, chosen, config,
         held_out=ROWS[:5], reference=reference, pad_token_id=0, seed=7,
@@ -140,7 +140,7 @@ def test_old_logprobs_are_those_of_before_the_step_s_first_update():
 def test_the_reference_is_asked_about_every_row():
     reference = FakePolicy()
     reference.updates = 41
-    run, policy, _ = run_loop(first_prompt_alone, rl_fn.grpo(), reference, steps=1)
+    run, policy, _ = run_loop(first_prompt_alone, rl_fn.recipes.grpo(), reference, steps=1)
     assert len(policy.batches[0][0].mask) == 12
     assert set(policy.batches[0][0].ref_logprobs.unique().tolist()) == {-42.0}
     assert run.state.keys() == {"policy", "stream", "reference"}

@@ -13,9 +13,9 @@ from rl_bridge.types import Completion, TokenBatch, collate
 PAD = 0
 NAN, INF = float("nan"), float("inf")
 OBJECTIVES = {
-    "grpo": rl_fn.grpo(),
-    "dapo": rl_fn.dapo(),
-    "entropy": rl_fn.dapo(entropy_coef=0.1, correction_cap=1.1),
+    "grpo": rl_fn.recipes.grpo(),
+    "dapo": rl_fn.recipes.dapo(),
+    "entropy": rl_fn.recipes.dapo(entropy_coef=0.1, correction_cap=1.1),
 }
 
 
@@ -172,9 +172,9 @@ def test_the_gradient_is_that_of_the_formula_in_plain_torch(gradients, new_model
 
 def test_the_entropy_bonus_and_it_alone_raises_the_entropy(gradients):
     batch = make_batch()._replace(advantages=torch.zeros(6, make_batch().mask.shape[1]))
-    assert not gradients(batch, rl_fn.dapo())[0].any()
-    gradient, _ = gradients(batch, rl_fn.dapo(entropy_coef=0.1))
-    twice, _ = gradients(batch, rl_fn.dapo(entropy_coef=0.2))
+    assert not gradients(batch, rl_fn.recipes.dapo())[0].any()
+    gradient, _ = gradients(batch, rl_fn.recipes.dapo(entropy_coef=0.1))
+    twice, _ = gradients(batch, rl_fn.recipes.dapo(entropy_coef=0.2))
     assert gradient.norm() > 1e-4
     torch.testing.assert_close(twice, 2 * gradient)
 
@@ -182,7 +182,7 @@ def test_the_entropy_bonus_and_it_alone_raises_the_entropy(gradients):
 def test_a_metric_that_is_only_shown_has_no_gradient(gradients):
     batch = make_batch()
     without = batch._replace(ref_logprobs=None)
-    assert_close((gradients(batch, rl_fn.dapo())[0], {}), (gradients(without, rl_fn.dapo())[0], {}))
+    assert_close((gradients(batch, rl_fn.recipes.dapo())[0], {}), (gradients(without, rl_fn.recipes.dapo())[0], {}))
 
 
 def test_rows_without_advantage_only_rescale_the_gradient(gradients):

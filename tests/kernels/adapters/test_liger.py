@@ -63,7 +63,7 @@ def test_batch_shapes_and_nothing_that_counts(calls):
     [
         ({"bias": torch.zeros(V)}, "bias"),
         ({"softcap": 3.0}, "softcap"),
-        ({"support": sets()}, "support"),
+        ({"allowed_tokens": sets()}, "allowed_tokens"),
         ({"temperature": torch.ones(N)}, "a tensor as temperature"),
         ({"tokens": ids(N, 2)}, "several targets a row"),
         ({"weight": torch.zeros(V, H)}, "torch.bfloat16 by torch.float32"),

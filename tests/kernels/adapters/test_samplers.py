@@ -54,7 +54,7 @@ def test_the_log_probability_is_that_of_what_was_drawn_from(calls, aiter_calls, 
     assert torch.equal(got.entropy, ours.entropy) and torch.equal(got.kept_count, ours.kept_count)
     assert (got.tokens != ours.tokens).any() and (got.kept == got.tokens[:, None]).any(-1)[~still].all()
     drawn = heat.where(heat > 0, 1.0)
-    kept = logits_logprobs(logits, got.tokens.clamp(min=0), support=got.kept, temperature=drawn).logprobs
+    kept = logits_logprobs(logits, got.tokens.clamp(min=0), allowed_tokens=got.kept, temperature=drawn).logprobs
     full = logits_logprobs(logits, got.tokens.clamp(min=0), temperature=drawn).logprobs
     torch.testing.assert_close(got.logprobs[~still], kept[~still], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.full_logprobs[~still], full[~still], rtol=1e-5, atol=1e-5)

@@ -52,7 +52,7 @@ CASES = {
         "temperature": torch.linspace(0.3, 2.0, ROWS, dtype=torch.float64),
         "softcap": 4.0,
         "logit_scale": 1.5,
-        "support": kept(),
+        "allowed_tokens": kept(),
         "mask": masked(),
     },
 }

@@ -92,7 +92,7 @@ def test_mapped_over_a_batch(operation, backend):
     leaves, drawn = [x.requires_grad_() for x in floats(operation)], tokens(3)
     arrays = [as_jax(x.detach()) for x in leaves]
     per_row = {k: as_jax(options[k]) for k in ("temperature", "mask")}
-    support = as_jax(options["support"])
+    allowed_tokens = as_jax(options["allowed_tokens"])
 
     def loss(arrays):
         first, *model = arrays
@@ -104,7 +104,7 @@ def test_mapped_over_a_batch(operation, backend):
                 tokens=ids,
                 softcap=4.0,
                 logit_scale=1.5,
-                support=kept,
+                allowed_tokens=kept,
                 backend=backend,
                 **row,
                 **more,
@@ -116,7 +116,7 @@ def test_mapped_over_a_batch(operation, backend):
         def cut(x):
             return x.reshape(3, 7, *x.shape[1:])
 
-        return jnp.sum(jax.vmap(one)(cut(first), cut(as_jax(drawn)), jax.tree.map(cut, per_row), cut(support)))
+        return jnp.sum(jax.vmap(one)(cut(first), cut(as_jax(drawn)), jax.tree.map(cut, per_row), cut(allowed_tokens)))
 
     outputs = wanted(operation, leaves, drawn, options)
     total = torch.where(outputs[0].isfinite(), outputs[0], 0.0).sum() - 0.1 * outputs[1].sum()

@@ -57,7 +57,7 @@ def test_for_gpus(monkeypatch, operation, platform, dtype):
     shape = jax.ShapeDtypeStruct
     everything = {
         "temperature": shape((N,), jnp.float32),
-        "support": shape((N, V), jnp.bool_),
+        "allowed_tokens": shape((N, V), jnp.bool_),
         "mask": shape((N,), jnp.bool_),
     }
     if operation == "linear":

@@ -136,9 +136,15 @@ def test_gradcheck():
         ({"start": 3}, "start is 3, but without a group"),
         ({"mask": torch.zeros(N)}, r"mask must be bool \(7,\), got torch.float32 \(7,\)"),
         ({"logit_scale": 0.0}, "logit_scale must be positive, got 0.0"),
-        ({"support": torch.zeros(3, 2, dtype=torch.long)}, r"support of token ids must be \(7, 'S'\), got \(3, 2\)"),
-        ({"support": torch.zeros(3, dtype=torch.bool)}, r"a bool support must be \(37,\) or \(7, 37\), got \(3,\)"),
-        ({"support": torch.zeros(N, 2)}, "support must be bool or token ids, got torch.float32"),
+        (
+            {"allowed_tokens": torch.zeros(3, 2, dtype=torch.long)},
+            r"allowed_tokens of token ids must be \(7, 'S'\), got \(3, 2\)",
+        ),
+        (
+            {"allowed_tokens": torch.zeros(3, dtype=torch.bool)},
+            r"a bool allowed_tokens must be \(37,\) or \(7, 37\), got \(3,\)",
+        ),
+        ({"allowed_tokens": torch.zeros(N, 2)}, "allowed_tokens must be bool or token ids, got torch.float32"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

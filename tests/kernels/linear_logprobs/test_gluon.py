@@ -68,7 +68,7 @@ def test_sizes_at_and_beside_the_edges_of_tiles_and_parts(features, vocabulary, 
     weight.copy_(normal(vocabulary, features, scale=0.3, seed=1))
     tokens = ids(129, 2, high=vocabulary)
     tokens[0] = vocabulary - 1
-    compared(hidden, weight, tokens, support=torch.rand(129, vocabulary, generator=generator(3)) < 0.7)
+    compared(hidden, weight, tokens, allowed_tokens=torch.rand(129, vocabulary, generator=generator(3)) < 0.7)
 
 
 def test_more_blocks_of_rows_than_a_group_in_several_cuts(emulated, monkeypatch):
@@ -96,13 +96,13 @@ def test_hidden_states_of_any_strides_are_copied():
 def test_impossible_entries_and_rows_and_not_a_number():
     hidden, weight, bias = shared.model(torch.bfloat16)
     bias[:20] = -INF
-    tokens, support = ids(N).clamp(min=20), torch.full((N, 2), -1)
-    tokens[0], support[1:, 0], support[1:, 1] = 3, tokens[1:], 25
-    got = linear_logprobs(hidden, weight, tokens, bias=bias, support=support, backend="gluon")
+    tokens, allowed_tokens = ids(N).clamp(min=20), torch.full((N, 2), -1)
+    tokens[0], allowed_tokens[1:, 0], allowed_tokens[1:, 1] = 3, tokens[1:], 25
+    got = linear_logprobs(hidden, weight, tokens, bias=bias, allowed_tokens=allowed_tokens, backend="gluon")
     logits = (hidden.double() @ weight.double().T + bias.double().nan_to_num(neginf=0.0)).masked_fill(
         bias == -INF, -INF
     )
-    for a, b in zip(got, exact(logits, tokens, support=support), strict=True):
+    for a, b in zip(got, exact(logits, tokens, allowed_tokens=allowed_tokens), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
     assert got.logsumexp[0] == -INF and got.entropy[0] == 0
     hidden[1, 3] = float("nan")
@@ -125,11 +125,15 @@ def test_a_row_does_not_depend_on_the_other_rows_and_shards_merge():
     from rl_kernels.row_state import finish, merge_all
 
     hidden, weight, bias = shared.model(torch.bfloat16)
-    inverse, support, tokens = torch.linspace(0.5, 2.0, N), OPTIONS["support"]["support"], ids(N, 3)
+    inverse, allowed_tokens, tokens = (
+        torch.linspace(0.5, 2.0, N),
+        OPTIONS["allowed_tokens"]["allowed_tokens"],
+        ids(N, 3),
+    )
 
     def state(rows, first, last):
         mine = (hidden[rows], weight[first:last], bias[first:last], tokens[rows], inverse[rows], 3.0)
-        return backend.forward(*mine, support[rows], None, first, 4096)
+        return backend.forward(*mine, allowed_tokens[rows], None, first, 4096)
 
     whole = finish(state(slice(None), 0, V))
     for row in range(N):

@@ -24,7 +24,7 @@ def test_values_and_gradients(option, targets):
 
 
 @pytest.mark.parametrize("size", [Blocks(1, 1), Blocks(3, 16), Blocks(N, 20)])
-@pytest.mark.parametrize("option", ["plain", "everything", "bool support"])
+@pytest.mark.parametrize("option", ["plain", "everything", "bool allowed_tokens"])
 def test_any_cut_into_blocks(monkeypatch, size, option):
     monkeypatch.setattr(backend, "blocks", lambda *_: size)
     assert_equal_to_float64("hybrid", OPTIONS[option], targets=2)
@@ -62,15 +62,15 @@ def test_impossible_entries_and_rows_that_have_nothing_until_a_later_block(monke
     monkeypatch.setattr(backend, "blocks", lambda *_: Blocks(N, 8))
     hidden, weight, bias = (x.clone() for x in model())
     bias[:20] = -INF
-    tokens, support = ids(N), torch.full((N, 2), -1)
+    tokens, allowed_tokens = ids(N), torch.full((N, 2), -1)
     tokens[0], tokens[1:3] = 3, 30
-    support[0], support[1], support[2:, 0] = torch.tensor([3, 4]), torch.tensor([30, 31]), 25
-    got = linear_logprobs(hidden, weight, tokens, bias=bias, support=support, backend="hybrid")
+    allowed_tokens[0], allowed_tokens[1], allowed_tokens[2:, 0] = torch.tensor([3, 4]), torch.tensor([30, 31]), 25
+    got = linear_logprobs(hidden, weight, tokens, bias=bias, allowed_tokens=allowed_tokens, backend="hybrid")
     logits = (hidden.double() @ weight.double().T + bias.double().nan_to_num(neginf=0.0)).masked_fill(
         bias.isinf()[None, :], -INF
     )
     assert got.logsumexp[0] == -INF and got.entropy[0] == 0
-    for a, b in zip(got, exact(logits, tokens, support=support), strict=True):
+    for a, b in zip(got, exact(logits, tokens, allowed_tokens=allowed_tokens), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
 
 
@@ -87,13 +87,13 @@ def test_strides():
     hidden, weight, bias = model()
     wide = torch.stack([hidden, normal(*hidden.shape).float()], -1)[..., 0]
     strided = torch.stack([bias, bias], -1)[:, 0]
-    support = torch.zeros(N, V, 2, dtype=torch.bool)
-    support[..., 0] = torch.rand(N, V, generator=torch.Generator().manual_seed(0)) < 0.5
+    allowed_tokens = torch.zeros(N, V, 2, dtype=torch.bool)
+    allowed_tokens[..., 0] = torch.rand(N, V, generator=torch.Generator().manual_seed(0)) < 0.5
     plain, other = (
-        linear_logprobs(h, w, ids(N), bias=b, support=s, backend="hybrid")
+        linear_logprobs(h, w, ids(N), bias=b, allowed_tokens=s, backend="hybrid")
         for h, w, b, s in (
-            (hidden, weight, bias, support[..., 0].contiguous()),
-            (wide, weight.T.contiguous().T, strided, support[..., 0]),
+            (hidden, weight, bias, allowed_tokens[..., 0].contiguous()),
+            (wide, weight.T.contiguous().T, strided, allowed_tokens[..., 0]),
         )
     )
     for a, b in zip(plain, other, strict=True):
@@ -104,10 +104,10 @@ def test_states_of_shards_merge_to_the_whole():
     from rl_kernels.row_state import finish, merge_all
 
     hidden, weight, bias = model()
-    tokens, support, inverse = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N)
+    tokens, allowed_tokens, inverse = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N)
 
     def shard(first, last):
-        more = (tokens, inverse, 3.0, support, None, first, 4096)
+        more = (tokens, inverse, 3.0, allowed_tokens, None, first, 4096)
         return backend.forward(hidden, weight[first:last], bias[first:last], *more)
 
     whole, parts = shard(0, V), merge_all([shard(0, 5), shard(5, 30), shard(30, V)])

@@ -34,8 +34,8 @@ def peaks(backend, count, *, options):
     run = importlib.import_module(f"rl_kernels.linear_logprobs.{backend}")
     hidden, weight = normal(count, H, scale=0.3).float(), normal(V, H, scale=0.3, seed=1).float()
     tokens, inverse = ids(count, 1, high=V), torch.ones(count)
-    support = torch.arange(8).repeat(count, 1) if "support" in options else None
-    arguments = (hidden, weight, None, tokens, inverse, None, support, None, 0, WORKSPACE)
+    allowed_tokens = torch.arange(8).repeat(count, 1) if "allowed_tokens" in options else None
+    arguments = (hidden, weight, None, tokens, inverse, None, allowed_tokens, None, 0, WORKSPACE)
     with LiveBytes() as forward:
         state = run.forward(*arguments)
     outputs, cotangents = finish(state), (torch.ones(count, 1), torch.ones(count), torch.ones(count))
@@ -51,7 +51,7 @@ class NotLaunched:
 
 
 @pytest.mark.parametrize("backend", ["torch", "hybrid"])
-@pytest.mark.parametrize("options", ["", "support"])
+@pytest.mark.parametrize("options", ["", "allowed_tokens"])
 def test_flat_in_the_number_of_rows(monkeypatch, backend, options):
     for module, kernel in (("hybrid", "state_kernel"), ("triton", "dlogits_kernel")):
         monkeypatch.setattr(importlib.import_module(f"rl_kernels.linear_logprobs.{module}"), kernel, NotLaunched())

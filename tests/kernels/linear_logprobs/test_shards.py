@@ -12,7 +12,7 @@ from tests.kernels.exact import gradients
 
 H = 19
 CUTS = [0, 5, 30, V]
-NAMES = ["plain", "temperatures", "softcap", "support", "mask"]
+NAMES = ["plain", "temperatures", "softcap", "allowed_tokens", "mask"]
 
 
 def everything(options, first, last, group):

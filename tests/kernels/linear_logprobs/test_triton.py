@@ -74,15 +74,15 @@ def test_impossible_entries():
     """A bias of −inf excludes an entry, whole tiles and whole rows' tokens; a row may have nothing at all."""
     hidden, weight, bias = (x.clone() for x in model())
     bias[:20] = -INF
-    tokens, support = ids(N), torch.full((N, 2), -1)
+    tokens, allowed_tokens = ids(N), torch.full((N, 2), -1)
     tokens[0], tokens[1:3] = 3, 30
-    support[0], support[1], support[2:, 0] = torch.tensor([3, 4]), torch.tensor([30, 31]), 25
+    allowed_tokens[0], allowed_tokens[1], allowed_tokens[2:, 0] = torch.tensor([3, 4]), torch.tensor([30, 31]), 25
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    got = linear_logprobs(hidden, weight, tokens, bias=bias, support=support, backend="triton")
+    got = linear_logprobs(hidden, weight, tokens, bias=bias, allowed_tokens=allowed_tokens, backend="triton")
     doubles = [x.detach().double().requires_grad_() for x in leaves]
     finite = torch.where(doubles[2].isfinite(), doubles[2], 0.0)
     logits = doubles[0] @ doubles[1].T + finite
-    wanted = exact(logits.masked_fill(doubles[2].isinf()[None, :], -INF), tokens, support=support)
+    wanted = exact(logits.masked_fill(doubles[2].isinf()[None, :], -INF), tokens, allowed_tokens=allowed_tokens)
     assert got.logsumexp[0] == -INF and got.entropy[0] == 0
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.double(), b.detach(), rtol=1e-5, atol=2e-5)
@@ -102,12 +102,14 @@ def test_not_a_number_is_not_hidden():
 
 @pytest.mark.parametrize("entries", [16, 32, 64])
 def test_kept_sets_in_tiles_of_one_and_two_words(monkeypatch, entries):
-    whole, support = backend.configuration, torch.rand(N, 100, generator=torch.Generator().manual_seed(3)) < 0.5
+    whole, allowed_tokens = backend.configuration, torch.rand(N, 100, generator=torch.Generator().manual_seed(3)) < 0.5
     monkeypatch.setattr(backend, "configuration", lambda *a: whole(*a)._replace(entries=entries))
     hidden, weight, tokens = normal(N, 3, scale=1.0).float(), normal(100, 3, seed=1).float(), ids(N, 2, high=100)
-    tokens[0], support[0, tokens[0, 0]] = tokens[0, 0], True
-    got = linear_logprobs(hidden, weight, tokens, support=support, backend="triton")
-    for a, b in zip(got, exact(hidden.double() @ weight.double().T, tokens, support=support), strict=True):
+    tokens[0], allowed_tokens[0, tokens[0, 0]] = tokens[0, 0], True
+    got = linear_logprobs(hidden, weight, tokens, allowed_tokens=allowed_tokens, backend="triton")
+    for a, b in zip(
+        got, exact(hidden.double() @ weight.double().T, tokens, allowed_tokens=allowed_tokens), strict=True
+    ):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
 
 
@@ -149,10 +151,10 @@ def test_a_shard_counts_tokens_and_kept_sets_from_its_start():
     from rl_kernels.row_state import finish, merge_all
 
     hidden, weight, bias = model()
-    tokens, support, inverse, cuts = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N), [0, 5, 30, V]
+    tokens, allowed_tokens, inverse, cuts = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N), [0, 5, 30, V]
 
     def shard(first, last, run, *more):
-        where = (support, None, first, 4096)
+        where = (allowed_tokens, None, first, 4096)
         return run(hidden, weight[first:last], bias[first:last], tokens, inverse, 3.0, *where, *more)
 
     states = [shard(a, b, backend.forward) for a, b in pairwise(cuts)]

@@ -44,7 +44,7 @@ def assert_same(objective, loss, **options):
 @pytest.mark.parametrize("recipe", ["dapo", "ppo"])
 def test_fused_a_block_of_rows_at_a_time(recipe):
     """Means over tokens: undivided parts of the blocks, over a denominator that is known before. Metrics add up."""
-    objective = getattr(rl_fn, recipe)(**EXTRA)
+    objective = getattr(rl_fn.recipes, recipe)(**EXTRA)
     fields = problem()[3]
     parts, count = from_jax(objective.parts), fields["mask"].sum()
 
@@ -61,7 +61,7 @@ def test_fused_a_block_of_rows_at_a_time(recipe):
 
 def test_grpo_divides_each_response_by_its_length():
     """Unfused the recipe sees whole responses; fused, each token brings its weight 1/(B · length)."""
-    objective = rl_fn.grpo(**EXTRA)
+    objective = rl_fn.recipes.grpo(**EXTRA)
     fields = problem()[3]
     mask = fields["mask"]
     parts = from_jax(objective.parts)
@@ -86,7 +86,7 @@ def test_grpo_divides_each_response_by_its_length():
 
 def test_a_recipe_of_sequence_ratios_is_refused():
     hidden, weight, tokens, fields = problem()
-    parts = from_jax(rl_fn.gspo_objective().parts)
+    parts = from_jax(rl_fn.recipes.gspo().parts)
 
     def loss(logprobs, entropy, logsumexp, rows):
         cut = {name: x.reshape(-1)[rows] for name, x in fields.items()}

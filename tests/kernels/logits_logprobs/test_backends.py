@@ -83,10 +83,10 @@ def test_the_gradient_of_a_sure_token_is_not_rounded_away():
 def test_the_full_set_as_support_changes_nothing_and_a_set_of_one_is_certain():
     logits, tokens = normal(N, V).float(), ids(N)
     whole = logits_logprobs(logits, tokens)
-    for support in (torch.arange(V).flip(0).expand(N, V), torch.ones(V, dtype=torch.bool)):
-        for a, b in zip(logits_logprobs(logits, tokens, support=support), whole, strict=True):
+    for allowed_tokens in (torch.arange(V).flip(0).expand(N, V), torch.ones(V, dtype=torch.bool)):
+        for a, b in zip(logits_logprobs(logits, tokens, allowed_tokens=allowed_tokens), whole, strict=True):
             assert torch.equal(a, b)
-    alone = logits_logprobs(logits, tokens, support=tokens[:, None])
+    alone = logits_logprobs(logits, tokens, allowed_tokens=tokens[:, None])
     assert alone.logprobs.abs().max() == 0 and alone.entropy.abs().max() == 0
 
 

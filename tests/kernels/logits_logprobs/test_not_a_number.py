@@ -9,7 +9,7 @@ from rl_kernels import logits_logprobs
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
-@pytest.mark.parametrize("option", [{}, {"softcap": 3.0}, {"support": torch.tensor([[0, 5, 4]] * 4)}])
+@pytest.mark.parametrize("option", [{}, {"softcap": 3.0}, {"allowed_tokens": torch.tensor([[0, 5, 4]] * 4)}])
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # how the interpreter takes a maximum
 def test_not_a_number_stays_in_its_row(backend, option):
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

@@ -58,10 +58,10 @@ def test_row_offsets_beyond_two_to_the_31():
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 1000])
 def test_packed_sets(vocabulary):
-    support = torch.randint(-1, vocabulary, (4, 6), generator=torch.Generator().manual_seed(0))
-    support[2] = -1
-    as_bool = kept_set(support, vocabulary, 4)
-    for form in (support, as_bool):
+    allowed_tokens = torch.randint(-1, vocabulary, (4, 6), generator=torch.Generator().manual_seed(0))
+    allowed_tokens[2] = -1
+    as_bool = kept_set(allowed_tokens, vocabulary, 4)
+    for form in (allowed_tokens, as_bool):
         words = packed(form, vocabulary)
         assert words.dtype == torch.int32 and words.shape == (4, -(-vocabulary // 32))
         bits = (words[:, :, None] >> torch.arange(32)) & 1
@@ -73,10 +73,12 @@ def test_packed_sets_a_few_rows_at_a_time(monkeypatch):
 
     backend = importlib.import_module("rl_kernels.logits_logprobs.triton")
     logits, tokens = normal(7, 100).float(), ids(7, high=100)
-    support = torch.rand(7, 100, generator=torch.Generator().manual_seed(1)) < 0.3
-    whole = logits_logprobs(logits, tokens, support=support, backend="triton")
+    allowed_tokens = torch.rand(7, 100, generator=torch.Generator().manual_seed(1)) < 0.3
+    whole = logits_logprobs(logits, tokens, allowed_tokens=allowed_tokens, backend="triton")
     monkeypatch.setattr(backend, "_PACKED", 26)  # two rows of 100 bits
-    for a, b in zip(logits_logprobs(logits, tokens, support=support, backend="triton"), whole, strict=True):
+    for a, b in zip(
+        logits_logprobs(logits, tokens, allowed_tokens=allowed_tokens, backend="triton"), whole, strict=True
+    ):
         assert torch.equal(a, b)
 
 

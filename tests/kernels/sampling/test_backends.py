@@ -156,7 +156,7 @@ def test_the_trainers_log_probability_is_the_samplers(backend):
     options["temperature"] = options["temperature"].clamp(min=0.3)
     result = sample(logits, **options, return_kept=True, backend=backend)
     heat = options["temperature"]
-    trained = logits_logprobs(logits, result.tokens, temperature=heat, support=result.kept)
+    trained = logits_logprobs(logits, result.tokens, temperature=heat, allowed_tokens=result.kept)
     torch.testing.assert_close(trained.logprobs, result.logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(trained.entropy, result.entropy, rtol=0, atol=1e-5)
     full = logits_logprobs(logits, result.tokens, temperature=heat)

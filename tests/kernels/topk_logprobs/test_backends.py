@@ -12,16 +12,16 @@ K = 4
 # The reference is the definition in other words: a few options show that it is wired as the others are. In Triton's
 # kernels the options are one another's neighbours; test_triton.py has what is theirs alone.
 CASES = [("torch", o) for o in OPTIONS]
-CASES += [("triton", o) for o in ("plain", "softcap", "nothing counts", "bool support", "everything")]
-CASES += [("reference", o) for o in ("temperatures", "bool support", "everything")]
+CASES += [("triton", o) for o in ("plain", "softcap", "nothing counts", "bool allowed_tokens", "everything")]
+CASES += [("reference", o) for o in ("temperatures", "bool allowed_tokens", "everything")]
 each_case = pytest.mark.parametrize(("backend", "option"), CASES)
 EVERY = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 each_backend = pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
 
 
-def expected_ids(logits, k, *, support=None, mask=None, **_):
+def expected_ids(logits, k, *, allowed_tokens=None, mask=None, **_):
     """By a stable sort: value falling, then id rising; 0 where masked."""
-    z = logits.double().masked_fill(~kept_set(support, logits.shape[1], len(logits)), -INF)
+    z = logits.double().masked_fill(~kept_set(allowed_tokens, logits.shape[1], len(logits)), -INF)
     found = z.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return found if mask is None else found.masked_fill(~mask[:, None], 0)
 

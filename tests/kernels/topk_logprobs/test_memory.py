@@ -21,11 +21,11 @@ class Nothing:
 def peak(count, *, kept, backend="torch"):
     run = importlib.import_module(f"rl_kernels.topk_logprobs.{backend}")
     hidden, weight = normal(count, H, scale=0.3).float(), normal(V, H, scale=0.3, seed=1).float()
-    inverse, support = torch.ones(count), torch.arange(8).repeat(count, 1) if kept else None
+    inverse, allowed_tokens = torch.ones(count), torch.arange(8).repeat(count, 1) if kept else None
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as found:
         for name in ("search_kernel", "keep_kernel") if backend == "triton" else ():
             patch.setattr(run, name, Nothing())
-        run.forward(hidden, weight, None, inverse, None, support, None, K, 0, WORKSPACE)
+        run.forward(hidden, weight, None, inverse, None, allowed_tokens, None, K, 0, WORKSPACE)
     return found.peak
 
 

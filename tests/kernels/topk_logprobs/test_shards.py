@@ -14,7 +14,7 @@ from tests.kernels.exact import gradients
 H, K = 19, 5
 # The first rank holds the last ids, and only three of them: fewer than K.
 SHARDS = [(V - 3, V), (0, V - 3)]
-NAMES = ["plain", "temperatures", "softcap", "support", "mask", "ties"]
+NAMES = ["plain", "temperatures", "softcap", "allowed_tokens", "mask", "ties"]
 
 
 def everything(name, shard, group, k=K):

@@ -58,8 +58,8 @@ def test_ids_with_kept_sets_of_either_form_and_masked_rows(monkeypatch):
     wanted = sorted_ids(z.masked_fill(~kept, -INF), 5).masked_fill(~mask[:, None], 0)
     # Four rows at a time, and a kept set whose entries are not neighbours in memory.
     monkeypatch.setattr(triton, "_WORKSPACE", 4 * (8 * (5 * 2 + 15) + 2 * width + 32 * 7))
-    for support in (listed, kept.T.contiguous().T):
-        assert torch.equal(triton.ids(z, support, mask, 5), wanted)
+    for allowed_tokens in (listed, kept.T.contiguous().T):
+        assert torch.equal(triton.ids(z, allowed_tokens, mask, 5), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -128,14 +128,14 @@ def test_from_hidden_states_as_torch_in_many_tiles(k, monkeypatch):
     states to rounding; each tile's candidates take the room of those before.
     """
     hidden, weight, bias = ids(4, 6, high=3).float(), ids(V, 6, seed=1, high=3).float() - 1, ids(V, seed=2).float() / 8
-    support = torch.rand(4, V + 5, generator=torch.Generator().manual_seed(3)) < 0.6
-    support[3] = False
+    allowed_tokens = torch.rand(4, V + 5, generator=torch.Generator().manual_seed(3)) < 0.6
+    allowed_tokens[3] = False
     inverse, kept = torch.tensor([0.5, 1.0, 3.0, 1.0]), []
     monkeypatch.setattr(triton, "blocks", lambda *_: Blocks(3, 24))
     monkeypatch.setattr(
         triton.Candidates, "keep", lambda self, keep=triton.Candidates.keep: kept.append(0) or keep(self)
     )
-    arguments = (hidden, weight, bias, inverse, 3.0, support, None, k, 5, 1 << 20)
+    arguments = (hidden, weight, bias, inverse, 3.0, allowed_tokens, None, k, 5, 1 << 20)
     state, values, found = triton.forward(*arguments)
     wanted_state, wanted_values, wanted = in_torch.forward(*arguments)
     assert torch.equal(found, wanted) and torch.equal(values, wanted_values)

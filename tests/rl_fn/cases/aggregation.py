@@ -12,7 +12,7 @@ for _mode in (
     "seq-mean-token-sum-norm",
     "prompt-mean",
 ):
-    _horizon = {"horizon": 16} if _mode == "seq-mean-token-sum-norm" else {}
+    _horizon = {"max_completion_length": 16} if _mode == "seq-mean-token-sum-norm" else {}
     _shape = (2, B, T) if _mode == "prompt-mean" else (B, T)
     for _name in ("aggregate_parts", "aggregate"):
         case(

@@ -71,7 +71,7 @@ class Draw:
     def uniform(self, low: float, high: float, *shape: int) -> np.ndarray:
         return self.rng.uniform(low, high, shape).astype(np.float32)
 
-    def support(self, *shape: int) -> np.ndarray:
+    def allowed_tokens(self, *shape: int) -> np.ndarray:
         """At least entry 0 stays."""
         kept = self.rng.random(shape) < 0.6
         kept[..., 0] = True

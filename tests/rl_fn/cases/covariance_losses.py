@@ -4,7 +4,7 @@ from tests.rl_fn.cases.base import B, T, case
 
 for _key, _options in {
     "clip_cov": {"cov_low": -1.0},
-    "clip_cov[share]": {"share": 0.25, "cov_low": -0.5, "clip_low": 2.0, "clip_high": 9.0},
+    "clip_cov[fraction]": {"fraction": 0.25, "cov_low": -0.5, "clip_low": 2.0, "clip_high": 9.0},
 }.items():
     case(
         _key,
@@ -17,9 +17,9 @@ for _key, _options in {
         masked=(0, 1, 2, 4),
     )
 for _key, _options in {
-    "clip_cov[largest]": {"share": 0.25, "cov_low": 0.0},
+    "clip_cov[largest]": {"fraction": 0.25, "cov_low": 0.0},
     "kl_cov": {},
-    "kl_cov[share]": {"share": 0.5, "coef": 0.3},
+    "kl_cov[fraction]": {"fraction": 0.5, "coef": 0.3},
 }.items():
     case(
         _key,

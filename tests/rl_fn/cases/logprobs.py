@@ -10,16 +10,19 @@ case(
     "logits_logprobs[options]",
     lambda d: (
         (d.normal(B, T, V, scale=3.0), d.integers(V, B, T)),
-        {"temperature": d.uniform(0.5, 2.0, B, T), "softcap": 5.0, "support": np.arange(V) != V},
+        {"temperature": d.uniform(0.5, 2.0, B, T), "softcap": 5.0, "allowed_tokens": np.arange(V) != V},
     ),
     differentiable=(0,),
 )
 case(
-    "logits_logprobs[support]",
-    lambda d: ((d.normal(B, V, scale=3.0), np.zeros(B, np.int32)), {"temperature": 0.7, "support": d.support(B, V)}),
+    "logits_logprobs[allowed_tokens]",
+    lambda d: (
+        (d.normal(B, V, scale=3.0), np.zeros(B, np.int32)),
+        {"temperature": 0.7, "allowed_tokens": d.allowed_tokens(B, V)},
+    ),
     differentiable=(0,),
 )
-# The maximum is held constant in the derivative, so only finish(merge(...)) has a gradient: see test_logprobs.py.
+# The maximum is held constant in the derivative, so the final log-probability alone has a gradient (test_logprobs.py).
 case("row_state", lambda d: ((d.normal(B, V, scale=3.0), d.integers(V, B)), {"temperature": 0.7}))
 case("row_state[tile]", lambda d: ((d.normal(B, V), d.integers(3 * V, B)), {"start": V}))
 
@@ -36,8 +39,8 @@ def _states(d: Draw, parts: int) -> list[rl_fn.RowState]:
     return [rl_fn.RowState(*(x[i] for x in columns)) for i in range(parts)]
 
 
-case("merge", lambda d: (tuple(_states(d, 2)), {}))
-case("finish", lambda d: (tuple(_states(d, 1)), {}))
+case("merge_row_states", lambda d: (tuple(_states(d, 2)), {}))
+case("finalize_row_state", lambda d: (tuple(_states(d, 1)), {}))
 case(
     "linear_logprobs",
     lambda d: ((d.normal(B, T, 5), d.normal(V, 5), d.integers(V, B, T)), {"chunk": 4}),
@@ -51,7 +54,7 @@ case(
             "bias": d.normal(V),
             "temperature": d.uniform(0.5, 2.0, B),
             "softcap": 5.0,
-            "support": d.support(V),
+            "allowed_tokens": d.allowed_tokens(V),
             "chunk": 4096,
         },
     ),

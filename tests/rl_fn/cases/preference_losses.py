@@ -82,7 +82,7 @@ for _name, _kwargs in {"tpo": {}, "tpo[margin]": {"beta": 2.0, "alpha": 0.5, "ga
 case(
     "kto",
     lambda d: (
-        (d.logprobs(), d.logprobs(), d.support(B, T), d.positive(1).reshape(()), d.mask()),
+        (d.logprobs(), d.logprobs(), d.allowed_tokens(B, T), d.positive(1).reshape(()), d.mask()),
         {"beta": 0.7, "desirable_weight": 1.5, "undesirable_weight": 0.5},
     ),
     differentiable=(0, 1),

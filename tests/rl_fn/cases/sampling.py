@@ -12,10 +12,10 @@ case("top_p", lambda d: ((d.normal(B, V, scale=2.0), 0.8), {}))
 case("top_p[per-row]", lambda d: ((d.normal(B, V), np.array([0.1, 0.8, 1.0], np.float32)), {}))
 case("min_p", lambda d: ((d.normal(B, V, scale=2.0), 0.1), {}))
 case("min_p[per-row]", lambda d: ((d.normal(B, V), np.array([0.0, 0.2, 1.0], np.float32)), {}))
-case("repetition_penalty", lambda d: ((d.normal(B, V), d.support(B, V), 1.3), {}), differentiable=(0,))
+case("repetition_penalty", lambda d: ((d.normal(B, V), d.allowed_tokens(B, V), 1.3), {}), differentiable=(0,))
 case(
     "repetition_penalty[per-row]",
-    lambda d: ((d.normal(B, V), d.support(B, V), np.array([0.8, 1.0, 2.0], np.float32)), {}),
+    lambda d: ((d.normal(B, V), d.allowed_tokens(B, V), np.array([0.8, 1.0, 2.0], np.float32)), {}),
 )
 case(
     "sample",

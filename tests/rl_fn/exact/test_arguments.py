@@ -35,7 +35,7 @@ def _add(legal: Range, message: str, **arguments: str) -> None:
 _add(UNIT, "must be in", discounted_returns="gamma", gae="gamma lam", td_lambda="gamma lam", n_step="gamma")
 _add(UNIT, "must be in", vtrace="gamma lam", retrace="gamma lam", clipped_importance_advantages="gamma clip_low")
 _add(UNIT, "must be", gkd="beta", top_k_distillation="beta", f_dpo="alpha", smooth_scales="alpha")
-_add(UNIT, "must be", clip_cov="share", kl_cov="share", high_entropy_mask="quantile")
+_add(UNIT, "must be", clip_cov="fraction", kl_cov="fraction", high_entropy_mask="quantile")
 _add(INSIDE, "must be in", jensen_shannon="beta")
 _add(POSITIVE, "must be positive", length_adaptive_lambda="alpha", gpg_advantages="norm", dppo="threshold ratio_cap")
 _add(POSITIVE, "must be positive", rejection_mask="threshold", second_moment_mask="threshold")
@@ -195,13 +195,13 @@ def test_shapes_and_modes_are_refused():
     x, mask = jnp.ones((2, 3)), jnp.ones((2, 3), bool)
     with pytest.raises(ValueError, match="mode must be one of"):
         rl_fn.aggregate(x, mask, "mean")
-    with pytest.raises(ValueError, match="horizon goes with"):
-        rl_fn.aggregate(x, mask, "token-mean", horizon=3)
-    with pytest.raises(ValueError, match="horizon goes with"):
+    with pytest.raises(ValueError, match="max_completion_length goes with"):
+        rl_fn.aggregate(x, mask, "token-mean", max_completion_length=3)
+    with pytest.raises(ValueError, match="max_completion_length goes with"):
         rl_fn.aggregate(x, mask, "seq-mean-token-sum-norm")
-    with pytest.raises(ValueError, match="horizon must be positive"):
-        rl_fn.aggregate(x, mask, "seq-mean-token-sum-norm", horizon=0)
-    assert rl_fn.aggregate(x, mask, "seq-mean-token-sum-norm", horizon=0.5) == 6.0
+    with pytest.raises(ValueError, match="max_completion_length must be positive"):
+        rl_fn.aggregate(x, mask, "seq-mean-token-sum-norm", max_completion_length=0)
+    assert rl_fn.aggregate(x, mask, "seq-mean-token-sum-norm", max_completion_length=0.5) == 6.0
     with pytest.raises(ValueError, match="prompt-mean needs a group axis"):
         rl_fn.aggregate(x[0], mask[0], "prompt-mean")
     with pytest.raises(ValueError, match="not packed rows"):

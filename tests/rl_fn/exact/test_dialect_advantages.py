@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_fn.dialects.advantages import (
+from rl_fn.objectives.dialects.advantages import (
     BiasedGAE,
     NeMoRLAdvantage,
     OpenRLHFAdvantage,

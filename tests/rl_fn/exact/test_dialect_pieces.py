@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_fn.batch import Batch
-from rl_fn.dialects.losses import (
+from rl_fn.objectives.batch import Batch
+from rl_fn.objectives.components import Aggregation, Entropy, RawReward, Reinforce
+from rl_fn.objectives.dialects.losses import (
     Gated,
     ImportanceBand,
     RatioClip,
@@ -17,11 +18,10 @@ from rl_fn.dialects.losses import (
     capped_reinforce,
     trusted_reinforce,
 )
-from rl_fn.dialects.objective import DialectObjective
-from rl_fn.dialects.terms import AllRows, BoundedKL, OverWidth
-from rl_fn.dialects.trl import EntropyGate, OffPolicyGate, OverHighEntropy, SequenceSapo, Vespo
-from rl_fn.pieces import Aggregation, Entropy, RawReward, Reinforce
-from rl_fn.token_losses import sapo
+from rl_fn.objectives.dialects.objective import DialectObjective
+from rl_fn.objectives.dialects.terms import AllRows, BoundedKL, OverWidth
+from rl_fn.objectives.dialects.trl import EntropyGate, OffPolicyGate, OverHighEntropy, SequenceSapo, Vespo
+from rl_fn.policy_losses.token_level import sapo
 from tests.oracle.lookup import ORACLE
 
 MASK = np.ones((4, 6), bool)
@@ -254,7 +254,7 @@ def test_the_highest_entropies():
     cut = np.quantile(H[MASK].astype(np.float32), 0.75)
     high = MASK & (cut <= H)
     np.testing.assert_array_equal(EntropyGate(0.25)(BATCH), high)
-    total, count = OverHighEntropy(share=0.25)(BATCH.entropies, BATCH.mask, None)
+    total, count = OverHighEntropy(fraction=0.25)(BATCH.entropies, BATCH.mask, None)
     np.testing.assert_allclose([total, count], [H[high].sum(), high.sum()], rtol=1e-6)
     assert float(OverHighEntropy()(BATCH.entropies, BATCH.mask, None).denominator) == MASK.sum()
     with pytest.raises(ValueError, match="entropies; it is None"):
@@ -262,7 +262,7 @@ def test_the_highest_entropies():
     # At a quantile that is one of them, that token stays.
     five = BATCH._replace(entropies=jnp.arange(5.0)[None], mask=jnp.ones((1, 5), bool))
     assert np.asarray(EntropyGate(0.5)(five)).tolist() == [[False, False, True, True, True]]
-    moved = jax.grad(lambda x: OverHighEntropy(share=0.25)(x, BATCH.mask, None).total)(BATCH.entropies)
+    moved = jax.grad(lambda x: OverHighEntropy(fraction=0.25)(x, BATCH.mask, None).total)(BATCH.entropies)
     np.testing.assert_array_equal(moved, high)
 
 

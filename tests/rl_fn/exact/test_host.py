@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rl_fn
-from rl_fn.balancing import _columns
+from rl_fn.packing.balance import _columns
 
 
 def lists(arrays):

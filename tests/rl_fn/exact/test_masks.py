@@ -141,13 +141,13 @@ def test_covariance_masks_on_their_bounds():
     assert loss.tolist() == [-2.0, 0.0]
     # Strictly between the bounds only.
     for low, high, chosen in ((0.5, 2.0, True), (1.0, 2.0, False), (0.5, 1.0, False)):
-        got = rl_fn.clip_cov(new, new, a, ALL, share=1.0, cov_low=low, cov_high=high)
+        got = rl_fn.clip_cov(new, new, a, ALL, fraction=1.0, cov_low=low, cov_high=high)
         assert got.tolist() == [0.0 if chosen else -2.0, 0.0], (low, high)
     # A share of 0 takes nothing; a share that rounds to nothing takes one, here that of less noise.
     noise = jnp.array([0.1, 0.2])
-    assert rl_fn.clip_cov(new, new, a, ALL, noise, share=0.0, cov_low=0.5).tolist() == [-2.0, 0.0]
-    assert rl_fn.clip_cov(new, new, a, ALL, noise, share=0.1, cov_low=0.5).tolist() == [0.0, 0.0]
-    assert rl_fn.clip_cov(new, new, a, ALL, -noise, share=0.1, cov_low=0.5).tolist() == [-2.0, 0.0]
+    assert rl_fn.clip_cov(new, new, a, ALL, noise, fraction=0.0, cov_low=0.5).tolist() == [-2.0, 0.0]
+    assert rl_fn.clip_cov(new, new, a, ALL, noise, fraction=0.1, cov_low=0.5).tolist() == [0.0, 0.0]
+    assert rl_fn.clip_cov(new, new, a, ALL, -noise, fraction=0.1, cov_low=0.5).tolist() == [-2.0, 0.0]
 
 
 def test_kl_cov_adds_the_distance_of_the_most_covariant():
@@ -155,11 +155,11 @@ def test_kl_cov_adds_the_distance_of_the_most_covariant():
     new, old, a = jnp.array([-1.0, -2.0, -3.0]), jnp.array([-1.5, -2.0, -3.0]), jnp.array([3.0, 0.0, 0.0])
     mask = jnp.ones(3, bool)
     plain = np.array([-3.0 * math.exp(0.5), 0.0, 0.0])
-    np.testing.assert_allclose(rl_fn.kl_cov(new, old, a, mask, share=0.0), plain, rtol=1e-6)
-    got = rl_fn.kl_cov(new, old, a, mask, share=0.4, coef=2.0)
+    np.testing.assert_allclose(rl_fn.kl_cov(new, old, a, mask, fraction=0.0), plain, rtol=1e-6)
+    got = rl_fn.kl_cov(new, old, a, mask, fraction=0.4, coef=2.0)
     np.testing.assert_allclose(got, plain + np.array([2.0 * 0.5, 0.0, 0.0]), rtol=1e-6)
     # |d| has slope sign(d), and 0 at d = 0.
-    slope = jax.grad(lambda x: rl_fn.kl_cov(x, old, 0.0 * a, mask, share=1.0, coef=2.0).sum())(new)
+    slope = jax.grad(lambda x: rl_fn.kl_cov(x, old, 0.0 * a, mask, fraction=1.0, coef=2.0).sum())(new)
     assert slope.tolist() == [2.0, 0.0, 0.0]
 
 

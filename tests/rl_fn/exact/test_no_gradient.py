@@ -44,7 +44,7 @@ FIXED = {
         B,
     ),
     "clip_cov through the covariance": (
-        lambda x: rl_fn.clip_cov(B, B, x, MASK, share=0.0) * 0.0 + rl_fn.kl_cov(B, B, A, MASK, share=1.0),
+        lambda x: rl_fn.clip_cov(B, B, x, MASK, fraction=0.0) * 0.0 + rl_fn.kl_cov(B, B, A, MASK, fraction=1.0),
         A,
     ),
 }

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import rl_fn
-from rl_fn import pieces as p
-from rl_fn.batch import detached, sanitised
-from rl_fn.combinations import refuse_impossible
-from rl_fn.objectives import Objective
+from rl_fn import components as p
+from rl_fn.objectives.batch import detached, sanitised
+from rl_fn.objectives.compatibility import refuse_impossible
+from rl_fn.objectives.objective import Objective
 
 MASK = jnp.array([[True, True, False], [True, False, False]])
 NEW = jnp.array([[-1.0, -2.0, jnp.nan], [-3.0, jnp.inf, 0.0]])

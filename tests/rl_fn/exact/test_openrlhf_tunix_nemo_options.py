@@ -4,16 +4,17 @@ from typing import Any
 
 import pytest
 
-from rl_fn import dialects, token_losses
-from rl_fn.dialects import advantages as adv
-from rl_fn.dialects.losses import (
+from rl_fn import dialects
+from rl_fn.objectives.components import GAE, Aggregation, Entropy, Reinforce
+from rl_fn.objectives.dialects import advantages as adv
+from rl_fn.objectives.dialects.losses import (
     ImportanceBand,
     RatioClip,
     TokenLoss,
 )
-from rl_fn.dialects.objective import DialectObjective
-from rl_fn.dialects.terms import BoundedKL, OverWidth
-from rl_fn.pieces import GAE, Aggregation, Entropy, Reinforce
+from rl_fn.objectives.dialects.objective import DialectObjective
+from rl_fn.objectives.dialects.terms import BoundedKL, OverWidth
+from rl_fn.policy_losses import token_level as token_losses
 
 TOKENS, ANSWERS = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
 

@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 import rl_fn
-from rl_fn import pieces
+from rl_fn import components
 from rl_fn.aggregation import MODES
-from rl_fn.batch import Batch
+from rl_fn.objectives.batch import Batch
 
-KINDS = [getattr(rl_fn, name) for name in pieces.__all__ if dataclasses.is_dataclass(getattr(rl_fn, name, None))]
+KINDS = [
+    getattr(components, name)
+    for name in components.__all__
+    if dataclasses.is_dataclass(getattr(components, name, None))
+]
 # Values for the fields that have no default.
 REQUIRED: dict[str, dict[str, Any]] = {
     "KL": {},
@@ -21,13 +25,13 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "Rejection": {"threshold": 0.5},
     "SequenceMask": {"threshold": 0.5},
     "TotalVariation": {"threshold": 0.5},
-    "Sum": {"losses": (rl_fn.Reinforce(),)},
-    "Product": {"factors": (rl_fn.SecondMoment(),)},
+    "Sum": {"losses": (rl_fn.components.Reinforce(),)},
+    "Product": {"factors": (rl_fn.components.SecondMoment(),)},
 }
 SMALL = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}
 BUMP = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0, "behaviour": "rollout"}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "Aggregation": {"horizon": None},
+    "Aggregation": {"max_completion_length": None},
     "KL": {"estimator": "k3", "coef": 0.0},
     "ValueLoss": {"clip": None},
     "Clip": {"low": 0.2, "high": 0.2, "dual": None},
@@ -37,8 +41,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "DPPO": {"threshold": 0.15, "divergence": "tv", "ratio_cap": None, "behaviour": "rollout"},
     "DRO": {"beta": 1.0, "level": "sequence_sum"},
     "Kimi": {"tau": 0.1, "level": "sequence_sum"},
-    "ClipCov": {"share": 2e-4, "cov_low": 1.0, "cov_high": 5.0, "clip_low": 0.2, "clip_high": 0.2},
-    "KLCov": {"share": 2e-4, "coef": 1.0},
+    "ClipCov": {"fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0, "clip_low": 0.2, "clip_high": 0.2},
+    "KLCov": {"fraction": 2e-4, "coef": 1.0},
     "PositiveExample": {"coef": 0.1},
     "GSPO": SMALL,
     "GSPOToken": SMALL,
@@ -67,7 +71,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def made(kind: str, **arguments: Any) -> Any:
-    return getattr(rl_fn, kind)(**{**REQUIRED.get(kind, {}), **arguments})
+    return getattr(rl_fn.components, kind)(**{**REQUIRED.get(kind, {}), **arguments})
 
 
 @pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS])
@@ -112,9 +116,13 @@ RANGES: list[tuple[str, str, tuple[list[Any], list[Any]]]] = [
         "mode",
         (["mean", "seq-mean-token-sum-norm"], [x for x in MODES if x != "seq-mean-token-sum-norm"]),
     ),
-    ("Aggregation", "horizon", ([1.0], [None])),
-    ("Sum", "losses", ([()], [(rl_fn.Reinforce(),)])),
-    ("Product", "factors", ([(), (rl_fn.TruncatedImportance(),) * 2], [(rl_fn.TruncatedImportance(),)])),
+    ("Aggregation", "max_completion_length", ([1.0], [None])),
+    ("Sum", "losses", ([()], [(rl_fn.components.Reinforce(),)])),
+    (
+        "Product",
+        "factors",
+        ([(), (rl_fn.components.TruncatedImportance(),) * 2], [(rl_fn.components.TruncatedImportance(),)]),
+    ),
 ]
 
 
@@ -128,10 +136,10 @@ def test_the_bounds_of_a_constant(kind, field, legal):
 
 
 def test_the_horizon_of_a_norm_is_positive():
-    for horizon in (0.0, -1.0):
-        with pytest.raises(ValueError, match="horizon must be positive"):
-            rl_fn.Aggregation("seq-mean-token-sum-norm", horizon)
-    assert rl_fn.Aggregation("seq-mean-token-sum-norm", 0.5).horizon == 0.5
+    for max_completion_length in (0.0, -1.0):
+        with pytest.raises(ValueError, match="max_completion_length must be positive"):
+            rl_fn.components.Aggregation("seq-mean-token-sum-norm", max_completion_length)
+    assert rl_fn.components.Aggregation("seq-mean-token-sum-norm", 0.5).max_completion_length == 0.5
 
 
 ROLLOUT, SUMS = ("rollout_logprobs",), ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -180,7 +188,9 @@ def said(piece: Any) -> dict[str, Any]:
     return rule if set(modes) == set(MODES) else {**rule, "modes": modes}
 
 
-@pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS if kind not in (rl_fn.Sum, rl_fn.Product)])
+@pytest.mark.parametrize(
+    "kind", [kind.__name__ for kind in KINDS if kind not in (rl_fn.components.Sum, rl_fn.components.Product)]
+)
 def test_what_a_piece_says_of_itself(kind):
     assert said(made(kind)) == {**RULE, **SAYS.get(kind, {})}
 
@@ -190,23 +200,26 @@ def test_what_depends_on_a_constant():
         assert said(made(kind, behaviour="old")) == RULE
     for kind in ("DRO", "Kimi"):
         assert said(made(kind, level="token")) == {**RULE, "beside_advantage": True}
-    assert rl_fn.ValueLoss(0.5).reads == ("values", "returns", "old_values")
-    assert rl_fn.WhitenedReturns(0.99).per_token and not rl_fn.WhitenedReturns(1.0).per_token
+    assert rl_fn.components.ValueLoss(0.5).reads == ("values", "returns", "old_values")
+    assert rl_fn.components.WhitenedReturns(0.99).per_token and not rl_fn.components.WhitenedReturns(1.0).per_token
 
 
 @pytest.mark.parametrize("kind", ["GSPO", "PositiveExample", "KLCov", "DPPO", "DRO", "Clip"])
 def test_a_sum_is_what_one_of_its_losses_is(kind):
     one = made(kind)
-    assert said(rl_fn.Sum((rl_fn.Reinforce(), one))) == {
+    assert said(rl_fn.components.Sum((rl_fn.components.Reinforce(), one))) == {
         **said(one),
         **({"modes": tuple(sorted(one.modes))} if "modes" in said(one) else {}),
     }
-    assert rl_fn.Sum((rl_fn.DRO(), rl_fn.GSPO())).modes == ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+    assert rl_fn.components.Sum((rl_fn.components.DRO(), rl_fn.components.GSPO())).modes == (
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+    )
 
 
 @pytest.mark.parametrize("kind", ["TruncatedImportance", "HighEntropy", "SequenceMask", "SecondMoment"])
 def test_a_product_is_what_one_of_its_factors_is(kind):
-    assert said(rl_fn.Product((rl_fn.SequenceMask(0.5), made(kind)))) == {
+    assert said(rl_fn.components.Product((rl_fn.components.SequenceMask(0.5), made(kind)))) == {
         **said(made(kind)),
         "reads": tuple(dict.fromkeys([*ROLLOUT, *made(kind).reads])),
     }
@@ -214,9 +227,17 @@ def test_a_product_is_what_one_of_its_factors_is(kind):
 
 def test_plain_functions_in_a_sum_and_a_product():
     x, mask = jnp.array([[2.0, 3.0]]), jnp.ones((1, 2), bool)
-    assert rl_fn.Product((lambda b: b.logprobs, lambda b: b.advantages))(Batch(x, x, x, mask)).tolist() == [[4.0, 9.0]]
-    assert rl_fn.Sum((lambda b: b.logprobs, lambda b: b.advantages))(Batch(x, x, x, mask)).tolist() == [[4.0, 6.0]]
-    assert said(rl_fn.Sum((lambda b: b.logprobs,))) == said(rl_fn.Product((lambda b: b.logprobs,))) == RULE
+    assert rl_fn.components.Product((lambda b: b.logprobs, lambda b: b.advantages))(Batch(x, x, x, mask)).tolist() == [
+        [4.0, 9.0]
+    ]
+    assert rl_fn.components.Sum((lambda b: b.logprobs, lambda b: b.advantages))(Batch(x, x, x, mask)).tolist() == [
+        [4.0, 6.0]
+    ]
+    assert (
+        said(rl_fn.components.Sum((lambda b: b.logprobs,)))
+        == said(rl_fn.components.Product((lambda b: b.logprobs,)))
+        == RULE
+    )
 
 
 WEIGHING = {"SecondMoment": {}, "SequenceMask": {"threshold": -1.0}, "TotalVariation": {"threshold": 0.01}}

@@ -3,8 +3,8 @@
 import pytest
 
 import rl_fn
-from rl_fn import pieces as p
-from rl_fn.recipes import __all__ as RECIPES
+from rl_fn import components as p
+from rl_fn.objectives.recipes import __all__ as RECIPES
 
 STD, NONE = p.GroupNormalised("group", 1e-6), p.GroupNormalised("none")
 CLIP, HIGHER = p.Clip(0.2, 0.2), p.Clip(0.2, 0.28)
@@ -13,39 +13,39 @@ SMALL = (3e-4, 4e-4)
 POSITIVE = p.Sum((HIGHER, p.PositiveExample(0.1)))
 # Advantage, loss, aggregation; what else there is by default is in BESIDE.
 DEFAULTS = {
-    "cispo_objective": (STD, p.CISPO(4.0), TOKENS),
-    "clip_cov_objective": (STD, p.ClipCov(2e-4, 1.0, 5.0, 0.2, 0.2), TOKENS),
+    "cispo": (STD, p.CISPO(4.0), TOKENS),
+    "clip_cov": (STD, p.ClipCov(2e-4, 1.0, 5.0, 0.2, 0.2), TOKENS),
     "dapo": (STD, HIGHER, TOKENS),
-    "decoupled_ppo_objective": (p.WhitenedReturns(1.0, 1e-8), p.DecoupledClip(0.2, 0.2), TOKENS),
-    "dppo_objective": (NONE, p.DPPO(0.15, "tv"), SUMS),
+    "decoupled_ppo": (p.WhitenedReturns(1.0, 1e-8), p.DecoupledClip(0.2, 0.2), TOKENS),
+    "dppo": (NONE, p.DPPO(0.15, "tv"), SUMS),
     "dr_grpo": (NONE, CLIP, SUMS),
-    "dro_objective": (NONE, p.DRO(1.0), SUMS),
+    "dro": (NONE, p.DRO(1.0), SUMS),
     "gdpo": (p.SeveralRewards(None, 1e-6), CLIP, ANSWERS),
     "gigpo": (p.StepGroups(0.95, 1.0, "group", 1e-6), CLIP, ANSWERS),
-    "gmpo_objective": (STD, p.GMPO(0.4, 0.4), ANSWERS),
+    "gmpo": (STD, p.GMPO(0.4, 0.4), ANSWERS),
     "gpg": (p.InformativeShare(1.0), p.Reinforce(), TOKENS),
     "grpo": (STD, CLIP, ANSWERS),
     "grpo_passk": (p.BestOnly(True, 1e-6), CLIP, TOKENS),
-    "gspo_objective": (STD, p.GSPO(*SMALL), ANSWERS),
-    "gspo_token_objective": (STD, p.GSPOToken(*SMALL), ANSWERS),
-    "kimi_objective": (NONE, p.Kimi(0.1), SUMS),
-    "kl_cov_objective": (STD, p.KLCov(2e-4, 1.0), TOKENS),
-    "luspo_objective": (STD, p.LUSPO(2e-3, 2.5e-3), ANSWERS),
+    "gspo": (STD, p.GSPO(*SMALL), ANSWERS),
+    "gspo_token": (STD, p.GSPOToken(*SMALL), ANSWERS),
+    "kimi": (NONE, p.Kimi(0.1), SUMS),
+    "kl_cov": (STD, p.KLCov(2e-4, 1.0), TOKENS),
+    "luspo": (STD, p.LUSPO(2e-3, 2.5e-3), ANSWERS),
     "m2po": (STD, p.Surrogate(), TOKENS),
     "maxrl": (p.MeanNormalised(), p.Reinforce(), SUMS),
-    "on_policy_distillation_objective": (p.TeacherLogRatio(), p.Reinforce(), TOKENS),
+    "on_policy_distillation": (p.TeacherLogRatio(), p.Reinforce(), TOKENS),
     "opo": (p.LengthWeighted(), p.Reinforce(), SUMS),
     "passk": (p.BestOfSets(4), HIGHER, TOKENS),
     "ppo": (p.GAE(1.0, 0.95, True), CLIP, TOKENS),
-    "reinforce_objective": (p.RawReward(0.0), p.Reinforce(), SUMS),
+    "reinforce": (p.RawReward(0.0), p.Reinforce(), SUMS),
     "reinforce_pp": (p.WhitenedReturns(1.0, 1e-8), CLIP, TOKENS),
     "reinforce_pp_baseline": (p.WhitenedGroup(1e-8), CLIP, TOKENS),
     "remax": (p.GreedyBaseline(), p.Reinforce(), SUMS),
     "rloo": (p.LeaveOneOut(), p.Reinforce(), SUMS),
-    "sapo_objective": (STD, p.SAPO(1.0, 1.05), ANSWERS),
-    "topr_objective": (p.RawReward(0.0), p.TOPR("sequence_sum"), SUMS),
+    "sapo": (STD, p.SAPO(1.0, 1.05), ANSWERS),
+    "topr": (p.RawReward(0.0), p.TOPR("sequence_sum"), SUMS),
     "vapo": (p.LengthAdaptiveGAE(1.0, 1.0, True, 0.05), POSITIVE, TOKENS),
-    "vespo_objective": (STD, p.VESPO(2.0, 3.0, 3.0, 2.0), TOKENS),
+    "vespo": (STD, p.VESPO(2.0, 3.0, 3.0, 2.0), TOKENS),
 }
 BESIDE = {
     "grpo": {"kl": p.KL("k3", 0.04)},
@@ -57,20 +57,20 @@ CRITIC = {"gamma": 0.9, "whiten": False, "value_clip": 0.5, "clip_low": 0.1, "cl
 CLIPS = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 4.0}
 CHANGED = [
     (
-        "cispo_objective",
+        "cispo",
         {"eps": 0.1, "clip_high": 2, "clip_low": 0.3},
         p.GroupNormalised("group", 0.1),
         p.CISPO(2.0, 0.3),
     ),
     ("dapo", {"eps": 0.1, **CLIPS}, p.GroupNormalised("group", 0.1), p.Clip(0.1, 0.3, 4.0)),
     (
-        "decoupled_ppo_objective",
+        "decoupled_ppo",
         {"gamma": 0.9, "weight_cap": 3, **CLIPS},
         p.WhitenedReturns(0.9),
         p.DecoupledClip(0.1, 0.3, 4.0, 3.0),
     ),
     (
-        "dppo_objective",
+        "dppo",
         {"threshold": 0.3, "divergence": "kl", "ratio_cap": 3, "behaviour": "old"},
         NONE,
         p.DPPO(0.3, "kl", 3.0, behaviour="old"),
@@ -96,28 +96,28 @@ def test_defaults_are_these_pieces(name):
     advantage, loss, mode = DEFAULTS[name]
     short = name.removesuffix("_objective")
     expected = rl_fn.Objective(short, advantage, loss, p.Aggregation(mode), **BESIDE.get(name, {}))
-    assert getattr(rl_fn, name)() == expected
+    assert getattr(rl_fn.recipes, name)() == expected
 
 
 @pytest.mark.parametrize(("name", "arguments", "advantage", "loss"), CHANGED)
 def test_arguments_become_constants_of_pieces(name, arguments, advantage, loss):
-    objective = getattr(rl_fn, name)(**arguments)
+    objective = getattr(rl_fn.recipes, name)(**arguments)
     assert (objective.advantage, objective.loss) == (advantage, loss)
     if "value_clip" in arguments:
         assert objective.value == p.ValueLoss(arguments["value_clip"])
 
 
 def test_terms_are_absent_where_their_coefficient_is_zero():
-    plain = rl_fn.rloo()
+    plain = rl_fn.recipes.rloo()
     assert (plain.kl, plain.entropy, plain.correction, plain.reward_kl) == (None, None, None, None)
-    assert rl_fn.rloo(kl_coef=0.3) == plain._replace(kl=p.KL("k2", 0.3))
-    assert rl_fn.rloo(kl_coef=2, kl_estimator="k1+") == plain._replace(kl=p.KL("k1+", 2.0))
-    assert rl_fn.rloo(entropy_coef=0.3) == plain._replace(entropy=p.Entropy(0.3))
-    assert rl_fn.rloo(reward_kl_coef=0.3) == plain._replace(reward_kl=p.KL("k1", 0.3))
-    assert rl_fn.rloo(correction_cap=3) == plain._replace(correction=p.TruncatedImportance(3.0))
+    assert rl_fn.recipes.rloo(kl_coef=0.3) == plain._replace(kl=p.KL("k2", 0.3))
+    assert rl_fn.recipes.rloo(kl_coef=2, kl_estimator="k1+") == plain._replace(kl=p.KL("k1+", 2.0))
+    assert rl_fn.recipes.rloo(entropy_coef=0.3) == plain._replace(entropy=p.Entropy(0.3))
+    assert rl_fn.recipes.rloo(reward_kl_coef=0.3) == plain._replace(reward_kl=p.KL("k1", 0.3))
+    assert rl_fn.recipes.rloo(correction_cap=3) == plain._replace(correction=p.TruncatedImportance(3.0))
     both = p.Product((p.SecondMoment(0.3), p.TruncatedImportance(3.0)))
-    assert rl_fn.m2po(threshold=0.3, correction_cap=3).correction == both
+    assert rl_fn.recipes.m2po(threshold=0.3, correction_cap=3).correction == both
 
 
 def test_a_horizon_divides_the_sums():
-    assert rl_fn.dr_grpo(horizon=16).aggregation == p.Aggregation("seq-mean-token-sum-norm", 16.0)
+    assert rl_fn.recipes.dr_grpo(max_completion_length=16).aggregation == p.Aggregation("seq-mean-token-sum-norm", 16.0)

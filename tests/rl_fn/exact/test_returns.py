@@ -143,7 +143,7 @@ def test_aggregation(mode):
 
 
 def test_aggregation_by_a_horizon_by_prompt_and_packed():
-    assert rl_fn.aggregate_parts(X, M, "seq-mean-token-sum-norm", horizon=10) == (31.0, 20.0)
+    assert rl_fn.aggregate_parts(X, M, "seq-mean-token-sum-norm", max_completion_length=10) == (31.0, 20.0)
     # A prompt's tokens together: one of 5 tokens, one of none.
     prompts = rl_fn.aggregate_parts(jnp.stack([X, X]), jnp.stack([M, M & False]), "prompt-mean")
     np.testing.assert_allclose(prompts, (31 / 5, 1.0), rtol=1e-6)

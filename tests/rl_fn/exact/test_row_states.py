@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import rl_fn
-from rl_fn.logprobs import RowState, finish, row_state
-from rl_fn.multi_objective import signs
-from rl_fn.passk_advantages import passk_analytic_advantages
+from rl_fn.advantages.passk import passk_analytic_advantages
+from rl_fn.logprobs.row_state import RowState, finalize_row_state, row_state
+from rl_fn.multi_objective.scalarise import signs
 
 LOGITS = jnp.array([0.0, 1.0, 2.0])
 
 
 def test_a_token_outside_the_row_has_probability_zero():
-    out = finish(row_state(LOGITS, jnp.array(5)))
+    out = finalize_row_state(row_state(LOGITS, jnp.array(5)))
     assert out.logprobs == -jnp.inf and jnp.isfinite(out.logsumexp)
 
 
@@ -21,7 +21,7 @@ def test_what_of_a_state_has_a_gradient():
     assert not jax.grad(lambda x: row_state(x, jnp.array(0)).maximum)(LOGITS).any()
 
     def logprobs(target):
-        return finish(RowState(jnp.array(2.0), jnp.array(1.5), jnp.array(0.5), target)).logprobs
+        return finalize_row_state(RowState(jnp.array(2.0), jnp.array(1.5), jnp.array(0.5), target)).logprobs
 
     assert jax.grad(logprobs)(jnp.array(-jnp.inf)) == 0.0 and jax.grad(logprobs)(jnp.array(1.0)) == 1.0
 

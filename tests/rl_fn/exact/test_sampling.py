@@ -76,14 +76,14 @@ def test_log_probabilities_of_one_row():
 
 def test_a_token_outside_the_support_or_the_tile():
     x = jnp.array([0.0, 0.0, 5.0])
-    support = jnp.array([True, True, False])
-    out = rl_fn.logits_logprobs(jnp.stack([x, x]), jnp.array([2, 0]), support=support)
+    allowed_tokens = jnp.array([True, True, False])
+    out = rl_fn.logits_logprobs(jnp.stack([x, x]), jnp.array([2, 0]), allowed_tokens=allowed_tokens)
     np.testing.assert_allclose(out.logprobs, [-INF, HALF], rtol=1e-6)
     np.testing.assert_allclose(out.entropy, [math.log(2.0)] * 2, rtol=1e-6)
     # A tile of ids 3, 4, 5 knows the logits of these alone.
     state = rl_fn.row_state(jnp.stack([x] * 5), jnp.array([2, 3, 5, 6, 0]), start=3)
     assert state.target.tolist() == [-INF, 0.0, 5.0, -INF, -INF]
-    nothing = rl_fn.logits_logprobs(x, jnp.array(0), support=jnp.zeros(3, bool))
+    nothing = rl_fn.logits_logprobs(x, jnp.array(0), allowed_tokens=jnp.zeros(3, bool))
     assert [float(part) for part in nothing] == [-INF, 0.0, -INF]
 
 
@@ -93,9 +93,9 @@ def test_states_of_tiles_merge_to_the_whole():
         whole = rl_fn.row_state(x, jnp.array(token))
         left = rl_fn.row_state(x[:3], jnp.array(token))
         right = rl_fn.row_state(x[3:], jnp.array(token), start=3)
-        for a, b in zip(rl_fn.merge(left, right), whole, strict=True):
+        for a, b in zip(rl_fn.merge_row_states(left, right), whole, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
-        for a, b in zip(rl_fn.merge(right, left), whole, strict=True):
+        for a, b in zip(rl_fn.merge_row_states(right, left), whole, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 

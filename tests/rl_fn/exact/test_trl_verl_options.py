@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from rl_fn import dialects, regularised_losses, sequence_losses, token_losses
-from rl_fn.dialects import advantages as adv
-from rl_fn.dialects.losses import (
+from rl_fn import dialects
+from rl_fn.objectives.components import GAE, Aggregation, Entropy, GroupNormalised, Reinforce
+from rl_fn.objectives.dialects import advantages as adv
+from rl_fn.objectives.dialects.losses import (
     Gated,
     ImportanceBand,
     RatioClip,
@@ -14,10 +15,12 @@ from rl_fn.dialects.losses import (
     capped_reinforce,
     trusted_reinforce,
 )
-from rl_fn.dialects.objective import DialectObjective
-from rl_fn.dialects.terms import AllRows, BoundedKL, OverWidth
-from rl_fn.dialects.trl import EntropyGate, OffPolicyGate, OverHighEntropy, SequenceSapo, Vespo
-from rl_fn.pieces import GAE, Aggregation, Entropy, GroupNormalised, Reinforce
+from rl_fn.objectives.dialects.objective import DialectObjective
+from rl_fn.objectives.dialects.terms import AllRows, BoundedKL, OverWidth
+from rl_fn.objectives.dialects.trl import EntropyGate, OffPolicyGate, OverHighEntropy, SequenceSapo, Vespo
+from rl_fn.policy_losses import regularised as regularised_losses
+from rl_fn.policy_losses import sequence_level as sequence_losses
+from rl_fn.policy_losses import token_level as token_losses
 
 TOKENS, ANSWERS = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
 INF = math.inf
@@ -107,7 +110,7 @@ TRL = [
             Gated(PLAIN, (OffPolicyGate(0.3, True), EntropyGate(0.4))),
             correction=ImportanceBand(0.0, 3.0, "mask", "sequence_sum"),
             entropy=Entropy(0.1),
-            entropy_aggregation=OverHighEntropy(share=0.4),
+            entropy_aggregation=OverHighEntropy(fraction=0.4),
         ),
     ),
 ]
