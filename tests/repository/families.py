@@ -1,18 +1,18 @@
 """README.md's table of rl_fn: every public name, by the file that holds it, and how it is verified.
 
-python -m tests.house.families    # writes it anew
+python -m tests.repository.families    # writes it anew
 """
 
 import inspect
 from pathlib import Path
 
 import rl_fn
-from tests.house.papers import TESTS_OF_MODULES
+from tests.repository.papers import TESTS_OF_MODULES
 from tests.oracle.lookup import ORACLE
 from tests.rl_fn.registry import CASES
 
 README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- families: python -m tests.house.families -->\n", "<!-- end of families -->"
+BEGIN, END = "<!-- families: python -m tests.repository.families -->\n", "<!-- end of families -->"
 
 
 def families() -> dict[str, list[str]]:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import rl_fn
-from tests.house.papers import (
+from tests.repository.papers import (
     ID,
     NUMBERS,
     PAGE,
@@ -61,7 +61,7 @@ WANTED = {
 
 
 def test_the_page_is_what_the_script_writes():
-    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.house.papers writes it anew"
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.repository.papers writes it anew"
 
 
 def test_every_id_in_the_sources_has_a_title_and_a_row():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.families import parts, table
+from tests.repository.families import parts, table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_links_and_paths_exist():
 
 
 def test_the_table_of_families_is_what_the_code_says():
-    assert parts()[1] == table(), "python -m tests.house.families writes it anew"
+    assert parts()[1] == table(), "python -m tests.repository.families writes it anew"
 
 
 def test_nothing_is_left_to_fill_in():

@@ -1,6 +1,6 @@
 """docs/papers.md: which paper stands behind which public name, and which tests prove it.
 
-python -m tests.house.papers    # writes the page
+python -m tests.repository.papers    # writes the page
 
 Ids come from the docstrings and tests from the test files; only who wrote a paper and what it is called is kept here.
 """
@@ -231,7 +231,7 @@ def page() -> str:
     lines = [
         "# Papers",
         "",
-        "Generated from the docstrings and the tests by `python -m tests.house.papers`; tests/house/test_papers.py",
+        "Generated from the docstrings and the tests by `python -m tests.repository.papers`; tests/repository/test_papers.py",
         "compares. A docstring names an equation or a section only where that was confirmed, and tells where practice",
         f"differs. Confirmed on {DATE}: `text`, against the paper's text (formula, numbers, constants); `quoted`,",
         "against what others quote of it (trainers' sources, notes); `title`, no more than author, title and id. Tests",
