@@ -7,8 +7,8 @@ import inspect
 from pathlib import Path
 
 import rl_fn
-from tests.repository.papers import TESTS_OF_MODULES
 from tests.oracle.lookup import ORACLE
+from tests.repository.papers import TESTS_OF_MODULES
 from tests.rl_fn.registry import CASES
 
 README = Path(__file__).parents[2] / "README.md"

@@ -231,8 +231,8 @@ def page() -> str:
     lines = [
         "# Papers",
         "",
-        "Generated from the docstrings and the tests by `python -m tests.repository.papers`; tests/repository/test_papers.py",
-        "compares. A docstring names an equation or a section only where that was confirmed, and tells where practice",
+        "Generated from the docstrings and the tests by `python -m tests.repository.papers`; a test compares.",
+        "A docstring names an equation or a section only where that was confirmed, and tells where practice",
         f"differs. Confirmed on {DATE}: `text`, against the paper's text (formula, numbers, constants); `quoted`,",
         "against what others quote of it (trainers' sources, notes); `title`, no more than author, title and id. Tests",
         "are files of `tests/` without `.py`, those of `tests/rl_fn/` without the folder; `cases/…` are what all laws",
