@@ -15,8 +15,8 @@ import tyro
 from rl_bridge.cli import report
 from rl_bridge.data.arithmetic import split_rows
 from rl_bridge.data.reasoning import reasoning_reward, reasoning_rows
-from rl_bridge.jobs.grpo import GRPOJob, ObjectiveConfig, prepare, train_and_evaluate
 from rl_bridge.models.smollm2 import load_smollm2
+from rl_bridge.pipelines.grpo import GRPOPipeline, ObjectiveConfig, prepare, train_and_evaluate
 from rl_bridge.trainers.grpo import GRPOConfig
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.types import SamplingParams
@@ -26,7 +26,7 @@ ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASKS = {"chain_sum": (ONE_DIGIT, 200), "products": (ONE_DIGIT, 100)}  # task: (its arguments, all its problems)
 INSTRUCTION = "You are a calculator."
 
-DEFAULT = GRPOJob(
+DEFAULT = GRPOPipeline(
     name="smollm2_reasoning",
     held_out=100,
     grpo=GRPOConfig(
@@ -43,7 +43,7 @@ DEFAULT = GRPOJob(
 )
 
 
-def main(job: GRPOJob) -> dict:
+def main(job: GRPOPipeline) -> dict:
     """Run the job on the tasks above; returns the summary."""
     objective = prepare(job)
     rows = [
@@ -57,4 +57,4 @@ def main(job: GRPOJob) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(report(main, tyro.cli(GRPOJob, default=DEFAULT)))
+    sys.exit(report(main, tyro.cli(GRPOPipeline, default=DEFAULT)))

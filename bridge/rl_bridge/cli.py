@@ -6,7 +6,7 @@ from typing import Any
 
 import tyro
 
-from rl_bridge.jobs.grpo import GRPOJob, run_grpo
+from rl_bridge.pipelines.grpo import GRPOPipeline, run_grpo
 from rl_bridge.recipes import quickstart
 from rl_bridge.tracking.run import Stopped
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = words in ([], ["--help"], ["-h"])
         print(USAGE if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{USAGE}", end="")
         return 0 if wanted else 2
-    return report(run_grpo, tyro.cli(GRPOJob, default=quickstart(), args=words[2:], prog="rl-fn train grpo"))
+    return report(run_grpo, tyro.cli(GRPOPipeline, default=quickstart(), args=words[2:], prog="rl-fn train grpo"))
 
 
 def print_diagnosis() -> int:
@@ -56,7 +56,7 @@ def print_diagnosis() -> int:
     return 0
 
 
-def report(run: Callable[[GRPOJob], dict[str, Any]], job: GRPOJob) -> int:
+def report(run: Callable[[GRPOPipeline], dict[str, Any]], job: GRPOPipeline) -> int:
     """Run a job and print its result on the last line. A user's mistake is one line, not a traceback."""
     try:
         summary = run(job)

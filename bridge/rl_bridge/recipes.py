@@ -1,18 +1,18 @@
 """Full configs of known-good runs; start from one with ``dataclasses.replace`` or command-line flags."""
 
-from rl_bridge.jobs.grpo import GRPOJob, ObjectiveConfig
+from rl_bridge.pipelines.grpo import GRPOPipeline, ObjectiveConfig
 from rl_bridge.trainers.grpo import GRPOConfig
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.sft import SFTConfig
 from rl_bridge.types import SamplingParams
 
 
-def quickstart() -> GRPOJob:
+def quickstart() -> GRPOPipeline:
     """GRPO of a 1 M-parameter Qwen2 on two-digit addition: under five minutes on two CPU cores.
 
     The warm start ends at its full learning rate, before it has learned the task.
     """
-    return GRPOJob(
+    return GRPOPipeline(
         name="quickstart",
         sft=SFTConfig(
             steps=135,

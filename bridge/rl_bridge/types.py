@@ -13,7 +13,7 @@ Prompt = str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How completions are drawn. ``temperature`` 0 is greedy; ``n`` completions a prompt.
+    """How completions are sampled. ``temperature`` 0 is greedy; ``n`` completions a prompt.
 
     A token depends on ``seed``, the prompt's place in the call, the sample's number and the position alone: not on
     how the rows were batched.
@@ -43,14 +43,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. ``logprobs[t]`` belongs to ``token_ids[t]``, under the distribution it was drawn from."""
+    """One sampled answer. ``logprobs[t]`` belongs to ``token_ids[t]``, under the distribution it was sampled from."""
 
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
     text: str
     finished: bool
-    """True if the end-of-sequence token was drawn (it is the last of ``token_ids``), False if it ran out of length."""
+    """True if it ends with the end-of-sequence token (the last of ``token_ids``), False if it ran out of length."""
     weights_version: int = field(default=0, compare=False)
 
 

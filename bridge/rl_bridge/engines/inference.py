@@ -1,4 +1,4 @@
-"""``InferenceEngine``: prompts in, token ids and the log-probabilities they were drawn with out."""
+"""``InferenceEngine``: prompts in, token ids and the log-probabilities they were sampled with out."""
 
 from collections.abc import Iterable, Sequence
 
@@ -23,5 +23,5 @@ class InferenceEngine(Engine):
 
     @property
     def weights_version(self) -> int:
-        """The version of the weights that the next completions will be drawn from."""
+        """The version of the weights that the next completions will be sampled from."""
         return self.call("weights_version")

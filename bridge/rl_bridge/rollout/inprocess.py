@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.models.encoding import encode_prompt
-from rl_bridge.rollout.draw import drawing, request_seeds, uniform_numbers
+from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
 from rl_bridge.types import Completion, Prompt, SamplingParams
 from rl_bridge.weights import NamedWeights, receive_weights, replace_parameters
 
@@ -88,7 +88,7 @@ class InProcessRollout:
         A prompt is read once: its keys and values are then repeated for its samples. ``seeds`` is [prompts, n].
         """
         device, eos, pad = self.weights_device(), self._eos, self._pad
-        draw, steps, count = drawing(sampling), sampling.max_new_tokens, len(prompts) * sampling.n
+        sample, steps, count = token_sampler(sampling), sampling.max_new_tokens, len(prompts) * sampling.n
         width = max(len(ids) for ids in prompts)
         tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
         padding = torch.tensor([width - len(ids) for ids in prompts], device=device)
@@ -102,13 +102,13 @@ class InProcessRollout:
             logits, padding = (value.repeat_interleave(sampling.n, 0) for value in (logits, padding))
             attended = None if attended is None else attended.repeat_interleave(sampling.n, 0)
         seeds, live = seeds.reshape(-1), torch.arange(count, device=device)
-        drawn = torch.full((count, steps), pad, device=device)
+        sampled = torch.full((count, steps), pad, device=device)
         logprobs = torch.zeros((count, steps), device=device)
         lengths = torch.full((count,), steps, device=device)
         running = torch.ones(count, dtype=torch.bool, device=device)
         for position in range(steps):
-            chosen, chosen_logprobs = draw(logits, uniform_numbers(seeds[live], position))
-            drawn[live, position], logprobs[live, position] = chosen, chosen_logprobs
+            chosen, chosen_logprobs = sample(logits, uniform_numbers(seeds[live], position))
+            sampled[live, position], logprobs[live, position] = chosen, chosen_logprobs
             ended = running & (chosen == eos)
             lengths[live[ended]] = position + 1
             running &= ~ended
@@ -125,7 +125,7 @@ class InProcessRollout:
                 attended = torch.cat([attended, attended.new_ones(len(live), 1)], 1)
             positions = (width + position - padding[live])[:, None]
             logits = self._forward(chosen[:, None], attended, positions, cache)
-        for row, row_logprobs, length in zip(drawn.tolist(), logprobs.tolist(), lengths.tolist(), strict=True):
+        for row, row_logprobs, length in zip(sampled.tolist(), logprobs.tolist(), lengths.tolist(), strict=True):
             yield row[:length], row_logprobs[:length]
 
     def _forward(

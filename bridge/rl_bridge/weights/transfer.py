@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from rl_bridge.bits import GOLDEN, mix, signed
+from rl_bridge.splitmix64 import GOLDEN, mix, signed
 
 NamedWeights = Iterable[tuple[str, torch.Tensor, int]]
 

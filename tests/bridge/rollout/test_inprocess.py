@@ -70,7 +70,7 @@ def test_a_token_depends_on_seed_place_and_sample_alone(rollout):
     assert [c.token_ids for c in others[6:]] == [c.token_ids for c in wanted[6:]]
     assert rollout.generate(PROMPTS, SAMPLING) == wanted
     assert [c.token_ids for c in rollout.generate(PROMPTS, replace(SAMPLING, seed=5))] != [c.token_ids for c in wanted]
-    # The same prompt at two places, and the samples of one prompt, are drawn independently.
+    # The same prompt at two places, and the samples of one prompt, are sampled independently.
     assert len({tuple(c.token_ids) for c in wanted[6:9] + wanted[15:18]}) > 3
 
 
@@ -140,7 +140,7 @@ def test_token_ids_are_used_as_they_are_and_never_made_again(model, tokenizer):
             return tokenizer(text, **options)
 
         def decode(self, ids):
-            return "not what was drawn"
+            return "not what was sampled"
 
     counting = Counting()
     rollout = InProcessRollout(model, counting)

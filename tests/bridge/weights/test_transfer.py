@@ -5,8 +5,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_bridge.bits import GOLDEN, MASK, mix, signed
 from rl_bridge.rollout import InProcessRollout
+from rl_bridge.splitmix64 import GOLDEN, MASK, mix, signed
 from rl_bridge.types import SamplingParams
 from rl_bridge.weights import checksum, named_weights, receive_weights
 

@@ -1,4 +1,4 @@
-"""Drawing a token from logits, with random numbers that depend on the request and the position alone."""
+"""Sampling a token from logits, with random numbers that depend on the request and the position alone."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -6,22 +6,24 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bits import GOLDEN, logical_shift, mix, signed
 from rl_bridge.functional import from_jax
+from rl_bridge.splitmix64 import GOLDEN, logical_shift, mix, signed
 from rl_bridge.types import SamplingParams
 from rl_fn import min_p, top_k, top_p
 
 
-def drawing(sampling: SamplingParams) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def token_sampler(
+    sampling: SamplingParams,
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """A function (logits [N, V], uniforms [N]) → (tokens [N], log-probabilities [N]) for these parameters.
 
-    The log-probability is that of the distribution the token was drawn from, after temperature and truncation.
+    The log-probability is that of the distribution the token was sampled from, after temperature and truncation.
     """
     requested: tuple[tuple[Callable[..., Any], Any], ...]
     requested = ((top_k, sampling.top_k), (top_p, sampling.top_p), (min_p, sampling.min_p))
     transforms = [partial(_transform(function), value) for function, value in requested if value is not None]
 
-    def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float()
         if sampling.temperature == 0:
             return logits.argmax(-1), torch.zeros(logits.shape[0], device=logits.device)
@@ -34,7 +36,7 @@ def drawing(sampling: SamplingParams) -> Callable[[torch.Tensor, torch.Tensor], 
         tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
         return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
-    return draw
+    return sample_tokens
 
 
 @cache

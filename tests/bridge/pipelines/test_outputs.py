@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_bridge.cli import main
-from tests.bridge.jobs.results import metrics
+from tests.bridge.pipelines.results import metrics
 
 LAST_LINE = r"held-out accuracy \d\.\d\d → \d\.\d\d in \d+ s"
 QUICK = {"--sft.steps": 2, "--grpo.steps": 2, "--grpo.evaluate-every": 1}

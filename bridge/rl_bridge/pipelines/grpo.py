@@ -19,9 +19,9 @@ from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
 from rl_bridge.data.reading import read_rows
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import InferenceEngine, TrainEngine
-from rl_bridge.jobs.objective import ObjectiveConfig, require_rewards_alone
 from rl_bridge.models.encoding import answer_completion
 from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
+from rl_bridge.pipelines.objective import ObjectiveConfig, require_rewards_alone
 from rl_bridge.rewards import Reward, exact_match, load_reward
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.tracking.intervals import confidence_interval
@@ -33,7 +33,7 @@ from rl_bridge.trainers.sft import SFTConfig, SupervisedModule, sft
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOJob:
+class GRPOPipeline:
     """Everything a run depends on. ``data`` None is two-digit addition; ``model`` None a tiny new Qwen2."""
 
     grpo: GRPOConfig
@@ -61,7 +61,7 @@ class GRPOJob:
     """CPU threads; None takes torch's default."""
 
 
-def run_grpo(job: GRPOJob) -> dict[str, Any]:
+def run_grpo(job: GRPOPipeline) -> dict[str, Any]:
     """Run the job to its end and return the summary that ``summary.json`` holds."""
     reward = exact_match if job.reward is None else load_reward(job.reward)
     train_rows, held_out = job_rows(job)
@@ -73,7 +73,7 @@ def run_grpo(job: GRPOJob) -> dict[str, Any]:
     return train_and_evaluate(job, model, tokenizer, train_rows, held_out, reward, objective)
 
 
-def prepare(job: GRPOJob) -> rl_fn.Objective:
+def prepare(job: GRPOPipeline) -> rl_fn.Objective:
     """Threads and seeds of the process, and the objective: what comes before a model is made."""
     if job.threads is not None:
         torch.set_num_threads(job.threads)
@@ -84,7 +84,7 @@ def prepare(job: GRPOJob) -> rl_fn.Objective:
 
 
 def train_and_evaluate(
-    job: GRPOJob,
+    job: GRPOPipeline,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     train_rows: Sequence[dict],
@@ -166,7 +166,7 @@ def evaluate_both(
     return {"greedy": evaluate(rollout, rows, reward, config.sampling), "sampled": sampled}
 
 
-def job_rows(job: GRPOJob) -> tuple[list[dict], list[dict]]:
+def job_rows(job: GRPOPipeline) -> tuple[list[dict], list[dict]]:
     """Rows to train on and rows held out."""
     fields = ("prompt", "answer") if job.reward is None or job.sft.steps else ("prompt",)
     rows = arithmetic_rows(["+"]) if job.data is None else read_rows(job.data, fields=fields)
@@ -176,7 +176,7 @@ def job_rows(job: GRPOJob) -> tuple[list[dict], list[dict]]:
 
 
 def seed_everything(seed: int) -> None:
-    """Every global generator: what a user's model or reward draws from is reproducible too."""
+    """Every global generator: what a user's model or reward samples from is reproducible too."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -8,7 +8,7 @@ import pytest
 import tyro
 
 import rl_fn
-from rl_bridge.jobs.objective import RECIPES, Algorithm, ObjectiveConfig, require_rewards_alone
+from rl_bridge.pipelines.objective import RECIPES, Algorithm, ObjectiveConfig, require_rewards_alone
 
 # What needs a critic, a teacher, greedy answers, several rewards or steps.
 BEYOND = {"ppo", "vapo", "on_policy_distillation", "remax", "gdpo", "gigpo"}

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.rollout.draw import drawing, request_seeds, uniform_numbers
+from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
 from rl_bridge.types import SamplingParams
 from tests.bridge.rollout.distribution import truncated
 
@@ -33,7 +33,7 @@ def test_frequencies_are_those_of_the_truncated_distribution(options):
     count = 100_000
     p = truncated(LOGITS, **options)
     uniforms = uniform_numbers(request_seeds(11, 1, count, CPU)[0], 0)
-    tokens, logprobs = drawing(params(**options))(LOGITS.expand(count, -1), uniforms)
+    tokens, logprobs = token_sampler(params(**options))(LOGITS.expand(count, -1), uniforms)
     np.testing.assert_allclose(logprobs.numpy(), np.log(p[tokens.numpy()]), atol=1e-6)
     observed = np.bincount(tokens.numpy(), minlength=len(p))
     assert not observed[p == 0].any()
@@ -42,10 +42,10 @@ def test_frequencies_are_those_of_the_truncated_distribution(options):
 
 @pytest.mark.parametrize("options", TRUNCATIONS)
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, LARGEST])
-def test_the_ends_of_the_unit_interval_draw_tokens_that_can_be_drawn(options, uniform):
+def test_the_ends_of_the_unit_interval_sample_tokens_of_positive_probability(options, uniform):
     for logits in (LOGITS, LOGITS.flip(0), torch.tensor([-float("inf"), 0.0, -float("inf")])):
-        draw = drawing(params(**options))
-        tokens, logprobs = draw(logits[None], torch.tensor([uniform], dtype=torch.float64))
+        sample = token_sampler(params(**options))
+        tokens, logprobs = sample(logits[None], torch.tensor([uniform], dtype=torch.float64))
         assert truncated(logits, **options)[tokens[0]] > 0 and bool(torch.isfinite(logprobs[0]))
 
 
@@ -54,19 +54,19 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_can_be_drawn(options, un
     uniform=st.sampled_from([0.0, LARGEST]) | st.floats(0, LARGEST),
 )
 def test_no_logits_lead_out_of_the_vocabulary(logits, uniform):
-    tokens, logprobs = drawing(params())(torch.tensor([logits]), torch.tensor([uniform], dtype=torch.float64))
+    tokens, logprobs = token_sampler(params())(torch.tensor([logits]), torch.tensor([uniform], dtype=torch.float64))
     assert 0 <= int(tokens) < len(logits)
     assert float(logprobs) <= 0
 
 
 def test_greedy_is_the_argmax_with_probability_one():
     rows = torch.stack([LOGITS, LOGITS.flip(0), torch.zeros(7)])
-    tokens, logprobs = drawing(params(temperature=0.0))(rows, torch.full((3,), 0.9, dtype=torch.float64))
+    tokens, logprobs = token_sampler(params(temperature=0.0))(rows, torch.full((3,), 0.9, dtype=torch.float64))
     assert tokens.tolist() == [2, 4, 0] and logprobs.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_half_precision_logits_are_drawn_in_float32():
-    _, logprobs = drawing(params())(LOGITS[None].bfloat16(), torch.tensor([0.5], dtype=torch.float64))
+def test_half_precision_logits_are_sampled_in_float32():
+    _, logprobs = token_sampler(params())(LOGITS[None].bfloat16(), torch.tensor([0.5], dtype=torch.float64))
     assert logprobs.dtype == torch.float32
 
 

@@ -1,1 +1,0 @@
-"""Whole jobs: a config in, a run folder out. What the command line and the experiments call."""
