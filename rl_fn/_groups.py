@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Integer
 
-from rl_fn._numerics import Array, as_mask, deviations, variance
+from rl_fn._numerics import Array, as_ids, as_mask, deviations, variance
 
 Groups = Integer[Array, "*batch G"]
 
@@ -49,7 +49,7 @@ def peers(valid: jax.Array, group_ids: Array | None) -> jax.Array:
     counted = jnp.broadcast_to(valid[..., None, :], (*valid.shape, valid.shape[-1]))
     if group_ids is None:
         return counted
-    ids = jnp.asarray(group_ids)
+    ids = as_ids(group_ids)
     return counted & (ids[..., :, None] == ids[..., None, :])
 
 

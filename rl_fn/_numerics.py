@@ -38,6 +38,20 @@ def as_mask(mask: Array) -> jax.Array:
     return mask
 
 
+def as_ids(ids: Array | int) -> jax.Array:
+    """Token, segment, group or state ids, and counts of entries, as int32; with x64 the wide types as int64.
+
+    A size compared with a narrower id would be cast to the id's type, and wrap around.
+    """
+    array = jnp.asarray(ids)
+    dtype = jnp.int64 if array.dtype in (jnp.int64, jnp.uint64) else jnp.int32
+    if isinstance(ids, np.ndarray) and not np.can_cast(ids.dtype, dtype):
+        limits = np.iinfo(dtype)
+        lost = ids[(ids < limits.min) | (ids > limits.max)]
+        require(lost.size == 0, f"ids must fit into {limits.dtype} (int64 with jax_enable_x64), got {lost[:1]}")
+    return array.astype(dtype)
+
+
 def keep(x: jax.Array, mask: Array | None) -> jax.Array:
     """Return x where the mask is True, exactly zero (value and gradient) elsewhere."""
     return x if mask is None else jnp.where(as_mask(mask), x, jnp.zeros_like(x))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Integer
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, keep, require
+from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, as_ids, keep, require
 from rl_fn._pairs import PairMask, softplus
 from rl_fn.logprobs.row_state import log_softmax
 
@@ -144,7 +144,7 @@ def top_k_distillation(
     require(count <= size, f"the teacher reports {count} entries of a vocabulary of {size}")
     s, teacher = as_float(student_logits, teacher_logprobs)
     student, teacher = log_softmax(_counted(s, mask) / temperature), _counted(teacher, mask)
-    ids = jnp.asarray(teacher_tokens)
+    ids = as_ids(teacher_tokens)
     # Garbage in a masked row may lie outside the vocabulary; the first K ids are inside and all different.
     spare = jnp.broadcast_to(jnp.arange(count, dtype=ids.dtype), ids.shape)
     ids = ids if mask is None else jnp.where(jnp.asarray(mask)[..., None], ids, spare)

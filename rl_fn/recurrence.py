@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_mask
+from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_ids, as_mask
 
 BLOCK = 8
 
@@ -16,7 +16,7 @@ def segment_ends(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Array
     last = jnp.ones((*shape[:-1], 1), dtype=bool)
     if segment_ids is None:
         return jnp.concatenate([jnp.zeros((*shape[:-1], shape[-1] - 1), dtype=bool), last], axis=-1)
-    ids = jnp.asarray(segment_ids)
+    ids = as_ids(segment_ids)
     return jnp.concatenate([ids[..., 1:] != ids[..., :-1], last], axis=-1)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer, Key, UInt32
 
-from rl_fn._numerics import Array, Number, as_float, as_mask, require
+from rl_fn._numerics import Array, Number, as_float, as_ids, as_mask, require
 from rl_fn.logprobs.row_state import log_softmax
 
 Logits = Float[Array, "*batch V"]
@@ -87,8 +87,8 @@ def top_k(logits: Logits, k: Count) -> Logits:
     """
     require(not isinstance(k, int) or k >= 1, f"k must be at least 1, got {k}")
     (x,) = as_float(logits)
-    count = _column(jnp.asarray(k), x)
-    return jnp.where((_ranks(x)[1] < count.astype(jnp.int32)) | jnp.isnan(x), x, -jnp.inf)
+    count, ranks = _column(as_ids(k), x), _ranks(x)[1]
+    return jnp.where((ranks < count.astype(ranks.dtype)) | jnp.isnan(x), x, -jnp.inf)
 
 
 def top_p(logits: Logits, p: PerRow) -> Logits:

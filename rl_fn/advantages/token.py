@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
 from rl_fn._groups import within
-from rl_fn._numerics import Array, Number, as_float, as_mask, deviations, divide, require, sqrt
+from rl_fn._numerics import Array, Number, as_float, as_ids, as_mask, deviations, divide, require, sqrt
 from rl_fn.advantages.returns import discounted_returns
 
 GroupTokens = Float[Array, "*batch G T"]
@@ -124,5 +124,5 @@ def step_group_advantages(
     episode = relative(total, jnp.any(taken, axis=-1), None)
     flat = (*r.shape[:-2], r.shape[-2] * r.shape[-1])
     returns = discounted_returns(r, taken, gamma=gamma)
-    step = relative(returns.reshape(flat), taken.reshape(flat), jnp.asarray(state_ids).reshape(flat))
+    step = relative(returns.reshape(flat), taken.reshape(flat), as_ids(state_ids).reshape(flat))
     return jnp.where(taken, episode[..., None] + weight * step.reshape(r.shape), 0.0)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from rl_fn._groups import Groups, valid_of, within
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_mask, divide, require, sqrt
+from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_ids, as_mask, divide, require, sqrt
 from rl_fn.advantages.group import Rewards, Valid
 from rl_fn.advantages.returns import discounted_returns, whiten
 
@@ -127,7 +127,7 @@ def gdpo_advantages(
     r, w = as_float(rewards, jnp.ones(rewards.shape[-2]) if weights is None else weights)
     exists = valid_of(r[..., 0, :], valid)
     each = jnp.broadcast_to(exists[..., None, :], r.shape)
-    ids = None if group_ids is None else jnp.broadcast_to(jnp.asarray(group_ids)[..., None, :], r.shape)
+    ids = None if group_ids is None else jnp.broadcast_to(as_ids(group_ids)[..., None, :], r.shape)
     group = within(r, each, ids)
     normalised = divide(group.deviation, sqrt(group.variance) + eps)
     column = w.reshape((*(1,) * (r.ndim - 2), -1, 1))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from rl_fn._numerics import Array, Number, as_float, as_mask, require
+from rl_fn._numerics import Array, Number, as_float, as_ids, as_mask, require
 from rl_fn.logprobs.row_state import RowState, TokenIds, TokenLogprobs, finalize_row_state, merge_row_states, row_state
 
 
@@ -52,6 +52,7 @@ def linear_logprobs(
 
     """
     require(chunk >= 1, f"chunk must be at least 1, got {chunk}")
+    ids = as_ids(tokens)
     size = weight.shape[0]
     width = min(chunk, size)
     tiles = -(-size // width)
@@ -62,24 +63,22 @@ def linear_logprobs(
     @jax.checkpoint
     def step(state: RowState, tile: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> tuple[RowState, None]:
         start, rows, shift, inside = tile
-        h, w, b = as_float(hidden, rows, shift)
+        h, w, b, _ = as_float(hidden, rows, shift, temperature)
         logits = jax.lax.dot_general(
             h, w, (((h.ndim - 1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
         ) + jnp.reshape(b, (1,) * (h.ndim - 1) + b.shape)
         kept = jnp.broadcast_to(inside, logits.shape)
         # start is traced in the scan: the token's place in the tile is what row_state needs.
-        here = row_state(
-            logits, jnp.asarray(tokens) - start, temperature=temperature, softcap=softcap, allowed_tokens=kept
-        )
+        here = row_state(logits, ids - start, temperature=temperature, softcap=softcap, allowed_tokens=kept)
         return merge_row_states(state, here), None
 
     xs = (
-        jnp.arange(tiles, dtype=jnp.asarray(tokens).dtype) * width,
+        jnp.arange(tiles, dtype=ids.dtype) * width,
         jnp.pad(jnp.asarray(weight), ((0, padding), (0, 0))).reshape(tiles, width, -1),
         jnp.pad(offsets, (0, padding)).reshape(tiles, width),
         jnp.pad(allowed, (0, padding)).reshape(tiles, width),
     )
-    dtype = as_float(hidden, weight, offsets)[0].dtype
-    empty, nothing = jnp.full(tokens.shape, -jnp.inf, dtype), jnp.zeros(tokens.shape, dtype)
+    dtype = as_float(hidden, weight, offsets, temperature)[0].dtype
+    empty, nothing = jnp.full(ids.shape, -jnp.inf, dtype), jnp.zeros(ids.shape, dtype)
     state, _ = jax.lax.scan(step, RowState(empty, nothing, nothing, empty), xs)
     return finalize_row_state(state)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
-from rl_fn._numerics import Array, Number, as_float, as_mask, require
+from rl_fn._numerics import Array, Number, as_float, as_ids, as_mask, require
 
 Logits = Float[Array, "*batch V"]
 
@@ -116,7 +116,7 @@ def row_state(
     base = jnp.where(maximum != -jnp.inf, maximum, 0.0)
     shifted = jnp.where(allowed, x - base[..., None], 0.0)
     e = jnp.where(allowed, jnp.exp(shifted), 0.0)
-    local = jnp.asarray(tokens) - start
+    local = as_ids(tokens) - start
     inside = (local >= 0) & (local < x.shape[-1])
     index = jnp.where(inside, local, 0)[..., None]
     target = jnp.take_along_axis(x, index, axis=-1)[..., 0]

@@ -119,3 +119,15 @@ def test_bfloat16_logits_of_a_large_vocabulary(offset):
 def test_bad_arguments_are_refused_with_their_values(options):
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
         rl_fn.logits_logprobs(jnp.zeros(3), jnp.array(0), **options)
+
+
+@pytest.mark.parametrize("temperature", [np.array(0.5), np.array([0.5, 2.0])], ids=["number", "per-token"])
+def test_a_wide_temperature_makes_the_tiles_wide(temperature):
+    d = Draw(3)
+    hidden, weight, tokens = d.normal(2, 4), d.normal(V, 4), d.integers(V, 2)
+    with jax.enable_x64(True):
+        tiled = rl_fn.linear_logprobs(hidden, weight, tokens, temperature=temperature, chunk=3)
+        whole = rl_fn.logits_logprobs(hidden.astype(np.float64) @ weight.T, tokens, temperature=temperature)
+        for a, b in zip(tiled, whole, strict=True):
+            assert a.dtype == jnp.float64
+            np.testing.assert_allclose(a, b, rtol=1e-12)
