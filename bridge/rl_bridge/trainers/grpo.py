@@ -56,6 +56,7 @@ def grpo(
     seed: int,
 ) -> None:
     """Sample, score, compare within groups, update; every step is logged, checkpointed when due, and resumable."""
+    require_same_scoring(policy, reference, config.sampling)
     advantages, denominator = from_jax(objective.advantages), from_jax(objective.denominator)
     state = {"policy": policy, "stream": stream} | ({} if reference is None else {"reference": reference})
     for step in run.steps("grpo", config.steps, state=state):
@@ -76,20 +77,35 @@ def grpo(
 
         batch = batch.rows(informative_rows(batch, objective))
         metrics["informative"] = len(batch.mask) / len(completions)
-        if len(batch.mask) and config.recompute_old_logprobs:  # before any update of this step
-            batch = batch._replace(old_logprobs=policy.token_logprobs(NeedParallel(batch)))
-        if len(batch.mask) and reference is not None:
-            batch = batch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(batch)))
-        for part in torch.arange(len(batch.mask)).tensor_split(config.minibatches):
-            if not len(part):  # fewer informative rows than minibatches
-                continue
-            minibatch = batch.rows(part)
-            parts = policy.train_step(NeedParallel(minibatch), float(denominator(minibatch.mask)))
-            metrics |= {name: mean(value) for name, value in parts.items()} | policy.optimizer_step()
+        parts = torch.arange(len(batch.mask)).tensor_split(config.minibatches)
+        minibatches = [batch.rows(part) for part in parts if len(part)]  # fewer informative rows than minibatches
+        if config.recompute_old_logprobs:  # all of them before any update of this step
+            minibatches = [m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))) for m in minibatches]
+        for minibatch in minibatches:
+            if reference is not None:
+                # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
+                minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
+            totals = policy.train_step(NeedParallel(minibatch), float(denominator(minibatch.mask)))
+            metrics |= {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             policy.sync_weights(rollout)
             metrics["held_out"] = evaluate(rollout, held_out, reward, config.sampling)["reward"]
         run.log(step, metrics, tokens=processed)
+
+
+def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sampling: SamplingParams) -> None:
+    """Refuse a policy or a reference that computes another distribution than the completions are sampled from."""
+    scoring = policy.scoring_config()
+    if scoring.temperature != sampling.temperature:
+        raise ValueError(
+            f"completions are sampled at temperature {sampling.temperature}, the policy is scored at "
+            f"{scoring.temperature}: no ratio would start at 1"
+        )
+    if reference is not None and reference.scoring_config() != scoring:
+        raise ValueError(
+            f"the policy is scored with {scoring}, the reference with {reference.scoring_config()}: "
+            "the KL of a model to its own copy would not be 0"
+        )
 
 
 def informative_rows(batch: TokenBatch, objective: Objective) -> torch.Tensor:

@@ -1,15 +1,13 @@
-"""What every trainable module of a causal LM needs: log-probabilities, an optimiser step, its state, its weights."""
+"""What every trainable causal LM needs beyond scoring: an optimiser, its schedule, and their state."""
 
-from collections.abc import Iterator
+import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from rl_bridge.types import TokenBatch
-from rl_bridge.weights import named_weights, replace_parameters
-from rl_kernels import logits_logprobs
+from rl_bridge.trainers.scoring import ScoringConfig, TokenScorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ class OptimizerConfig:
         return self.final + (1 - self.final) * remaining
 
 
-class CausalLMModule(torch.nn.Module):
+class CausalLMModule(TokenScorer):
     """A causal LM with its optimiser and schedule. ``updates`` is the number of updates the schedule is made for."""
 
     def __init__(
@@ -50,16 +48,12 @@ class CausalLMModule(torch.nn.Module):
         optimizer: OptimizerConfig,
         *,
         updates: int,
-        micro_batch_tokens: int = 16384,
-        temperature: float = 1.0,
+        scoring: ScoringConfig | None = None,
         first_version: int = 0,
     ) -> None:
         """``first_version``: updates that this model had before, so that versions never go back."""
-        super().__init__()
-        self.model = model
+        super().__init__(model, ScoringConfig() if scoring is None else scoring)
         self.optimizer_config = optimizer
-        self.micro_batch_tokens = micro_batch_tokens
-        self.temperature = temperature
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=optimizer.learning_rate,
@@ -68,33 +62,10 @@ class CausalLMModule(torch.nn.Module):
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: optimizer.scale(step, updates))
         self._version = first_version
-        self._freed, self._home = False, self.weights_device()
 
-    def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies of the completion tokens, [N, T] each.
-
-        Only the T positions that predict a completion token reach the vocabulary. Pad columns on the right need no
-        mask (attention is causal); those on the left do.
-        """
-        self._refuse_freed()
-        width = batch.completion_ids.shape[1]
-        arguments: dict[str, Any] = {}
-        if bool((batch.padding > 0).any()):
-            columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-            attended = columns >= batch.padding[:, None]
-            arguments = {"attention_mask": attended, "position_ids": (columns - batch.padding[:, None]).clamp(min=0)}
-        logits = self.model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=width + 1, **arguments).logits
-        result = logits_logprobs(logits[:, :-1], batch.completion_ids, temperature=self.temperature)
-        return result.logprobs, result.entropy
-
-    @torch.no_grad()
-    def token_logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Log-probabilities of the completion tokens under the present weights, [N, T], zero where masked."""
-        rows = []
-        for piece in batch.micro_batches(self.micro_batch_tokens):
-            logprobs = self(piece)[0].masked_fill(~piece.mask, 0.0)
-            rows.append(torch.nn.functional.pad(logprobs, (0, batch.mask.shape[1] - logprobs.shape[1])))
-        return torch.cat(rows)
+    def reference(self) -> TokenScorer:
+        """A frozen copy of the present weights. It scores as this module does and has no optimiser."""
+        return TokenScorer(copy.deepcopy(self.model).requires_grad_(False), self.scoring)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the schedule. A gradient that is not finite stops the run before it spoils a weight."""
@@ -108,23 +79,14 @@ class CausalLMModule(torch.nn.Module):
         self._version += 1
         return {"grad_norm": float(norm), "learning_rate": rate}
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """(Hugging Face name, tensor, checksum) of every parameter."""
-        self._refuse_freed()
-        return named_weights(self.model)
-
     def weights_version(self) -> int:
         """The number of updates this model has had."""
         return self._version
 
-    def weights_device(self) -> torch.device:
-        """Where the weights are."""
-        return self.model.device
-
     def training_state(self) -> dict[str, Any]:
         """Everything that the next update depends on."""
         return {
-            "model": self.model.state_dict(),
+            **super().training_state(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "version": self._version,
@@ -132,28 +94,15 @@ class CausalLMModule(torch.nn.Module):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take back what ``training_state`` gave."""
-        if self.weights_device().type == "meta":
-            self.move("weights", self._home)
-        self.model.load_state_dict(state["model"])
-        self._freed = False
+        super().load_training_state(state)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self._version = state["version"]
 
-    def save_pretrained(self, folder: str) -> None:
-        """Write the model in Hugging Face format."""
-        self.model.save_pretrained(folder)
-
     def move(self, what: str, device: torch.device) -> None:
         """Move the weights or the optimiser's state. Freed (``meta``) training weights come back by a checkpoint."""
-        if what == "weights":
-            if device.type == "meta" and not self._freed:
-                self._freed, self._home = True, self.weights_device()
-            if "meta" in (device.type, self.weights_device().type):
-                self._follow(replace_parameters(self.model, device))
-            if device.type != "meta":
-                self.model.to(device=device)  # pyright: ignore[reportCallIssue]
-        else:
+        super().move(what, device)
+        if what == "optimizer":
             for state in self.optimizer.state.values():
                 for key, value in state.items():
                     # AdamW keeps its step counts on the host.
@@ -161,13 +110,9 @@ class CausalLMModule(torch.nn.Module):
                         state[key] = value.to(device)
 
     def _follow(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
-        """Point the optimiser at the parameters that took the place of others."""
+        """Point the optimiser at the parameters that took the place of others: old → new."""
         for group in self.optimizer.param_groups:
             group["params"] = [replaced[parameter] for parameter in group["params"]]
         for old, new in replaced.items():
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)
-
-    def _refuse_freed(self) -> None:
-        if self._freed:
-            raise ValueError("these weights were freed: load a checkpoint (load_training_state) first")

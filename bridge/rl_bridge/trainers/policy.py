@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from rl_bridge.functional import from_jax
 from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
+from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.types import TokenBatch
 from rl_fn import Batch, Objective, Ratio
 
@@ -20,18 +21,10 @@ class PolicyModule(CausalLMModule):
         objective: Objective,
         *,
         updates: int,
-        micro_batch_tokens: int = 16384,
-        temperature: float = 1.0,
+        scoring: ScoringConfig | None = None,
         first_version: int = 0,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            updates=updates,
-            micro_batch_tokens=micro_batch_tokens,
-            temperature=temperature,
-            first_version=first_version,
-        )
+        super().__init__(model, optimizer, updates=updates, scoring=scoring, first_version=first_version)
         self.objective = objective
         self._parts = from_jax(objective.parts)
 
@@ -44,7 +37,7 @@ class PolicyModule(CausalLMModule):
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
         metrics: dict[str, Any] = {}
-        for piece in batch.micro_batches(self.micro_batch_tokens):
+        for piece in batch.micro_batches(self.scoring.micro_batch_tokens):
             logprobs, entropies = self(piece)
             fields: dict[str, Any] = {
                 "logprobs": logprobs,

@@ -31,7 +31,7 @@ class SupervisedModule(CausalLMModule):
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
         total: Any = 0
-        for piece in batch.micro_batches(self.micro_batch_tokens):
+        for piece in batch.micro_batches(self.scoring.micro_batch_tokens):
             loss = _aggregate_parts(-self(piece)[0], piece.mask, "token-mean")
             (loss.total / denominator).backward()
             total = total + detached(loss)

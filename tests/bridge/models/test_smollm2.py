@@ -1,4 +1,6 @@
 import importlib.util
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch
 from rl_bridge.models import smollm2
 
 needs_model = pytest.mark.skipif(
-    importlib.util.find_spec(smollm2.PACKAGE) is None or importlib.util.find_spec("gguf") is None,
+    any(importlib.util.find_spec(name) is None for name in (smollm2.PACKAGE, *smollm2.READERS)),
     reason="make install-smollm2",
 )
 
@@ -15,6 +17,22 @@ def test_missing_package_names_the_install_command(monkeypatch):
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_smollm2")
     with pytest.raises(ModuleNotFoundError, match=r"no_such_package_smollm2.*make install-smollm2"):
         smollm2.load_smollm2()
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_each_package_that_reads_the_file_is_asked_for(monkeypatch, absent):
+    readers = ["torch", "torch"]
+    readers[absent] = "no_such_reader"
+    monkeypatch.setattr(smollm2, "PACKAGE", "torch")
+    monkeypatch.setattr(smollm2, "READERS", tuple(readers))
+    with pytest.raises(ModuleNotFoundError, match=r"SmolLM2 needs no_such_reader; install with: make install-smollm2"):
+        smollm2.load_smollm2()
+
+
+def test_the_extra_installs_what_reads_the_file():
+    project = tomllib.loads(Path(smollm2.__file__).parents[3].joinpath("pyproject.toml").read_text("utf-8"))
+    extra = " ".join(project["project"]["optional-dependencies"]["reasoning"])
+    assert all(f"{name}>=" in extra for name in smollm2.READERS)
 
 
 @needs_model

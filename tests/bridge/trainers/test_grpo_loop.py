@@ -8,6 +8,7 @@ import torch
 import rl_fn
 from rl_bridge.data.stream import RowStream
 from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
+from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.types import Completion, SamplingParams
 
 ROWS = [{"prompt": str(i), "answer": str(i), "_where": f"rows, row {i}"} for i in range(10)]
@@ -45,6 +46,9 @@ class FakePolicy:
 
     def __init__(self):
         self.events, self.batches, self.updates = [], [], 0
+
+    def scoring_config(self):
+        return ScoringConfig(temperature=0.8)
 
     def sync_weights(self, rollout):
         self.events.append("sync")
@@ -131,7 +135,7 @@ def test_minibatches_share_the_rows():
 
 def test_old_logprobs_are_those_of_before_the_step_s_first_update():
     _, policy, _ = run_loop(longest_is_best, minibatches=3, recompute_old_logprobs=True)
-    assert policy.events[:6] == ["sync", "logprobs", "train", "train", "train", "sync"]
+    assert policy.events[:6] == ["sync", "logprobs", "logprobs", "logprobs", "train", "train"]
     olds = [float(batch.old_logprobs[0, 0]) for batch, _ in policy.batches]
     assert olds == [-1.0] * 3 + [-4.0] * 3
     assert all(float(batch.rollout_logprobs[0, 0]) == -1.0 for batch, _ in policy.batches)

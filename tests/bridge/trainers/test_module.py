@@ -6,6 +6,7 @@ import torch
 
 from rl_bridge.models.encoding import answer_completion
 from rl_bridge.trainers.module import OptimizerConfig
+from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.trainers.sft import SupervisedModule, supervised_batch
 from rl_bridge.types import Completion, collate
 
@@ -36,7 +37,7 @@ def test_supervision_is_the_mean_negative_log_likelihood(module):
 
 def test_supervision_does_not_depend_on_the_micro_batches(module):
     def gradient(tokens):
-        module.micro_batch_tokens = tokens
+        module.scoring = ScoringConfig(micro_batch_tokens=tokens)
         module.zero_grad()
         metrics = module.train_step(BATCH, 5.0)
         return torch.cat([p.grad.flatten() for p in module.model.parameters()]), float(metrics["nll"].total)

@@ -8,6 +8,7 @@ from rl_bridge.models.tiny import tiny_qwen2
 from rl_bridge.trainers.grpo import informative_rows
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule, mean
+from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.types import Completion, TokenBatch, collate
 
 PAD = 0
@@ -61,7 +62,7 @@ def gradients(policies):
 
     def compute(batch, objective, micro_batch_tokens=10**6, temperature=1.0):
         module = policies(objective)
-        module.micro_batch_tokens, module.temperature = micro_batch_tokens, temperature
+        module.scoring = ScoringConfig(micro_batch_tokens=micro_batch_tokens, temperature=temperature)
         module.zero_grad()
         metrics = module.train_step(batch, float(objective.denominator(batch.mask.numpy())))
         gradient = torch.cat([p.grad.flatten() for p in module.model.parameters()])
@@ -111,12 +112,12 @@ def test_padding_and_what_lies_there_change_nothing(gradients, monkeypatch, name
 
 def test_padded_columns_do_not_move_a_token_s_logprob(policies, monkeypatch):
     module = policies(OBJECTIVES["dapo"])
-    module.micro_batch_tokens, module.temperature = 10**6, 1.0
+    module.scoring = ScoringConfig(micro_batch_tokens=10**6)
     batch = make_batch()
     monkeypatch.setattr(TokenBatch, "trim", lambda self: self)
     padded = module.token_logprobs(pad(batch, 3, 2, 0.0))
     monkeypatch.undo()
-    module.micro_batch_tokens = 1
+    module.scoring = ScoringConfig(micro_batch_tokens=1)
     alone = module.token_logprobs(batch)
     assert padded.shape[1] == alone.shape[1] + 2 and not padded[:, -2:].any()
     torch.testing.assert_close(padded[:, :-2], alone, rtol=0, atol=1e-6)

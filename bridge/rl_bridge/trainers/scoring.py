@@ -1,0 +1,127 @@
+"""Log-probabilities of completions: how tokens are scored, and a frozen model that scores them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_bridge.types import TokenBatch
+from rl_bridge.weights import named_weights, replace_parameters
+from rl_kernels import logits_logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringConfig:
+    """How the probability of a token is computed. Policy, old policy and reference of a run share one.
+
+    Two models with the same weights then have the same log-probabilities: their KL is 0 and their ratio 1.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits. It is the temperature that the completions were sampled at."""
+    micro_batch_tokens: int = 16384
+    """Tokens of one forward pass, padding included. More cost memory, and fewer cost time."""
+    softcap: float | None = None
+    """softcap · tanh(logits / softcap), on top of what the model itself does to its logits."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the model's matrix products. Weights and log-probabilities stay in float32."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no distribution has."""
+        if not (self.temperature > 0 and self.micro_batch_tokens > 0 and (self.softcap is None or self.softcap > 0)):
+            raise ValueError(f"need temperature > 0, micro_batch_tokens > 0 and softcap > 0 or None, got {self}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+
+
+class TokenScorer(torch.nn.Module):
+    """A causal LM that scores completions. On its own it has no optimiser: a frozen reference is one."""
+
+    def __init__(self, model: PreTrainedModel, scoring: ScoringConfig) -> None:
+        """``model`` is switched to evaluation: with dropout, no model would agree with its own copy."""
+        super().__init__()
+        self.model = model.eval()
+        self.scoring = scoring
+        self._freed, self._home = False, self.weights_device()
+
+    def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of the completion tokens, [N, T] each.
+
+        Only the T positions that predict a completion token reach the vocabulary. Pad columns on the right need no
+        mask, because attention is causal. Pad columns on the left do.
+        """
+        self._refuse_freed()
+        width = batch.completion_ids.shape[1]
+        arguments: dict[str, Any] = {}
+        if bool((batch.padding > 0).any()):
+            columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+            attended = columns >= batch.padding[:, None]
+            arguments = {"attention_mask": attended, "position_ids": (columns - batch.padding[:, None]).clamp(min=0)}
+        # Switched off as well as on: a caller's own autocast would score a policy otherwise than its reference.
+        low = self.scoring.dtype == "bfloat16"
+        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=low):
+            out = self.model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=width + 1, **arguments)
+        result = logits_logprobs(
+            out.logits[:, :-1],
+            batch.completion_ids,
+            temperature=self.scoring.temperature,
+            softcap=self.scoring.softcap,
+        )
+        return result.logprobs, result.entropy
+
+    @torch.no_grad()
+    def token_logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        """Log-probabilities of the completion tokens under the present weights, [N, T], zero where masked."""
+        rows = []
+        for part in batch.micro_batches(self.scoring.micro_batch_tokens):
+            logprobs = self(part)[0].masked_fill(~part.mask, 0.0)
+            rows.append(torch.nn.functional.pad(logprobs, (0, batch.mask.shape[1] - logprobs.shape[1])))
+        return torch.cat(rows)
+
+    def scoring_config(self) -> ScoringConfig:
+        """How this module scores."""
+        return self.scoring
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """(Hugging Face name, tensor, checksum) of every parameter."""
+        self._refuse_freed()
+        return named_weights(self.model)
+
+    def weights_device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    def training_state(self) -> dict[str, Any]:
+        """The weights: all that a checkpoint of a frozen model holds."""
+        return {"model": self.model.state_dict()}
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``training_state`` gave."""
+        if self.weights_device().type == "meta":
+            self.move("weights", self._home)
+        self.model.load_state_dict(state["model"])
+        self._freed = False
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write the model in Hugging Face format."""
+        self.model.save_pretrained(folder)
+
+    def move(self, what: str, device: torch.device) -> None:
+        """Move the weights. Weights that were freed (``meta``) come back by a checkpoint. There is nothing else."""
+        if what != "weights":
+            return
+        if device.type == "meta" and not self._freed:
+            self._freed, self._home = True, self.weights_device()
+        if "meta" in (device.type, self.weights_device().type):
+            self._follow(replace_parameters(self.model, device))
+        if device.type != "meta":
+            self.model.to(device=device)  # pyright: ignore[reportCallIssue]
+
+    def _follow(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+        """Called when parameters were replaced by others: old → new."""
+
+    def _refuse_freed(self) -> None:
+        if self._freed:
+            raise ValueError("these weights were freed: load a checkpoint (load_training_state) first")
