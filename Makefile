@@ -21,7 +21,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow and not peers"
 
 # The generated laws of rl_fn alone: masking, extremes, ties, jit, vmap, gradient, padding, order, oracle, NaN, families.
-LAWS := laws oracle adversarial ties not_a_number families
+LAWS := laws gradients oracle adversarial ties not_a_number families
 laws: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(LAWS:%=tests/rl_fn/test_%.py)
 

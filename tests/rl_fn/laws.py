@@ -76,9 +76,8 @@ def function_of_arrays(key: str) -> Callable[..., Any]:
     return call
 
 
-@functools.lru_cache(maxsize=32)  # the laws of a case are neighbours (conftest.py)
-def _compiled(key: str) -> Callable[..., Any]:
-    """Value and gradient in one program: the laws call it with other numbers, and compile it once."""
+def value_and_gradient(key: str) -> Callable[..., Any]:
+    """The function that gives a case's result and its gradient, from the number that the gradient is times."""
     case, call = CASES[key], function_of_arrays(key)
 
     def both(scale: jax.Array, *arrays: Any) -> Any:
@@ -94,13 +93,28 @@ def _compiled(key: str) -> Callable[..., Any]:
         floats, pull, result = jax.vjp(floats_of, *(arrays[i] for i in case.differentiable), has_aux=True)
         return result, pull([scale.astype(x.dtype) * weights(x) for x in floats])
 
-    return quick_jit(both)
+    return both
+
+
+@functools.lru_cache(maxsize=32)  # the laws of a case are neighbours (conftest.py)
+def _compiled(key: str) -> Callable[..., Any]:
+    """Value and gradient in one program: the laws call it with other numbers, and compile it once."""
+    return quick_jit(value_and_gradient(key))
 
 
 @functools.lru_cache(maxsize=32)
 def values(key: str) -> Callable[..., Any]:
     """The function of arrays alone, for laws whose shapes no gradient is asked of."""
     return quick_jit(function_of_arrays(key))
+
+
+def surrogate(key: str, moving: list[Any], held: list[Any]) -> np.ndarray:
+    """The case's surrogate, of its arrays and of the same arrays held fixed, with the case's static arguments."""
+    case = CASES[key]
+    assert case.surrogate is not None
+    _, join = split(*case.make(0))
+    (moving_args, _), (held_args, kwargs) = join(*moving), join(*held)
+    return case.surrogate(moving_args, held_args, **kwargs)
 
 
 def weights(x: jax.Array) -> jax.Array:

@@ -1,14 +1,12 @@
 """Laws that every public function obeys, generated over the registry."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 
 from tests.rl_fn.laws import (
     DETERMINISTIC,
-    DIFFERENTIABLE,
     MASKED,
     SEEDS,
     both,
@@ -21,6 +19,7 @@ from tests.rl_fn.laws import (
     run,
     split,
     under_mask,
+    value_and_gradient,
     values,
     with_junk,
 )
@@ -75,6 +74,12 @@ def test_jit_and_eager_agree(key):
     close(optimised, run(key, args, kwargs))
 
 
+@pytest.mark.parametrize("key", [key for key in PLAINEST if CASES[key].differentiable])
+def test_jit_and_eager_agree_in_the_gradient(key):
+    arrays = split(*CASES[key].make(5))[0]
+    close(evaluate(key, arrays)[1], list(value_and_gradient(key)(np.float32(1.0), *arrays)[1]))
+
+
 @pytest.mark.parametrize("key", ONE_CASE_EACH)
 def test_vmap_is_a_loop(key):
     calls = [split(*CASES[key].make(seed))[0] for seed in (11, 12, 13)]
@@ -82,31 +87,6 @@ def test_vmap_is_a_loop(key):
     mapped = jax.tree.leaves(quick_jit(jax.vmap(function_of_arrays(key)))(*stacked))
     for i, arrays in enumerate(calls):
         close([leaf[i] for leaf in mapped], evaluate(key, arrays)[0])
-
-
-@pytest.mark.parametrize("key", DIFFERENTIABLE)
-def test_gradient_is_the_difference_quotient(key):
-    case = CASES[key]
-    with jax.enable_x64(True):
-        arrays, _ = split(*case.make(17))
-        wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in arrays]
-        call = function_of_arrays(key)
-
-        def scalar(*values):
-            leaves = [x for x in jax.tree.leaves(call(*values)) if jnp.issubdtype(x.dtype, jnp.floating)]
-            assert all(leaf.dtype == jnp.float64 for leaf in leaves)
-            return sum(jnp.vdot(jnp.cos(jnp.arange(x.size, dtype=x.dtype)), x.ravel()) for x in leaves if x.size)
-
-        evaluate = quick_jit(jax.value_and_grad(scalar, argnums=case.differentiable))
-        _, gradients = evaluate(*wide)
-        rng = np.random.default_rng(0)
-        for position, got in zip(case.differentiable, gradients, strict=True):
-            direction = rng.normal(size=wide[position].shape)
-            moved = [
-                [x + step * direction if i == position else x for i, x in enumerate(wide)] for step in (-1e-6, 1e-6)
-            ]
-            expected = (evaluate(*moved[1])[0] - evaluate(*moved[0])[0]) / 2e-6
-            np.testing.assert_allclose(np.vdot(np.asarray(got), direction), expected, rtol=1e-6, atol=1e-7)
 
 
 def _paddable(key: str) -> bool:

@@ -22,7 +22,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Case:
     """One way to call one public function.
 
-    differentiable: positional arguments with a gradient. mask: position of the mask. masked: positional arguments whose
+    differentiable: positional arguments with a gradient. surrogate: None if the gradient is the slope of the value; for
+    a function that stops a gradient somewhere, the function whose slope the gradient is, `surrogate(moving, held,
+    **kwargs)` of all positional arguments twice, the second time inside sg[·] (tests/oracle/surrogates.py). mask: position of the mask. masked: positional arguments whose
     values at masked positions must not matter. random: the first argument is a seed for jax.random.key. family: its
     file in this folder.
     """
@@ -34,6 +36,7 @@ class Case:
     masked: tuple[int, ...] = ()
     random: bool = False
     family: str = ""
+    surrogate: Callable[..., Any] | None = None
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -89,6 +92,7 @@ def case(
     mask: int | None = None,
     masked: tuple[int, ...] = (),
     random: bool = False,
+    surrogate: Callable[..., Any] | None = None,
 ) -> None:
     CASES[key] = Case(
         key.split("[")[0],
@@ -98,4 +102,5 @@ def case(
         masked or differentiable,
         random,
         build.__module__.split(".")[-1],
+        surrogate,
     )

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tests.oracle import surrogates
 from tests.rl_fn.cases.base import B, V, case
 
 K = 4
@@ -49,6 +50,8 @@ for _kwargs, _variant in (({}, ""), ({"clip": 0.5}, "[clipped]")):
     case(
         f"on_policy_distillation{_variant}",
         lambda d, kwargs=_kwargs: ((d.logprobs(), d.logprobs(), d.mask()), kwargs),
+        differentiable=(0,),
         mask=2,
         masked=(0, 1),
+        surrogate=surrogates.on_policy_distillation,
     )

@@ -27,7 +27,7 @@ case(
     differentiable=(0, 1),
     mask=2,
 )
-case("effective_sample_size", lambda d: ((d.positive(), d.mask()), {}), mask=1, masked=(0,))
+case("effective_sample_size", lambda d: ((d.positive(), d.mask()), {}), differentiable=(0,), mask=1)
 case("mismatch_metrics", lambda d: ((d.logprobs(), d.logprobs(), d.mask()), {}), mask=2, masked=(0, 1))
 case(
     "mismatch_metrics[packed]",

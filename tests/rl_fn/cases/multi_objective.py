@@ -13,5 +13,5 @@ case(
 )
 case("pareto_mask", lambda d: ((d.normal(B, N, M),), {"maximize": MIXED}))
 case("pareto_mask[ties]", lambda d: ((d.integers(3, B, N, M).astype("float32"),), {"maximize": False}))
-case("crowding_distance", lambda d: ((d.normal(B, N, M),), {}))
+case("crowding_distance", lambda d: ((d.normal(B, N, M),), {}), differentiable=(0,))
 case("crowding_distance[ties]", lambda d: ((d.integers(3, B, N, M).astype("float32"),), {}))

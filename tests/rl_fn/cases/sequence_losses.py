@@ -1,9 +1,9 @@
 """Cases of policy losses of sequences, padded and packed."""
 
+from tests.oracle import surrogates
 from tests.rl_fn.cases.base import case
 
-# A gradient that stops somewhere is no derivative of the value: test_policy_losses.py checks those.
-_STOPPED = ("gspo_token", "vespo", "topr")
+_STOPPED = {"gspo_token": surrogates.gspo_token, "vespo": surrogates.vespo, "topr": surrogates.topr}
 _WIDE = {"clip_low": 0.3, "clip_high": 0.4}
 for _name, _options in {
     "gspo": _WIDE,
@@ -22,7 +22,8 @@ for _name, _options in {
                 (d.logprobs(), d.logprobs(), d.normal(), d.mask()),
                 {**options, **({"segment_ids": d.segments()} if packed else {})},
             ),
-            differentiable=() if _name in _STOPPED else (0,),
+            differentiable=(0,),
             mask=3,
             masked=(0, 1, 2),
+            surrogate=_STOPPED.get(_name),
         )

@@ -1,5 +1,6 @@
 """Cases of policy losses of single tokens."""
 
+from tests.oracle import surrogates
 from tests.rl_fn.cases.base import case
 
 case("gpg_loss", lambda d: ((d.logprobs(), d.normal(), d.mask()), {}), differentiable=(0,), mask=2, masked=(0, 1))
@@ -27,15 +28,17 @@ for _key, _options in {
     case(
         _key,
         lambda d, options=_options: ((d.logprobs(), d.logprobs(), d.normal(), d.mask()), dict(options)),
-        # Held ratios have a gradient that is no derivative of their value: test_policy_losses.py checks it.
-        differentiable=() if "cap" in _key else (0,),
+        differentiable=(0,),
         mask=3,
         masked=(0, 1, 2),
+        surrogate=surrogates.dppo if "cap" in _key else None,
     )
 for _key, _options in {"cispo": {"clip_high": 0.5}, "cispo[low]": {"clip_high": 0.2, "clip_low": 0.2}}.items():
     case(
         _key,
         lambda d, options=_options: ((d.logprobs(), d.logprobs(), d.normal(), d.mask()), dict(options)),
+        differentiable=(0,),
         mask=3,
         masked=(0, 1, 2),
+        surrogate=surrogates.cispo,
     )
