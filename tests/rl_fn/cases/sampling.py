@@ -5,7 +5,9 @@ import numpy as np
 from tests.rl_fn.cases.base import B, V, case
 
 case("temperature", lambda d: ((d.normal(B, V), 0.7), {}), differentiable=(0,))
-case("temperature[per-row]", lambda d: ((d.normal(B, V), np.array([0.0, 0.5, 2.0], np.float32)), {}), differentiable=(0,))
+case(
+    "temperature[per-row]", lambda d: ((d.normal(B, V), np.array([0.0, 0.5, 2.0], np.float32)), {}), differentiable=(0,)
+)
 case("top_k", lambda d: ((d.normal(B, V), 4), {}), differentiable=(0,))
 case("top_k[per-row]", lambda d: ((d.normal(B, V), np.array([1, 4, 99], np.int32)), {}), differentiable=(0,))
 case("top_p", lambda d: ((d.normal(B, V, scale=2.0), 0.8), {}), differentiable=(0,))
@@ -15,7 +17,8 @@ case("min_p[per-row]", lambda d: ((d.normal(B, V), np.array([0.0, 0.2, 1.0], np.
 case("repetition_penalty", lambda d: ((d.normal(B, V), d.allowed_tokens(B, V), 1.3), {}), differentiable=(0,))
 case(
     "repetition_penalty[per-row]",
-    lambda d: ((d.normal(B, V), d.allowed_tokens(B, V), np.array([0.8, 1.0, 2.0], np.float32)), {}), differentiable=(0,),
+    lambda d: ((d.normal(B, V), d.allowed_tokens(B, V), np.array([0.8, 1.0, 2.0], np.float32)), {}),
+    differentiable=(0,),
 )
 case(
     "sample",
