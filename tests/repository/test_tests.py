@@ -1,4 +1,4 @@
-"""A test does not end before it has asserted anything: a case that does not apply is no case (filter the parameters)."""
+"""A test does not end before it has asserted anything: what a case does not apply to is filtered from its parameters."""
 
 import ast
 from pathlib import Path
