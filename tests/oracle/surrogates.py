@@ -44,7 +44,7 @@ def gspo_token(moving, held, *, segment_ids=None, **clips):
 
 
 def dppo(moving, held, *, ratio_cap, **options):
-    """The value has min(ρ, cap); the gradient is sg(min(ρ, cap)) A ∇log π, as everywhere where the ratio is not held."""
+    """The value has min(ρ, cap), and the gradient sg(min(ρ, cap)) A ∇log π."""
     return dppo_loss(*held, ratio_cap=ratio_cap, **options) * (1.0 + f64(moving[0]) - f64(held[0]))
 
 

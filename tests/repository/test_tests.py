@@ -1,4 +1,4 @@
-"""A test does not end before it has asserted anything: what a case does not apply to is filtered from its parameters."""
+"""A test does not end before it has asserted anything: what does not apply is filtered from its parameters."""
 
 import ast
 from pathlib import Path

@@ -22,11 +22,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Case:
     """One way to call one public function.
 
-    differentiable: positional arguments with a gradient. surrogate: None if the gradient is the slope of the value; for
-    a function that stops a gradient somewhere, the function whose slope the gradient is, `surrogate(moving, held,
-    **kwargs)` of all positional arguments twice, the second time inside sg[·] (tests/oracle/surrogates.py). mask: position of the mask. masked: positional arguments whose
+    differentiable: positional arguments with a gradient. mask: position of the mask. masked: positional arguments whose
     values at masked positions must not matter. random: the first argument is a seed for jax.random.key. family: its
     file in this folder.
+
+    surrogate: None if the gradient is the slope of the value; for a function that stops a gradient somewhere, the
+    function whose slope the gradient is, `surrogate(moving, held, **kwargs)` of all positional arguments twice, the
+    second time as they stand inside sg[·] (tests/oracle/surrogates.py).
     """
 
     name: str
