@@ -4,7 +4,8 @@ memory, instructions.
     python kernels/benchmarks/ahead_of_time.py            # table, and results/ahead_of_time.json beside this file
     python kernels/benchmarks/ahead_of_time.py --check    # exit 1 if a kernel spills, or lacks what it should have
 
-What the committed table has of the same source, specialisation and Triton is not compiled again, but with --again.
+A kernel whose Triton IR the committed table has already, for the same target, options and release of Triton, is not
+compiled again, but with --again. A changed comment or name does not change the IR.
 """
 
 import argparse
@@ -22,15 +23,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 if __name__ == "__main__":  # not where a doctest collector imports this file: Triton decides at its own import
     os.environ["TRITON_INTERPRET"] = "0"
     # Triton 3.9 warns where the choice is left open; results must not depend on the version.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.kernels.arg_specs import specifications
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -42,8 +47,6 @@ TARGETS = {
 }
 # Bytes of shared memory a block may have.
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
-# What of a specialisation does not change what is compiled.
-NOT_COMPILED = ("name", "targets", "matrix", "bulk")
 RESULTS = Path(__file__).parent / "results" / "ahead_of_time.json"
 
 
@@ -68,15 +71,11 @@ class Kernel:
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel of every operation: each folder's triton.py, hybrid.py and gluon.py list their own."""
-    listed = []
-    folder = Path(import_module("rl_kernels").__file__ or "").parent
-    for file in sorted([path for kind in ("triton*", "hybrid", "gluon") for path in folder.glob(f"*/{kind}.py")]):
-        module = import_module(f"rl_kernels.{file.parent.name}.{file.stem}")
-        for name, (function, types, constants, options) in module.SPECIALISATIONS.items():
-            kernel = Kernel(f"{file.parent.name}: {name}", module.__name__, function, types, constants, **options)
-            listed.append(kernel)
-    return listed
+    """Every kernel that tests/kernels/arg_specs specifies."""
+    return [
+        Kernel(name, function.fn.__module__, function.__name__, types, constants, **options)
+        for name, function, types, constants, options in specifications()
+    ]
 
 
 def source(kernel: Kernel) -> ASTSource:
@@ -94,26 +93,34 @@ def source(kernel: Kernel) -> ASTSource:
     )
 
 
-def digest(kernel: Kernel) -> str:
-    """Of the kernel's source with all that it calls, of this specialisation, and of Triton's version."""
-    function = getattr(import_module(kernel.module), kernel.function)
-    described = {name: value for name, value in asdict(kernel).items() if name not in NOT_COMPILED}
-    text = f"{function.cache_key} {json.dumps(described, sort_keys=True)} {version('triton')}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def digest(kernel: Kernel, target: str) -> str:
+    """Of the first IR that Triton makes of the kernel, without names and places, of the options, and of the release."""
+    what, backend = source(kernel), make_backend(TARGETS[target])
+    options = backend.parse_options(_options(kernel) | what.parse_options())
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    generators = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = what.make_ir(TARGETS[target], options, *generators, context)
+    text = re.sub(r"@[\w.]+|@\"[^\"]*\"", "@", module.str_nodebug())
+    return hashlib.sha256(f"{text} {_options(kernel)} {version('triton')}".encode()).hexdigest()[:16]
+
+
+def _options(kernel: Kernel) -> dict[str, int]:
+    return {"num_warps": kernel.warps, "num_stages": kernel.stages}
 
 
 def compiled(kernel: Kernel, target: str) -> dict[str, Any]:
     """Compile one kernel for one target and read what came out."""
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
-    result = triton.compile(source(kernel), target=TARGETS[target], options=options)
-    row = {"kernel": kernel.name, "target": target, "source": digest(kernel), "shared": result.metadata.shared}
+    result = triton.compile(source(kernel), target=TARGETS[target], options=_options(kernel))
+    row = {"kernel": kernel.name, "target": target, "ir": digest(kernel, target), "shared": result.metadata.shared}
     return row | (nvidia(result.asm) if target.startswith("sm_") else amd(result.asm))
 
 
-def committed() -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The table's rows by kernel, target and digest."""
-    rows = json.loads(RESULTS.read_text())["compiled"] if RESULTS.exists() else []
-    return {(row["kernel"], row["target"], row["source"]): row for row in rows if "source" in row}
+def committed(results: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The table's rows by target and digest."""
+    rows = json.loads(results.read_text())["compiled"] if results.exists() else []
+    return {(row["target"], row["ir"]): row for row in rows}
 
 
 def nvidia(asm: Any) -> dict[str, Any]:
@@ -173,16 +180,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--again", action="store_true", help="compile what the committed table has, too")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="of another Triton, with --again")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the table, another for another Triton")
     arguments = parser.parse_args()
     if not arguments.check and (arguments.only or arguments.targets != ",".join(TARGETS)):
         parser.error("the table is written whole: --only and --targets go with --check")
-    known = {} if arguments.again else committed()
+    known = {} if arguments.again else committed(arguments.results)
     rows, wrong = [], []
     for kernel in kernels():
         for target in arguments.targets.split(","):
             if arguments.only in kernel.name and target in kernel.targets:
-                rows.append(known.get((kernel.name, target, digest(kernel))) or compiled(kernel, target))
+                row = known.get((target, digest(kernel, target))) or compiled(kernel, target)
+                rows.append(row | {"kernel": kernel.name})
                 wrong += [f"{kernel.name} on {target}: {fault}" for fault in faults(rows[-1], kernel)]
                 print(*rows[-1].values(), sep=" | ", flush=True)
     if not arguments.check:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_kernels.linear_logprobs.blocks import Cost, blocks
+from rl_kernels.common.blocks import Cost, blocks
 from rl_kernels.linear_policy_loss.fused import sizes
 
 # Hidden size and vocabulary of the models that the GPU benchmarks run.

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 import rl_fn
-from rl_kernels.pallas_math import LEFT_OUT, Options, product
+from rl_kernels.common.pallas_helpers import LEFT_OUT, Options, product
 
 BACKENDS = ("pallas", "pallas_gpu", "reference")
-# The file that "pallas" means on a kind of device: on a CPU a TPU's kernels in Pallas's interpreter.
+# The kernels that "pallas" means on a kind of device: on a CPU a TPU's kernels in Pallas's interpreter.
 _PALLAS = {"tpu": "pallas", "cpu": "pallas", "gpu": "pallas_gpu"}
+_MODULES = {"pallas": "rl_kernels.{}.pallas_tpu", "pallas_gpu": "rl_kernels.experimental.pallas_gpu.{}"}
 WORKSPACE = 256 << 20
 
 
@@ -70,7 +71,7 @@ def logits_logprobs(
         return _reference(logits, tokens, rows, allowed_tokens, mask)
     options = _options(name, rows, vocabulary, block_rows, block_entries, (256, 2048), (1, 4096))
     # Imported here: where the reference is meant Pallas is not needed.
-    run = import_module(f"rl_kernels.logits_logprobs.{name}").run
+    run = import_module(_MODULES[name].format("logits_logprobs")).run
     results = run(logits.reshape(-1, vocabulary), rows.ids, rows.scale, _kept(rows, name), options)
     return _shaped(results, tokens.shape, mask, batch)
 
@@ -140,7 +141,7 @@ def linear_logprobs(
     # On a GPU the largest that leave registers to every option (kernels/benchmarks/pallas_ahead_of_time.py).
     large = (64, 64) if hidden.dtype == jnp.float32 else (128, 64)
     options = _options(name, rows, len(weight), block_rows, block_entries, (256, 256), large, least=16)
-    run = import_module(f"rl_kernels.linear_logprobs.{name}").run
+    run = import_module(_MODULES[name].format("linear_logprobs")).run
     # A TPU's kernels always add one.
     shift = jnp.zeros(len(weight), jnp.float32) if bias is None and name == "pallas" else bias
     flat, kept = hidden.reshape(-1, features), _kept(rows, name)

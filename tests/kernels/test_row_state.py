@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_kernels.row_state import RowState, finish, merge, merge_all, tile_state
+from rl_kernels.common.row_state import RowState, finish, merge, merge_all, tile_state
 from tests.kernels.exact import exact
 
 INF = float("inf")

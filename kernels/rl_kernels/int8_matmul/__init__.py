@@ -1,5 +1,5 @@
 """Products with int8 weights, the activations quantised on the way."""
 
-from rl_kernels.int8_matmul.operation import int8_matmul
+from rl_kernels.int8_matmul.api import int8_matmul
 
 __all__ = ["int8_matmul"]

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_kernels.linear_logprobs.blocks import blocks, cost, row_blocks, tiles
-from rl_kernels.linear_logprobs.products import accumulate, native, product
-from rl_kernels.row_state import Coefficients, coefficients, finite, token_gradients
-from rl_kernels.scaling import kept_tile
+from rl_kernels.common.blocks import blocks, cost, row_blocks, tiles
+from rl_kernels.common.matmul import accumulate, native, product
+from rl_kernels.common.row_state import Coefficients, coefficients, finite, token_gradients
+from rl_kernels.common.scaling import kept_tile
 
 # dL/dlogits, from a block of logits (bias not yet added; it may be overwritten), its kept entries, its bias, the tokens
 # counted from its first entry, their own dL/dx, and the rows' inverse temperature, coefficients and finite logsumexp.

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from torch import Tensor
 
 import rl_fn
+from rl_kernels.common.row_state import RowState
 from rl_kernels.logits_logprobs.reference import as_array, as_tensor, kept_set
-from rl_kernels.row_state import RowState
 
 
 def forward(

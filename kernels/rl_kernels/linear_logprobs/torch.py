@@ -5,11 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rl_kernels.common.blocks import blocks, cost, row_blocks, tiles
+from rl_kernels.common.matmul import product
+from rl_kernels.common.row_state import RowState, empty_state, merge, tile_state
+from rl_kernels.common.scaling import kept_tile, scaled, slope
 from rl_kernels.linear_logprobs.backward import backward as in_blocks
-from rl_kernels.linear_logprobs.blocks import blocks, cost, row_blocks, tiles
-from rl_kernels.linear_logprobs.products import product
-from rl_kernels.row_state import RowState, empty_state, merge, tile_state
-from rl_kernels.scaling import kept_tile, scaled, slope
 
 # Numbers a logit that are alive at once, in the forward and in the backward.
 _NUMBERS = 5

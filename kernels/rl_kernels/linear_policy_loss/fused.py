@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from rl_kernels.arguments import Rows
 from rl_kernels.backends import implementation, select
-from rl_kernels.linear_logprobs.blocks import tiles
-from rl_kernels.linear_logprobs.products import accumulate, native, product
+from rl_kernels.common.arguments import Rows
+from rl_kernels.common.blocks import tiles
+from rl_kernels.common.matmul import accumulate, native, product
 from rl_kernels.linear_policy_loss.callables import Loss, differentiated, refuse_interaction
 
 # Numbers that the pass from logits to their gradient holds at once beside a few rows, and for at most so many logits.

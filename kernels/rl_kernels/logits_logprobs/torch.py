@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rl_kernels.row_state import Coefficients, coefficients, finish, finite, tile_state, token_gradients
-from rl_kernels.scaling import kept_tile, scaled, slope
+from rl_kernels.common.row_state import Coefficients, coefficients, finish, finite, tile_state, token_gradients
+from rl_kernels.common.scaling import kept_tile, scaled, slope
 
 # Elements of a chunk's temporaries: 16 MiB each in float32, a handful at a time, whatever the number of rows.
 _CHUNK = 1 << 22

@@ -8,102 +8,15 @@ from collections.abc import Iterator
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from rl_kernels.row_state import Coefficients, coefficients, finite, token_gradients
-from rl_kernels.scaling import kept_at, scaled, slope
-from rl_kernels.support import packed
-from rl_kernels.triton_math import absorbed, kept_bits, softcap_slope, softcapped
+from rl_kernels.common.row_state import Coefficients, coefficients, finite, token_gradients
+from rl_kernels.common.scaling import kept_at, scaled, slope
+from rl_kernels.common.token_masks import packed
+from rl_kernels.logits_logprobs.triton_kernels import backward_kernel, forward_kernel
 
 # Bytes of packed kept sets alive at once, however many rows there are.
 _PACKED = 64 << 20
-
-
-@triton.jit
-def forward_kernel(
-    logits,
-    inverse,
-    kept,
-    mask,
-    entropy,
-    logsumexp,
-    vocabulary,
-    row_stride,
-    column_stride,
-    kept_stride,
-    softcap,
-    CAPPED: tl.constexpr,
-    KEPT: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if MASKED:
-        if tl.load(mask + row) == 0:
-            tl.store(entropy + row, 0.0)
-            tl.store(logsumexp + row, 0.0)
-            return
-    scale = tl.load(inverse + row)
-    maximum = tl.full([], float("-inf"), scale.dtype)
-    total = tl.full([], 0.0, scale.dtype)
-    weighted = tl.full([], 0.0, scale.dtype)
-    for first in range(0, vocabulary, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < vocabulary
-        z = tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=float("-inf"))
-        z = z.to(scale.dtype)
-        possible = z != float("-inf")
-        if KEPT:
-            possible = possible & kept_bits(kept + row * kept_stride, column, inside)
-        x = softcapped(tl.where(possible, z, 0.0), softcap, CAPPED) * scale
-        maximum, total, weighted = absorbed(x, possible, maximum, total, weighted)
-    safe = tl.where(total == 0, 1.0, total)
-    log_total = tl.log(safe)
-    tl.store(logsumexp + row, maximum + log_total)
-    tl.store(entropy + row, log_total - weighted / safe)
-
-
-@triton.jit
-def backward_kernel(
-    logits,
-    gradient,
-    inverse,
-    kept,
-    mask,
-    a,
-    b,
-    logsumexp,
-    vocabulary,
-    row_stride,
-    column_stride,
-    gradient_row_stride,
-    gradient_column_stride,
-    kept_stride,
-    softcap,
-    CAPPED: tl.constexpr,
-    KEPT: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocabulary
-    out = gradient + row * gradient_row_stride + column.to(tl.int64) * gradient_column_stride
-    if MASKED:
-        if tl.load(mask + row) == 0:
-            tl.store(out, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=inside)
-            return
-    scale = tl.load(inverse + row)
-    z = tl.load(logits + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=float("-inf"))
-    z = z.to(scale.dtype)
-    possible = z != float("-inf")
-    if KEPT:
-        possible = possible & kept_bits(kept + row * kept_stride, column, inside)
-    z = tl.where(possible, z, 0.0)
-    log_p = tl.where(possible, softcapped(z, softcap, CAPPED) * scale - tl.load(logsumexp + row), 0.0)
-    dx = tl.exp(log_p) * (tl.load(a + row) + tl.load(b + row) * log_p) * scale * softcap_slope(z, softcap, CAPPED)
-    tl.store(out, tl.where(possible, dx, 0.0).to(gradient.dtype.element_ty), mask=inside)
 
 
 def forward(
@@ -205,25 +118,3 @@ def _parts(count: int, vocabulary: int, allowed_tokens: Tensor | None) -> Iterat
     for first in range(0, count, step):
         rows = slice(first, min(first + step, count))
         yield rows, packed(allowed_tokens[rows], vocabulary)
-
-
-def _specialisation(function, dtype, *, everything):
-    """What kernels/benchmarks/ahead_of_time.py compiles: the plain kernel, or the one with every option."""
-    pointers = {"logits": f"*{dtype}", "gradient": f"*{dtype}", "inverse": "*fp32", "a": "*fp32", "b": "*fp32"}
-    pointers |= {"logsumexp": "*fp32", "entropy": "*fp32"}
-    pointers |= {"kept": "*i32", "mask": "*u8"} if everything else {"kept": "*fp32", "mask": "*fp32"}
-    constants = {"CAPPED": everything, "KEPT": everything, "MASKED": everything, "BLOCK": 4096}
-    unit = {"column_stride": 1, "gradient_column_stride": 1}
-    names = function.arg_names
-    types = {n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in names if n not in constants | unit}
-    aligned = tuple(n for n in types if n in pointers or n in ("row_stride", "gradient_row_stride"))
-    return function.__name__, types, constants | {n: 1 for n in unit if n in names}, {"aligned": aligned}
-
-
-SPECIALISATIONS = {
-    f"{function.__name__[:-7]} {dtype}{', every option' if everything else ''}": _specialisation(
-        function, dtype, everything=everything
-    )
-    for function in (forward_kernel, backward_kernel)
-    for dtype, everything in (("bf16", False), ("fp32", False), ("bf16", True))
-}

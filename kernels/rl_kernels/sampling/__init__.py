@@ -1,5 +1,5 @@
 """One token a row from truncated logits, with the log-probability under what it was drawn from."""
 
-from rl_kernels.sampling.operation import SampledTokens, sample
+from rl_kernels.sampling.api import SampledTokens, sample
 
 __all__ = ["SampledTokens", "sample"]

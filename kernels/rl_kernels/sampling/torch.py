@@ -5,7 +5,7 @@ is the distribution itself, with noise for some hundreds of tiles and one tile i
 import torch
 from torch import Tensor
 
-from rl_kernels.row_state import finite
+from rl_kernels.common.row_state import finite
 from rl_kernels.sampling.cutoff import find, greedy_is_top_1, kept, tile_width
 from rl_kernels.sampling.philox import ENTRIES, TILES, gumbel
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_kernels.common.row_state import RowState
 from rl_kernels.linear_logprobs import reference
 from rl_kernels.logits_logprobs.reference import as_array, as_tensor, kept_set
-from rl_kernels.row_state import RowState
 from rl_kernels.topk_logprobs.largest import NOTHING
 
 

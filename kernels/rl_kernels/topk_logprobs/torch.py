@@ -5,10 +5,10 @@ product that made them reads the whole weight.
 import torch
 from torch import Tensor
 
-from rl_kernels.linear_logprobs.blocks import blocks, cost, row_blocks, tiles
-from rl_kernels.linear_logprobs.products import product
-from rl_kernels.row_state import RowState, merge, tile_state
-from rl_kernels.scaling import kept_tile, scaled
+from rl_kernels.common.blocks import blocks, cost, row_blocks, tiles
+from rl_kernels.common.matmul import product
+from rl_kernels.common.row_state import RowState, merge, tile_state
+from rl_kernels.common.scaling import kept_tile, scaled
 from rl_kernels.topk_logprobs.largest import NOTHING, joined, largest
 
 # Elements of a chunk's temporaries, up to 16 bytes each.

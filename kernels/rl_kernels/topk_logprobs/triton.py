@@ -10,20 +10,20 @@ import triton
 from torch import Tensor
 
 from rl_kernels.backends import interpreting
-from rl_kernels.linear_logprobs.blocks import blocks, cost, row_blocks, tiles
-from rl_kernels.linear_logprobs.products import product
-from rl_kernels.row_state import RowState
-from rl_kernels.scaling import kept_tile
+from rl_kernels.common.blocks import blocks, cost, row_blocks, tiles
+from rl_kernels.common.matmul import product
+from rl_kernels.common.row_state import RowState
+from rl_kernels.common.scaling import kept_tile
 from rl_kernels.topk_logprobs import torch as in_torch
-from rl_kernels.topk_logprobs.kernels import keep_kernel, search_kernel
 from rl_kernels.topk_logprobs.largest import NOTHING
+from rl_kernels.topk_logprobs.triton_kernels import keep_kernel, search_kernel
 
 # Bytes of candidates and of kept sets alive at once from logits, however many rows there are.
 _WORKSPACE = 64 << 20
 # Entries of a block at most, which one program has in registers.
-_BLOCK = 2048
+BLOCK = 2048
 # Candidates that a program has in registers where the best are kept.
-_KEPT_BLOCK = 1024
+KEPT_BLOCK = 1024
 # Candidates of a row that it should not have many more of.
 _CANDIDATES = 4096
 # Rows of a program. The interpreter's price is by the program.
@@ -100,7 +100,7 @@ class Candidates:
             self.capacity,
             self.k,
             ROWS=self.rows,
-            BLOCK=_KEPT_BLOCK,
+            BLOCK=KEPT_BLOCK,
             num_warps=4,  # pyright: ignore[reportCallIssue]
         )
         return best
@@ -189,7 +189,7 @@ def forward(
 
 def block_size(entries: int) -> int:
     """Entries a program has at a time: a power of two, a function of the vocabulary and the workspace alone."""
-    return min(_BLOCK, max(16, triton.next_power_of_2(entries)))
+    return min(BLOCK, max(16, triton.next_power_of_2(entries)))
 
 
 def rooms(k: int, block: int) -> int:
@@ -205,26 +205,3 @@ def places(k: int, room: int, block: int) -> int:
 def identities(words: Tensor) -> Tensor:
     """Ids of candidates."""
     return 0xFFFFFFFF - (words & 0xFFFFFFFF)
-
-
-def _specialisation(function, dtype="bf16", *, state=False, everything=False):
-    """What kernels/benchmarks/ahead_of_time.py compiles."""
-    pointers = {"logits": f"*{dtype}", "bounds": "*i32", "counts": "*i32", "candidates": "*i64", "out": "*i64"}
-    pointers |= dict.fromkeys(("inverse", "states"), "*fp32" if state else "*i32")
-    pointers |= dict.fromkeys(("kept", "mask"), "*u8" if everything else "*i32")
-    constants = {"STATE": state, "CAPPED": everything and state, "KEPT": everything, "MASKED": everything and not state}
-    constants |= {"column_stride": 1, "kept_stride": 1} if everything else {"column_stride": 1}
-    constants |= {"ROWS": 1, "BLOCK": _BLOCK if function is search_kernel else _KEPT_BLOCK}
-    constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    types = {n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in function.arg_names if n not in constants}
-    aligned = tuple(n for n in types if n in pointers or n in ("start", "stop", "row_stride", "kept_row_stride"))
-    return function.__name__, types, constants, {"aligned": aligned, "warps": 8 if function is search_kernel else 4}
-
-
-SPECIALISATIONS = {
-    "search bf16": _specialisation(search_kernel),
-    "search fp32, kept, masked": _specialisation(search_kernel, "fp32", everything=True),
-    "search with state": _specialisation(search_kernel, "fp32", state=True),
-    "search with state, kept, capped": _specialisation(search_kernel, "fp32", state=True, everything=True),
-    "keep": _specialisation(keep_kernel),
-}

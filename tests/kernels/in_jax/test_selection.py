@@ -17,7 +17,7 @@ def ran(monkeypatch):
     names = []
     for operation in ("logits", "linear"):
         for file in ("pallas", "pallas_gpu"):
-            module = importlib.import_module(f"rl_kernels.{operation}_logprobs.{file}")
+            module = importlib.import_module(in_jax._MODULES[file].format(f"{operation}_logprobs"))
 
             def record(x, *rest, name=f"{operation} {file}"):
                 names.append((name, rest[-1].interpret))

@@ -103,7 +103,7 @@ def test_shapes_and_strides(backend):
 def test_chunks_and_wide_tokens_change_nothing(monkeypatch):
     _, codes, scale = layer(20, 48)
     x = normal(70, 48)
-    for backend, name, value in (("torch", "_CHUNK", 100), ("triton", "_WIDEST", 16)):
+    for backend, name, value in (("torch", "_CHUNK", 100), ("triton", "WIDEST", 16)):
         whole = int8_matmul(x, codes, scale, backend=backend)
         monkeypatch.setattr(importlib.import_module(f"rl_kernels.int8_matmul.{backend}"), name, value)
         assert torch.equal(int8_matmul(x, codes, scale, backend=backend), whole)

@@ -1,7 +1,7 @@
 """Memory beyond inputs and results does not grow with the number of rows: live bytes are counted, tensor by tensor.
 
 Triton's interpreter copies every argument of a kernel, so that counting under it would count the interpreter: the
-hybrid backend's kernels are left out, and what is around them is counted.
+Triton backend's kernels are left out, and what is around them is counted.
 """
 
 import importlib
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rl_kernels import linear_logprobs, linear_topk_logprobs
-from rl_kernels.linear_logprobs.blocks import Cost, blocks
-from rl_kernels.linear_logprobs.operation import CPU_WORKSPACE, FORWARD_WORKSPACE, GPU_WORKSPACE
-from rl_kernels.row_state import finish
+from rl_kernels.common.blocks import Cost, blocks
+from rl_kernels.common.row_state import finish
+from rl_kernels.linear_logprobs.api import CPU_WORKSPACE, FORWARD_WORKSPACE, GPU_WORKSPACE
 from tests.kernels.cases import ids, normal
 from tests.kernels.live_bytes import LiveBytes
 
@@ -50,11 +50,11 @@ class NotLaunched:
         return lambda *arguments, **options: None
 
 
-@pytest.mark.parametrize("backend", ["torch", "hybrid"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("options", ["", "allowed_tokens"])
 def test_flat_in_the_number_of_rows(monkeypatch, backend, options):
-    for module, kernel in (("hybrid", "state_kernel"), ("triton", "dlogits_kernel")):
-        monkeypatch.setattr(importlib.import_module(f"rl_kernels.linear_logprobs.{module}"), kernel, NotLaunched())
+    for kernel in ("state_kernel", "dlogits_kernel"):
+        monkeypatch.setattr(importlib.import_module("rl_kernels.linear_logprobs.triton"), kernel, NotLaunched())
     small, large = (peaks(backend, count, options=options) for count in (48, 144))
     rows = 144 - 48
     # The state is four numbers a row; the backward's gradient H, and a handful of cotangents.

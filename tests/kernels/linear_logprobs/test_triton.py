@@ -1,15 +1,18 @@
-"""The Triton backend in its interpreter: every option against float64, and what only a kernel can get wrong."""
+"""The vendor's product and Triton's pass over it, in the interpreter: against float64, and what only this way can get
+wrong: the state that is carried from block to block.
+"""
 
 import importlib
-from itertools import pairwise
 
 import pytest
 import torch
 
 from rl_kernels import linear_logprobs
+from rl_kernels.common import matmul
+from rl_kernels.common.blocks import Blocks
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
-from tests.kernels.exact import exact, gradients
-from tests.kernels.linear_logprobs.test_backends import H, assert_equal_to_float64, model
+from tests.kernels.exact import exact
+from tests.kernels.linear_logprobs.test_backends import assert_equal_to_float64, model
 
 backend = importlib.import_module("rl_kernels.linear_logprobs.triton")
 
@@ -20,153 +23,16 @@ def test_values_and_gradients(option, targets):
     assert_equal_to_float64("triton", OPTIONS[option], targets=targets, biased=targets is None)
 
 
-@pytest.mark.parametrize("workspace", [1, 4 * 5 * H * 3])
-@pytest.mark.parametrize("option", ["plain", "everything"])
-def test_any_cut_into_blocks(workspace, option):
-    assert_equal_to_float64("triton", OPTIONS[option], workspace=workspace)
+@pytest.mark.parametrize("size", [Blocks(1, 1), Blocks(3, 16), Blocks(N, 20)])
+@pytest.mark.parametrize("option", ["plain", "everything", "bool allowed_tokens"])
+def test_any_cut_into_blocks(monkeypatch, size, option):
+    monkeypatch.setattr(backend, "blocks", lambda *_: size)
+    assert_equal_to_float64("triton", OPTIONS[option], targets=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     assert_equal_to_float64("triton", {"temperature": 0.7}, dtype=dtype)
-
-
-def test_the_kernels_ran(monkeypatch):
-    launched = []
-
-    class Recorded:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            launched.append((self.kernel, grid))
-            return self.kernel[grid]
-
-    kernels = backend.forward_kernel, backend.dlogits_kernel
-    monkeypatch.setattr(backend, "forward_kernel", Recorded(kernels[0]))
-    monkeypatch.setattr(backend, "dlogits_kernel", Recorded(kernels[1]))
-    hidden, weight, _ = (x.requires_grad_() for x in model())
-    linear_logprobs(hidden, weight, ids(N), backend="triton").logprobs.sum().backward()
-    assert launched == [(kernels[0], (1,)), (kernels[1], (N, 1))]
-
-
-@pytest.mark.parametrize("count", [1, 16, 17])
-@pytest.mark.parametrize(("vocabulary", "features"), [(1, 1), (16, 16), (17, 33), (530, 5)])
-def test_sizes_at_and_beside_the_edges_of_tiles_and_parts(count, vocabulary, features):
-    hidden, weight = normal(count, features, scale=1.0).float(), normal(vocabulary, features, seed=1).float()
-    tokens = ids(count, 2, high=vocabulary)
-    tokens[0] = vocabulary - 1
-    got = linear_logprobs(hidden, weight, tokens, backend="triton")
-    for a, b in zip(got, exact(hidden.double() @ weight.double().T, tokens), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
-
-
-def test_more_blocks_of_rows_than_a_group(monkeypatch):
-    """Programs are dealt to groups of row blocks: also to a last group that is not full, with several parts."""
-    monkeypatch.setattr(backend, "GROUP", 2)
-    hidden, weight, tokens = normal(70, 3, scale=1.0).float(), normal(520, 3, seed=1).float(), ids(70, high=520)
-    got = linear_logprobs(hidden, weight, tokens, backend="triton")
-    for a, b in zip(got, exact(hidden.double() @ weight.double().T, tokens), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
-
-
-def test_impossible_entries():
-    """A bias of −inf excludes an entry, whole tiles and whole rows' tokens; a row may have nothing at all."""
-    hidden, weight, bias = (x.clone() for x in model())
-    bias[:20] = -INF
-    tokens, allowed_tokens = ids(N), torch.full((N, 2), -1)
-    tokens[0], tokens[1:3] = 3, 30
-    allowed_tokens[0], allowed_tokens[1], allowed_tokens[2:, 0] = torch.tensor([3, 4]), torch.tensor([30, 31]), 25
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    got = linear_logprobs(hidden, weight, tokens, bias=bias, allowed_tokens=allowed_tokens, backend="triton")
-    doubles = [x.detach().double().requires_grad_() for x in leaves]
-    finite = torch.where(doubles[2].isfinite(), doubles[2], 0.0)
-    logits = doubles[0] @ doubles[1].T + finite
-    wanted = exact(logits.masked_fill(doubles[2].isinf()[None, :], -INF), tokens, allowed_tokens=allowed_tokens)
-    assert got.logsumexp[0] == -INF and got.entropy[0] == 0
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a.double(), b.detach(), rtol=1e-5, atol=2e-5)
-    c = normal(N, seed=5), normal(N, seed=6), normal(N, seed=7)
-    mine, theirs = gradients(got, [x.float() for x in c], leaves), gradients(wanted, c, doubles)
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # how the interpreter takes a maximum
-def test_not_a_number_is_not_hidden():
-    hidden, weight, bias = (x.clone() for x in model())
-    hidden[1, 3], bias[0] = float("nan"), -INF
-    got = linear_logprobs(hidden, weight, ids(N).clamp(min=1), bias=bias, softcap=3.0, backend="triton")
-    assert all(x[1].isnan() and x[2:].isfinite().all() and x[0].isfinite() for x in got)
-
-
-@pytest.mark.parametrize("entries", [16, 32, 64])
-def test_kept_sets_in_tiles_of_one_and_two_words(monkeypatch, entries):
-    whole, allowed_tokens = backend.configuration, torch.rand(N, 100, generator=torch.Generator().manual_seed(3)) < 0.5
-    monkeypatch.setattr(backend, "configuration", lambda *a: whole(*a)._replace(entries=entries))
-    hidden, weight, tokens = normal(N, 3, scale=1.0).float(), normal(100, 3, seed=1).float(), ids(N, 2, high=100)
-    tokens[0], allowed_tokens[0, tokens[0, 0]] = tokens[0, 0], True
-    got = linear_logprobs(hidden, weight, tokens, allowed_tokens=allowed_tokens, backend="triton")
-    for a, b in zip(
-        got, exact(hidden.double() @ weight.double().T, tokens, allowed_tokens=allowed_tokens), strict=True
-    ):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
-
-
-def test_strides():
-    hidden, weight, bias = model()
-    wide = torch.stack([hidden, normal(N, H).float()], -1)[..., 0]
-    strided = torch.stack([bias, bias], -1)[:, 0]
-    assert not wide.is_contiguous() and not strided.is_contiguous()
-    tokens = ids(N)
-    plain, other = (
-        linear_logprobs(h, w, tokens, bias=b, backend="triton")
-        for h, w, b in ((hidden, weight, bias), (wide, weight.T.contiguous().T, strided))
-    )
-    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
-
-
-def test_offsets_beyond_two_to_the_31():
-    """The weight's third row begins beyond 2³¹ elements. Its memory is reserved, not touched."""
-    stride = 2**30 + 7
-    weight = torch.as_strided(torch.empty(2 * stride + 40, dtype=torch.bfloat16), (3, 5), (stride, 1))
-    weight.copy_(normal(3, 5))
-    hidden, tokens = normal(N, 5).bfloat16(), ids(N, high=3)
-    got = linear_logprobs(hidden, weight, tokens, backend="triton")
-    for a, b in zip(got, exact(hidden.double() @ weight.double().T, tokens), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
-
-
-def test_a_row_does_not_depend_on_the_other_rows():
-    hidden, weight, _ = model()
-    tokens = ids(N)
-    whole = linear_logprobs(hidden, weight, tokens, backend="triton")
-    for row in range(N):
-        alone = linear_logprobs(hidden[row:][:1], weight, tokens[row:][:1], backend="triton")
-        assert all(torch.equal(a[row:][:1], b) for a, b in zip(whole, alone, strict=True))
-
-
-def test_a_shard_counts_tokens_and_kept_sets_from_its_start():
-    """States of unequal shards, merged, are the whole vocabulary's; so are the shards' gradients put together."""
-    from rl_kernels.row_state import finish, merge_all
-
-    hidden, weight, bias = model()
-    tokens, allowed_tokens, inverse, cuts = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N), [0, 5, 30, V]
-
-    def shard(first, last, run, *more):
-        where = (allowed_tokens, None, first, 4096)
-        return run(hidden, weight[first:last], bias[first:last], tokens, inverse, 3.0, *where, *more)
-
-    states = [shard(a, b, backend.forward) for a, b in pairwise(cuts)]
-    outputs = finish(merge_all(states))
-    for a, b in zip(outputs, finish(shard(0, V, backend.forward)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    c = (normal(N, 3, seed=5).float(), normal(N, seed=6).float(), normal(N, seed=7).float())
-    parts = [shard(a, b, backend.backward, outputs, c) for a, b in pairwise(cuts)]
-    d_hidden, d_weight, d_bias = shard(0, V, backend.backward, outputs, c)
-    torch.testing.assert_close(sum(p[0] for p in parts), d_hidden, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([p[1] for p in parts]), d_weight, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([p[2] for p in parts]), d_bias, rtol=1e-5, atol=1e-5)
 
 
 def test_float64():
@@ -176,17 +42,152 @@ def test_float64():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_configurations_do_not_depend_on_rows_and_cover_every_architecture():
-    from rl_kernels.linear_logprobs.configurations import _PART, configuration, part_of
+def test_one_pass_over_each_block(monkeypatch):
+    launched = []
 
-    for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942", "gfx1100", "cpu"):
-        for width in (2, 4, 8):
-            for vocabulary, features in ((1, 1), (128256, 4096)):
-                tile = configuration(name, width, features, vocabulary)
-                assert part_of(vocabulary) % tile.entries == 0 == _PART % tile.entries
-                assert min(tile[:3]) >= 16 and tile.entries <= 64
-    assert configuration("sm_90", 2, 4097, 128256).features == 32 < configuration("sm_90", 2, 4096, 128256).features
-    assert configuration("sm_103", 4, 4096, 128256) == configuration("sm_100", 4, 4096, 128256)
-    assert configuration("sm_120", 2, 4096, 128256) == configuration("sm_80", 2, 4096, 128256)
-    assert configuration("sm_86", 2, 4096, 128256) == configuration("sm_80", 2, 4096, 128256)
-    assert -(-128256 // part_of(128256)) == 8
+    class Recorded:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return kernel[grid]
+
+    kernel = backend.state_kernel
+    monkeypatch.setattr(backend, "state_kernel", Recorded())
+    monkeypatch.setattr(backend, "blocks", lambda *_: Blocks(4, 20))
+    hidden, weight, _ = model()
+    linear_logprobs(hidden, weight, ids(N), backend="triton")
+    assert launched == [(4,), (4,), (3,), (3,)]
+
+
+def test_impossible_entries_and_rows_that_have_nothing_until_a_later_block(monkeypatch):
+    monkeypatch.setattr(backend, "blocks", lambda *_: Blocks(N, 8))
+    hidden, weight, bias = (x.clone() for x in model())
+    bias[:20] = -INF
+    tokens, allowed_tokens = ids(N), torch.full((N, 2), -1)
+    tokens[0], tokens[1:3] = 3, 30
+    allowed_tokens[0], allowed_tokens[1], allowed_tokens[2:, 0] = torch.tensor([3, 4]), torch.tensor([30, 31]), 25
+    got = linear_logprobs(hidden, weight, tokens, bias=bias, allowed_tokens=allowed_tokens, backend="triton")
+    logits = (hidden.double() @ weight.double().T + bias.double().nan_to_num(neginf=0.0)).masked_fill(
+        bias.isinf()[None, :], -INF
+    )
+    assert got.logsumexp[0] == -INF and got.entropy[0] == 0
+    for a, b in zip(got, exact(logits, tokens, allowed_tokens=allowed_tokens), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # how the interpreter takes a maximum
+def test_not_a_number_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(backend, "blocks", lambda *_: Blocks(N, 20))
+    hidden, weight, bias = (x.clone() for x in model())
+    hidden[1, 3], bias[0] = float("nan"), -INF
+    got = linear_logprobs(hidden, weight, ids(N).clamp(min=1), bias=bias, softcap=3.0, backend="triton")
+    assert all(x[1].isnan() and x[2:].isfinite().all() and x[0].isfinite() for x in got)
+
+
+def test_strides():
+    hidden, weight, bias = model()
+    wide = torch.stack([hidden, normal(*hidden.shape).float()], -1)[..., 0]
+    strided = torch.stack([bias, bias], -1)[:, 0]
+    allowed_tokens = torch.zeros(N, V, 2, dtype=torch.bool)
+    allowed_tokens[..., 0] = torch.rand(N, V, generator=torch.Generator().manual_seed(0)) < 0.5
+    plain, other = (
+        linear_logprobs(h, w, ids(N), bias=b, allowed_tokens=s, backend="triton")
+        for h, w, b, s in (
+            (hidden, weight, bias, allowed_tokens[..., 0].contiguous()),
+            (wide, weight.T.contiguous().T, strided, allowed_tokens[..., 0]),
+        )
+    )
+    for a, b in zip(plain, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_states_of_shards_merge_to_the_whole():
+    from rl_kernels.common.row_state import finish, merge_all
+
+    hidden, weight, bias = model()
+    tokens, allowed_tokens, inverse = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N)
+
+    def shard(first, last):
+        more = (tokens, inverse, 3.0, allowed_tokens, None, first, 4096)
+        return backend.forward(hidden, weight[first:last], bias[first:last], *more)
+
+    whole, parts = shard(0, V), merge_all([shard(0, 5), shard(5, 30), shard(30, V)])
+    for a, b in zip(finish(parts), finish(whole), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+class AsOnAGpu:
+    """torch.mm and torch.addmm with the float32 results of half-precision matrices that they have on a GPU alone."""
+
+    def __init__(self, monkeypatch, *, product, accumulate):
+        self.calls, mm, addmm = [], torch.mm, torch.addmm
+
+        def exact_mm(a, b, *, out_dtype=None):
+            self.calls += ["mm"] if out_dtype else []
+            return mm(a, b) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
+
+        def exact_addmm(total, a, b, *, out_dtype, out):
+            self.calls.append("addmm")
+            return addmm(total, a.to(out_dtype), b.to(out_dtype), out=out)
+
+        def own(a, b):
+            half = a.dtype == b.dtype == torch.bfloat16
+            return matmul.Native(product and half, accumulate and half)
+
+        monkeypatch.setattr(torch, "mm", exact_mm)
+        monkeypatch.setattr(torch, "addmm", exact_addmm)
+        for module in ("common.matmul", "common.blocks", "linear_logprobs.backward"):
+            monkeypatch.setattr(importlib.import_module(f"rl_kernels.{module}"), "native", own)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_products_that_only_a_gpu_has(monkeypatch, accumulate):
+    """The branch for a GPU's half precision: values as exact, gradients of dL/dlogits in the operands' precision."""
+    hidden, weight, _ = (x.detach().requires_grad_() for x in model(torch.bfloat16))
+
+    def everything():
+        out = linear_logprobs(hidden, weight, ids(N), temperature=0.7, backend="triton")
+        return out, torch.autograd.grad(out.logprobs.sum() - 0.1 * out.entropy.sum(), (hidden, weight))
+
+    (values, gradients), machine = everything(), AsOnAGpu(monkeypatch, product=True, accumulate=accumulate)
+    other, rounded = everything()
+    assert all(torch.equal(a, b) for a, b in zip(other, values, strict=True))
+    for a, b in zip(rounded, gradients, strict=True):
+        assert 0 < (a - b).float().norm() <= 2**-7 * b.float().norm()
+    assert machine.calls == ["mm", "mm", "addmm", "addmm"] if accumulate else ["mm"] * 4
+
+
+def test_what_torch_cannot_do_is_found_out_once_and_not_asked_of_it():
+    """This machine's torch has no float32 product of halves: asked, it says so, and the operands are widened."""
+    assert matmul._tried(torch.device("cpu"), torch.bfloat16) == matmul.Native(False, False)
+    total, a = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bfloat16)
+    matmul.accumulate(total, a, a)
+    assert total.tolist() == [[4.0] * 3] * 3 and matmul.product(a, a, torch.float32).dtype == torch.float32
+
+
+def test_a_full_memory_is_not_taken_for_what_torch_cannot_do():
+    def full():
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        matmul._gives(1.0, full)
+
+
+def test_error_of_gradients_in_a_gpus_half_precision(monkeypatch):
+    """docs/kernels.md: up to 1.5 times that of float32 gradients rounded once, since dL/dlogits is rounded, too."""
+    hidden = torch.randn(1024, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = (torch.randn(1500, 64, generator=torch.Generator().manual_seed(1)) * 0.3).bfloat16()
+    tokens, advantages = ids(1024, high=1500), normal(1024, scale=1.0)
+
+    def gradient(logprobs, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        return torch.autograd.grad((advantages.float() * logprobs(*leaves)).sum(), leaves)
+
+    def whole(h, w):
+        return torch.log_softmax(h @ w.T, -1).gather(-1, tokens[:, None])[:, 0]
+
+    exactly, rounded = gradient(whole, torch.float64), [x.bfloat16() for x in gradient(whole, torch.float32)]
+    AsOnAGpu(monkeypatch, product=True, accumulate=True)
+    ours = gradient(lambda h, w: linear_logprobs(h, w, tokens, backend="torch").logprobs, torch.bfloat16)
+    for a, b, c in zip(ours, rounded, exactly, strict=True):
+        error, least = ((x.double() - c).norm().item() for x in (a, b))
+        assert least < error < 1.55 * least, (error / c.norm(), least / c.norm())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_kernels import logits_logprobs
-from rl_kernels.support import packed
+from rl_kernels.common.token_masks import packed
 from tests.kernels.cases import INF, ids, normal
 from tests.kernels.exact import exact, kept_set
 

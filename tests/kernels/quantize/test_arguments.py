@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-import rl_kernels.quantize.operation as operation
+import rl_kernels.quantize.api as operation
 from rl_kernels import quantize_
 
 W, CODES, SCALES = torch.ones(4, 6), torch.empty(4, 6, dtype=torch.int8), torch.empty(4, 1)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels import quantize_
-from rl_kernels.quantize.kernel_math import fp8_codes, int8_codes
+from rl_kernels.quantize.triton_kernels import fp8_codes, int8_codes
 from tests.kernels.quantize.cases import bits, buffers, normal
 
 backend = importlib.import_module("rl_kernels.quantize.triton")

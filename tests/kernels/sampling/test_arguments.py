@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import rl_kernels.sampling.operation as operation
+import rl_kernels.sampling.api as operation
 from rl_kernels import sample
 
 LOGITS = torch.zeros(3, 5)

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_kernels.sampling.kernel_math import gumbel as kernel_gumbel
 from rl_kernels.sampling.philox import gumbel, philox, uniform
+from rl_kernels.sampling.triton_kernels import gumbel as kernel_gumbel
 
 # Random123's known answers for philox4x32-10: counter, key, result.
 KNOWN = [

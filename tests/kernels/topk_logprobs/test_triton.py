@@ -5,8 +5,8 @@ import importlib
 import pytest
 import torch
 
-from rl_kernels.linear_logprobs.blocks import Blocks
-from rl_kernels.row_state import finish
+from rl_kernels.common.blocks import Blocks
+from rl_kernels.common.row_state import finish
 from tests.kernels.cases import INF, ids, normal
 from tests.kernels.exact import exact
 
@@ -17,8 +17,8 @@ V, BLOCK = 83, 16
 @pytest.fixture
 def small(monkeypatch):
     """Six blocks a row, and room for a few."""
-    monkeypatch.setattr(triton, "_BLOCK", BLOCK)
-    monkeypatch.setattr(triton, "_KEPT_BLOCK", 64)
+    monkeypatch.setattr(triton, "BLOCK", BLOCK)
+    monkeypatch.setattr(triton, "KEPT_BLOCK", 64)
     monkeypatch.setattr(triton, "_CANDIDATES", 12)
 
 
@@ -74,9 +74,9 @@ def test_ids_of_one_row_of_no_row_and_of_rows_of_any_stride(dtype):
 @pytest.mark.parametrize("k", [64, 1100])
 def test_ids_with_the_blocks_of_a_gpu(k):
     """Three blocks and a bit, in bfloat16, where many entries tie; at k = 1100 places for two blocks."""
-    z = normal(2, 3 * triton._BLOCK + 77).bfloat16()
+    z = normal(2, 3 * triton.BLOCK + 77).bfloat16()
     assert torch.equal(triton.ids(z, None, None, k), sorted_ids(z, k))
-    assert triton.rooms(k, triton._BLOCK) == {64: 63, 1100: 2}[k]
+    assert triton.rooms(k, triton.BLOCK) == {64: 63, 1100: 2}[k]
 
 
 def test_row_offsets_beyond_two_to_the_31():
