@@ -37,7 +37,12 @@ def row_state(logits, tokens, *, start=0, temperature=1.0, softcap=None, allowed
         e = np.exp(x - x.max())
         index = int(tokens[row]) - start
         target = x[index] if 0 <= index < x.size else -np.inf
-        out[(slice(None), *row)] = x.max(), e.sum(), np.sum((x - x.max()) * e), target
+        out[(slice(None), *row)] = (
+            x.max(),
+            e.sum(),
+            sum((v - x.max()) * w for v, w in zip(x, e, strict=True) if w > 0),
+            target,
+        )
     return tuple(out)
 
 

@@ -23,8 +23,8 @@ class Case:
     """One way to call one public function.
 
     differentiable: positional arguments with a gradient. mask: position of the mask. masked: positional arguments whose
-    values at masked positions must not matter. random: the first argument is a seed for jax.random.key. family: its
-    file in this folder.
+    values at masked positions must not matter. random: the first argument is a seed for jax.random.key. family: the
+    file in this folder that has the function's first case.
 
     surrogate: None if the gradient is the slope of the value; for a function that stops a gradient somewhere, the
     function whose slope the gradient is, `surrogate(moving, held, **kwargs)` of all positional arguments twice, the
@@ -96,13 +96,14 @@ def case(
     random: bool = False,
     surrogate: Callable[..., Any] | None = None,
 ) -> None:
+    name, module = key.split("[")[0], build.__module__.split(".")[-1]
     CASES[key] = Case(
-        key.split("[")[0],
+        name,
         lambda seed: build(Draw(seed)),
         differentiable,
         mask,
         masked or differentiable,
         random,
-        build.__module__.split(".")[-1],
+        next((known.family for known in CASES.values() if known.name == name), module),
         surrogate,
     )
