@@ -28,8 +28,13 @@ def segment_starts(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Arr
     return jnp.concatenate([first, segment_ends(shape, segment_ids)[..., :-1]], axis=-1)
 
 
-def scan(decay: jax.Array, inputs: jax.Array, init: jax.Array, *, reverse: bool) -> jax.Array:
+def scan(
+    decay: jax.Array | None, inputs: jax.Array, init: jax.Array, *, reverse: bool, cuts: jax.Array | None = None
+) -> jax.Array:
     """xₜ = decayₜ xₜ₊₁ + inputsₜ (or xₜ₋₁, without reverse) from init, one a row, in a logarithmic number of steps.
+
+    Without a decay it is 1. Where cuts is True nothing is carried in: xₜ = inputsₜ. A selection, since a decay of 0
+    would make NaN of a neighbour's infinity.
 
     Every block of BLOCK positions is run through at once, from 0; then the blocks' ends, by the same function; then
     each block takes its share of the one beside it. The steps are written out, so that a compiler makes one loop of
@@ -39,29 +44,45 @@ def scan(decay: jax.Array, inputs: jax.Array, init: jax.Array, *, reverse: bool)
     blocks = -(-length // BLOCK)
     width = BLOCK if blocks > 1 else length
     surplus = blocks * width - length
-    if surplus:
-        gap = [(0, 0)] * len(rows) + [(0, surplus)]
-        # What is added at the end lets init through.
-        decay, inputs = jnp.pad(decay, gap, constant_values=1.0), jnp.pad(inputs, gap)
-    a, b = (x.reshape(*rows, blocks, width) for x in (decay, inputs))
     order = range(width - 1, -1, -1) if reverse else range(width)
-    columns = [tuple(jax.lax.index_in_dim(x, i, axis=x.ndim - 1, keepdims=False) for x in (a, b)) for i in order]
+
+    def columns(x: jax.Array, fill: float | bool) -> list[jax.Array]:
+        if surplus:
+            x = jnp.pad(x, [(0, 0)] * len(rows) + [(0, surplus)], constant_values=fill)
+        x = x.reshape(*rows, blocks, width)
+        return [jax.lax.index_in_dim(x, i, axis=x.ndim - 1, keepdims=False) for i in order]
+
+    if decay is not None and cuts is not None:
+        decay = jnp.where(cuts, 0.0, decay)
+    # What is added at the end lets init through.
+    decays = [None] * width if decay is None else columns(decay, 1.0)
+    limits = [None] * width if cuts is None else columns(cuts, False)
+    places = list(zip(decays, columns(inputs, 0.0), limits, strict=True))
     if blocks > 1:
-        state = [columns[0]]
-        for decays, added in columns[1:]:
-            state.append((decays * state[-1][0], decays * state[-1][1] + added))
-        products, sums = state[-1]
-        ends = scan(products, sums, init, reverse=reverse)
+        state = [places[0]]
+        for a, b, cut in places[1:]:
+            product, total, any_cut = state[-1]
+            product = None if product is None else _carried_in(a, cut, product)
+            any_cut = None if any_cut is None or cut is None else any_cut | cut
+            state.append((product, _carried_in(a, cut, total) + b, any_cut))
+        products, totals, any_cut = state[-1]
+        ends = scan(products, totals, init, reverse=reverse, cuts=any_cut)
         first = init[..., None]
         beside = _following(ends, first) if reverse else jnp.concatenate([first, ends[..., :-1]], axis=-1)
-        values = [decays * beside + x for decays, x in state]
+        values = [_carried_in(product, any_cut, beside) + total for product, total, any_cut in state]
     else:
         carry, values = init[..., None], []
-        for decays, added in columns:
-            carry = decays * carry + added
+        for a, b, cut in places:
+            carry = _carried_in(a, cut, carry) + b
             values.append(carry)
     stacked = jnp.stack(values[::-1] if reverse else values, axis=-1).reshape(*rows, blocks * width)
     return stacked[..., :length] if surplus else stacked
+
+
+def _carried_in(decay: jax.Array | None, cut: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Return what of x is carried into a position: decay · x, nothing where it is cut."""
+    x = x if cut is None else jnp.where(cut, 0.0, x)
+    return x if decay is None else decay * x
 
 
 def segment_totals(x: jax.Array, segment_ids: Array | None) -> jax.Array:
@@ -74,11 +95,10 @@ def segment_totals(x: jax.Array, segment_ids: Array | None) -> jax.Array:
         return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
     if x.shape[-1] == 0:
         return x
-    inside_after = jnp.where(segment_ends(x.shape, segment_ids), 0.0, 1.0).astype(x.dtype)
-    inside_before = jnp.where(segment_starts(x.shape, segment_ids), 0.0, 1.0).astype(x.dtype)
+    starts, ends = segment_starts(x.shape, segment_ids), segment_ends(x.shape, segment_ids)
     nothing = jnp.zeros_like(x[..., 0])
-    after = inside_after * _following(scan(inside_after, x, nothing, reverse=True), nothing[..., None])
-    return after + scan(inside_before, x, nothing, reverse=False)
+    after = _following(scan(None, x, nothing, reverse=True, cuts=ends), nothing[..., None])
+    return jnp.where(ends, 0.0, after) + scan(None, x, nothing, reverse=False, cuts=starts)
 
 
 def _following(x: jax.Array, last: jax.Array) -> jax.Array:
@@ -161,7 +181,7 @@ def _carried(a: jax.Array, b: jax.Array, init: jax.Array, segment_ids: Array | N
         return scan(a, b, init, reverse=True)
     ends = segment_ends(b.shape, segment_ids)
     b = b + jnp.where(ends, a * init[..., None], 0.0)
-    return scan(jnp.where(ends, 0.0, a), b, jnp.zeros_like(init), reverse=True)
+    return scan(a, b, jnp.zeros_like(init), reverse=True, cuts=ends)
 
 
 def _after(a: jax.Array, b: jax.Array, init: jax.Array, segment_ids: Array | None) -> jax.Array:

@@ -76,7 +76,10 @@ def n_step(
     behind = jnp.asarray(length, r.dtype)
     following = jnp.concatenate([next_counted(position, counted, behind, segment_ids), slot + behind], axis=-1)
     following = following.astype(jnp.int32)
-    added, decay = jnp.concatenate([r, slot], axis=-1), jnp.concatenate([gamma + 0.0 * r, slot + 1.0], axis=-1)
+    added, decay = (
+        jnp.concatenate([r, slot], axis=-1),
+        jnp.concatenate([gamma + jnp.zeros_like(r), slot + 1.0], axis=-1),
+    )
     column = last[..., None] if last.ndim else last
     returns = jnp.concatenate([v, slot + column], axis=-1)
 

@@ -1,11 +1,14 @@
 """The scan under every return and advantage, at lengths around its block size and its powers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rl_fn.recurrence import BLOCK, scan
+from tests.rl_fn.laws import quick_jit
 
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK**2, BLOCK**2 + 1, BLOCK**3 + 3]
 
@@ -52,3 +55,35 @@ def test_a_decay_of_zero_cuts_off_what_is_beyond(reverse):
     assert out[cut] == inputs[cut]
     near = cut - 1 if reverse else cut + 1
     assert out[near] == inputs[near] + inputs[cut]
+
+
+def _summed(decay, inputs, init, cuts, weights, *, reverse):
+    x = scan(decay, inputs, init, reverse=reverse, cuts=cuts)
+    return jnp.sum(weights * x), x
+
+
+CUT = {
+    reverse: quick_jit(jax.value_and_grad(functools.partial(_summed, reverse=reverse), argnums=(0, 1), has_aux=True))
+    for reverse in (True, False)
+}
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_cut_keeps_what_is_not_finite_from_the_neighbours(length, reverse):
+    """Value and gradient, also in decays that are not finite, beside segments that are shorter than a block."""
+    rng = np.random.default_rng(length)
+    segments = np.cumsum(rng.random((6, length)) < 0.15, axis=-1)
+    edges = np.diff(segments, axis=-1) != 0
+    cuts = np.pad(edges, ((0, 0), (0, 1) if reverse else (1, 0)))
+    ill = segments % 3 == 1
+    decay, inputs, weights = (rng.uniform(0.5, 1.0, (6, length)).astype(np.float32) for _ in range(3))
+    init = rng.normal(size=6).astype(np.float32)
+    (_, clean), slopes = CUT[reverse](decay, inputs, init, cuts, weights)
+    np.testing.assert_allclose(clean, one_by_one(np.where(cuts, 0, decay), inputs, init, reverse), rtol=1e-5, atol=1e-5)
+    for value in (np.nan, np.inf, -np.inf):
+        spoiled = [np.where(ill, np.float32(value), x) for x in (decay, inputs)]
+        (_, found), found_slopes = CUT[reverse](*spoiled, init, cuts, weights)
+        for a, b in zip((clean, *slopes), (found, *found_slopes), strict=True):
+            np.testing.assert_array_equal(np.asarray(a)[~ill], np.asarray(b)[~ill])
+        assert not np.isfinite(np.asarray(found)[ill]).any()
