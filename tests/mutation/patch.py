@@ -31,10 +31,6 @@ def _chain(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-# Writes a page of documentation, which a test compares as a whole.
-NOT_BEHAVIOUR = ("recipes/table.py",)
-
-
 class Package:
     """The files of a package, their mutants and the means to apply one."""
 
@@ -45,8 +41,6 @@ class Package:
         self.mutants: dict[str, Mutant] = {}
         for path in sorted(folder.rglob("*.py")):
             file = path.relative_to(folder).as_posix()
-            if file in NOT_BEHAVIOUR:
-                continue
             source = path.read_text(encoding="utf-8")
             self.sources[file] = source.splitlines()
             tree, found = mutants(source, file)

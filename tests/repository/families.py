@@ -1,6 +1,6 @@
-"""README.md's table of rl_fn: every public name, by the file that holds it, and how it is verified.
+"""docs/families.md: every public function, by the file that holds it, and how it is verified.
 
-python -m tests.repository.families    # writes it anew
+python -m tests.repository.families    # writes the page
 """
 
 import inspect
@@ -11,8 +11,18 @@ from tests.oracle.lookup import ORACLE
 from tests.repository.papers import TESTS_OF_MODULES
 from tests.rl_fn.registry import CASES
 
-README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- families: python -m tests.repository.families -->\n", "<!-- end of families -->"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+HEAD = """# Families
+
+One row a file of `rl_fn`, written by `python -m tests.repository.families`; a test compares. A folder is a family.
+
+- *laws*: generated tests over the registered cases of each function ([verification](verification.md#laws)).
+- *oracle*: an independent float64 version in NumPy (`tests/oracle/`).
+- *interop*: the same value and gradient in PyTorch (`tests/bridge/functional/`).
+
+| in `rl_fn/` | functions | verified by |
+|---|---|---|
+"""
 
 
 def families() -> dict[str, list[str]]:
@@ -34,36 +44,20 @@ def verified(module: str, names: list[str]) -> str:
     assert {case.name for case in cases} == set(names)
     outside = {
         "oracle": sorted(set(names) - set(ORACLE)),
-        "seam": sorted({case.name for case in cases if case.random}),
+        "interop": sorted({case.name for case in cases if case.random}),
     }
     seen = [word + (f" (not {', '.join(rest)})" if rest else "") for word, rest in outside.items()]
-    return ", ".join([f"laws ({len(cases)} cases)", *seen])
+    return ", ".join(["laws", *seen])
 
 
-def table() -> str:
-    """The table, with a line of totals."""
-    groups = families()
-    count = sum(map(len, groups.values()))
-    lines = [
-        f"{count} public functions in {len(groups)} families, {len(CASES)} registered cases.",
-        "",
-        "| in `rl_fn/` | functions | verified by |",
-        "|---|---|---|",
+def page() -> str:
+    """The page."""
+    rows = [
+        f"| `{module.replace('.', '/')}.py` | {', '.join(f'`{n}`' for n in names)} | {verified(module, names)} |"
+        for module, names in families().items()
     ]
-    for module, names in groups.items():
-        lines.append(
-            f"| `{module.replace('.', '/')}.py` | {', '.join(f'`{n}`' for n in names)} | {verified(module, names)} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def parts() -> tuple[str, str, str]:
-    """README.md before, between and after the two marks."""
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    between, after = rest.split(END)
-    return before + BEGIN, between, END + after
+    return HEAD + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":
-    first, _, last = parts()
-    README.write_text(first + table() + last, encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

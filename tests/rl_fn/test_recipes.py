@@ -2,14 +2,12 @@
 
 import dataclasses
 import inspect
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import rl_fn
-from rl_fn.objectives.recipes import table
 from tests.rl_fn.recipe_batches import (
     COLUMNS,
     FLOATS,
@@ -173,8 +171,3 @@ def test_docstrings_name_what_is_read_and_explanations_every_term(name):
     text = OBJECTIVES[name].explain()
     assert text.startswith(f"{objective.name}: minimise ") and "0.1·kl" in text and "0.01·H" in text
     assert ("\n  w =" in text) == (OBJECTIVES[name].correction is not None)
-
-
-def test_the_page_is_what_the_recipes_say():
-    page = Path(__file__).parents[2] / "docs" / "objectives.md"
-    assert page.read_text(encoding="utf-8") == table.page(), "regenerate: python -m rl_fn.objectives.recipes.table"

@@ -1,0 +1,145 @@
+"""Pages of the reference, one a family of rl_fn: every public name with its equation, arguments, paper and example.
+
+All text comes from the docstrings; the pages are made when the site is built and are not committed.
+"""
+
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import rl_fn
+from docs.scripts.equations import equation
+from rl_fn import components, dialects, recipes
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = ("Args:", "Returns:", "Raises:", "Reference:")
+TITLES = {"Args:": "Arguments", "Returns:": "Returns", "Raises:": "Raises", "Reference:": "Reference"}
+ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
+# What these do is told in words; the second paragraph of every other function is its equation.
+PROCEDURES = frozenset(
+    {"balance", "linear_logprobs", "pack", "position_ids", "segment_ids", "zigzag_gather", "zigzag_split"}
+)
+Entry = tuple[str, str, Any]  # where a user finds it, its name, the object
+
+
+def entries() -> dict[str, list[Entry]]:
+    """Public objects by page, in the order in which the pages stand in the menu."""
+    pages: dict[str, list[Entry]] = {}
+    for name in rl_fn.__all__:
+        x = getattr(rl_fn, name)
+        if not isinstance(x, ModuleType):
+            pages.setdefault(x.__module__.split(".")[1], []).append((f"rl_fn.{name}", name, x))
+    for page, module in {"recipes": recipes, "components": components, "dialects": dialects}.items():
+        public = [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+        pages[page] = [(f"rl_fn.{page}.{name}", name, getattr(module, name)) for name in public]
+    return dict(sorted(pages.items()))
+
+
+def anchors() -> dict[str, str]:
+    """Where each public name is described, from a page of the reference; flat functions go before recipes."""
+    found: dict[str, str] = {}
+    for page, members in entries().items():
+        for path, name, _ in members:
+            found[path] = f"{page}.md#{name}"
+            if path == f"rl_fn.{name}":
+                found[name] = f"{page}.md#{name}"
+    for name in components.__all__:
+        found.setdefault(name, f"components.md#{name}")
+    return found
+
+
+def _escaped(text: str, links: dict[str, str]) -> str:
+    """Docstring prose as Markdown: nothing is emphasis, code stays code, public names and papers are links."""
+    pieces = re.split(r"(`[^`]+`)", text)
+    for i, piece in enumerate(pieces):
+        if piece.startswith("`"):
+            target = links.get(piece.strip("`").removesuffix("()"))
+            pieces[i] = f"[{piece}]({target})" if target else piece
+        else:
+            plain = re.sub(r"([*_<>\[\]#|\\])", r"\\\1", piece)
+            plain = re.sub(r"([^\x00-\x7f])\\_(\w+)", r"\1<sub>\2</sub>", plain)
+            pieces[i] = ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", plain)
+    return "".join(pieces)
+
+
+def paragraphs(x: object) -> list[str]:
+    """The docstring cut at its empty lines."""
+    return [part for part in (inspect.getdoc(x) or "").split("\n\n") if part.strip()]
+
+
+def _items(body: str) -> Iterator[tuple[str, str]]:
+    """The entries of an Args or Raises section: a name, and its text over several lines."""
+    for item in re.split(r"\n(?=\S)", textwrap.dedent(body).strip("\n")):
+        name, _, text = " ".join(item.split()).partition(": ")
+        yield name, text
+
+
+def _section(title: str, body: str, links: dict[str, str]) -> list[str]:
+    lines = [f"**{TITLES[title]}**", ""]
+    if title in ("Args:", "Raises:"):
+        lines += [f"- `{name}` – {_escaped(text, links)}" for name, text in _items(body)]
+    else:
+        lines.append(_escaped(" ".join(body.split()), links))
+    return [*lines, ""]
+
+
+def signature(path: str, x: Callable[..., Any]) -> str:
+    """The call with its defaults, without annotations: shapes stand beside the arguments."""
+    parameters = inspect.signature(x).parameters.values()
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters if not p.name.startswith("_")]
+    one_line = f"{path}{inspect.Signature(plain)}"
+    if len(one_line) <= 88:
+        return one_line
+    words = [str(p) for p in plain]
+    keyword = next((i for i, p in enumerate(plain) if p.kind is p.KEYWORD_ONLY), None)
+    if keyword is not None:
+        words.insert(keyword, "*")
+    return f"{path}(\n" + "".join(f"    {word},\n" for word in words) + ")"
+
+
+def describe(path: str, name: str, x: Any, links: dict[str, str]) -> str:
+    """One public name as Markdown."""
+    parts = paragraphs(x)
+    lines = [f"## `{name}` {{ #{name} }}", "", _escaped(" ".join(parts[0].split()), links), ""]
+    keywords = frozenset({*inspect.signature(x).parameters, *rl_fn.__all__})
+    rest = parts[1:]
+    if inspect.isroutine(x) and name not in PROCEDURES and not path.startswith("rl_fn.dialects"):
+        lines += [equation(rest.pop(0), keywords), ""]
+    lines += ["```python", signature(path, x), "```", ""]
+    for part in rest:
+        title = next((s for s in SECTIONS if part.startswith(s)), None)
+        if title is not None:
+            lines += _section(title, part.removeprefix(title), links)
+        elif part.startswith(">>>"):
+            lines += ["**Example**", "", "```pycon", part, "```", ""]
+        else:
+            lines += [_escaped(" ".join(part.split()), links), ""]
+    source = Path(inspect.getsourcefile(inspect.unwrap(x)) or "").relative_to(ROOT)
+    return "\n".join([*lines, f'<p class="source">{source.as_posix()}</p>', ""])
+
+
+def title(page: str) -> str:
+    """A page's heading: the words of the folder's or file's name."""
+    return page.replace("_", " ").capitalize()
+
+
+def introduction(page: str) -> str:
+    """The first paragraph of the folder's or file's own docstring."""
+    modules = {"recipes": recipes, "components": components, "dialects": dialects}
+    module = modules.get(page) or importlib.import_module(f"rl_fn.{page}")
+    return " ".join((inspect.getdoc(module) or "").split("\n\n")[0].split())
+
+
+def pages() -> dict[str, str]:
+    """All pages by their file name."""
+    links = anchors()
+    made = {}
+    for page, members in entries().items():
+        head = [f"# {title(page)}", "", _escaped(introduction(page), links), ""]
+        made[f"{page}.md"] = "\n".join(head + [describe(*member, links) for member in members])
+    return made
