@@ -97,6 +97,7 @@ def value_huber(values: Tokens, returns: Tokens, mask: Mask | None = None, *, de
     """
     require(delta > 0, f"delta must be positive, got {delta}")
     v, r = as_float(values, returns)
-    error = jnp.abs(keep(v, mask) - keep(r, mask))
-    near = jnp.minimum(error, delta)
-    return 0.5 * jnp.square(near) + delta * (error - near)
+    error = keep(v, mask) - keep(r, mask)
+    near = jnp.clip(error, -delta, delta)
+    # Not |e|: the curvature of ½|e|² would come out as 0 at e = 0.
+    return 0.5 * jnp.square(near) + near * (error - near)

@@ -207,7 +207,7 @@ def kl_importance_corrected(
     if log_clip is not None:
         log_rho, d = jnp.clip(log_rho, -log_clip, log_clip), jnp.clip(d, -log_clip, log_clip)
     # k3's own derivative passes through its continuation beyond 64 nats, where a large ratio overflows (∞ · 0). The
-    # slope 1 − e^{−d} is finite wherever the product is.
+    # slope 1 − e^{−d} is finite wherever the product is. Taken half way to d, it gives the curvature e^{−d} too.
     fixed = jax.lax.stop_gradient(d)
-    k3 = kl_k3(fixed, jnp.zeros_like(fixed)) - expm1(-fixed) * (d - fixed)
+    k3 = kl_k3(fixed, jnp.zeros_like(fixed)) - expm1(-0.5 * (fixed + d)) * (d - fixed)
     return exp(log_rho) * k3

@@ -100,8 +100,9 @@ def jensen_shannon(logits: Logits, ref_logits: Logits, *, beta: Number = 0.5) ->
     log_beta, log_rest = jnp.log(jnp.asarray(beta, log_p.dtype)), jnp.log1p(-jnp.asarray(beta, log_p.dtype))
     # log(β p + (1 − β) q) by its larger term: the difference of the two logs is what the smaller one adds.
     a, b = log_p + log_beta, log_q + log_rest
-    # The smaller of two differences, not −|a − b|, whose slope is one-sided at a tie.
-    log_m = jnp.maximum(a, b) + jnp.log1p(jnp.exp(jnp.minimum(a - b, b - a)))
+    # A selection between two forms of one function: max and |a − b| have kinks at a tie.
+    more = a > b
+    log_m = jnp.where(more, a, b) + jnp.log1p(jnp.exp(jnp.where(more, b - a, a - b)))
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     return jnp.sum(beta * p * (log_p - log_m) + (1.0 - beta) * q * (log_q - log_m), axis=-1)
 
