@@ -152,7 +152,9 @@ def top_k_distillation(
     if tail == "renormalise":
         teacher, reported = log_softmax(teacher), log_softmax(reported)
     elif tail == "bucket" and count < size:
-        there = jnp.put_along_axis(jnp.zeros_like(student), ids, 1.0, axis=-1, inplace=False) > 0
+        rows = ids.reshape(-1, count)
+        there = jnp.zeros((rows.shape[0], size), bool).at[jnp.arange(rows.shape[0])[:, None], rows].set(True)
+        there = there.reshape(student.shape)
         reported = jnp.concatenate([reported, _log_total(jnp.where(there, -jnp.inf, student))], axis=-1)
         left = 1.0 - jnp.sum(jnp.exp(teacher), axis=-1, keepdims=True)
         # What rounding of a sum to 1 leaves over is no probability.

@@ -1,5 +1,7 @@
 """One masked linear recurrence from the end of a row; every return, advantage and per-segment sum is made of it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
@@ -7,9 +9,11 @@ from jaxtyping import Float
 from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_ids, as_mask
 
 BLOCK = 8
+Shape = tuple[Any, ...]  # of int, or of jax.export's symbolic dimensions
+Step = tuple[jax.Array | None, jax.Array, jax.Array | None]  # decay, input, cut
 
 
-def segment_ends(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Array:
+def segment_ends(shape: Shape, segment_ids: Array | None) -> jax.Array:
     """Mark the last position of every segment (without segment_ids, of every row)."""
     if shape[-1] == 0:
         return jnp.ones(shape, dtype=bool)
@@ -20,7 +24,7 @@ def segment_ends(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Array
     return jnp.concatenate([ids[..., 1:] != ids[..., :-1], last], axis=-1)
 
 
-def segment_starts(shape: tuple[int, ...], segment_ids: Array | None) -> jax.Array:
+def segment_starts(shape: Shape, segment_ids: Array | None) -> jax.Array:
     """Mark the first position of every segment (without segment_ids, of every row)."""
     if shape[-1] == 0:
         return jnp.ones(shape, dtype=bool)
@@ -40,7 +44,11 @@ def scan(
     each block takes its share of the one beside it. The steps are written out, so that a compiler makes one loop of
     them: on a CPU several times faster than jax.lax.associative_scan, whose levels are interleaved in memory.
     """
+    if decay is not None and cuts is not None:
+        decay = jnp.where(cuts, 0.0, decay)
     *rows, length = inputs.shape
+    if not isinstance(length, int):
+        return _scan_of_symbolic_length(decay, inputs, init, cuts, reverse=reverse)
     blocks = -(-length // BLOCK)
     width = BLOCK if blocks > 1 else length
     surplus = blocks * width - length
@@ -52,19 +60,14 @@ def scan(
         x = x.reshape(*rows, blocks, width)
         return [jax.lax.index_in_dim(x, i, axis=x.ndim - 1, keepdims=False) for i in order]
 
-    if decay is not None and cuts is not None:
-        decay = jnp.where(cuts, 0.0, decay)
     # What is added at the end lets init through.
     decays = [None] * width if decay is None else columns(decay, 1.0)
     limits = [None] * width if cuts is None else columns(cuts, False)
     places = list(zip(decays, columns(inputs, 0.0), limits, strict=True))
     if blocks > 1:
         state = [places[0]]
-        for a, b, cut in places[1:]:
-            product, total, any_cut = state[-1]
-            product = None if product is None else _carried_in(a, cut, product)
-            any_cut = None if any_cut is None or cut is None else any_cut | cut
-            state.append((product, _carried_in(a, cut, total) + b, any_cut))
+        for place in places[1:]:
+            state.append(_composed(state[-1], place))
         products, totals, any_cut = state[-1]
         ends = scan(products, totals, init, reverse=reverse, cuts=any_cut)
         first = init[..., None]
@@ -83,6 +86,27 @@ def _carried_in(decay: jax.Array | None, cut: jax.Array | None, x: jax.Array) ->
     """Return what of x is carried into a position: decay · x, nothing where it is cut."""
     x = x if cut is None else jnp.where(cut, 0.0, x)
     return x if decay is None else decay * x
+
+
+def _composed(before: Step, here: Step) -> Step:
+    """Return the step that takes x through two: x ↦ decay · x + input, or the input alone where it is cut."""
+    (product, total, any_cut), (decay, added, cut) = before, here
+    product = None if product is None else _carried_in(decay, cut, product)
+    any_cut = None if any_cut is None or cut is None else any_cut | cut
+    return product, _carried_in(decay, cut, total) + added, any_cut
+
+
+def _scan_of_symbolic_length(
+    decay: jax.Array | None, inputs: jax.Array, init: jax.Array, cuts: jax.Array | None, *, reverse: bool
+) -> jax.Array:
+    """Run `scan` where the length is a symbol of jax.export, and how many steps to write out is not known."""
+    edge = slice(-1, None) if reverse else slice(0, 1)
+    at_edge = [None if x is None else x[..., edge] for x in (decay, cuts)]
+    first = _carried_in(*at_edge, init[..., None]) + inputs[..., edge]
+    inputs = jnp.concatenate([inputs[..., :-1], first] if reverse else [first, inputs[..., 1:]], axis=-1)
+    steps = (decay, inputs, cuts)
+    return jax.lax.associative_scan(_composed, steps, reverse=reverse, axis=inputs.ndim - 1)[1]
+
 
 
 def segment_totals(x: jax.Array, segment_ids: Array | None) -> jax.Array:
@@ -105,7 +129,7 @@ def _following(x: jax.Array, last: jax.Array) -> jax.Array:
     return jnp.concatenate([x[..., 1:], last], axis=-1)
 
 
-def _per_row(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _per_row(value: jax.Array, shape: Shape) -> jax.Array:
     """One value a row, whether one is given for all rows or one for each."""
     return jnp.broadcast_to(value, shape[:-1])
 

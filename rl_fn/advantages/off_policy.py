@@ -87,7 +87,8 @@ def n_step(
         return jnp.take_along_axis(x, where, axis=-1, mode="clip")
 
     # x ↦ added + decay · x[following] composed with itself n times, by repeated squaring.
-    steps = min(n, length)
+    # More steps than the row is long change nothing, and are saved where the length is no symbol of jax.export.
+    steps = min(n, length) if isinstance(length, int) else n
     while True:
         if steps % 2:
             returns = added + decay * at(returns, following)

@@ -1,6 +1,7 @@
 """Several objectives at once: scalarisations, the Pareto front and how crowded it is."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,20 @@ Directions = bool | Sequence[bool]
 
 def signs(maximize: Directions, objectives: int) -> np.ndarray:
     """+1 where larger is better, −1 where smaller is."""
-    up = np.asarray(maximize)
-    require(up.shape in ((), (objectives,)), f"maximize must be one flag or one of {objectives}, got {maximize}")
-    return np.broadcast_to(np.where(up, 1.0, -1.0).astype(np.float32), (objectives,))
+    return np.broadcast_to(_signs(maximize, objectives), (objectives,))
 
 
 def as_gains(points: jax.Array, maximize: Directions) -> jax.Array:
     """Return the points with the sign that makes larger better."""
-    direction = jnp.asarray(signs(maximize, points.shape[-1]), points.dtype)
+    direction = jnp.asarray(_signs(maximize, points.shape[-1]), points.dtype)
     return points * jnp.broadcast_to(direction, points.shape)
+
+
+def _signs(maximize: Directions, objectives: Any) -> np.ndarray:
+    """One sign, or one for each objective, whose number may be a symbol of jax.export."""
+    up = np.asarray(maximize)
+    require(up.shape in ((), (objectives,)), f"maximize must be one flag or one of {objectives}, got {maximize}")
+    return np.where(up, 1.0, -1.0).astype(np.float32)
 
 
 def weighted_sum(

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
-from rl_bridge.functional import trace
+from rl_bridge.functional import sizes, trace
 from rl_bridge.functional.dtypes import jax_dtype, wide_types
 from rl_bridge.functional.guards import refuse_fork
 from rl_bridge.functional.program import Program
@@ -72,7 +73,8 @@ class _Lowering:
         self.fn, self.dynamic = fn, dynamic
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self._programs: dict[Any, Program] = {}
-        self._families: dict[Any, list[Program] | None] = {}  # None: the function cannot be traced symbolically
+        self._families: dict[Any, list[Program]] = {}  # traced with symbolic sizes
+        self._fixed: dict[Any, None] = {}  # families whose functions need a size as a number
 
     def __call__(self, leaves: Sequence[Any], tree: Any) -> Any:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -87,43 +89,62 @@ class _Lowering:
         if program is None:
             program = self._find(static, leaves, tree, tensors)
             if shapes is not None:
-                if len(self._programs) >= _LIMIT:
-                    self._programs.clear()
+                _bound(self._programs)
                 self._programs[static, shapes] = program
         return program(*tensors)
 
     def _find(self, static: Any, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor]) -> Program:
-        refuse_fork(f"from_jax({self.name}), to trace a new combination of arguments,")
-        rows, sizes = trace.pattern([x.shape for x in tensors])
+        who = f"from_jax({self.name})"
+        refuse_fork(f"{who}, to trace a new combination of arguments,")
+        rows, found = sizes.pattern([x.shape for x in tensors])
         family = (static, rows)
-        if self.dynamic:
-            if family not in self._families:
-                if len(self._families) >= _LIMIT:
-                    self._families.clear()
-                self._families[family] = self._trace_symbolic(leaves, tree, tensors, rows, len(sizes))
-            for program in self._families[family] or ():
-                if program.allows(sizes):
-                    return program
-        arguments = traced_arguments(leaves, f"from_jax({self.name})")
+        for program in self._families.get(family, ()):
+            if program.allows(found):
+                return program
+        arguments = traced_arguments(leaves, who)
+        if self.dynamic and family not in self._fixed:
+            try:
+                program = self._trace_symbolic(leaves, tree, tensors, arguments, rows, found)
+            except sizes.SizeNeeded as error:
+                self._fixed[family] = None
+                warnings.warn(f"{who} is traced again for every new shape: {error}", stacklevel=4)
+            else:
+                _bound(self._families)
+                self._families.setdefault(family, []).append(program)
+                return program
         shapes = [tuple(int(size) for size in x.shape) for x in tensors]
-        closed, out, static_out = trace.trace(self.fn, tree, leaves, arguments, shapes)
-        return Program(trace.Traced(closed, out, static_out, ()), [x.dtype for x in tensors], self.name)
+        return self._trace(leaves, tree, tensors, arguments, shapes, ())
 
     def _trace_symbolic(
-        self, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor], rows: Any, count: int
-    ) -> list[Program] | None:
-        arguments = traced_arguments(leaves, f"from_jax({self.name})")
-        try:
-            with trace.symbolic(rows, count) as (shapes, record):
-                closed, out, static_out = trace.trace(self.fn, tree, leaves, arguments, shapes)
-                names = tuple(f"s{i}" for i in range(count))
-                traced = trace.Traced(closed, out, static_out, names)
-                program = Program(traced, [x.dtype for x in tensors], self.name)
-                return [program.guarded(record.expressions())]
-        except Exception:
-            # Not every function can be traced for all sizes; one that fails for any size fails again, and raises, when
-            # it is traced for the sizes at hand.
-            return None
+        self,
+        leaves: Sequence[Any],
+        tree: Any,
+        tensors: Sequence[torch.Tensor],
+        arguments: Sequence[trace.Argument],
+        rows: Any,
+        found: Sequence[Any],
+    ) -> Program:
+        with sizes.symbolic(rows, [sizes.at_hand(size) for size in found]) as (shapes, verdicts):
+            program = self._trace(leaves, tree, tensors, arguments, shapes, verdicts.names)
+        return program.under(verdicts.conditions())
+
+    def _trace(
+        self,
+        leaves: Sequence[Any],
+        tree: Any,
+        tensors: Sequence[torch.Tensor],
+        arguments: Sequence[trace.Argument],
+        shapes: Sequence[Any],
+        names: tuple[str, ...],
+    ) -> Program:
+        closed, out, static_out = trace.trace(self.fn, tree, leaves, arguments, shapes)
+        return Program(trace.Traced(closed, out, static_out, names), [x.dtype for x in tensors], self.name)
+
+
+def _bound(cache: dict[Any, Any]) -> None:
+    """Empties a cache that is full."""
+    if len(cache) >= _LIMIT:
+        cache.clear()
 
 
 def traced_arguments(leaves: Sequence[Any], who: str) -> list[trace.Argument]:

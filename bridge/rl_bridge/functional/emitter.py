@@ -17,7 +17,7 @@ import torch
 from jax.extend import source_info_util
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_bridge.functional import runtime
+from rl_bridge.functional import runtime, sizes
 from rl_bridge.functional.dtypes import torch_dtype
 
 Shape = tuple[Any, ...]  # of int, or of JAX's symbolic dimensions
@@ -100,8 +100,7 @@ class Builder:
                 "rt": runtime,
                 "inf": math.inf,
                 "nan": math.nan,
-                "floordiv": lambda a, b: a // b,
-                "mod": lambda a, b: a % b,
+                **sizes.FUNCTIONS,
             }
 
     # -- names -----------------------------------------------------------------------------------------------------

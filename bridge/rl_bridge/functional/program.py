@@ -46,11 +46,11 @@ class Program:
         self._function = builder.namespace[identifier]
         self._tree, self._static = traced.tree, traced.static
         self._symbols, self._namespace = traced.symbols, builder.namespace
-        self._unequal: Any = compile("()", "<sizes>", "eval")
+        self.under(())
 
-    def guarded(self, unequal: Sequence[str]) -> "Program":
-        """The program, for sizes that make none of the expressions zero."""
-        self._unequal = compile(f"({''.join(f'{e}, ' for e in unequal)})", "<sizes>", "eval")
+    def under(self, conditions: Sequence[str]) -> "Program":
+        """The program, for sizes that make all of the conditions true."""
+        self._conditions = compile(" and ".join(conditions) or "True", "<sizes>", "eval")
         return self
 
     @staticmethod
@@ -68,10 +68,7 @@ class Program:
 
     def allows(self, sizes: Sequence[Any]) -> bool:
         """Whether the program is right for these sizes."""
-        return all(
-            difference != 0
-            for difference in eval(self._unequal, self._namespace, dict(zip(self._symbols, sizes, strict=True)))
-        )
+        return bool(eval(self._conditions, self._namespace, dict(zip(self._symbols, sizes, strict=True))))
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         results = self._function(*tensors)

@@ -152,43 +152,6 @@ def cumulative_extremum(x: Tensor, axis: int, largest: bool, reverse: bool) -> T
     return associative_scan(lambda a, b: (pick(a, b),), [x], axis, reverse)[0]
 
 
-def associative_scan(
-    combine: Callable[..., Sequence[Tensor]], elements: Sequence[Tensor], axis: int, reverse: bool
-) -> list[Tensor]:
-    """jax.lax.associative_scan, in the same order of operations: `combine(*left, *right)` on slices along `axis`."""
-    if reverse:
-        elements = [torch.flip(e, (axis,)) for e in elements]
-    results = _scan_forward(combine, list(elements), axis)
-    return [torch.flip(r, (axis,)) for r in results] if reverse else results
-
-
-def _scan_forward(combine: Callable[..., Sequence[Tensor]], elements: list[Tensor], axis: int) -> list[Tensor]:
-    size = elements[0].shape[axis]
-    if size < 2:
-        return elements
-
-    def cut(x: Tensor, start: int, stop: int, step: int = 1) -> Tensor:
-        return x[(slice(None),) * axis + (slice(start, stop, step),)]
-
-    pairs = size // 2
-    left, right = [cut(e, 0, 2 * pairs, 2) for e in elements], [cut(e, 1, size, 2) for e in elements]
-    odd = _scan_forward(combine, list(combine(*left, *right)), axis)
-    later = (size + 1) // 2 - 1  # even positions after the first
-    if later:
-        even = combine(*[cut(o, 0, later) for o in odd], *[cut(e, 2, size, 2) for e in elements])
-        even = [torch.cat([cut(e, 0, 1), tail], axis) for e, tail in zip(elements, even, strict=True)]
-    else:
-        even = [cut(e, 0, 1) for e in elements]
-    return [_interleave(e, o, axis, size) for e, o in zip(even, odd, strict=True)]
-
-
-def _interleave(even: Tensor, odd: Tensor, axis: int, size: int) -> Tensor:
-    pairs = size // 2
-    head = even.narrow(axis, 0, pairs)
-    woven = torch.stack([head, odd], axis + 1).flatten(axis, axis + 1)
-    return torch.cat([woven, even.narrow(axis, pairs, 1)], axis) if size % 2 else woven
-
-
 # -- order -----------------------------------------------------------------------------------------------------------
 def sort(operands: Sequence[Tensor], axis: int, keys: int) -> tuple[Tensor, ...]:
     """Stable and lexicographic in the first `keys` operands, NaN last."""

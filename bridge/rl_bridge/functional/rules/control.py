@@ -8,6 +8,7 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from rl_bridge.functional import control
+from rl_bridge.functional.associative_scan import associative_scan
 from rl_bridge.functional.dtypes import is_float, torch_dtype
 from rl_bridge.functional.emitter import Builder, Value, rule
 
@@ -142,6 +143,5 @@ def _while(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
 def _associative_scan(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     combine = b.function(eqn.params["combine"], [None] * (2 * len(xs)))
     elements = "".join(f"{b.full(x)}, " for x in xs)
-    return _results(
-        b, eqn, f"rt.associative_scan({combine}, ({elements}), {eqn.params['axis']}, {eqn.params['reverse']})"
-    )
+    run = b.bind("scan", associative_scan)
+    return _results(b, eqn, f"{run}({combine}, ({elements}), {eqn.params['axis']}, {eqn.params['reverse']})")
