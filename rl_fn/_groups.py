@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Integer
 
-from rl_fn._numerics import Array, as_ids, as_mask, deviations, variance
+from rl_fn._numerics import Array, Shape, as_ids, as_mask, deviations, variance
 
 Groups = Integer[Array, "*batch G"]
 
@@ -63,6 +63,6 @@ def own(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(diagonal(x.shape), x, jnp.zeros_like(x)), axis=-1)
 
 
-def diagonal(shape: tuple[int, ...]) -> jax.Array:
+def diagonal(shape: Shape) -> jax.Array:
     """Return a mask, True at [i, i] of `*batch N N`."""
     return jnp.broadcast_to(jnp.eye(shape[-1], dtype=bool), shape)

@@ -1,6 +1,6 @@
 """What every module needs: one dtype rule, one exponential that stays finite, sums and deviations under a mask."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     Array = jax.Array
 else:
     Array = jax.Array | np.ndarray
+Shape = tuple[Any, ...]  # of int, or of jax.export's symbolic dimensions
 Number = float | int
 Tokens = Float[Array, "*batch T"]
 Mask = Bool[Array, "*batch T"]

@@ -1,15 +1,12 @@
 """One masked linear recurrence from the end of a row; every return, advantage and per-segment sum is made of it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_ids, as_mask
+from rl_fn._numerics import Array, Mask, Number, Segments, Shape, Tokens, as_float, as_ids, as_mask
 
 BLOCK = 8
-Shape = tuple[Any, ...]  # of int, or of jax.export's symbolic dimensions
 Step = tuple[jax.Array | None, jax.Array, jax.Array | None]  # decay, input, cut
 
 

@@ -102,17 +102,27 @@ class _Lowering:
             if program.allows(found):
                 return program
         arguments = traced_arguments(leaves, who)
+        shapes = [tuple(sizes.at_hand(size) for size in x.shape) for x in tensors]
         if self.dynamic and family not in self._fixed:
             try:
                 program = self._trace_symbolic(leaves, tree, tensors, arguments, rows, found)
-            except sizes.SizeNeeded as error:
+            except jax.errors.InconclusiveDimensionOperation as error:
+                _bound(self._fixed)
                 self._fixed[family] = None
-                warnings.warn(f"{who} is traced again for every new shape: {error}", stacklevel=4)
+                reason = str(error).splitlines()[0]
+                warnings.warn(f"{who} is traced for every new shape: {reason}", stacklevel=4)
+            except Exception as error:
+                self._trace(leaves, tree, tensors, arguments, shapes, ())  # raises with these sizes in its message
+                error.add_note(
+                    f"{who} fails for symbolic sizes alone: from_jax(..., dynamic=False) takes each as it is"
+                )
+                raise
             else:
                 _bound(self._families)
                 self._families.setdefault(family, []).append(program)
-                return program
-        shapes = [tuple(int(size) for size in x.shape) for x in tensors]
+                if program.allows(found):  # asked for torch.compile, which learns the conditions so
+                    return program
+        shapes = [tuple(int(size) for size in x.shape) for x in tensors]  # a number ties what torch.compile makes to it
         return self._trace(leaves, tree, tensors, arguments, shapes, ())
 
     def _trace_symbolic(

@@ -1,13 +1,14 @@
 """What generated code calls: the few operations that are not one torch operation."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from rl_bridge.functional.associative_scan import associative_scan
 from rl_bridge.functional.dtypes import torch_dtype
 
 
@@ -147,7 +148,7 @@ def argument(x: Tensor, axis: int, largest: bool, dtype: torch.dtype) -> Tensor:
 
 
 def cumulative_extremum(x: Tensor, axis: int, largest: bool, reverse: bool) -> Tensor:
-    """By doubling: torch.cummax gives the whole gradient of a tie to one of its entries, JAX shares it."""
+    """Not torch.cummax: torch.cummax gives the whole gradient of a tie to one of its entries, JAX shares it."""
     pick = torch.maximum if largest else torch.minimum
     return associative_scan(lambda a, b: (pick(a, b),), [x], axis, reverse)[0]
 

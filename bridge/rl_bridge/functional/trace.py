@@ -1,17 +1,12 @@
-"""From a JAX function and the sizes of its arguments to a jaxpr, if possible for every size at once.
+"""From a JAX function and the sizes of its arguments to a jaxpr, if possible for every size at once."""
 
-"""
-
-import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import numpy as np
-from jax import export
 
 Size = Any  # an int, a SymInt, or one of JAX's symbolic dimensions
 _LOCK = threading.RLock()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from rl_bridge.functional import from_jax
 from tests.bridge.functional.both import Family, check
 from tests.bridge.functional.test_elementwise import draw
 
@@ -99,8 +100,6 @@ INDEXED = {
     ),
     "one_hot": lambda x, i: x * jax.nn.one_hot(i, x.shape[1], dtype=x.dtype),
     "bincount": lambda x, i: jnp.bincount(i, length=4),
-    # jnp.searchsorted bisects in uint32, which torch cannot add; comparing with all is as quick on short tables.
-    "searchsorted": lambda x, i: jnp.searchsorted(jnp.sort(i), i, method="compare_all"),
 }
 
 
@@ -148,7 +147,12 @@ def test_sorting_puts_nan_last_and_keeps_the_order_of_ties():
 def test_searchsorted_puts_nan_last():
     x = np.array([-np.inf, -1.0, -0.0, 2.0, np.inf, np.nan], np.float32)
     query = np.array([np.nan, -np.inf, 0.0, 1.5, np.inf, -3.0], np.float32)
-    check(lambda x, q: (jnp.searchsorted(x, q), jnp.searchsorted(x, q, side="right")), x, query, places=())
+    for method in ("scan", "compare_all", "sort"):  # JAX needs the table's size as a number
+
+        def both_sides(x, q, method=method):
+            return tuple(jnp.searchsorted(x, q, side=side, method=method) for side in ("left", "right"))
+
+        check(both_sides, x, query, places=(), lowered=from_jax(both_sides, dynamic=False))
 
 
 def test_first_of_equal_entries_wins():

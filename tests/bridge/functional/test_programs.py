@@ -1,0 +1,176 @@
+"""How many programs from_jax makes: one for all shapes, whatever the function, and what it does where it cannot."""
+
+import importlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import rl_fn
+from rl_bridge.functional import call, from_jax
+from rl_fn.recurrence import scan
+from tests.bridge.functional.both import check, to_torch, weights
+from tests.rl_fn.registry import CASES
+
+FOLDER = "tests.rl_fn.cases"
+# Rows, tokens, group, vocabulary. Tokens: one block of the recurrence, three, two levels of blocks, less than a block.
+# All differ from the sizes that cases fix: equal sizes are another pattern of broadcasting, and another program.
+SIZES = [(14, 8, 9, 13), (7, 19, 10, 31), (9, 67, 7, 20), (11, 7, 6, 12)]
+
+
+def registry(rows, tokens, group, vocabulary):
+    """The cases of rl_fn's registry with other sizes: the same modules once more, on another `base`."""
+    known = {name: module for name, module in sys.modules.items() if name.startswith(f"{FOLDER}.")}
+    for name in known:
+        del sys.modules[name]
+    try:
+        base = importlib.import_module(f"{FOLDER}.base")
+        base.B, base.T, base.G, base.V = rows, tokens, group, vocabulary
+        for name in sorted(known):
+            importlib.import_module(name)
+        return base.CASES
+    finally:
+        for name in [name for name in sys.modules if name.startswith(f"{FOLDER}.")]:
+            del sys.modules[name]
+        sys.modules.update(known)
+
+
+REGISTRIES = [registry(*sizes) for sizes in SIZES]
+# Drawing from a random key has no rule; what takes no array is not traced.
+NAMES = [
+    name
+    for name, case in CASES.items()
+    if not case.random and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(case.make(0)))
+]
+
+
+def arguments(name, cases):
+    """The case's tensors in these sizes, in a flat list, and the function of them: what is static is the first's."""
+    leaves, tree = jax.tree.flatten(REGISTRIES[0][name].make(0))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    drawn = jax.tree.leaves(cases[name].make(0))
+
+    def filled(function, tensors):
+        for place, tensor in zip(places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return function(*args, **kwargs)
+
+    return [to_torch(drawn[place]) for place in places], filled
+
+
+def value_and_gradient(function, filled, tensors):
+    tensors = [x.clone().requires_grad_(x.is_floating_point()) for x in tensors]
+    leaves = [x for x in jax.tree.leaves(filled(function, tensors)) if isinstance(x, torch.Tensor)]
+    floats = [x for x in leaves if x.requires_grad]
+    total = sum((torch.from_numpy(weights(x)) * x.float()).sum() for x in floats)
+    active = [x for x in tensors if x.requires_grad]
+    return leaves, torch.autograd.grad(total, active, allow_unused=True) if floats else ()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The names of the functions that programs were made of."""
+    names = []
+
+    class Recorded(call.Program):
+        def __init__(self, traced, dtypes, name):
+            names.append(name)
+            super().__init__(traced, dtypes, name)
+
+    monkeypatch.setattr(call, "Program", Recorded)
+    return names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_shape_makes_no_second_program(name, made):
+    lowered = from_jax(CASES[name].function)
+    for cases in REGISTRIES:
+        tensors, filled = arguments(name, cases)
+        filled(lowered, tensors)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_program_for_all_shapes_is_right_for_another(name):
+    """It computes what a program that is traced for that very shape computes."""
+    lowered, fixed = from_jax(CASES[name].function), from_jax(CASES[name].function, dynamic=False)
+    tensors, filled = arguments(name, REGISTRIES[0])
+    filled(lowered, tensors)
+    tensors, filled = arguments(name, REGISTRIES[2])
+    actual, expected = (value_and_gradient(function, filled, tensors) for function in (lowered, fixed))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = (x.float() if x.is_floating_point() else x for x in (a, b))  # of float8 nothing is compared
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("length", [2, 7, 8, 9, 16, 64, 65, 73, 129, 513])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_recurrence_of_any_length(length, reverse, made):
+    rng = np.random.default_rng(length)
+    decay, inputs = (rng.normal(0.0, 0.9, (2, length)).astype(np.float32) for _ in range(2))
+    init = rng.normal(size=2).astype(np.float32)
+    lowered = from_jax(lambda a, b, start: scan(a, b, start, reverse=reverse))
+    lowered(*(torch.ones(2, 40), torch.ones(2, 40), torch.ones(2)))
+    del made[:]
+    check(lambda a, b, start: scan(a, b, start, reverse=reverse), decay, inputs, init, lowered=lowered)
+    assert len(made) == (length == 2)  # as many tokens as rows: another pattern
+
+
+def test_a_branch_on_a_size_is_a_program_for_each_side(made):
+    lowered = from_jax(lambda x: x * 2.0 if x.shape[0] > 5 else x - 1.0)
+    for size in (3, 7, 4, 9, 5, 6):
+        x = torch.arange(float(size))
+        torch.testing.assert_close(lowered(x), x * 2.0 if size > 5 else x - 1.0)
+    assert len(made) == 2
+
+
+def test_sizes_that_depend_on_each_other(made):
+    def halves(x, y):
+        if y.shape[0] != -(-x.shape[0] // 2):
+            raise ValueError(f"y must be half of x, got {y.shape[0]} for {x.shape[0]}")
+        return jnp.pad(x, (0, 2 * y.shape[0] - x.shape[0])).reshape(-1, 2).sum(-1) + y
+
+    lowered = from_jax(halves)
+    for size in (5, 8, 11):
+        x, y = torch.arange(float(size)), torch.ones((size + 1) // 2)
+        torch.testing.assert_close(lowered(x, y), torch.nn.functional.pad(x, (0, size % 2)).reshape(-1, 2).sum(-1) + y)
+    assert len(made) <= 2
+    with pytest.raises(ValueError, match="got 9 for 11"):
+        lowered(torch.ones(11), torch.ones(9))
+
+
+def test_an_error_has_the_sizes_at_hand_in_its_message():
+    with pytest.raises(ValueError, match=r"between 1 and the group's size, got 7 for \(2, 5\)"):
+        from_jax(rl_fn.passk_analytic_advantages)(torch.ones(2, 5), k=7)
+
+
+def test_an_error_that_only_symbolic_sizes_have_is_not_swallowed():
+    def fussy(x):
+        if not isinstance(x.shape[0], int):
+            raise RuntimeError("a number, please")
+        return x
+
+    with pytest.raises(RuntimeError, match="a number, please") as caught:
+        from_jax(fussy)(torch.ones(3))
+    assert any("dynamic=False" in note for note in caught.value.__notes__)
+    assert from_jax(fussy, dynamic=False)(torch.ones(3)).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: sum(x[i] for i in range(x.shape[0])),
+        lambda x: jnp.sum(x) * float(x.shape[0]) / x.shape[0],
+        lambda x: jnp.sum(x) + 0 * int(x.shape[0]),
+    ],
+)
+def test_a_size_that_python_needs_as_a_number_makes_a_program_a_shape_and_says_so(function, made):
+    lowered = from_jax(function)
+    with pytest.warns(UserWarning, match=r"from_jax\(.*\) is traced for every new shape: .*s0"):
+        torch.testing.assert_close(lowered(torch.arange(3.0)), torch.tensor(3.0))
+    torch.testing.assert_close(lowered(torch.arange(4.0)), torch.tensor(6.0))  # warned once
+    assert len(made) == 2
