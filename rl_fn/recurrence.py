@@ -105,7 +105,6 @@ def _scan_of_symbolic_length(
     return jax.lax.associative_scan(_composed, steps, reverse=reverse, axis=inputs.ndim - 1)[1]
 
 
-
 def segment_totals(x: jax.Array, segment_ids: Array | None) -> jax.Array:
     """At every position, the sum of x over that position's segment (the whole row without segment_ids).
 
