@@ -8,6 +8,9 @@ PEERS := .venv-peers/.installed
 INSTALL := pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RUN ?= quickstart
 WORKERS ?= auto
+# Options of the quickstart, and of pytest: `make test TESTS=tests/rl_fn`.
+OPTIONS ?=
+TESTS ?=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help quickstart test laws test-thorough test-extras test-reasoning test-peers lint types format docs documented \
@@ -24,10 +27,10 @@ help:
 	@echo "make documented   every command of the documents, from a fresh clone"
 
 quickstart: $(STAMP)
-	$(BIN)/python experiments/quickstart.py --name $(RUN)
+	$(BIN)/python experiments/quickstart.py --name $(RUN) $(OPTIONS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not peers"
+	$(PYTEST) -m "not slow and not peers" $(TESTS)
 
 # The generated laws of rl_fn alone: masking, extremes, ties, jit, vmap, gradient, padding, order, oracle, NaN, families.
 LAWS := laws oracle adversarial ties not_a_number families
@@ -35,7 +38,7 @@ laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 test-thorough: $(STAMP)
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers"
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers" $(TESTS)
 
 # What `make test` skips for want of a package.
 test-extras: test-reasoning test-peers
@@ -61,9 +64,10 @@ format: $(STAMP)
 docs: $(DOCS)
 	JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
 
-# Clones HEAD, makes environments there, and runs every command that README.md, docs/ and experiments/LOG.md name.
+# Clones HEAD, makes environments there, and runs every command that README.md, docs/ and experiments/LOG.md name;
+# DOCUMENTED="--without peers" leaves out what needs the other libraries.
 documented: $(STAMP)
-	$(BIN)/python -m tests.repository.documented
+	$(BIN)/python -m tests.repository.documented $(DOCUMENTED)
 
 benchmark-bridge: $(STAMP)
 	$(BIN)/python experiments/benchmarks/from_jax_ppo.py

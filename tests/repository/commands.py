@@ -1,0 +1,154 @@
+"""Every command that the documents name, and how `make documented` runs it in a fresh clone.
+
+A long command has a short setting beside it, with the reason. Commands run in the root of the clone, $CLONE; $SCRATCH
+is an empty folder outside it. The order is that of a newcomer: what an earlier command made is there for the later ones.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STARTS = re.compile(r"^(make |python |pip install|bash |rl-fn |apt |for |\S*bin/)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+
+
+def documents() -> list[Path]:
+    """Files whose commands are run."""
+    first = [
+        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "experiments/LOG.md", "experiments/peers/README.md")
+    ]
+    return [*first, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands_in(text: str) -> list[str]:
+    """Commands of a document: shell blocks, indented blocks, and code in a sentence that begins as a command does."""
+    lines = [
+        line for language, body in FENCE.findall(text) if language in ("", "bash", "sh") for line in body.splitlines()
+    ]
+    rest = FENCE.sub("", text)
+    lines += [line for line in rest.splitlines() if line.startswith("    ") and STARTS.match(line.strip())]
+    lines += [code for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", rest) if STARTS.match(code)]
+    return list(dict.fromkeys(words for line in lines if (words := " ".join(line.split("#")[0].split()))))
+
+
+@dataclass(frozen=True)
+class Command:
+    """One documented command; `run` is what is run for it (the command itself without), and `why` it is another."""
+
+    text: str
+    run: str | None = None
+    why: str = ""
+    group: str = "core"
+
+    @property
+    def shell(self) -> str:
+        return self.text if self.run is None else self.run
+
+
+TINY = "--sft.steps 2 --grpo.steps 2 --grpo.prompts-per-step 4 --held-out 8 --checkpoint-every 1"
+GYM = "--held-out 4 --grpo.steps 1 --grpo.prompts-per-step 2 --grpo.sampling.n 2 --grpo.evaluate-every 1"
+JAX = "--warm-start-steps 2 --steps 2 --prompts 4 --groups 2 --held-out 8 --evaluate-every 1 --checkpoint-every 1"
+PIP = "$SCRATCH/pip/bin/pip install --quiet --constraint constraints.txt"
+PINNED = "without the pins pip takes CUDA's build of torch, gigabytes"
+
+COMMANDS = [
+    Command("apt install python3-venv make", "python3 -m venv --help && make --version", "needs root; both are there"),
+    Command(
+        "pip install .",
+        f"python3 -m venv $SCRATCH/pip && {PIP} . && cd $SCRATCH && pip/bin/python -c 'import rl_fn'",
+        PINNED,
+    ),
+    Command('pip install ".[bridge]"', f'{PIP} ".[bridge]" && $SCRATCH/pip/bin/rl-fn --help', PINNED),
+    Command(
+        'pip install ".[kernels]"',
+        f'{PIP} ".[kernels]" && cd $SCRATCH && pip/bin/python -c "import rl_kernels, triton"',
+        PINNED,
+    ),
+    Command("make install"),
+    Command("make quickstart", f'make quickstart OPTIONS="{TINY}"', "minutes"),
+    Command(
+        ".venv/bin/rl-fn train grpo --name quickstart --resume",
+        f".venv/bin/rl-fn train grpo --name quickstart --resume {TINY}",
+        "goes on with the short run",
+    ),
+    Command(".venv/bin/rl-fn train grpo --help"),
+    Command("rl-fn train grpo", "rl-fn train grpo --help", "the quickstart again"),
+    Command(
+        ".venv/bin/rl-fn train grpo --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id "
+        "--sft.steps 0",
+        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train grpo --data problems.jsonl "
+        f"--reward my_reward.py:score --model $CLONE/runs/quickstart/model {TINY} --sft.steps 0",
+        "the files are the reader's own; the model is the quickstart's",
+    ),
+    Command(".venv/bin/rl-fn doctor"),
+    Command("rl-fn doctor"),
+    Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),
+    Command("make test-thorough", "make test-thorough TESTS=tests/rl_fn/test_reward_model.py", "an hour"),
+    Command("make laws", "make laws LAWS=registry", "minutes, and a part of make test"),
+    Command("make lint types"),
+    Command("make format"),
+    Command("make docs"),
+    Command("make documented", "python -m tests.repository.documented --list", "this is it"),
+    Command("python -m tests.repository.papers"),
+    Command("python -m tests.repository.families"),
+    Command("python -m docs.scripts.objectives"),
+    Command(
+        "make benchmark-bridge",
+        "python experiments/benchmarks/from_jax_ppo.py --rows 2 --length 16 --repeats 2 --shapes 2 "
+        "--output $SCRATCH/ppo",
+        "minutes",
+    ),
+    Command("python experiments/controllers.py"),
+    Command("python experiments/estimators.py"),
+    Command(
+        "for s in 0 1 2; do .venv/bin/python experiments/grpo_jax.py --name seed$s --seed $s; done",
+        f"for s in 0 1 2; do .venv/bin/python experiments/grpo_jax.py --name seed$s --seed $s {JAX} || exit 1; done",
+        "four minutes a seed",
+    ),
+    Command(".venv/bin/python experiments/results/grpo_jax/collect.py runs/seed0 runs/seed1 runs/seed2"),
+    Command(
+        "for s in 0 1 2; do .venv/bin/python experiments/quickstart.py --name seed$s --seed $s; done",
+        f".venv/bin/python experiments/quickstart.py --name again --seed 1 {TINY}",
+        "four minutes a seed",
+    ),
+    Command("python kernels/benchmarks/limits.py --tflops 790 --gbs 4300"),
+    Command(
+        "python kernels/benchmarks/linear_logprobs.py",
+        "python kernels/benchmarks/linear_logprobs.py --groups 1 --features 16 --vocabulary 64 --turns 1 --name short",
+        "minutes",
+    ),
+    Command("make mutation", "make mutation MUTATION='--files rewards.py --sample 2 --out '$SCRATCH/mutation", "hours"),
+    Command(
+        'make mutation MUTATION="--sample 600 --seed 7"',
+        'make mutation MUTATION="--sample 2 --seed 7 --out $SCRATCH/mutation2"',
+        "an hour",
+    ),
+    Command(
+        'make mutation MUTATION="--files sampling.py"',
+        'make mutation MUTATION="--files value_losses.py --sample 2 --out $SCRATCH/mutation3"',
+        "minutes",
+    ),
+    Command("make install-smollm2"),
+    Command(
+        ".venv/bin/python experiments/smollm2_reasoning.py --threads 1",
+        f".venv/bin/python experiments/smollm2_reasoning.py --threads 1 {GYM}",
+        "half an hour",
+    ),
+    Command(
+        "make test-extras", "make test-reasoning", "CI runs the whole; the other half comes with the other libraries"
+    ),
+    Command("bash experiments/peers/install.sh .venv-peers", group="peers"),
+    Command(
+        ".venv-peers/bin/python experiments/peers/table.py",
+        ".venv-peers/bin/python experiments/peers/table.py --seeds 1",
+        "minutes",
+        "peers",
+    ),
+    Command(".venv-peers/bin/python -m pytest tests/peers -m peers", group="peers"),
+    Command(".venv-peers/bin/rl-fn check trl", group="peers"),
+    Command("rl-fn check trl", ".venv-peers/bin/rl-fn check trl", "where TRL is installed", "peers"),
+    Command(".venv/bin/rl-fn check trl", "! .venv/bin/rl-fn check trl", "without TRL: an error that says so", "peers"),
+    Command("rl-fn check", "rl-fn --help", "names a library"),
+    Command("make peers", "make --dry-run peers", "the two commands above", "peers"),
+]

@@ -1,0 +1,74 @@
+"""Run every command that the documents name, in a fresh clone of HEAD with fresh environments: `make documented`.
+
+--without GROUP leaves out a group, --list prints the table, --only WORD runs the commands that contain the word.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.repository.commands import COMMANDS, ROOT, Command
+
+LIMIT = 1800  # seconds for one command: the installation of the other libraries is the longest
+
+
+def environment(clone: Path, scratch: Path) -> dict[str, str]:
+    """A newcomer's: nothing of the caller's Python; commands without a path come from the clone's .venv."""
+    strange = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    kept = {name: value for name, value in os.environ.items() if name not in strange}
+    mine = str(ROOT / ".venv" / "bin")
+    path = [part for part in kept["PATH"].split(os.pathsep) if part != mine]
+    kept["PATH"] = os.pathsep.join([str(clone / ".venv" / "bin"), *path])
+    return kept | {"CLONE": str(clone), "SCRATCH": str(scratch), "MPLBACKEND": "agg"}
+
+
+def run(command: Command, clone: Path, scratch: Path) -> tuple[bool, float, str]:
+    """Whether it ended well, its seconds, and the end of what it printed."""
+    start = time.monotonic()
+    done = subprocess.run(
+        ["bash", "-c", command.shell],
+        cwd=clone,
+        env=environment(clone, scratch),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=LIMIT,
+        check=False,
+    )
+    return done.returncode == 0, time.monotonic() - start, done.stdout[-3000:]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 1 if a command fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--without", nargs="*", default=[], choices=sorted({c.group for c in COMMANDS}))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args(arguments)
+    chosen = [c for c in COMMANDS if c.group not in options.without and options.only in c.text]
+    if options.list:
+        for c in chosen:
+            print(c.text if c.run is None else f"{c.text}\n    runs: {c.run}\n    because: {c.why}")
+        return 0
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="rl-fn-documented-") as folder:
+        clone, scratch = Path(folder) / "clone", Path(folder) / "scratch"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        scratch.mkdir()
+        for command in chosen:
+            ended_well, seconds, text = run(command, clone, scratch)
+            print(f"{'ok    ' if ended_well else 'FAILED'} {seconds:6.1f} s  {command.shell}", flush=True)
+            if not ended_well:
+                print(text, flush=True)
+                failed.append(command.text)
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} documented commands ran")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
