@@ -1,7 +1,7 @@
 """Every command that the documents name, and how `make documented` runs it in a fresh clone.
 
 A long command has a short setting beside it, with the reason. Commands run in the root of the clone, $CLONE; $SCRATCH
-is an empty folder outside it. The order is that of a newcomer: what an earlier command made is there for the later ones.
+is an empty folder outside it. The order is a newcomer's: what a command made is there for the later ones.
 """
 
 import re
@@ -77,8 +77,8 @@ COMMANDS = [
     Command(
         ".venv/bin/rl-fn train grpo --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id "
         "--sft.steps 0",
-        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train grpo --data problems.jsonl "
-        f"--reward my_reward.py:score --model $CLONE/runs/quickstart/model {TINY} --sft.steps 0",
+        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train grpo "
+        f"--data problems.jsonl --reward my_reward.py:score --model $CLONE/runs/quickstart/model {TINY} --sft.steps 0",
         "the files are the reader's own; the model is the quickstart's",
     ),
     Command(".venv/bin/rl-fn doctor"),
