@@ -166,15 +166,15 @@ def critic_off_policy(s: Setting, wrong: float = 0.3) -> Table:
 def objectives() -> dict[str, rl_fn.Objective]:
     """What differs between the group methods, one thing at a time."""
     plain = rl_fn.recipes.reinforce()
-    centred = rl_fn.components.GroupNormalised(scale="none")
+    centred = rl_fn.components.GRPOAdvantage(scale="none")
     per_answer = rl_fn.components.Aggregation("seq-mean-token-mean")
     return {
         "REINFORCE, no baseline": plain,
-        "RLOO": plain._replace(advantage=rl_fn.components.LeaveOneOut()),
-        "r − mean": plain._replace(advantage=centred),
-        "(r − mean)/std": plain._replace(advantage=rl_fn.components.GroupNormalised()),
-        "r − mean, per-answer token mean": plain._replace(advantage=centred, aggregation=per_answer),
-        "r − mean, token mean (DAPO's)": plain._replace(
+        "RLOO": plain.replace(advantage=rl_fn.components.RLOOAdvantage()),
+        "r − mean": plain.replace(advantage=centred),
+        "(r − mean)/std": plain.replace(advantage=rl_fn.components.GRPOAdvantage()),
+        "r − mean, per-answer token mean": plain.replace(advantage=centred, aggregation=per_answer),
+        "r − mean, token mean (DAPO's)": plain.replace(
             advantage=centred, aggregation=rl_fn.components.Aggregation("token-mean")
         ),
         "GRPO (std, per-answer token mean)": rl_fn.recipes.grpo(kl_coef=0.0),
@@ -232,13 +232,13 @@ def corrections(cap: float = 2.0) -> dict[str, Correction | None]:
     none = 1e30
     return {
         "none": None,
-        "token, untruncated": rl_fn.components.TruncatedImportance(none, "token"),
-        f"token, min(·, {cap:g})": rl_fn.components.TruncatedImportance(cap, "token"),
-        f"token, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.components.MaskedImportance(1 / cap, cap, "token"),
-        "geometric mean of the sequence": rl_fn.components.TruncatedImportance(none, "sequence"),
-        "sequence, untruncated": rl_fn.components.TruncatedImportance(none, "sequence_sum"),
-        f"sequence, min(·, {cap:g})": rl_fn.components.TruncatedImportance(cap, "sequence_sum"),
-        f"sequence, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.components.MaskedImportance(
+        "token, untruncated": rl_fn.components.TIS(none, "token"),
+        f"token, min(·, {cap:g})": rl_fn.components.TIS(cap, "token"),
+        f"token, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.components.IcePop(1 / cap, cap, "token"),
+        "geometric mean of the sequence": rl_fn.components.TIS(none, "sequence"),
+        "sequence, untruncated": rl_fn.components.TIS(none, "sequence_sum"),
+        f"sequence, min(·, {cap:g})": rl_fn.components.TIS(cap, "sequence_sum"),
+        f"sequence, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.components.IcePop(
             1 / cap, cap, "sequence_sum"
         ),
         **masks(),
@@ -248,7 +248,7 @@ def corrections(cap: float = 2.0) -> dict[str, Correction | None]:
 def off_policy(s: Setting, group: int = GROUP) -> Table:
     """RLOO on groups from μ ≠ π: what a correction costs in bias, and what it gains in noise."""
     truth = enumeration.true_gradient(s.lang, s.policy, s.rewards)
-    base = rl_fn.recipes.reinforce()._replace(advantage=rl_fn.components.LeaveOneOut())
+    base = rl_fn.recipes.reinforce().replace(advantage=rl_fn.components.RLOOAdvantage())
     rows = {}
     for name, correction in corrections().items():
         objective = dataclasses.replace(base, correction=correction)

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
-from rl_fn._numerics import Array, Mask, Segments, Tokens, as_float, as_mask
+from rl_fn._numerics import Array, Mask, Segments, Tokens, as_float, as_mask, require
 
 
 class Batch(NamedTuple):
-    """What a loss reads, per token, `*batch T`; masked positions may hold anything.
+    """What a loss reads, per token, `*batch T`, all of one shape; masked positions may hold anything.
 
     logprobs (π, differentiated), old_logprobs (π_old, which the update started from: AReaL's proximal policy),
     advantages, mask; rollout_logprobs (μ, which sampled), ref_logprobs, entropies (differentiated), segment_ids (packed
-    rows). For a critic: values (differentiated), old_values, returns. correct: tokens of answers that earned the reward
-    (VAPO). noise: uniform numbers (Clip-Cov's draw).
+    rows). For a critic: values (differentiated), old_values, returns. correct: tokens of completions that earned the
+    reward (VAPO). noise: uniform numbers (Clip-Cov's draw).
     """
 
     logprobs: Tokens
@@ -36,10 +36,16 @@ class Batch(NamedTuple):
 class Rollouts(NamedTuple):
     """What an advantage reads: one rollout batch, groups along an axis; most estimators read the first two.
 
-    rewards: `*batch G`, one per answer (`*batch R G` for GDPO, `*batch G S` per step for GiGPO). mask: `*batch G T`
-    (`*batch G S T` for GiGPO), as are old_logprobs, ref_logprobs, teacher_logprobs and token_rewards.
-    greedy_rewards: `*batch`, of the greedy answer (ReMax). state_ids: `*batch G S`, equal where two steps of a group
-    began in the same state (GiGPO).
+    rewards: `*batch G`, one per completion (`*batch R G` for GDPO, `*batch G S` per step for GiGPO). mask: `*batch G T`
+    (`*batch G S T` for GiGPO), as are old_logprobs, ref_logprobs, teacher_logprobs, token_rewards and values.
+    token_rewards stand in for rewards where returns are computed (GAE, REINFORCE++). values: the critic's (GAE).
+    greedy_rewards: `*batch`, of the greedy completion (ReMax). state_ids: `*batch G S`, equal where two steps of a
+    group began in the same state (GiGPO). segment_ids: packed rows (GAE). penalties: taken off the rewards token by
+    token, written by an objective with reward_kl.
+
+    valid: `*batch G`, False for a completion that failed: it has advantage 0 and changes nothing for the others.
+    A completion without a token counts in its group with its reward unless it is not valid: valid=mask.any(-1) leaves
+    all of them out. group_ids: `*batch G`, equal within a group, for ragged groups in any order.
     """
 
     rewards: Float[Array, "..."] | None
@@ -50,6 +56,57 @@ class Rollouts(NamedTuple):
     teacher_logprobs: Float[Array, "..."] | None = None
     greedy_rewards: Float[Array, "..."] | None = None
     state_ids: Integer[Array, "..."] | None = None
+    values: Float[Array, "..."] | None = None
+    segment_ids: Integer[Array, "..."] | None = None
+    penalties: Float[Array, "..."] | None = None
+    valid: Bool[Array, "..."] | None = None
+    group_ids: Integer[Array, "..."] | None = None
+
+
+def counted(rollouts: Rollouts) -> jax.Array:
+    """Return the mask without the completions that are not valid."""
+    mask = as_mask(rollouts.mask)
+    return mask if rollouts.valid is None else mask & as_mask(rollouts.valid)[..., None]
+
+
+def rewards_of(rollouts: Rollouts) -> Array:
+    """Return the rewards, less the penalties of all of their tokens."""
+    assert rollouts.rewards is not None
+    if rollouts.penalties is None:
+        return rollouts.rewards
+    return as_float(rollouts.rewards)[0] - jnp.sum(rollouts.penalties, axis=-1)
+
+
+def token_rewards_of(rollouts: Rollouts) -> jax.Array:
+    """Return token_rewards, or each reward on the last counted token of its completion, less the penalties."""
+    if rollouts.token_rewards is not None:
+        (token_rewards,) = as_float(rollouts.token_rewards)
+    else:
+        assert rollouts.rewards is not None
+        token_rewards = on_last_token(rollouts.rewards, rollouts.mask)
+    return token_rewards if rollouts.penalties is None else token_rewards - rollouts.penalties
+
+
+def on_last_token(per_completion: Array, mask: Array) -> jax.Array:
+    """Return `*batch G T`: each completion's number on its last counted token, else 0."""
+    where = as_mask(mask)
+    (r,) = as_float(per_completion)
+    fits(r, where)
+    later = jnp.cumsum(where[..., ::-1], axis=-1)[..., ::-1]
+    return jnp.where(where & (later == 1), r[..., None], 0.0)
+
+
+def on_every_token(per_completion: Array, mask: Array) -> jax.Array:
+    """Return `*batch G T`: each completion's number on its counted tokens, else 0."""
+    fits(per_completion, mask)
+    return jnp.where(as_mask(mask), jnp.asarray(per_completion)[..., None], 0.0)
+
+
+def fits(per_completion: Array, mask: Array) -> None:
+    """Raise ValueError unless there is one number for each row of the mask: none is broadcast."""
+    shape = tuple(mask.shape[:-1])
+    given = tuple(per_completion.shape)
+    require(given == shape, f"need one number for each row of the mask, {shape} of {mask.shape}, got {given}")
 
 
 _NOT_FLOAT = ("mask", "segment_ids", "correct")
@@ -58,11 +115,13 @@ _NOT_FLOAT = ("mask", "segment_ids", "correct")
 def sanitised(batch: Batch) -> Batch:
     """Return the batch in one dtype, zero where masked: what is there can then reach no value and no gradient."""
     mask = as_mask(batch.mask)
-    names = [
-        name for name, value in zip(batch._fields, batch, strict=True) if value is not None and name not in _NOT_FLOAT
-    ]
-    arrays = as_float(*(getattr(batch, name) for name in names))
-    kept = {name: jnp.where(mask, x, 0.0) for name, x in zip(names, arrays, strict=True)}
+    given = {name: value for name, value in batch._asdict().items() if value is not None}
+    for name, value in given.items():
+        same = tuple(value.shape) == tuple(mask.shape)
+        require(same, f"every field of a Batch has the mask's shape {mask.shape}; {name} has {tuple(value.shape)}")
+    floats = [name for name in given if name not in _NOT_FLOAT]
+    arrays = as_float(*(given[name] for name in floats))
+    kept = {name: jnp.where(mask, x, 0.0) for name, x in zip(floats, arrays, strict=True)}
     correct = None if batch.correct is None else mask & as_mask(batch.correct)
     return batch._replace(mask=mask, correct=correct, **kept)
 
@@ -75,3 +134,15 @@ def detached(batch: Batch, *, except_for: tuple[str, ...]) -> Batch:
         if value is not None and name not in except_for
     }
     return batch._replace(**stopped)
+
+
+def without_weight(batch: Batch, weights: jax.Array) -> Batch:
+    """Return the batch whose tokens of weight 0 are finite, so that 0 · ∞ and 0 · NaN enter no loss and no gradient.
+
+    Only what is not finite changes: the losses of sequences read tokens of weight 0 too.
+    """
+    out = {}
+    for name, value in batch._asdict().items():
+        if value is not None and name not in _NOT_FLOAT:
+            out[name] = jnp.where((weights == 0) & ~jnp.isfinite(value), 0.0, value)
+    return batch._replace(**out)

@@ -1,31 +1,35 @@
-"""Recipes: an Objective is a frozen composition of small pieces, each a function of a Batch, each replaceable."""
+"""An Objective is a frozen composition of components, each replaceable."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_mask, exp
+from rl_fn._numerics import Array, Mask, Number, Segments, as_mask, exp, require
 from rl_fn.advantages.returns import Advantages
 from rl_fn.aggregation import Ratio, aggregate_parts
 from rl_fn.divergences.estimators import kl_k3
-from rl_fn.objectives.batch import Batch, Rollouts, detached, sanitised
-from rl_fn.objectives.compatibility import refuse_impossible
+from rl_fn.objectives.batch import Batch, Rollouts, counted, detached, sanitised, token_rewards_of, without_weight
+from rl_fn.objectives.compatibility import check_compatible
 from rl_fn.objectives.components import (
-    GAE,
     KL,
+    Advantage,
     Aggregation,
-    Entropy,
-    RolloutEstimator,
+    CustomAdvantage,
+    DynamicSampling,
+    EntropyBonus,
     ValueLoss,
-    WhitenedReturns,
-    describe,
-    on_last_token,
-    read_by,
 )
+from rl_fn.objectives.components.component import describe, per_token, shown
+
+
+class Selection(NamedTuple):
+    """What of a rollout batch an update needs: `rows` to compute, `mask` for the denominator to count."""
+
+    rows: Bool[Array, "*batch G"]
+    mask: Bool[Array, "*batch G T"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,132 +39,129 @@ class Objective:
     loss = aggregate(w · ℓ + β · kl − c · H)
 
     reward_kl puts the penalty into the rewards instead: r − β · kl(π_old, π_ref). value is the critic's loss, for
-    value_parts. Pieces that do not go together are refused when the objective is made.
+    value_parts. dynamic_sampling leaves groups without a signal out of the update and of its denominator.
+    kl_aggregation and entropy_aggregation average a term apart from the policy loss: micro-batches then do not add up
+    to the batch. Components that do not go together are refused when the objective is made, unless strict is False:
+    a dialect reproduces what another library computes, whether or not it makes sense.
 
-    A piece is a function: `advantage(rewards)` returns one number per answer (a RolloutEstimator reads more, GAE a
-    critic); `loss(batch)`, `correction(batch)` (the
-    weights) and `kl.estimate(batch)` one per token. The library's pieces are frozen dataclasses, so that an objective
-    is hashable, compares by value and can be a static argument of jit. Any hashable function of a Batch can stand in
-    for `loss` or `correction`, any of rewards `*batch G` for `advantage`.
+    Components are frozen dataclasses, so that an objective is hashable, compares by value and can be a static argument
+    of jit. Any hashable function of a Batch can be `loss` or `correction`; components.Custom says more of it than the
+    safe defaults. Any function of rewards `*batch G` can be `advantage`.
 
     >>> import jax.numpy as jnp
     >>> import rl_fn
-    >>> objective = rl_fn.recipes.dapo()._replace(aggregation=Aggregation("seq-mean-token-mean"))
+    >>> objective = rl_fn.recipes.dapo().replace(aggregation=Aggregation("seq-mean-token-mean"))
     >>> mask = jnp.ones((2, 3), bool)
-    >>> a = objective.advantages(jnp.array([1.0, 0.0]), mask)
+    >>> a = objective.advantages(Rollouts(jnp.array([1.0, 0.0]), mask)).advantages
     >>> loss, metrics = objective(Batch(jnp.zeros((2, 3)), jnp.zeros((2, 3)), a, mask))
     >>> float(loss), float(metrics["clip_fraction"])
     (0.0, 0.0)
     """
 
     name: str
-    advantage: Callable[..., Any]
-    loss: Callable[[Batch], Array]
+    advantage: Any
+    loss: Any
     aggregation: Aggregation
     kl: KL | None = None
-    correction: Callable[[Batch], Array] | None = None
-    entropy: Entropy | None = None
+    correction: Any = None
+    entropy: EntropyBonus | None = None
     reward_kl: KL | None = None
     value: ValueLoss | None = None
+    dynamic_sampling: DynamicSampling | None = None
+    kl_aggregation: Aggregation | None = None
+    entropy_aggregation: Aggregation | None = None
+    strict: bool = True
 
     def __post_init__(self) -> None:
-        # A subclass (a dialect) reproduces what some library computes, whether or not it makes sense.
-        if type(self) is Objective:
-            refuse_impossible(**{field.name: getattr(self, field.name) for field in _PIECES})
+        advantage = self.advantage if isinstance(self.advantage, Advantage) else CustomAdvantage(self.advantage)
+        object.__setattr__(self, "advantage", advantage)
+        object.__setattr__(self, "loss", per_token(self.loss))
+        if self.correction is not None:
+            object.__setattr__(self, "correction", per_token(self.correction, ("rollout_logprobs",)))
+        if self.strict:
+            check_compatible(self)
 
-    def _replace(self, **pieces: Any) -> "Objective":
-        """Return this objective with other pieces, as a NamedTuple does."""
-        return dataclasses.replace(self, **pieces)
+    def replace(self, **components: Any) -> "Objective":
+        """Return this objective with other components, checked as a new one is."""
+        return dataclasses.replace(self, **components)
 
-    def needs(self) -> tuple[str, ...]:
+    @property
+    def required_batch_fields(self) -> tuple[str, ...]:
         """Fields of a Batch that the loss reads beyond logprobs, old_logprobs, advantages and mask."""
-        fields = [*read_by(self.loss)]
-        fields += [] if self.correction is None else read_by(self.correction, ("rollout_logprobs",))
-        fields += [] if self.kl is None else ["ref_logprobs"]
-        fields += [] if self.entropy is None else ["entropies"]
-        return tuple(dict.fromkeys(fields))
+        parts = [part for part in (self.loss, self.correction, self.kl, self.entropy) if part is not None]
+        return tuple(dict.fromkeys(name for part in parts for name in part.required_fields))
 
-    def inputs(self) -> tuple[str, ...]:
-        """Fields of Rollouts that the advantages read beyond the mask; for a critic, arguments of token_advantages."""
-        if isinstance(self.advantage, GAE):
-            return ("token_rewards", "values")
-        fields = self.advantage.reads if isinstance(self.advantage, RolloutEstimator) else ("rewards",)
-        return tuple(dict.fromkeys([*fields, *([] if self.reward_kl is None else ["old_logprobs", "ref_logprobs"])]))
+    @property
+    def required_rollout_fields(self) -> tuple[str, ...]:
+        """Fields of Rollouts that the advantages read beyond the mask; token_rewards may stand in for rewards."""
+        in_reward = () if self.reward_kl is None else ("old_logprobs", *self.reward_kl.required_fields)
+        return tuple(dict.fromkeys([*self.advantage.required_fields, *in_reward]))
 
-    def advantages(
-        self,
-        rewards: Float[Array, "..."],
-        mask: Bool[Array, "..."],
-        *,
-        old_logprobs: Float[Array, "..."] | None = None,
-        ref_logprobs: Float[Array, "..."] | None = None,
-    ) -> Float[Array, "..."]:
-        """Per-token advantages from one reward per answer, once for the whole rollout batch; zero where masked.
+    @property
+    def over_batch(self) -> bool:
+        """Whether micro-batches do not add up to the batch: the whole batch must be passed at once."""
+        apart = self.kl_aggregation is not None or self.entropy_aggregation is not None
+        return apart or self.loss.over_batch or (self.correction is not None and self.correction.over_batch)
 
-        rewards `*batch G`, mask `*batch G T`; the two log-probabilities only with a KL in the reward. What needs more
-        takes advantages_of.
+    @property
+    def gradient_without_advantage(self) -> bool:
+        """Whether a token whose advantage is 0 may have a gradient."""
+        return self.kl is not None or self.entropy is not None or self.loss.gradient_without_advantage
+
+    @property
+    def accepts_packed(self) -> bool:
+        """Whether rows of a Batch may hold several sequences."""
+        means = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
+        parts = [part for part in (self.loss, self.correction, *means) if part is not None]
+        return all(part.accepts_packed for part in parts)
+
+    def advantages(self, rollouts: Rollouts) -> Advantages:
+        """Advantages and returns per token, once for the whole rollout batch; zero where masked or not valid.
+
+        Returns are None without a critic. With reward_kl the penalty is taken off the rewards here.
         """
-        return self.advantages_of(Rollouts(rewards, mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs))
-
-    def advantages_of(self, rollouts: Rollouts) -> Float[Array, "..."]:
-        """Per-token advantages of scored rollouts, once for the whole rollout batch; zero where masked."""
-        if isinstance(self.advantage, GAE):
-            raise ValueError(
-                f"{self.name} needs a critic: call token_advantages(token_rewards, values, mask), with token_rewards "
-                "from token_rewards(rewards, mask)"
+        for field in self.required_rollout_fields:
+            stands_in = field == "rewards" and self.advantage.token_rewards and rollouts.token_rewards is not None
+            missing = getattr(rollouts, field) is None and not stands_in
+            require(
+                not missing, f"{self.name} has advantage={self.advantage}, which needs Rollouts.{field}; it is None"
             )
-        for field in self.inputs():
-            if getattr(rollouts, field) is None:
-                raise ValueError(
-                    f"{self.name} has advantage={self.advantage}, which needs Rollouts.{field}; it is None"
-                )
-        r = rollouts
-        if self.reward_kl is not None and r.rewards is not None:
-            penalty = self.penalty(r.mask, r.old_logprobs, r.ref_logprobs)
-            if isinstance(self.advantage, WhitenedReturns):
-                r = r._replace(token_rewards=on_last_token(r.rewards, r.mask) - penalty)
-            else:
-                r = r._replace(rewards=as_float(r.rewards)[0] - jnp.sum(penalty, axis=-1))
-        if isinstance(self.advantage, RolloutEstimator):
-            return self.advantage(r)
-        per_answer = self.advantage(r.rewards)
-        counted = as_mask(r.mask)
-        return jnp.where(counted, jnp.broadcast_to(per_answer[..., None], counted.shape), 0.0)
+        packed = rollouts.segment_ids is not None and not self.advantage.accepts_packed
+        require(
+            not packed,
+            f"{self.advantage} does not take packed rows: compute advantages before packing, one sequence a row",
+        )
+        return self.advantage(self._penalised(rollouts))
 
-    def penalty(
-        self,
-        mask: Bool[Array, "..."],
-        old_logprobs: Float[Array, "..."] | None,
-        ref_logprobs: Float[Array, "..."] | None,
-    ) -> Float[Array, "..."]:
-        """Return β · kl per token, what reward_kl takes off the rewards; zero without it."""
-        counted = as_mask(mask)
-        zeros = jnp.zeros(counted.shape, jnp.float32)
+    def token_rewards(self, rollouts: Rollouts) -> Float[Array, "..."]:
+        """Return the reward on each completion's last counted token, or token_rewards, less reward_kl on every one."""
+        return token_rewards_of(self._penalised(rollouts))
+
+    def _penalised(self, rollouts: Rollouts) -> Rollouts:
         if self.reward_kl is None:
-            return zeros
-        if old_logprobs is None or ref_logprobs is None:
+            return rollouts
+        require(rollouts.penalties is None, f"{self.name} has {self.reward_kl} in the reward: give no penalties")
+        old, ref = rollouts.old_logprobs, rollouts.ref_logprobs
+        if old is None or ref is None:
             raise ValueError(f"{self.name} has {self.reward_kl} in the reward: give old_logprobs and ref_logprobs")
-        read = sanitised(Batch(old_logprobs, zeros, zeros, counted, ref_logprobs=ref_logprobs))
-        return jnp.where(counted, self.reward_kl.coef * self.reward_kl.estimate(read), 0.0)
+        mask = counted(rollouts)
+        zeros = jnp.zeros(mask.shape, jnp.float32)
+        read = sanitised(Batch(old, zeros, zeros, mask, ref_logprobs=ref))
+        return rollouts._replace(penalties=jnp.where(mask, self.reward_kl.coef * self.reward_kl.estimate(read), 0.0))
 
-    def token_rewards(
-        self,
-        rewards: Float[Array, "*batch G"],
-        mask: Bool[Array, "*batch G T"],
-        *,
-        old_logprobs: Float[Array, "*batch G T"] | None = None,
-        ref_logprobs: Float[Array, "*batch G T"] | None = None,
-    ) -> Float[Array, "*batch G T"]:
-        """Return the reward on each answer's last counted token, less reward_kl on every one: a critic's input."""
-        return on_last_token(rewards, mask) - self.penalty(mask, old_logprobs, ref_logprobs)
+    def selection(self, rollouts: Rollouts, advantages: Float[Array, "..."]) -> Selection:
+        """Which completions an update must compute, and which tokens its denominator counts.
 
-    def token_advantages(
-        self, token_rewards: Tokens, values: Tokens, mask: Mask, *, segment_ids: Segments | None = None
-    ) -> Advantages:
-        """Per-token advantages and returns from token rewards and a critic's values, for an objective with a critic."""
-        if not isinstance(self.advantage, GAE):
-            raise ValueError(f"{self.name} has no critic: call advantages(rewards, mask)")
-        return self.advantage(token_rewards, values, mask, segment_ids)
+        rows are those whose loss or gradient is not zero for sure: without dynamic sampling the others are still in
+        mask, so that leaving their computation out changes no number.
+        """
+        mask = counted(rollouts)
+        if self.dynamic_sampling is not None:
+            mask = mask & self.dynamic_sampling.kept(rollouts)[..., None]
+        rows = jnp.any(mask, axis=-1)
+        if not (self.gradient_without_advantage or self.over_batch):
+            rows = rows & jnp.any(mask & (jnp.asarray(advantages) != 0), axis=-1)
+        return Selection(rows, mask)
 
     def value_parts(self, batch: Batch) -> tuple[Ratio, dict[str, Ratio]]:
         """Undivided loss and metrics of the critic, from batch.values and batch.returns."""
@@ -168,61 +169,87 @@ class Objective:
             raise ValueError(
                 f"{self.name} has no critic's loss: give value=ValueLoss() with an advantage from a critic"
             )
-        self._require(batch, "value", self.value, self.value.reads)
+        self._require(batch, "value", self.value)
         b = detached(sanitised(batch), except_for=("values",))
         loss = self.value(b)
-        fixed = {"values": b.values, "returns": b.returns, "value_loss": loss}
-        metrics = {
-            name: aggregate_parts(jax.lax.stop_gradient(jnp.asarray(x)), b.mask, "token-mean")
-            for name, x in fixed.items()
-        }
-        return self.aggregation(loss, b.mask, b.segment_ids), metrics
+        metrics = {"values": b.values, "returns": b.returns, "value_loss": loss}
+        mean = {name: self._token_mean(jnp.asarray(x), b) for name, x in metrics.items()}
+        return self.aggregation(loss, b.mask, b.segment_ids), mean
 
     def denominator(self, mask: Mask, segment_ids: Segments | None = None) -> Float[Array, ""]:
         """Count what the aggregation divides by; computed over the whole batch, passed to each of its micro-batches."""
-        counted = as_mask(mask)
-        return self.aggregation(jnp.zeros(counted.shape, jnp.float32), counted, segment_ids).denominator
+        where = as_mask(mask)
+        return self.aggregation(jnp.zeros(where.shape, jnp.float32), where, segment_ids).denominator
 
     def check(self, batch: Batch) -> None:
-        """Raise ValueError if the batch lacks what a piece reads."""
-        self._require(batch, "loss", self.loss, read_by(self.loss))
-        self._require(batch, "kl", self.kl, ("ref_logprobs",))
-        self._require(batch, "correction", self.correction, read_by(self.correction, ("rollout_logprobs",)))
-        self._require(batch, "entropy", self.entropy, ("entropies",))
+        """Raise ValueError if the batch lacks what a component reads."""
+        for slot in ("loss", "kl", "correction", "entropy"):
+            self._require(batch, slot, getattr(self, slot))
+        packed = batch.segment_ids is not None and not self.accepts_packed
+        require(
+            not packed, f"{self.name}: a component does not take packed rows: unpack segment_ids first, or declare it"
+        )
 
-    def _require(self, batch: Batch, piece: str, value: Any, fields: tuple[str, ...]) -> None:
-        for field in fields:
-            if value is not None and getattr(batch, field) is None:
-                raise ValueError(f"{self.name} has {piece}={value}, which needs batch.{field}; it is None")
+    def _require(self, batch: Batch, slot: str, component: Any) -> None:
+        for field in () if component is None else component.required_fields:
+            missing = getattr(batch, field) is None
+            require(not missing, f"{self.name} has {slot}={component}, which needs batch.{field}; it is None")
+
+    @staticmethod
+    def _token_mean(x: jax.Array, b: Batch) -> Ratio:
+        return aggregate_parts(jax.lax.stop_gradient(x), b.mask, "token-mean")
+
+    def _policy(self, b: Batch, metrics: dict[str, Array]) -> jax.Array:
+        """Return w · ℓ per token; what has weight 0 is not in it, whatever ℓ is."""
+        if self.correction is None:
+            return jnp.asarray(self.loss(b))
+        weights = metrics["correction_weight"] = jnp.asarray(self.correction(b))
+        loss = jnp.asarray(self.loss(without_weight(b, weights)))
+        return jnp.where(weights == 0, 0.0, weights * loss)
 
     def parts(self, batch: Batch) -> tuple[Ratio, dict[str, Ratio]]:
         """Undivided loss and metrics: the parts of micro-batches, packs and ranks add up to the whole batch's."""
         self.check(batch)
         b = detached(sanitised(batch), except_for=("logprobs", "entropies"))
-        policy = jnp.asarray(self.loss(b))
         metrics: dict[str, Array] = {}
-        if self.correction is not None:
-            weights = jnp.asarray(self.correction(b))
-            policy = weights * policy
-            metrics["correction_weight"] = weights
-        total = policy
+        total = policy = self._policy(b, metrics)
+        apart: list[tuple[Any, jax.Array, Aggregation]] = []
         if b.ref_logprobs is not None:
-            kl = (self.kl or KL(coef=0.0)).estimate(b)
-            metrics["kl"] = kl
-            total = total if self.kl is None else total + self.kl.coef * kl
+            metrics["kl"] = kl = (self.kl or KL(coef=0.0)).estimate(b)
+            if self.kl is not None and self.kl_aggregation is None:
+                total = total + self.kl.coef * kl
+            elif self.kl is not None and self.kl_aggregation is not None:
+                apart.append((self.kl.coef, kl, self.kl_aggregation))
         if b.entropies is not None:
-            metrics["entropy"] = jnp.asarray(b.entropies)
-            total = total if self.entropy is None else total - self.entropy.coef * jnp.asarray(b.entropies)
+            metrics["entropy"] = entropies = jnp.asarray(b.entropies)
+            if self.entropy is not None and self.entropy_aggregation is None:
+                total = total - self.entropy.coef * entropies
+            elif self.entropy is not None and self.entropy_aggregation is not None:
+                apart.append((-self.entropy.coef, entropies, self.entropy_aggregation))
         metrics["ratio_mean"] = exp(jnp.asarray(b.logprobs) - jnp.asarray(b.old_logprobs))
         metrics["approx_kl"] = kl_k3(b.old_logprobs, b.logprobs)
-        clipped = getattr(self.loss, "clipped", None)
+        clipped = self.loss.clipped(b)
         if clipped is not None:
-            metrics["clip_fraction"] = clipped(b).astype(policy.dtype)
+            metrics["clip_fraction"] = clipped.astype(policy.dtype)
         if b.rollout_logprobs is not None:
             metrics["mismatch_k3"] = kl_k3(b.rollout_logprobs, b.old_logprobs)
-        mean = {name: aggregate_parts(jax.lax.stop_gradient(x), b.mask, "token-mean") for name, x in metrics.items()}
+        mean = {name: self._token_mean(x, b) for name, x in metrics.items()}
         mean["policy_loss"] = self.aggregation(jax.lax.stop_gradient(policy), b.mask, b.segment_ids)
-        return self.aggregation(total, b.mask, b.segment_ids), mean
+        loss = self.aggregation(total, b.mask, b.segment_ids)
+        # A term that is already divided joins as term · denominator; a denominator of 0 divides by nothing.
+        scale = jnp.where(loss.denominator == 0, 1.0, loss.denominator)
+        for coef, x, aggregation in apart:
+            term = coef * aggregation(x, b.mask, b.segment_ids).value()
+            loss = Ratio(loss.total + term * scale, loss.denominator)
+        return loss, mean
+
+    def share(self, batch: Batch, denominator: Number | Float[Array, ""]) -> tuple[Float[Array, ""], dict[str, Ratio]]:
+        """Return a micro-batch's share of the whole batch's loss, and its undivided metrics, which add up.
+
+        denominator is the whole batch's; 0, that of a sum, divides by nothing.
+        """
+        loss, metrics = self.parts(batch)
+        return Ratio(loss.total, jnp.asarray(denominator).astype(loss.total.dtype)).value(), metrics
 
     def __call__(
         self, batch: Batch, *, denominator: Number | Float[Array, ""] | None = None
@@ -231,22 +258,24 @@ class Objective:
 
         Metrics are means over the tokens given here; for those of a whole batch add up `parts`.
         """
-        loss, metrics = self.parts(batch)
-        if denominator is not None:
-            loss = Ratio(loss.total, jnp.asarray(denominator).astype(loss.total.dtype))
+        parts, metrics = self.parts(batch)
+        loss = parts if denominator is None else Ratio(parts.total, jnp.asarray(denominator).astype(parts.total.dtype))
         return loss.value(), {name: ratio.value() for name, ratio in metrics.items()}
 
     def explain(self) -> str:
-        """Return the equation with its constants, one line a piece."""
+        """Return the equation with its constants, one line a component."""
         terms = ["w·ℓ" if self.correction is not None else "ℓ"]
-        terms += [] if self.kl is None else [f"{self.kl.coef:g}·kl"]
-        sign = [] if self.entropy is None else [f" − {self.entropy.coef:g}·H"]
-        lines = [f"{self.name}: minimise {describe(self.aggregation)} of {' + '.join(terms)}{''.join(sign)}"]
+        terms += [] if self.kl is None else [f"{shown(self.kl.coef)}·kl"]
+        sign = "" if self.entropy is None else f" − {shown(self.entropy.coef)}·H"
+        lines = [f"{self.name}: minimise {describe(self.aggregation)} of {' + '.join(terms)}{sign}"]
         rows = {"ℓ": self.loss, "A": self.advantage, "w": self.correction, "kl": self.kl, "critic": self.value}
-        lines += [f"  {symbol} = {describe(piece)}" for symbol, piece in rows.items() if piece is not None]
+        lines += [f"  {symbol} = {describe(part)}" for symbol, part in rows.items() if part is not None]
         if self.reward_kl is not None:
-            lines.append(f"  r less {self.reward_kl.coef:g}·({describe(self.reward_kl)}, of old_logprobs)")
-        return "\n".join([*lines, "  ρ = exp(logprobs − old_logprobs)"])
-
-
-_PIECES = tuple(field for field in dataclasses.fields(Objective) if field.name != "entropy")
+            lines.append(f"  r less {shown(self.reward_kl.coef)}·({describe(self.reward_kl)}, of old_logprobs)")
+        lines.append("  ρ = exp(logprobs − old_logprobs)")
+        named = {
+            "trained on": self.dynamic_sampling,
+            "kl averaged by": self.kl_aggregation,
+            "H averaged by": self.entropy_aggregation,
+        }
+        return "\n".join([*lines, *(f"  {name} {describe(part)}" for name, part in named.items() if part is not None)])

@@ -99,7 +99,7 @@ def test_group_methods():
 def test_one_prompt_of_right_and_wrong_keeps_its_direction_under_the_std(setting):
     """With rewards of 0 and 1 the std weights prompts against each other, and turns no prompt's own gradient."""
     truth = true_gradient(setting.lang, setting.policy, setting.rewards)
-    whitened = rl_fn.recipes.reinforce()._replace(advantage=rl_fn.components.GroupNormalised())
+    whitened = rl_fn.recipes.reinforce().replace(advantage=rl_fn.components.GRPOAdvantage())
     sampled = grouped(setting.lang, setting.policy, whitened, setting.rewards, 3)
     assert compare(sampled, truth).cosine == pytest.approx(1, abs=1e-9)
     graded = jnp.asarray(np.random.default_rng(0).random(len(setting.rewards)) ** 3)

@@ -16,17 +16,17 @@ from tests.rl_fn.recipe_batches import COLUMNS, OBJECTIVES, batch, rollouts
 from tests.rl_fn.registry import RECIPES
 
 GSPO, GAE = rl_fn.components.GSPO(), rl_fn.components.GAE()
-TIS, ICEPOP = rl_fn.components.TruncatedImportance(), rl_fn.components.MaskedImportance()
+TIS, ICEPOP = rl_fn.components.TIS(), rl_fn.components.IcePop()
 # The arguments that a piece has no default for.
 ARGUMENTS = {
     "KL": ("k3", 0.1),
     "Aggregation": ("seq-mean-token-sum-norm", 16.0),
-    "Entropy": (0.1,),
+    "EntropyBonus": (0.1,),
     "Rejection": (0.5,),
-    "SequenceMask": (0.5,),
-    "TotalVariation": (0.5,),
-    "Sum": ((rl_fn.components.Clip(), rl_fn.components.PositiveExample()),),
-    "Product": ((TIS, rl_fn.components.SecondMoment()),),
+    "OffPolicySequenceMask": (0.5,),
+    "VACOMask": (0.5,),
+    "Sum": ((rl_fn.components.PPOClip(), rl_fn.components.PositiveExample()),),
+    "Product": ((TIS, rl_fn.components.M2POMask()),),
 }
 PIECES = {
     name: getattr(components, name)(*ARGUMENTS.get(name, ()))
@@ -52,39 +52,39 @@ AGGREGATIONS = [
 @pytest.mark.parametrize(
     ("make", "reason", "remedy"),
     [
-        (lambda: rl_fn.recipes.decoupled_ppo()._replace(correction=TIS), "count it twice", "correction=None"),
-        (lambda: rl_fn.recipes.vespo()._replace(correction=ICEPOP), "count it twice", "behaviour='old'"),
-        (lambda: rl_fn.recipes.topr()._replace(correction=TIS), "count it twice", "behaviour='old'"),
-        (lambda: rl_fn.recipes.dppo()._replace(correction=TIS), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.recipes.decoupled_ppo().replace(correction=TIS), "count it twice", "correction=None"),
+        (lambda: rl_fn.recipes.vespo().replace(correction=ICEPOP), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.recipes.topr().replace(correction=TIS), "count it twice", "behaviour='old'"),
+        (lambda: rl_fn.recipes.dppo().replace(correction=TIS), "count it twice", "behaviour='old'"),
         (lambda: rl_fn.components.Product((TIS, ICEPOP)), "counted once", "keep one"),
         (
-            lambda: rl_fn.recipes.decoupled_ppo()._replace(
-                correction=rl_fn.components.Product((rl_fn.components.SecondMoment(), TIS))
+            lambda: rl_fn.recipes.decoupled_ppo().replace(
+                correction=rl_fn.components.Product((rl_fn.components.M2POMask(), TIS))
             ),
             "count it twice",
             "Clip for DecoupledClip",
         ),
-        (lambda: rl_fn.recipes.dapo()._replace(loss=GSPO), "whole sequence", "GSPOToken"),
-        (lambda: rl_fn.recipes.dapo()._replace(loss=rl_fn.components.GMPO()), "whole sequence", "seq-mean-token-mean"),
+        (lambda: rl_fn.recipes.dapo().replace(loss=GSPO), "whole sequence", "GSPOToken"),
+        (lambda: rl_fn.recipes.dapo().replace(loss=rl_fn.components.GMPO()), "whole sequence", "seq-mean-token-mean"),
         (
-            lambda: rl_fn.recipes.luspo()._replace(aggregation=rl_fn.components.Aggregation("seq-mean-token-sum")),
+            lambda: rl_fn.recipes.luspo().replace(aggregation=rl_fn.components.Aggregation("seq-mean-token-sum")),
             "whole sequence",
             "seq-mean-token-mean",
         ),
         (
-            lambda: rl_fn.recipes.kimi()._replace(aggregation=rl_fn.components.Aggregation("token-mean")),
+            lambda: rl_fn.recipes.kimi().replace(aggregation=rl_fn.components.Aggregation("token-mean")),
             "whole sequence",
             "level='token'",
         ),
-        (lambda: rl_fn.recipes.gspo()._replace(advantage=GAE), "its own advantage", "GSPOToken"),
+        (lambda: rl_fn.recipes.gspo().replace(advantage=GAE), "its own advantage", "GSPOToken"),
         (
-            lambda: rl_fn.recipes.gspo()._replace(advantage=rl_fn.components.TeacherLogRatio()),
+            lambda: rl_fn.recipes.gspo().replace(advantage=rl_fn.components.DistillationAdvantage()),
             "its own advantage",
             "GSPOToken",
         ),
         (
-            lambda: rl_fn.recipes.gspo()._replace(
-                advantage=rl_fn.components.WhitenedReturns(), reward_kl=rl_fn.components.KL("k1", 0.1)
+            lambda: rl_fn.recipes.gspo().replace(
+                advantage=rl_fn.components.ReinforcePPAdvantage(), reward_kl=rl_fn.components.KL("k1", 0.1)
             ),
             "its own advantage",
             "GSPOToken",
@@ -92,21 +92,21 @@ AGGREGATIONS = [
         (lambda: rl_fn.recipes.rloo(kl_coef=0.1, reward_kl_coef=0.1), "penalises it twice", "reward_kl=None"),
         (lambda: rl_fn.recipes.ppo(kl_coef=0.1, reward_kl_coef=0.1), "penalises it twice", "kl=None"),
         (
-            lambda: rl_fn.recipes.gdpo()._replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
+            lambda: rl_fn.recipes.gdpo().replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
             "cannot hold a KL",
             "into the loss",
         ),
         (
-            lambda: rl_fn.recipes.gigpo()._replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
+            lambda: rl_fn.recipes.gigpo().replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
             "cannot hold a KL",
             "into the loss",
         ),
         (
-            lambda: rl_fn.recipes.ppo()._replace(advantage=rl_fn.components.GroupNormalised()),
+            lambda: rl_fn.recipes.ppo().replace(advantage=rl_fn.components.GRPOAdvantage()),
             "trains a critic",
             "value=None",
         ),
-        (lambda: rl_fn.recipes.grpo()._replace(value=rl_fn.components.ValueLoss()), "trains a critic", "GAE"),
+        (lambda: rl_fn.recipes.grpo().replace(value=rl_fn.components.ValueLoss()), "trains a critic", "GAE"),
         (lambda: rl_fn.components.Aggregation("seq-mean-token-sum-norm"), "max_completion_length", "generation budget"),
         (lambda: rl_fn.recipes.ppo(dual_clip=1.0), "dual clip", "must exceed 1"),
         (lambda: rl_fn.recipes.gspo(dual_clip=0.5), "dual_clip", "must exceed 1"),
@@ -119,15 +119,15 @@ def test_the_impossible_is_refused_when_it_is_made(make, reason, remedy):
 
 
 def test_the_same_pieces_apart_are_accepted():
-    assert rl_fn.recipes.vespo(behaviour="old")._replace(correction=TIS).needs() == ("rollout_logprobs",)
+    assert rl_fn.recipes.vespo(behaviour="old").replace(correction=TIS).needs() == ("rollout_logprobs",)
     assert rl_fn.recipes.dppo(behaviour="old").needs() == ()
-    assert rl_fn.recipes.dapo(correction_cap=2.0)._replace(loss=rl_fn.components.GSPOToken()).correction == TIS
-    assert rl_fn.recipes.ppo()._replace(advantage=rl_fn.components.GroupNormalised(), value=None).inputs() == (
+    assert rl_fn.recipes.dapo(correction_cap=2.0).replace(loss=rl_fn.components.GSPOToken()).correction == TIS
+    assert rl_fn.recipes.ppo().replace(advantage=rl_fn.components.GRPOAdvantage(), value=None).inputs() == (
         "rewards",
     )
-    assert rl_fn.recipes.kimi(level="token")._replace(aggregation=rl_fn.components.Aggregation("token-mean"))
+    assert rl_fn.recipes.kimi(level="token").replace(aggregation=rl_fn.components.Aggregation("token-mean"))
     assert rl_fn.recipes.m2po(correction_cap=3.0).correction == rl_fn.components.Product(
-        (rl_fn.components.SecondMoment(), rl_fn.components.TruncatedImportance(3.0))
+        (rl_fn.components.M2POMask(), rl_fn.components.TIS(3.0))
     )
 
 
@@ -224,7 +224,7 @@ def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss, 
     worked = 0
     for aggregation, (name, correction) in itertools.product(AGGREGATIONS, CORRECTIONS.items()):
         try:
-            objective = plain._replace(loss=LOSSES[loss], aggregation=aggregation, correction=correction)
+            objective = plain.replace(loss=LOSSES[loss], aggregation=aggregation, correction=correction)
         except ValueError as refused:
             assert ": drop the correction" in str(refused) or ": aggregate by one of" in str(refused)
             continue
@@ -243,7 +243,7 @@ def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss, 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_advantage_goes_with_every_loss_of_a_token(name):
-    objective = rl_fn.recipes.dapo()._replace(advantage=ADVANTAGES[name])
+    objective = rl_fn.recipes.dapo().replace(advantage=ADVANTAGES[name])
     of = batch(objective, 5)
     assert np.isfinite(objective(of)[0])
 
@@ -258,7 +258,7 @@ def _numbers(piece):
             yield field.name, float
 
 
-@pytest.mark.parametrize("name", [name for name in PIECES if dataclasses.fields(PIECES[name]) and name != "Entropy"])
+@pytest.mark.parametrize("name", [name for name in PIECES if dataclasses.fields(PIECES[name]) and name != "EntropyBonus"])
 def test_an_explanation_has_every_number(name):
     """Every hyper-parameter gets a value of its own, and all of them occur; KL's coefficient stands before its term."""
     piece = PIECES[name]
@@ -271,7 +271,7 @@ def test_an_explanation_has_every_number(name):
         for i, (field, kind) in enumerate(_numbers(piece))
     }
     changed = dataclasses.replace(piece, **values)
-    text = rl_fn.recipes.dapo()._replace(kl=changed).explain() if name == "KL" else changed.explain()
+    text = rl_fn.recipes.dapo().replace(kl=changed).explain() if name == "KL" else changed.explain()
     assert [field for field, value in values.items() if f"{value:g}" not in text] == []
 
 
@@ -280,15 +280,15 @@ def test_an_objective_explains_its_pieces(name):
     piece = PIECES[name]
     mode = "seq-mean-token-mean" if "seq-mean-token-mean" in getattr(piece, "modes", MODES) else "seq-mean-token-sum"
     slot = {"loss" if name in LOSSES else "advantage": piece}
-    objective = rl_fn.recipes.reinforce()._replace(**slot, aggregation=rl_fn.components.Aggregation(mode))
+    objective = rl_fn.recipes.reinforce().replace(**slot, aggregation=rl_fn.components.Aggregation(mode))
     assert PIECES[name].explain() in objective.explain()
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        lambda: rl_fn.components.DecoupledClip(low=-1.0),
-        lambda: rl_fn.components.DecoupledClip(weight_cap=0.0),
+        lambda: rl_fn.components.DecoupledPPO(low=-1.0),
+        lambda: rl_fn.components.DecoupledPPO(weight_cap=0.0),
         lambda: rl_fn.components.CISPO(clip_high=-1.0),
         lambda: rl_fn.components.SAPO(tau_pos=0.0),
         lambda: rl_fn.components.DPPO(threshold=0.0),
@@ -307,17 +307,17 @@ def test_an_objective_explains_its_pieces(name):
         lambda: rl_fn.components.Product(()),
         lambda: rl_fn.components.Rejection(0.0),
         lambda: rl_fn.components.Rejection(0.1, level="word"),
-        lambda: rl_fn.components.SecondMoment(0.0),
-        lambda: rl_fn.components.TotalVariation(-0.1),
-        lambda: rl_fn.components.HighEntropy(1.5),
+        lambda: rl_fn.components.M2POMask(0.0),
+        lambda: rl_fn.components.VACOMask(-0.1),
+        lambda: rl_fn.components.HighEntropyMask(1.5),
         lambda: rl_fn.components.ValueLoss(clip=0.0),
-        lambda: rl_fn.components.WhitenedReturns(gamma=1.5),
-        lambda: rl_fn.components.StepGroups(scale="batch"),
+        lambda: rl_fn.components.ReinforcePPAdvantage(gamma=1.5),
+        lambda: rl_fn.components.GiGPOAdvantage(scale="batch"),
         lambda: rl_fn.components.LengthAdaptiveGAE(alpha=0.0),
-        lambda: rl_fn.components.TeacherLogRatio(clip=0.0),
-        lambda: rl_fn.components.InformativeShare(alpha="all"),
-        lambda: rl_fn.components.BestOfSets(0),
-        lambda: rl_fn.components.GroupNormalised(eps=-1.0),
+        lambda: rl_fn.components.DistillationAdvantage(clip=0.0),
+        lambda: rl_fn.components.GPGAdvantage(alpha="all"),
+        lambda: rl_fn.components.PassKAdvantage(0),
+        lambda: rl_fn.components.GRPOAdvantage(eps=-1.0),
     ],
 )
 def test_bad_constants_are_refused_at_once(bad):

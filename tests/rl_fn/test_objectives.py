@@ -19,8 +19,8 @@ OBJECTIVES = {
     name: getattr(rl_fn.recipes, name)(**EVERYTHING) for name in ("reinforce", "ppo", "grpo", "dapo", "dr_grpo", "rloo")
 }
 OBJECTIVES["dr_grpo-max_completion_length"] = rl_fn.recipes.dr_grpo(max_completion_length=16, **EVERYTHING)
-OBJECTIVES["dapo-masked"] = rl_fn.recipes.dapo(**EVERYTHING)._replace(
-    correction=rl_fn.components.MaskedImportance(0.3, 4.0)
+OBJECTIVES["dapo-masked"] = rl_fn.recipes.dapo(**EVERYTHING).replace(
+    correction=rl_fn.components.IcePop(0.3, 4.0)
 )
 # One of each loss, aggregation and correction: ppo and rloo differ from these in their advantages alone.
 DISTINCT = ["reinforce", "grpo", "dr_grpo-max_completion_length", "dapo", "dapo-masked"]
@@ -107,14 +107,14 @@ def test_jit_takes_the_objective_as_function_and_as_static_argument():
 def test_objectives_compare_by_value_and_pieces_by_class():
     assert rl_fn.recipes.grpo() == rl_fn.recipes.grpo() != rl_fn.recipes.grpo(clip_high=0.3)
     assert hash(rl_fn.recipes.grpo()) == hash(rl_fn.recipes.grpo())
-    assert rl_fn.components.Reinforce() != rl_fn.components.LeaveOneOut()
+    assert rl_fn.components.Reinforce() != rl_fn.components.RLOOAdvantage()
     a, b = (
-        rl_fn.recipes.rloo()._replace(loss=loss)
-        for loss in (rl_fn.components.Reinforce(), rl_fn.components.LeaveOneOut())
+        rl_fn.recipes.rloo().replace(loss=loss)
+        for loss in (rl_fn.components.Reinforce(), rl_fn.components.RLOOAdvantage())
     )
     assert a != b
     with pytest.raises(dataclasses.FrozenInstanceError):
-        a.loss = rl_fn.components.Clip()
+        a.loss = rl_fn.components.PPOClip()
 
 
 def test_the_dapo_loss_is_its_equation():
@@ -201,7 +201,7 @@ def test_any_function_of_a_batch_can_be_the_loss():
         ratio = jax.lax.stop_gradient(jnp.minimum(jnp.exp(b.logprobs - b.old_logprobs), 1.2))
         return -ratio * b.advantages * b.logprobs
 
-    objective = rl_fn.recipes.dapo()._replace(loss=cispo)
+    objective = rl_fn.recipes.dapo().replace(loss=cispo)
     loss, metrics = jax.jit(objective)(_batch())
     assert np.isfinite(loss) and "clip_fraction" not in metrics
     assert "cispo" in objective.explain()
@@ -228,16 +228,16 @@ def test_explanations_hold_the_constants(name):
         lambda: rl_fn.components.Aggregation("mean"),
         lambda: rl_fn.components.Aggregation("token-mean", 16.0),
         lambda: rl_fn.components.Aggregation("seq-mean-token-sum-norm"),
-        lambda: rl_fn.components.Clip(low=-0.1),
-        lambda: rl_fn.components.Clip(dual=0.5),
+        lambda: rl_fn.components.PPOClip(low=-0.1),
+        lambda: rl_fn.components.PPOClip(dual=0.5),
         lambda: rl_fn.components.KL("k4", 0.1),
         lambda: rl_fn.components.KL("k3", -0.1),
         lambda: rl_fn.components.GAE(lam=1.5),
-        lambda: rl_fn.components.Entropy(-1.0),
-        lambda: rl_fn.components.TruncatedImportance(cap=0.0),
-        lambda: rl_fn.components.TruncatedImportance(level="word"),
-        lambda: rl_fn.components.MaskedImportance(low=2.0, high=1.0),
-        lambda: rl_fn.components.GroupNormalised("world"),
+        lambda: rl_fn.components.EntropyBonus(-1.0),
+        lambda: rl_fn.components.TIS(cap=0.0),
+        lambda: rl_fn.components.TIS(level="word"),
+        lambda: rl_fn.components.IcePop(low=2.0, high=1.0),
+        lambda: rl_fn.components.GRPOAdvantage("world"),
         lambda: rl_fn.recipes.dr_grpo(max_completion_length=0),
     ],
 )

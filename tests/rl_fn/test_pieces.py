@@ -28,10 +28,10 @@ def of(name, arrays=OLD, **constants):
 
 
 LOSS_VALUES = {
-    "Clip": (rl_fn.components.Clip(0.11, 0.17, 1.5), CLIP),
+    "PPOClip": (rl_fn.components.PPOClip(0.11, 0.17, 1.5), CLIP),
     "Reinforce": (rl_fn.components.Reinforce(), ORACLE["reinforce"](BATCH.logprobs, BATCH.advantages, BATCH.mask)),
     "Surrogate": (rl_fn.components.Surrogate(), of("ppo_clip", **OPEN)),
-    "DecoupledClip": (rl_fn.components.DecoupledClip(0.11, 0.17, 1.5, 1.1), np.minimum(np.exp(WEIGHT), 1.1) * CLIP),
+    "DecoupledPPO": (rl_fn.components.DecoupledPPO(0.11, 0.17, 1.5, 1.1), np.minimum(np.exp(WEIGHT), 1.1) * CLIP),
     "CISPO": (rl_fn.components.CISPO(0.2, 0.1), of("cispo", clip_high=0.2, clip_low=0.1)),
     "SAPO": (rl_fn.components.SAPO(0.7, 1.3), of("sapo", tau_pos=0.7, tau_neg=1.3)),
     "DPPO": (
@@ -44,7 +44,7 @@ LOSS_VALUES = {
     "KLCov": (rl_fn.components.KLCov(0.3, 0.5), of("kl_cov", fraction=0.3, coef=0.5)),
     "PositiveExample": (rl_fn.components.PositiveExample(0.2), 0.2 * NLL),
     "Sum": (
-        rl_fn.components.Sum((rl_fn.components.Clip(0.11, 0.17, 1.5), rl_fn.components.PositiveExample(0.2))),
+        rl_fn.components.Sum((rl_fn.components.PPOClip(0.11, 0.17, 1.5), rl_fn.components.PositiveExample(0.2))),
         CLIP + 0.2 * NLL,
     ),
     "GSPO": (rl_fn.components.GSPO(0.11, 0.17, 1.5), of("gspo", **CLIPS)),
@@ -56,30 +56,30 @@ LOSS_VALUES = {
 }
 DRIFT = (BATCH.advantages, BATCH.logprobs, BATCH.rollout_logprobs, BATCH.mask)
 WEIGHTS = {
-    "TruncatedImportance": (
-        rl_fn.components.TruncatedImportance(1.1, "sequence"),
+    "TIS": (
+        rl_fn.components.TIS(1.1, "sequence"),
         of("truncated_importance_weights", (WEIGHT, BATCH.mask), cap=1.1, level="sequence"),
     ),
-    "MaskedImportance": (
-        rl_fn.components.MaskedImportance(0.9, 1.1),
+    "IcePop": (
+        rl_fn.components.IcePop(0.9, 1.1),
         of("masked_importance_weights", (WEIGHT, BATCH.mask), low=0.9, high=1.1),
     ),
     "Rejection": (
         rl_fn.components.Rejection(0.1, "k1", "seq_max"),
         of("rejection_mask", (WEIGHT, BATCH.mask), threshold=0.1, statistic="k1", level="seq_max"),
     ),
-    "SecondMoment": (
-        rl_fn.components.SecondMoment(0.02),
+    "M2POMask": (
+        rl_fn.components.M2POMask(0.02),
         of("second_moment_mask", (BATCH.logprobs - BATCH.old_logprobs, BATCH.mask), threshold=0.02),
     ),
-    "SequenceMask": (rl_fn.components.SequenceMask(-0.1), of("off_policy_sequence_mask", DRIFT, threshold=-0.1)),
-    "TotalVariation": (rl_fn.components.TotalVariation(0.05), of("total_variation_mask", DRIFT, threshold=0.05)),
-    "HighEntropy": (
-        rl_fn.components.HighEntropy(0.5),
+    "OffPolicySequenceMask": (rl_fn.components.OffPolicySequenceMask(-0.1), of("off_policy_sequence_mask", DRIFT, threshold=-0.1)),
+    "VACOMask": (rl_fn.components.VACOMask(0.05), of("total_variation_mask", DRIFT, threshold=0.05)),
+    "HighEntropyMask": (
+        rl_fn.components.HighEntropyMask(0.5),
         of("high_entropy_mask", (BATCH.entropies, BATCH.mask), quantile=0.5),
     ),
     "Product": (
-        rl_fn.components.Product((rl_fn.components.TruncatedImportance(1.1), rl_fn.components.HighEntropy(0.5))),
+        rl_fn.components.Product((rl_fn.components.TIS(1.1), rl_fn.components.HighEntropyMask(0.5))),
         of("truncated_importance_weights", (WEIGHT, BATCH.mask), cap=1.1)
         * of("high_entropy_mask", (BATCH.entropies, BATCH.mask), quantile=0.5),
     ),
@@ -119,47 +119,47 @@ def adaptive(r, values):
 TWO = np.array([0.5, 2.0], np.float32)
 STEP = {"gamma": 0.8, "weight": 0.6, "scale": "none", "eps": 1e-3}
 ADVANTAGE_VALUES = {
-    "GroupNormalised": (
-        rl_fn.components.GroupNormalised("batch", 0.1),
+    "GRPOAdvantage": (
+        rl_fn.components.GRPOAdvantage("batch", 0.1),
         answers("grpo_advantages", scale="batch", eps=0.1),
     ),
-    "LeaveOneOut": (rl_fn.components.LeaveOneOut(), answers("rloo_advantages")),
+    "RLOOAdvantage": (rl_fn.components.RLOOAdvantage(), answers("rloo_advantages")),
     "RawReward": (rl_fn.components.RawReward(0.3), lambda r, values: on_tokens(r.rewards - 0.3, r.mask)),
-    "InformativeShare": (
-        rl_fn.components.InformativeShare(2.0, "nonzero"),
+    "GPGAdvantage": (
+        rl_fn.components.GPGAdvantage(2.0, "nonzero"),
         answers("gpg_advantages", norm=2.0, alpha="nonzero"),
     ),
-    "MeanNormalised": (rl_fn.components.MeanNormalised(), answers("maxrl_advantages")),
-    "BestOfSets": (rl_fn.components.BestOfSets(2), answers("passk_analytic_advantages", k=2)),
-    "BestOnly": (rl_fn.components.BestOnly(False), answers("passk_advantages", scale=False)),
-    "LengthWeighted": (
-        rl_fn.components.LengthWeighted(),
+    "MaxRLAdvantage": (rl_fn.components.MaxRLAdvantage(), answers("maxrl_advantages")),
+    "PassKAdvantage": (rl_fn.components.PassKAdvantage(2), answers("passk_analytic_advantages", k=2)),
+    "GRPOPassKAdvantage": (rl_fn.components.GRPOPassKAdvantage(False), answers("passk_advantages", scale=False)),
+    "OPOAdvantage": (
+        rl_fn.components.OPOAdvantage(),
         lambda r, values: on_tokens(ORACLE["opo_advantages"](r.rewards, r.mask.sum(-1)), r.mask),
     ),
-    "GreedyBaseline": (
-        rl_fn.components.GreedyBaseline(),
+    "ReMaxAdvantage": (
+        rl_fn.components.ReMaxAdvantage(),
         lambda r, values: on_tokens(ORACLE["remax_advantages"](r.rewards, r.greedy_rewards), r.mask),
     ),
-    "WhitenedReturns": (
-        rl_fn.components.WhitenedReturns(0.9, 0.1),
+    "ReinforcePPAdvantage": (
+        rl_fn.components.ReinforcePPAdvantage(0.9, 0.1),
         lambda r, values: ORACLE["reinforce_pp_advantages"](last(r.rewards, r.mask), r.mask, gamma=0.9, eps=0.1),
     ),
-    "WhitenedGroup": (
-        rl_fn.components.WhitenedGroup(0.1),
+    "ReinforcePPBaselineAdvantage": (
+        rl_fn.components.ReinforcePPBaselineAdvantage(0.1),
         lambda r, values: ORACLE["reinforce_pp_baseline_advantages"](r.rewards, r.mask, eps=0.1),
     ),
-    "SeveralRewards": (
-        rl_fn.components.SeveralRewards((0.5, 2.0), 0.1),
+    "GDPOAdvantage": (
+        rl_fn.components.GDPOAdvantage((0.5, 2.0), 0.1),
         lambda r, values: on_tokens(ORACLE["gdpo_advantages"](r.rewards, TWO, eps=0.1), r.mask),
     ),
-    "StepGroups": (
-        rl_fn.components.StepGroups(*STEP.values()),
+    "GiGPOAdvantage": (
+        rl_fn.components.GiGPOAdvantage(*STEP.values()),
         lambda r, values: on_tokens(
             ORACLE["step_group_advantages"](r.rewards, r.state_ids, r.mask.any(-1), **STEP), r.mask
         ),
     ),
-    "TeacherLogRatio": (
-        rl_fn.components.TeacherLogRatio(0.2),
+    "DistillationAdvantage": (
+        rl_fn.components.DistillationAdvantage(0.2),
         lambda r, values: ORACLE["distillation_advantages"](r.old_logprobs, r.teacher_logprobs, r.mask, clip=0.2),
     ),
     "GAE": (
@@ -189,7 +189,7 @@ def test_a_loss_or_a_weight_is_its_equation(name):
 @pytest.mark.parametrize("name", ADVANTAGE_VALUES)
 def test_an_advantage_is_its_equation(name):
     piece, expected = ADVANTAGE_VALUES[name]
-    objective = rl_fn.recipes.dapo()._replace(advantage=piece)
+    objective = rl_fn.recipes.dapo().replace(advantage=piece)
     read, values = rollouts(objective, 22)
     got = np.asarray(advantages(objective, read, values))
     assert got.any()

@@ -146,7 +146,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
     of = of._replace(logprobs=of.old_logprobs, rollout_logprobs=of.old_logprobs)
     if isinstance(objective.loss, rl_fn.components.KLCov):
         # Its |log ρ| has a kink at ratio 1, where the derivative is a matter of convention.
-        objective = objective._replace(loss=rl_fn.components.KLCov(coef=0.0))
+        objective = objective.replace(loss=rl_fn.components.KLCov(coef=0.0))
     plain = dataclasses.replace(loss_alone(objective), loss=rl_fn.components.Reinforce(), correction=None)
     got, expected = (np.asarray(run(o, of).gradient["logprobs"]) for o in (objective, plain))
     same = np.allclose(got, expected, rtol=2e-5, atol=1e-6)
@@ -155,7 +155,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_without_advantage_there_is_no_gradient_but_of_losses_that_say_so(name):
-    objective = OBJECTIVES[name]._replace(kl=None, entropy=None)
+    objective = OBJECTIVES[name].replace(kl=None, entropy=None)
     of = batch(objective, 11)
     moved = np.asarray(run(objective, of._replace(advantages=np.zeros_like(of.advantages))).gradient["logprobs"]).any()
     assert moved == getattr(objective.loss, "beside_advantage", False)

@@ -124,14 +124,14 @@ def ours(options: dict[str, Any]) -> Callable[[Example], Numbers]:
 
 def _plain_loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
     mode = options.get("actor.loss_agg_mode", "token-mean")
-    recipe = rl_fn.recipes.dapo(clip_high=0.2)._replace(aggregation=rl_fn.components.Aggregation(mode))
+    recipe = rl_fn.recipes.dapo(clip_high=0.2).replace(aggregation=rl_fn.components.Aggregation(mode))
     if options.get("actor.policy_loss_type") == "gspo":
-        recipe = recipe._replace(
+        recipe = recipe.replace(
             aggregation=rl_fn.components.Aggregation("seq-mean-token-mean"),
             loss=lambda b: rl_fn.gspo(b.logprobs, b.old_logprobs, b.advantages, b.mask, clip_low=0.2, clip_high=0.2),
         )
     if options.get("algo.kl.use_loss"):
-        recipe = recipe._replace(kl=rl_fn.components.KL(options["algo.kl.estimator"], options["algo.kl.init_coef"]))
+        recipe = recipe.replace(kl=rl_fn.components.KL(options["algo.kl.estimator"], options["algo.kl.init_coef"]))
     return objective(recipe)
 
 

@@ -144,17 +144,17 @@ def _plain(options: dict[str, Any]) -> Callable[[Example], Numbers] | None:
     kind = options.get("loss_type", "dapo")
     recipe: rl_fn.Objective = rl_fn.recipes.dapo()
     if kind == "grpo":
-        recipe = rl_fn.recipes.grpo()._replace(kl=None)
+        recipe = rl_fn.recipes.grpo().replace(kl=None)
     elif kind == "dr_grpo":
         recipe = rl_fn.recipes.dr_grpo(max_completion_length=512)
     elif kind == "cispo":
         high = options.get("epsilon_high", 0.2)
-        recipe = recipe._replace(
+        recipe = recipe.replace(
             loss=lambda b: rl_fn.cispo(b.logprobs, b.old_logprobs, b.advantages, b.mask, clip_high=high)
         )
     elif kind in ("sapo", "vespo", "luspo"):
         function = getattr(rl_fn, kind)
-        recipe = recipe._replace(
+        recipe = recipe.replace(
             aggregation=rl_fn.components.Aggregation("seq-mean-token-mean"),
             loss=lambda b: function(b.logprobs, b.old_logprobs, b.advantages, b.mask),
         )

@@ -84,9 +84,9 @@ def _plain_loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
     """GRPO of the paper, with the same β, or the clipped loss alone."""
     recipe: rl_fn.Objective = rl_fn.recipes.grpo(kl_coef=0.04)
     if options.get("beta", 0.04) == 0.0 or options.get("policy_loss_fn") == "ppo":
-        recipe = recipe._replace(kl=None)
+        recipe = recipe.replace(kl=None)
     if options.get("loss_algo") == "gspo-token":
-        recipe = recipe._replace(
+        recipe = recipe.replace(
             loss=lambda b: rl_fn.gspo(b.logprobs, b.old_logprobs, b.advantages, b.mask, clip_low=0.2, clip_high=0.2)
         )
     return objective(recipe)

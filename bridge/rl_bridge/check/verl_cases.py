@@ -168,9 +168,9 @@ def _plain_loss(options: dict[str, Any]) -> Callable[[Example], Numbers]:
             b.logprobs, b.old_logprobs, b.advantages, b.mask, threshold=0.2, divergence="kl"
         ),
     }
-    recipe = rl_fn.recipes.dapo(clip_high=0.2)._replace(
+    recipe = rl_fn.recipes.dapo(clip_high=0.2).replace(
         aggregation=rl_fn.components.Aggregation(aggregation, max_completion_length),
-        loss=functions.get(mode, rl_fn.components.Clip()),
+        loss=functions.get(mode, rl_fn.components.PPOClip()),
     )
     return objective(recipe)
 

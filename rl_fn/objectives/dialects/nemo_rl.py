@@ -9,11 +9,11 @@ import jax
 from rl_fn._numerics import require
 from rl_fn.objectives.batch import Batch
 from rl_fn.objectives.components import KL, Aggregation, Reinforce
-from rl_fn.objectives.dialects import advantages
-from rl_fn.objectives.dialects.losses import ImportanceBand, RatioClip, TokenLoss
-from rl_fn.objectives.dialects.objective import DialectObjective
+from rl_fn.objectives.dialects import dialect_advantages as advantages
+from rl_fn.objectives.dialects.dialect_losses import ImportanceBand, RatioClip, TokenLoss
+from rl_fn.objectives.dialects.dialect_terms import BoundedKL
 from rl_fn.objectives.dialects.options import one_of, read
-from rl_fn.objectives.dialects.terms import BoundedKL
+from rl_fn.objectives.objective import Objective
 from rl_fn.policy_losses import token_level as token_losses
 
 DEFAULTS: dict[str, Any] = {
@@ -97,17 +97,17 @@ def _kl(o: dict[str, Any]) -> KL | None:
     return BoundedKL(name, coef, low=-inside, high=inside, bound=bound, gradient="score")
 
 
-def nemo_rl(config: Mapping[str, Any]) -> DialectObjective:
+def nemo_rl(config: Mapping[str, Any]) -> Objective:
     """Return what NeMo-RL computes for options of its configuration file, as read from its source: it was not run.
 
-    NeMo-RL is not on PyPI. The baseline and the std leave the answer out; the std is not used where it is 0; the KL in
+    NeMo-RL is not on PyPI. The baseline and the std leave the completion out; the std is not used where it is 0; the KL in
     the loss carries the gradient of the sampling probability as well.
 
     Args:
         config: options under NeMo-RL's names, from `grpo` and `loss_fn`, nested or joined by dots.
 
     Returns:
-        DialectObjective; with the estimator "gae" its advantages come from token_advantages.
+        Objective; with the estimator "gae" its advantages come from a critic.
 
     Raises:
         ValueError: for an unknown option or value, or a combination that NeMo-RL refuses.
@@ -130,7 +130,7 @@ def nemo_rl(config: Mapping[str, Any]) -> DialectObjective:
     critic = advantages.BiasedGAE(gamma, lam, bool(o["grpo.adv_estimator.normalize_advantages"]))
     outcome = advantages.NeMoRLAdvantage(estimator, scale, leave_out, minus)
     kl, in_reward = _kl(o), bool(o["loss_fn.use_kl_in_reward"])
-    return DialectObjective(
+    return Objective(
         name="nemo_rl clipped_pg",
         advantage=critic if estimator == "gae" else outcome,
         loss=_loss(o),
@@ -138,4 +138,5 @@ def nemo_rl(config: Mapping[str, Any]) -> DialectObjective:
         kl=None if in_reward else kl,
         correction=_correction(o),
         reward_kl=kl if in_reward else None,
+        strict=False,
     )

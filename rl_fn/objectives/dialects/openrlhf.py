@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_fn._numerics import require
-from rl_fn.objectives.components import Aggregation, Entropy
-from rl_fn.objectives.dialects import advantages
-from rl_fn.objectives.dialects.losses import ImportanceBand, RatioClip
-from rl_fn.objectives.dialects.objective import DialectObjective
+from rl_fn.objectives.components import Aggregation, EntropyBonus
+from rl_fn.objectives.dialects import dialect_advantages as advantages
+from rl_fn.objectives.dialects.dialect_losses import ImportanceBand, RatioClip
+from rl_fn.objectives.dialects.dialect_terms import BoundedKL
 from rl_fn.objectives.dialects.options import one_of, read
-from rl_fn.objectives.dialects.terms import BoundedKL
+from rl_fn.objectives.objective import Objective
 
 DEFAULTS: dict[str, Any] = {
     "actor.eps_clip": 0.2,
@@ -50,7 +50,7 @@ def _correction(o: dict[str, Any]) -> ImportanceBand | None:
     return ImportanceBand(low, high, mode, at, gate, keep_tokens=mode == "mask")
 
 
-def openrlhf(config: Mapping[str, Any]) -> DialectObjective:
+def openrlhf(config: Mapping[str, Any]) -> Objective:
     """Return what OpenRLHF computes for options of its command line.
 
     A KL loss and an entropy bonus are always averaged over tokens, also where the policy loss is averaged over
@@ -61,7 +61,7 @@ def openrlhf(config: Mapping[str, Any]) -> DialectObjective:
         config: options under OpenRLHF's names without the leading dashes, nested or joined by dots.
 
     Returns:
-        DialectObjective; with the estimator "gae" its advantages come from token_advantages.
+        Objective; with the estimator "gae" its advantages come from a critic.
 
     Raises:
         ValueError: for an unknown option or value, or a combination that OpenRLHF refuses.
@@ -102,15 +102,16 @@ def openrlhf(config: Mapping[str, Any]) -> DialectObjective:
     critic = advantages.BiasedGAE(gamma, lam, carry=False, divide_by_std=by_std)
     apart = None if mode == "token-mean" else Aggregation("token-mean")
     entropy = float(o["actor.entropy_coef"] or 0.0)
-    return DialectObjective(
+    return Objective(
         name=f"openrlhf {kind}",
         advantage=critic if estimator == "gae" else outcome,
         loss=loss,
         aggregation=Aggregation(mode),
         kl=kl if o["algo.kl.use_loss"] else None,
         correction=_correction(o),
-        entropy=Entropy(entropy) if entropy else None,
+        entropy=EntropyBonus(entropy) if entropy else None,
         kl_aggregation=apart if kl is not None and o["algo.kl.use_loss"] else None,
         entropy_aggregation=apart if entropy else None,
         reward_kl=None if o["algo.kl.use_loss"] else kl,
+        strict=False,
     )

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from rl_fn._numerics import Array, as_mask, require
 from rl_fn.importance import rejection as corrections
 from rl_fn.objectives.batch import Batch
-from rl_fn.objectives.components import Aggregation, Entropy, GroupNormalised
-from rl_fn.objectives.dialects.losses import Gated, ImportanceBand, RatioClip, TokenLoss, capped_reinforce
-from rl_fn.objectives.dialects.objective import DialectObjective
+from rl_fn.objectives.components import Aggregation, EntropyBonus, GRPOAdvantage, PerToken
+from rl_fn.objectives.dialects.dialect_losses import Gated, ImportanceBand, RatioClip, TokenLoss, capped_reinforce
+from rl_fn.objectives.dialects.dialect_terms import AllRows, BoundedKL
 from rl_fn.objectives.dialects.options import one_of, read
-from rl_fn.objectives.dialects.terms import AllRows, BoundedKL
+from rl_fn.objectives.objective import Objective
 from rl_fn.policy_losses import sequence_level as sequence_losses
 from rl_fn.policy_losses import token_level as token_losses
 
@@ -50,11 +50,18 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclasses.dataclass(frozen=True)
-class OffPolicyGate:
+class OffPolicyGate(PerToken):
     """Shut where A < 0 and the sequence's mean log μ/π exceeds the threshold; μ is π_old unless vLLM sampled."""
 
     threshold: float
     use_vllm: bool = False
+    over_batch = False
+    gradient_without_advantage = False
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """rollout_logprobs, if vLLM sampled."""
+        return ("rollout_logprobs",) if self.use_vllm else ()
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return whether the token stays."""
@@ -67,10 +74,13 @@ class OffPolicyGate:
 
 
 @dataclasses.dataclass(frozen=True)
-class EntropyGate:
+class EntropyGate(PerToken):
     """Open for the tokens of the batch whose entropy is in the highest `fraction`."""
 
     fraction: float
+    accepts_packed = True
+    gradient_without_advantage = False
+    required_fields = ("entropies",)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return whether the token stays."""
@@ -105,11 +115,18 @@ def entropy_gate(batch: Batch, fraction: float) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Vespo:
+class Vespo(PerToken):
     """VESPO whose sequence weight holds the rollout's correction as well, if there is one."""
 
     constants: tuple[tuple[str, float], ...]
     correction: ImportanceBand | None = None
+    over_batch = False
+    gradient_without_advantage = False
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """rollout_logprobs, if there is a correction."""
+        return () if self.correction is None else ("rollout_logprobs",)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return the loss per token."""
@@ -168,11 +185,14 @@ def _loss(o: dict[str, Any], level: str, correction: ImportanceBand | None) -> C
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceSapo:
+class SequenceSapo(PerToken):
     """SAPO on the ratio of the token or of its sequence."""
 
     constants: tuple[tuple[str, float], ...]
     level: str
+    accepts_packed = True
+    over_batch = False
+    gradient_without_advantage = False
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return the loss per token."""
@@ -195,7 +215,7 @@ def _aggregation(o: dict[str, Any]) -> Aggregation:
     return Aggregation("token-mean")
 
 
-def trl(config: Mapping[str, Any]) -> DialectObjective:
+def trl(config: Mapping[str, Any]) -> Objective:
     """Return what TRL's GRPOTrainer computes for options of its GRPOConfig.
 
     Fully masked rows count in the mean of grpo, sapo, luspo and dr_grpo; epsilon_high is CISPO's cap itself; eps of the
@@ -205,7 +225,7 @@ def trl(config: Mapping[str, Any]) -> DialectObjective:
         config: options under TRL's names, flat or nested.
 
     Returns:
-        DialectObjective; its advantages take one reward per answer, already weighted and summed over reward functions.
+        Objective; its advantages take one reward per completion, already weighted and summed over reward functions.
 
     Raises:
         ValueError: for an unknown option or value, or a combination that is not covered.
@@ -228,13 +248,14 @@ def trl(config: Mapping[str, Any]) -> DialectObjective:
     scale = one_of("trl", "scale_rewards", scale, ("group", "batch", "none"))
     beta, entropy, fraction = (float(o[name]) for name in ("beta", "entropy_coef", "top_entropy_quantile"))
     correction = _correction(o)
-    return DialectObjective(
+    return Objective(
         name=f"trl {kind}",
-        advantage=GroupNormalised(scale, 1e-4),
+        advantage=GRPOAdvantage(scale, 1e-4),
         loss=_loss(o, level, correction),
         aggregation=_aggregation(o),
         kl=BoundedKL("k3", beta, weight=level if o["use_bias_correction_kl"] else None) if beta else None,
         correction=None if kind == "vespo" else correction,
-        entropy=Entropy(entropy) if entropy else None,
+        entropy=EntropyBonus(entropy) if entropy else None,
         entropy_aggregation=OverHighEntropy(fraction=fraction) if entropy else None,
+        strict=False,
     )

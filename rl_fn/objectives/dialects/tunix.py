@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rl_fn.objectives.components import GAE, KL, Aggregation, Entropy
-from rl_fn.objectives.dialects.advantages import TunixGroup
-from rl_fn.objectives.dialects.losses import ImportanceBand, RatioClip
-from rl_fn.objectives.dialects.objective import DialectObjective
+from rl_fn.objectives.components import GAE, KL, Aggregation, EntropyBonus
+from rl_fn.objectives.dialects.dialect_advantages import TunixGroup
+from rl_fn.objectives.dialects.dialect_losses import ImportanceBand, RatioClip
+from rl_fn.objectives.dialects.dialect_terms import BoundedKL, OverWidth
 from rl_fn.objectives.dialects.options import one_of, read
-from rl_fn.objectives.dialects.terms import BoundedKL, OverWidth
+from rl_fn.objectives.objective import Objective
 
 SHARED: dict[str, Any] = {"policy_loss_fn": "grpo", "epsilon": 0.2, "epsilon_high": None, "epsilon_c": None}
 GRPO: dict[str, Any] = {
@@ -54,21 +54,22 @@ def _or(value: Any, other: float) -> float:
     return float(value) if value else other
 
 
-def _ppo(o: dict[str, Any]) -> DialectObjective:
+def _ppo(o: dict[str, Any]) -> Objective:
     epsilon = float(o["epsilon"])
     entropy = float(o["entropy_coef"] or 0.0)
     dual = None if o["epsilon_c"] is None else float(o["epsilon_c"])
-    return DialectObjective(
+    return Objective(
         name="tunix ppo",
         advantage=GAE(float(o["gamma"]), float(o["gae_lambda"])),
         loss=RatioClip(_or(o["epsilon_low"], epsilon), _or(o["epsilon_high"], epsilon), dual),
         aggregation=Aggregation("token-mean"),
-        entropy=Entropy(entropy) if entropy else None,
+        entropy=EntropyBonus(entropy) if entropy else None,
         reward_kl=_kl(o, "kl_method"),
+        strict=False,
     )
 
 
-def tunix(config: Mapping[str, Any]) -> DialectObjective:
+def tunix(config: Mapping[str, Any]) -> Objective:
     """Return what tunix computes for options of its GRPOConfig, or of its PPOConfig with policy_loss_fn "ppo".
 
     The default KL is 0.04 · k1 in the loss, whose expected gradient is zero. "sequence-mean-token-scale" divides by the
@@ -78,7 +79,7 @@ def tunix(config: Mapping[str, Any]) -> DialectObjective:
         config: options under tunix's names.
 
     Returns:
-        DialectObjective; with policy_loss_fn "ppo" its advantages come from token_advantages.
+        Objective; with policy_loss_fn "ppo" its advantages come from a critic.
 
     Raises:
         ValueError: for an unknown option or value.
@@ -107,11 +108,12 @@ def tunix(config: Mapping[str, Any]) -> DialectObjective:
     dual = None if o["epsilon_c"] is None else float(o["epsilon_c"])
     high = epsilon if o["epsilon_high"] is None else float(o["epsilon_high"])
     band = ImportanceBand(high=float(o["sampler_is_threshold"]), limit=20.0)
-    return DialectObjective(
+    return Objective(
         name=f"tunix {kind}",
         advantage=TunixGroup(estimator),
         loss=RatioClip(epsilon, high, dual, limit=20.0, **sequence),
         aggregation=AGGREGATIONS[one_of("tunix", "loss_agg_mode", o["loss_agg_mode"], AGGREGATIONS)],
         kl=_kl(o, "kl_loss_mode"),
         correction=band if o["sampler_is"] else None,
+        strict=False,
     )

@@ -7,12 +7,12 @@ import jax
 
 from rl_fn._numerics import Array, require
 from rl_fn.objectives.batch import Batch
-from rl_fn.objectives.components import GAE, KL, Aggregation, Entropy, Reinforce
-from rl_fn.objectives.dialects import advantages
-from rl_fn.objectives.dialects.losses import ImportanceBand, RatioClip, TokenLoss, trusted_reinforce
-from rl_fn.objectives.dialects.objective import DialectObjective
+from rl_fn.objectives.components import GAE, KL, Aggregation, EntropyBonus, Reinforce
+from rl_fn.objectives.dialects import dialect_advantages as advantages
+from rl_fn.objectives.dialects.dialect_losses import ImportanceBand, RatioClip, TokenLoss, trusted_reinforce
+from rl_fn.objectives.dialects.dialect_terms import AllRows, BoundedKL, OverWidth
 from rl_fn.objectives.dialects.options import one_of, read
-from rl_fn.objectives.dialects.terms import AllRows, BoundedKL, OverWidth
+from rl_fn.objectives.objective import Objective
 from rl_fn.policy_losses import regularised as regularised_losses
 from rl_fn.policy_losses import sequence_level as sequence_losses
 from rl_fn.policy_losses import token_level as token_losses
@@ -109,7 +109,7 @@ def _correction(o: dict[str, Any], mode: str) -> Callable[[Batch], Array] | None
     return ImportanceBand(0.0, float(high), "clip", level, limit=LIMIT)
 
 
-def verl(config: Mapping[str, Any]) -> DialectObjective:
+def verl(config: Mapping[str, Any]) -> Objective:
     """Return what verl computes for options of its trainer's configuration.
 
     log ρ is held at ±20, k3 at 10; the dual clip is on (3); a group of one keeps its raw reward; DPPO truncates
@@ -119,7 +119,7 @@ def verl(config: Mapping[str, Any]) -> DialectObjective:
         config: options under verl's names, nested or joined by dots.
 
     Returns:
-        DialectObjective; with adv_estimator "gae" its advantages come from token_advantages.
+        Objective; with adv_estimator "gae" its advantages come from a critic.
 
     Raises:
         ValueError: for an unknown option or value, or a combination that is not covered.
@@ -149,15 +149,16 @@ def verl(config: Mapping[str, Any]) -> DialectObjective:
     kl, entropy = float(o["actor.kl_loss_coef"]), float(o["actor.entropy_coeff"])
     in_reward = kl_penalty(o["algorithm.kl_penalty"], float(o["algorithm.kl_ctrl.kl_coef"]))
     scale = bool(o["algorithm.norm_adv_by_std_in_grpo"])
-    return DialectObjective(
+    return Objective(
         name=f"verl {mode}",
         advantage=GAE(gamma, lam) if name == "gae" else advantages.VerlAdvantage(name, scale, gamma),
         loss=loss,
         aggregation=policy,
         kl=kl_penalty(o["actor.kl_loss_type"], kl, "actor.kl_loss_type") if o["actor.use_kl_loss"] else None,
         correction=_correction(o, mode),
-        entropy=Entropy(entropy) if entropy else None,
+        entropy=EntropyBonus(entropy) if entropy else None,
         kl_aggregation=apart if o["actor.use_kl_loss"] else None,
         entropy_aggregation=apart if entropy else None,
         reward_kl=in_reward if o["algorithm.use_kl_in_reward"] else None,
+        strict=False,
     )

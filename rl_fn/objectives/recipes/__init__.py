@@ -1,33 +1,11 @@
-"""Published algorithms as Objectives with their papers' constants; each piece is replaceable.
-
-A recipe whose short name is already that of its loss ends in `_objective`.
-"""
+"""Published algorithms as Objectives with their papers' constants; `objective.replace(...)` sets the rest."""
 
 from rl_fn.objectives.recipes.critic import decoupled_ppo, ppo, reinforce_pp, reinforce_pp_baseline, vapo
-from rl_fn.objectives.recipes.group import dapo, dr_grpo, gdpo, gigpo, grpo
-from rl_fn.objectives.recipes.off_policy import (
-    dro,
-    kimi,
-    m2po,
-    on_policy_distillation,
-    topr,
-)
-from rl_fn.objectives.recipes.reinforce import gpg, maxrl, opo, reinforce, remax, rloo
-from rl_fn.objectives.recipes.sequence import (
-    gmpo,
-    gspo,
-    gspo_token,
-    luspo,
-    vespo,
-)
-from rl_fn.objectives.recipes.sets import grpo_passk, passk
-from rl_fn.objectives.recipes.trust_region import (
-    cispo,
-    clip_cov,
-    dppo,
-    kl_cov,
-    sapo,
-)
+from rl_fn.objectives.recipes.group_relative import dapo, dr_grpo, gdpo, gigpo, grpo, grpo_passk, passk
+from rl_fn.objectives.recipes.off_policy_recipes import dro, kimi, m2po, on_policy_distillation, topr
+from rl_fn.objectives.recipes.reinforce_family import gpg, maxrl, opo, reinforce, remax, rloo
+from rl_fn.objectives.recipes.sequence_ratio import gmpo, gspo, gspo_token, luspo, vespo
+from rl_fn.objectives.recipes.trust_region import cispo, clip_cov, dppo, kl_cov, sapo
 
 __all__ = [
     "cispo",

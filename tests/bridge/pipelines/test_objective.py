@@ -50,7 +50,7 @@ def test_an_option_of_another_algorithm_is_refused():
     with pytest.raises(ValueError, match="kl_coef in place of reward_kl_coef"):
         require_rewards_alone(ObjectiveConfig(algorithm="rloo", reward_kl_coef=0.1).build())
     with pytest.raises(ValueError, match="reads noise, which this job does not have"):
-        require_rewards_alone(rl_fn.recipes.dapo()._replace(correction=Noise()))
+        require_rewards_alone(rl_fn.recipes.dapo().replace(correction=Noise()))
 
 
 class Noise:

@@ -300,7 +300,7 @@ def test_aggregations_of_rows_and_of_the_padded_width():
 def test_terms_that_are_averaged_apart(apart):
     tokens, answers = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
     objective = DialectObjective("it", RawReward(), Reinforce(), answers, kl=BoundedKL("k2", 0.3), entropy=Entropy(0.2))
-    objective = objective._replace(
+    objective = objective.replace(
         kl_aggregation=tokens if apart != "entropy" else None, entropy_aggregation=tokens if apart != "kl" else None
     )
 

@@ -10,7 +10,7 @@ import pytest
 import rl_fn
 from rl_fn import components as p
 from rl_fn.objectives.batch import detached, sanitised
-from rl_fn.objectives.compatibility import refuse_impossible
+from rl_fn.objectives.compatibility import check_compatible
 from rl_fn.objectives.objective import Objective
 
 MASK = jnp.array([[True, True, False], [True, False, False]])
@@ -21,7 +21,7 @@ TOKENS = p.Aggregation("token-sum")
 
 
 def reinforce(**pieces: Any) -> Objective:
-    return Objective("it", p.RawReward(), p.Reinforce(), TOKENS)._replace(**pieces)
+    return Objective("it", p.RawReward(), p.Reinforce(), TOKENS).replace(**pieces)
 
 
 def double(of: rl_fn.Batch) -> Any:
@@ -35,7 +35,7 @@ LOSS = 1.5
 def test_a_loss_and_its_terms():
     assert reinforce()(BATCH)[0] == LOSS
     assert reinforce(kl=p.KL("k1", 0.5))(BATCH)[0] == LOSS + 0.5 * 3
-    assert reinforce(entropy=p.Entropy(0.5))(BATCH)[0] == LOSS - 0.5 * 6
+    assert reinforce(entropy=p.EntropyBonus(0.5))(BATCH)[0] == LOSS - 0.5 * 6
     assert reinforce(correction=double)(BATCH)[0] == 2 * LOSS
     assert reinforce()(BATCH, denominator=4)[0] == LOSS / 4
     assert reinforce(aggregation=p.Aggregation("token-mean"))(BATCH)[0] == LOSS / 3
@@ -46,8 +46,8 @@ def test_metrics_are_those_of_what_the_batch_has():
     bare = BATCH._replace(rollout_logprobs=None, ref_logprobs=None, entropies=None)
     assert reinforce()(bare)[1].keys() == always
     assert reinforce()(BATCH)[1].keys() == always | {"kl", "entropy", "mismatch_k3"}
-    assert reinforce(loss=p.Clip())(bare)[1].keys() == always | {"clip_fraction"}
-    metrics = reinforce(correction=double, kl=p.KL("k1", 0.5), loss=p.Clip())(BATCH)[1]
+    assert reinforce(loss=p.PPOClip())(bare)[1].keys() == always | {"clip_fraction"}
+    metrics = reinforce(correction=double, kl=p.KL("k1", 0.5), loss=p.PPOClip())(BATCH)[1]
     expected = {
         "correction_weight": 2.0,
         "kl": 1.0,
@@ -66,7 +66,7 @@ def test_metrics_are_those_of_what_the_batch_has():
 
 
 def test_gradients_reach_the_policy_and_the_entropies_alone():
-    objective = reinforce(kl=p.KL("k1", 0.5), entropy=p.Entropy(0.25), correction=lambda b: jnp.exp(0.0 * b.advantages))
+    objective = reinforce(kl=p.KL("k1", 0.5), entropy=p.EntropyBonus(0.25), correction=lambda b: jnp.exp(0.0 * b.advantages))
     clean = sanitised(BATCH)
     fields = ("logprobs", "entropies", "old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 
@@ -86,12 +86,12 @@ def test_gradients_reach_the_policy_and_the_entropies_alone():
 def test_what_an_objective_reads():
     assert reinforce().needs() == () and reinforce().inputs() == ("rewards",)
     assert reinforce(kl=p.KL("k1", 0.5)).needs() == ("ref_logprobs",)
-    assert reinforce(entropy=p.Entropy(0.5)).needs() == ("entropies",)
+    assert reinforce(entropy=p.EntropyBonus(0.5)).needs() == ("entropies",)
     assert reinforce(correction=lambda b: b.mask).needs() == ("rollout_logprobs",)
-    assert reinforce(correction=p.SecondMoment()).needs() == ()
+    assert reinforce(correction=p.M2POMask()).needs() == ()
     assert reinforce(loss=p.PositiveExample()).needs() == ("correct",)
     assert reinforce(advantage=p.GAE()).inputs() == ("token_rewards", "values")
-    assert reinforce(advantage=p.GreedyBaseline()).inputs() == ("rewards", "greedy_rewards")
+    assert reinforce(advantage=p.ReMaxAdvantage()).inputs() == ("rewards", "greedy_rewards")
     kl = p.KL("k1", 0.5)
     assert reinforce(reward_kl=kl).inputs() == ("rewards", "old_logprobs", "ref_logprobs")
 
@@ -100,7 +100,7 @@ def test_what_an_objective_reads():
 def test_what_a_batch_lacks_is_named(field):
     pieces = {
         "ref_logprobs": {"kl": p.KL("k1", 0.5)},
-        "entropies": {"entropy": p.Entropy(0.5)},
+        "entropies": {"entropy": p.EntropyBonus(0.5)},
         "rollout_logprobs": {"correction": lambda b: b.mask * 1.0},
     }
     lacking = BATCH._replace(**{field: None})
@@ -127,9 +127,9 @@ def test_a_penalty_in_the_reward():
         with pytest.raises(ValueError, match="give old_logprobs and ref_logprobs"):
             kl.token_rewards(REWARDS, MASK, **{**both, lacking: None})
     # REINFORCE++ takes it off each token, before the returns.
-    whitened = kl._replace(advantage=p.WhitenedReturns())
+    whitened = kl.replace(advantage=p.ReinforcePPAdvantage())
     got = whitened.advantages(REWARDS, MASK, **both)
-    plain = whitened._replace(reward_kl=None)
+    plain = whitened.replace(reward_kl=None)
     expected = plain.advantages_of(rl_fn.Rollouts(REWARDS, MASK, token_rewards=kl.token_rewards(REWARDS, MASK, **both)))
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert not np.allclose(got, plain.advantages(REWARDS, MASK))
@@ -180,28 +180,28 @@ def test_a_subclass_is_not_refused():
         Objective("it", p.RawReward(), p.Reinforce(), TOKENS, **terms)
 
 
-KL, TIS, GSPO = p.KL("k1", 0.1), p.TruncatedImportance(), p.GSPO()
+KL, TIS, GSPO = p.KL("k1", 0.1), p.TIS(), p.GSPO()
 ANSWERS = p.Aggregation("seq-mean-token-mean")
 # Refused with the reason, and what is like it and is not.
 REFUSED = [
     ({"loss": GSPO, "aggregation": p.Aggregation("token-mean")}, "weight wrongly", {"aggregation": ANSWERS}),
     ({"loss": GSPO, "aggregation": ANSWERS, "advantage": p.GAE()}, "the whole answer", {"loss": p.GSPOToken()}),
     (
-        {"loss": GSPO, "aggregation": ANSWERS, "advantage": p.WhitenedReturns(), "reward_kl": KL},
+        {"loss": GSPO, "aggregation": ANSWERS, "advantage": p.ReinforcePPAdvantage(), "reward_kl": KL},
         "the whole answer",
         {"reward_kl": None},
     ),
     (
-        {"loss": GSPO, "aggregation": ANSWERS, "advantage": p.WhitenedReturns(0.9)},
+        {"loss": GSPO, "aggregation": ANSWERS, "advantage": p.ReinforcePPAdvantage(0.9)},
         "the whole answer",
-        {"advantage": p.WhitenedReturns(1.0)},
+        {"advantage": p.ReinforcePPAdvantage(1.0)},
     ),
-    ({"loss": p.DPPO(), "correction": TIS}, "count it twice", {"correction": p.SecondMoment()}),
+    ({"loss": p.DPPO(), "correction": TIS}, "count it twice", {"correction": p.M2POMask()}),
     ({"loss": p.DPPO(), "correction": TIS}, "count it twice", {"loss": p.DPPO(behaviour="old")}),
     ({"kl": KL, "reward_kl": KL}, "penalises it twice", {"kl": None}),
     ({"kl": KL, "reward_kl": KL}, "penalises it twice", {"reward_kl": None}),
-    ({"advantage": p.SeveralRewards(), "reward_kl": KL}, "cannot hold", {"reward_kl": None}),
-    ({"advantage": p.SeveralRewards(), "reward_kl": KL}, "cannot hold", {"advantage": p.WhitenedGroup()}),
+    ({"advantage": p.GDPOAdvantage(), "reward_kl": KL}, "cannot hold", {"reward_kl": None}),
+    ({"advantage": p.GDPOAdvantage(), "reward_kl": KL}, "cannot hold", {"advantage": p.ReinforcePPBaselineAdvantage()}),
     ({"advantage": p.RawReward(), "value": p.ValueLoss()}, "trains a critic", {"advantage": p.GAE()}),
     ({"advantage": p.RawReward(), "value": p.ValueLoss()}, "trains a critic", {"value": None}),
 ]
@@ -212,13 +212,13 @@ NOTHING |= {"kl": None, "correction": None, "reward_kl": None, "value": None}
 @pytest.mark.parametrize(("pieces", "reason", "instead"), REFUSED)
 def test_refused_beside_its_like(pieces, reason, instead):
     with pytest.raises(ValueError, match=reason):
-        refuse_impossible(**{**NOTHING, **pieces})
-    refuse_impossible(**{**NOTHING, **pieces, **instead})
+        check_compatible(**{**NOTHING, **pieces})
+    check_compatible(**{**NOTHING, **pieces, **instead})
 
 
 def test_plain_functions_are_refused_nothing():
-    refuse_impossible(**{**NOTHING, "loss": len, "advantage": len, "correction": len, "reward_kl": KL})
-    refuse_impossible(**{**NOTHING, "loss": len, "advantage": p.GAE(), "correction": TIS, "kl": KL})
+    check_compatible(**{**NOTHING, "loss": len, "advantage": len, "correction": len, "reward_kl": KL})
+    check_compatible(**{**NOTHING, "loss": len, "advantage": p.GAE(), "correction": TIS, "kl": KL})
 
 
 def test_sanitised_and_detached():

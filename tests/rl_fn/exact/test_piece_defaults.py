@@ -21,12 +21,12 @@ KINDS = [
 REQUIRED: dict[str, dict[str, Any]] = {
     "KL": {},
     "Aggregation": {"mode": "token-mean"},
-    "Entropy": {"coef": 0.1},
+    "EntropyBonus": {"coef": 0.1},
     "Rejection": {"threshold": 0.5},
-    "SequenceMask": {"threshold": 0.5},
-    "TotalVariation": {"threshold": 0.5},
+    "OffPolicySequenceMask": {"threshold": 0.5},
+    "VACOMask": {"threshold": 0.5},
     "Sum": {"losses": (rl_fn.components.Reinforce(),)},
-    "Product": {"factors": (rl_fn.components.SecondMoment(),)},
+    "Product": {"factors": (rl_fn.components.M2POMask(),)},
 }
 SMALL = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}
 BUMP = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0, "behaviour": "rollout"}
@@ -34,8 +34,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Aggregation": {"max_completion_length": None},
     "KL": {"estimator": "k3", "coef": 0.0},
     "ValueLoss": {"clip": None},
-    "Clip": {"low": 0.2, "high": 0.2, "dual": None},
-    "DecoupledClip": {"low": 0.2, "high": 0.2, "dual": None, "weight_cap": None},
+    "PPOClip": {"low": 0.2, "high": 0.2, "dual": None},
+    "DecoupledPPO": {"low": 0.2, "high": 0.2, "dual": None, "weight_cap": None},
     "CISPO": {"clip_high": 4.0, "clip_low": None},
     "SAPO": {"tau_pos": 1.0, "tau_neg": 1.05},
     "DPPO": {"threshold": 0.15, "divergence": "tv", "ratio_cap": None, "behaviour": "rollout"},
@@ -50,23 +50,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "GMPO": {"clip_low": 0.4, "clip_high": 0.4},
     "VESPO": BUMP,
     "TOPR": {"level": "sequence_sum", "behaviour": "rollout"},
-    "TruncatedImportance": {"cap": 2.0, "level": "token"},
-    "MaskedImportance": {"low": 0.5, "high": 5.0, "level": "token"},
+    "TIS": {"cap": 2.0, "level": "token"},
+    "IcePop": {"low": 0.5, "high": 5.0, "level": "token"},
     "Rejection": {"statistic": "k3", "level": "token"},
-    "SecondMoment": {"threshold": 0.04},
-    "HighEntropy": {"quantile": 0.8},
-    "WhitenedReturns": {"gamma": 1.0, "eps": 1e-8},
-    "WhitenedGroup": {"eps": 1e-8},
-    "SeveralRewards": {"weights": None, "eps": 1e-6},
-    "StepGroups": {"gamma": 0.95, "weight": 1.0, "scale": "group", "eps": 1e-6},
-    "TeacherLogRatio": {"clip": None},
+    "M2POMask": {"threshold": 0.04},
+    "HighEntropyMask": {"quantile": 0.8},
+    "ReinforcePPAdvantage": {"gamma": 1.0, "eps": 1e-8},
+    "ReinforcePPBaselineAdvantage": {"eps": 1e-8},
+    "GDPOAdvantage": {"weights": None, "eps": 1e-6},
+    "GiGPOAdvantage": {"gamma": 0.95, "weight": 1.0, "scale": "group", "eps": 1e-6},
+    "DistillationAdvantage": {"clip": None},
     "GAE": {"gamma": 1.0, "lam": 0.95, "whiten": True},
     "LengthAdaptiveGAE": {"gamma": 1.0, "lam": 1.0, "whiten": True, "alpha": 0.05},
-    "GroupNormalised": {"scale": "group", "eps": 1e-6},
+    "GRPOAdvantage": {"scale": "group", "eps": 1e-6},
     "RawReward": {"baseline": 0.0},
-    "InformativeShare": {"norm": 1.0, "alpha": "informative"},
-    "BestOfSets": {"k": 4},
-    "BestOnly": {"scale": True, "eps": 1e-6},
+    "GPGAdvantage": {"norm": 1.0, "alpha": "informative"},
+    "PassKAdvantage": {"k": 4},
+    "GRPOPassKAdvantage": {"scale": True, "eps": 1e-6},
 }
 
 
@@ -84,32 +84,32 @@ def test_defaults_are_these(kind):
 NOT_NEGATIVE, POSITIVE, UNIT = ([-0.01], [0.0]), ([0.0, -1.0], [0.01]), ([-0.01, 1.01], [0.0, 1.0])
 CLIPPING, DUAL, NAME = ([-0.01], [0.0]), ([1.0, 0.5], [1.01, None]), (["nonsense"], [])
 RANGES: list[tuple[str, str, tuple[list[Any], list[Any]]]] = [
-    *((kind, field, NOT_NEGATIVE) for kind in ("Clip", "DecoupledClip") for field in ("low", "high")),
-    *((kind, "dual", DUAL) for kind in ("Clip", "DecoupledClip")),
+    *((kind, field, NOT_NEGATIVE) for kind in ("PPOClip", "DecoupledPPO") for field in ("low", "high")),
+    *((kind, "dual", DUAL) for kind in ("PPOClip", "DecoupledPPO")),
     *(
         (kind, field, CLIPPING)
         for kind in ("GSPO", "GSPOToken", "LUSPO", "GMPO")
         for field in ("clip_low", "clip_high")
     ),
     *((kind, "dual_clip", DUAL) for kind in ("GSPO", "GSPOToken", "LUSPO")),
-    *((kind, "eps", NOT_NEGATIVE) for kind in ("WhitenedReturns", "WhitenedGroup", "SeveralRewards", "StepGroups")),
-    *((kind, "eps", NOT_NEGATIVE) for kind in ("GroupNormalised", "BestOnly")),
-    *((kind, "gamma", UNIT) for kind in ("WhitenedReturns", "StepGroups", "GAE", "LengthAdaptiveGAE")),
+    *((kind, "eps", NOT_NEGATIVE) for kind in ("ReinforcePPAdvantage", "ReinforcePPBaselineAdvantage", "GDPOAdvantage", "GiGPOAdvantage")),
+    *((kind, "eps", NOT_NEGATIVE) for kind in ("GRPOAdvantage", "GRPOPassKAdvantage")),
+    *((kind, "gamma", UNIT) for kind in ("ReinforcePPAdvantage", "GiGPOAdvantage", "GAE", "LengthAdaptiveGAE")),
     *((kind, "lam", UNIT) for kind in ("GAE", "LengthAdaptiveGAE")),
-    *((kind, "scale", NAME) for kind in ("GroupNormalised", "StepGroups")),
-    *((kind, "coef", NOT_NEGATIVE) for kind in ("KL", "Entropy", "PositiveExample", "KLCov")),
-    *((kind, "level", NAME) for kind in ("TruncatedImportance", "MaskedImportance", "Rejection", "TOPR", "DRO")),
-    *((kind, "threshold", POSITIVE) for kind in ("Rejection", "SecondMoment", "TotalVariation", "DPPO")),
+    *((kind, "scale", NAME) for kind in ("GRPOAdvantage", "GiGPOAdvantage")),
+    *((kind, "coef", NOT_NEGATIVE) for kind in ("KL", "EntropyBonus", "PositiveExample", "KLCov")),
+    *((kind, "level", NAME) for kind in ("TIS", "IcePop", "Rejection", "TOPR", "DRO")),
+    *((kind, "threshold", POSITIVE) for kind in ("Rejection", "M2POMask", "VACOMask", "DPPO")),
     *((kind, "behaviour", (["new"], ["old", "rollout"])) for kind in ("DPPO", "VESPO", "TOPR")),
-    *((kind, "clip", ([0.0, -1.0], [0.01, None])) for kind in ("ValueLoss", "TeacherLogRatio")),
-    ("DecoupledClip", "weight_cap", ([0.0, -1.0], [0.01, None])),
-    ("TruncatedImportance", "cap", POSITIVE),
-    ("MaskedImportance", "low", ([-0.01, 5.0, 5.1], [0.0, 4.9])),
-    ("HighEntropy", "quantile", UNIT),
+    *((kind, "clip", ([0.0, -1.0], [0.01, None])) for kind in ("ValueLoss", "DistillationAdvantage")),
+    ("DecoupledPPO", "weight_cap", ([0.0, -1.0], [0.01, None])),
+    ("TIS", "cap", POSITIVE),
+    ("IcePop", "low", ([-0.01, 5.0, 5.1], [0.0, 4.9])),
+    ("HighEntropyMask", "quantile", UNIT),
     ("LengthAdaptiveGAE", "alpha", POSITIVE),
-    ("InformativeShare", "norm", POSITIVE),
-    ("InformativeShare", "alpha", (["all"], ["informative", "nonzero", "none"])),
-    ("BestOfSets", "k", ([0, -1], [1])),
+    ("GPGAdvantage", "norm", POSITIVE),
+    ("GPGAdvantage", "alpha", (["all"], ["informative", "nonzero", "none"])),
+    ("PassKAdvantage", "k", ([0, -1], [1])),
     ("KL", "estimator", (["k4"], ["k1", "k2", "k3", "abs", "k1+", "k3+"])),
     (
         "Aggregation",
@@ -121,7 +121,7 @@ RANGES: list[tuple[str, str, tuple[list[Any], list[Any]]]] = [
     (
         "Product",
         "factors",
-        ([(), (rl_fn.components.TruncatedImportance(),) * 2], [(rl_fn.components.TruncatedImportance(),)]),
+        ([(), (rl_fn.components.TIS(),) * 2], [(rl_fn.components.TIS(),)]),
     ),
 ]
 
@@ -146,7 +146,7 @@ ROLLOUT, SUMS = ("rollout_logprobs",), ("token-sum", "seq-mean-token-sum", "seq-
 BY_SEQUENCE = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 # What a piece says where it is not the rule: False, no further field, any aggregation.
 SAYS: dict[str, dict[str, Any]] = {
-    "DecoupledClip": {"weighs_rollout": True, "reads": ROLLOUT},
+    "DecoupledPPO": {"weighs_rollout": True, "reads": ROLLOUT},
     "DPPO": {"weighs_rollout": True, "reads": ROLLOUT},
     "VESPO": {"weighs_rollout": True, "reads": ROLLOUT},
     "TOPR": {"weighs_rollout": True, "reads": ROLLOUT},
@@ -158,21 +158,21 @@ SAYS: dict[str, dict[str, Any]] = {
     "GSPO": {"sequence": True, "modes": BY_SEQUENCE},
     "GMPO": {"sequence": True, "modes": BY_SEQUENCE},
     "LUSPO": {"sequence": True, "modes": ("seq-mean-token-mean",)},
-    "TruncatedImportance": {"weighs_rollout": True, "reads": ROLLOUT},
-    "MaskedImportance": {"weighs_rollout": True, "reads": ROLLOUT},
+    "TIS": {"weighs_rollout": True, "reads": ROLLOUT},
+    "IcePop": {"weighs_rollout": True, "reads": ROLLOUT},
     "Rejection": {"reads": ROLLOUT},
-    "SequenceMask": {"reads": ROLLOUT},
-    "TotalVariation": {"reads": ROLLOUT},
-    "SecondMoment": {"over_batch": True},
-    "HighEntropy": {"over_batch": True, "reads": ("entropies",)},
+    "OffPolicySequenceMask": {"reads": ROLLOUT},
+    "VACOMask": {"reads": ROLLOUT},
+    "M2POMask": {"over_batch": True},
+    "HighEntropyMask": {"over_batch": True, "reads": ("entropies",)},
     "ValueLoss": {"reads": ("values", "returns")},
-    "LengthWeighted": {"reads": ("rewards",), "takes_penalty": True},
-    "GreedyBaseline": {"reads": ("rewards", "greedy_rewards"), "takes_penalty": True},
-    "WhitenedReturns": {"reads": ("rewards",), "takes_penalty": True},
-    "WhitenedGroup": {"reads": ("rewards",), "takes_penalty": True},
-    "SeveralRewards": {"reads": ("rewards",)},
-    "StepGroups": {"reads": ("rewards", "state_ids")},
-    "TeacherLogRatio": {"reads": ("old_logprobs", "teacher_logprobs"), "per_token": True},
+    "OPOAdvantage": {"reads": ("rewards",), "takes_penalty": True},
+    "ReMaxAdvantage": {"reads": ("rewards", "greedy_rewards"), "takes_penalty": True},
+    "ReinforcePPAdvantage": {"reads": ("rewards",), "takes_penalty": True},
+    "ReinforcePPBaselineAdvantage": {"reads": ("rewards",), "takes_penalty": True},
+    "GDPOAdvantage": {"reads": ("rewards",)},
+    "GiGPOAdvantage": {"reads": ("rewards", "state_ids")},
+    "DistillationAdvantage": {"reads": ("old_logprobs", "teacher_logprobs"), "per_token": True},
 }
 RULE = {
     **dict.fromkeys(
@@ -201,10 +201,10 @@ def test_what_depends_on_a_constant():
     for kind in ("DRO", "Kimi"):
         assert said(made(kind, level="token")) == {**RULE, "beside_advantage": True}
     assert rl_fn.components.ValueLoss(0.5).reads == ("values", "returns", "old_values")
-    assert rl_fn.components.WhitenedReturns(0.99).per_token and not rl_fn.components.WhitenedReturns(1.0).per_token
+    assert rl_fn.components.ReinforcePPAdvantage(0.99).per_token and not rl_fn.components.ReinforcePPAdvantage(1.0).per_token
 
 
-@pytest.mark.parametrize("kind", ["GSPO", "PositiveExample", "KLCov", "DPPO", "DRO", "Clip"])
+@pytest.mark.parametrize("kind", ["GSPO", "PositiveExample", "KLCov", "DPPO", "DRO", "PPOClip"])
 def test_a_sum_is_what_one_of_its_losses_is(kind):
     one = made(kind)
     assert said(rl_fn.components.Sum((rl_fn.components.Reinforce(), one))) == {
@@ -217,9 +217,9 @@ def test_a_sum_is_what_one_of_its_losses_is(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["TruncatedImportance", "HighEntropy", "SequenceMask", "SecondMoment"])
+@pytest.mark.parametrize("kind", ["TIS", "HighEntropyMask", "OffPolicySequenceMask", "M2POMask"])
 def test_a_product_is_what_one_of_its_factors_is(kind):
-    assert said(rl_fn.components.Product((rl_fn.components.SequenceMask(0.5), made(kind)))) == {
+    assert said(rl_fn.components.Product((rl_fn.components.OffPolicySequenceMask(0.5), made(kind)))) == {
         **said(made(kind)),
         "reads": tuple(dict.fromkeys([*ROLLOUT, *made(kind).reads])),
     }
@@ -240,10 +240,10 @@ def test_plain_functions_in_a_sum_and_a_product():
     )
 
 
-WEIGHING = {"SecondMoment": {}, "SequenceMask": {"threshold": -1.0}, "TotalVariation": {"threshold": 0.01}}
+WEIGHING = {"M2POMask": {}, "OffPolicySequenceMask": {"threshold": -1.0}, "VACOMask": {"threshold": 0.01}}
 
 
-@pytest.mark.parametrize("kind", [*WEIGHING, "HighEntropy"])
+@pytest.mark.parametrize("kind", [*WEIGHING, "HighEntropyMask"])
 def test_a_mask_has_no_gradient(kind):
     x, mask = jnp.array([[-1.0, -2.0, -0.5]]), jnp.ones((1, 3), bool)
     of = Batch(x, x - 0.1, x, mask, rollout_logprobs=x - 0.2, entropies=-x)

@@ -6,8 +6,8 @@ import rl_fn
 from rl_fn import components as p
 from rl_fn.objectives.recipes import __all__ as RECIPES
 
-STD, NONE = p.GroupNormalised("group", 1e-6), p.GroupNormalised("none")
-CLIP, HIGHER = p.Clip(0.2, 0.2), p.Clip(0.2, 0.28)
+STD, NONE = p.GRPOAdvantage("group", 1e-6), p.GRPOAdvantage("none")
+CLIP, HIGHER = p.PPOClip(0.2, 0.2), p.PPOClip(0.2, 0.28)
 TOKENS, SUMS, ANSWERS = "token-mean", "seq-mean-token-sum", "seq-mean-token-mean"
 SMALL = (3e-4, 4e-4)
 POSITIVE = p.Sum((HIGHER, p.PositiveExample(0.1)))
@@ -16,32 +16,32 @@ DEFAULTS = {
     "cispo": (STD, p.CISPO(4.0), TOKENS),
     "clip_cov": (STD, p.ClipCov(2e-4, 1.0, 5.0, 0.2, 0.2), TOKENS),
     "dapo": (STD, HIGHER, TOKENS),
-    "decoupled_ppo": (p.WhitenedReturns(1.0, 1e-8), p.DecoupledClip(0.2, 0.2), TOKENS),
+    "decoupled_ppo": (p.ReinforcePPAdvantage(1.0, 1e-8), p.DecoupledPPO(0.2, 0.2), TOKENS),
     "dppo": (NONE, p.DPPO(0.15, "tv"), SUMS),
     "dr_grpo": (NONE, CLIP, SUMS),
     "dro": (NONE, p.DRO(1.0), SUMS),
-    "gdpo": (p.SeveralRewards(None, 1e-6), CLIP, ANSWERS),
-    "gigpo": (p.StepGroups(0.95, 1.0, "group", 1e-6), CLIP, ANSWERS),
+    "gdpo": (p.GDPOAdvantage(None, 1e-6), CLIP, ANSWERS),
+    "gigpo": (p.GiGPOAdvantage(0.95, 1.0, "group", 1e-6), CLIP, ANSWERS),
     "gmpo": (STD, p.GMPO(0.4, 0.4), ANSWERS),
-    "gpg": (p.InformativeShare(1.0), p.Reinforce(), TOKENS),
+    "gpg": (p.GPGAdvantage(1.0), p.Reinforce(), TOKENS),
     "grpo": (STD, CLIP, ANSWERS),
-    "grpo_passk": (p.BestOnly(True, 1e-6), CLIP, TOKENS),
+    "grpo_passk": (p.GRPOPassKAdvantage(True, 1e-6), CLIP, TOKENS),
     "gspo": (STD, p.GSPO(*SMALL), ANSWERS),
     "gspo_token": (STD, p.GSPOToken(*SMALL), ANSWERS),
     "kimi": (NONE, p.Kimi(0.1), SUMS),
     "kl_cov": (STD, p.KLCov(2e-4, 1.0), TOKENS),
     "luspo": (STD, p.LUSPO(2e-3, 2.5e-3), ANSWERS),
     "m2po": (STD, p.Surrogate(), TOKENS),
-    "maxrl": (p.MeanNormalised(), p.Reinforce(), SUMS),
-    "on_policy_distillation": (p.TeacherLogRatio(), p.Reinforce(), TOKENS),
-    "opo": (p.LengthWeighted(), p.Reinforce(), SUMS),
-    "passk": (p.BestOfSets(4), HIGHER, TOKENS),
+    "maxrl": (p.MaxRLAdvantage(), p.Reinforce(), SUMS),
+    "on_policy_distillation": (p.DistillationAdvantage(), p.Reinforce(), TOKENS),
+    "opo": (p.OPOAdvantage(), p.Reinforce(), SUMS),
+    "passk": (p.PassKAdvantage(4), HIGHER, TOKENS),
     "ppo": (p.GAE(1.0, 0.95, True), CLIP, TOKENS),
     "reinforce": (p.RawReward(0.0), p.Reinforce(), SUMS),
-    "reinforce_pp": (p.WhitenedReturns(1.0, 1e-8), CLIP, TOKENS),
-    "reinforce_pp_baseline": (p.WhitenedGroup(1e-8), CLIP, TOKENS),
-    "remax": (p.GreedyBaseline(), p.Reinforce(), SUMS),
-    "rloo": (p.LeaveOneOut(), p.Reinforce(), SUMS),
+    "reinforce_pp": (p.ReinforcePPAdvantage(1.0, 1e-8), CLIP, TOKENS),
+    "reinforce_pp_baseline": (p.ReinforcePPBaselineAdvantage(1e-8), CLIP, TOKENS),
+    "remax": (p.ReMaxAdvantage(), p.Reinforce(), SUMS),
+    "rloo": (p.RLOOAdvantage(), p.Reinforce(), SUMS),
     "sapo": (STD, p.SAPO(1.0, 1.05), ANSWERS),
     "topr": (p.RawReward(0.0), p.TOPR("sequence_sum"), SUMS),
     "vapo": (p.LengthAdaptiveGAE(1.0, 1.0, True, 0.05), POSITIVE, TOKENS),
@@ -49,7 +49,7 @@ DEFAULTS = {
 }
 BESIDE = {
     "grpo": {"kl": p.KL("k3", 0.04)},
-    "m2po": {"correction": p.SecondMoment(0.04)},
+    "m2po": {"correction": p.M2POMask(0.04)},
     "ppo": {"value": p.ValueLoss()},
     "vapo": {"value": p.ValueLoss()},
 }
@@ -59,15 +59,15 @@ CHANGED = [
     (
         "cispo",
         {"eps": 0.1, "clip_high": 2, "clip_low": 0.3},
-        p.GroupNormalised("group", 0.1),
+        p.GRPOAdvantage("group", 0.1),
         p.CISPO(2.0, 0.3),
     ),
-    ("dapo", {"eps": 0.1, **CLIPS}, p.GroupNormalised("group", 0.1), p.Clip(0.1, 0.3, 4.0)),
+    ("dapo", {"eps": 0.1, **CLIPS}, p.GRPOAdvantage("group", 0.1), p.PPOClip(0.1, 0.3, 4.0)),
     (
         "decoupled_ppo",
         {"gamma": 0.9, "weight_cap": 3, **CLIPS},
-        p.WhitenedReturns(0.9),
-        p.DecoupledClip(0.1, 0.3, 4.0, 3.0),
+        p.ReinforcePPAdvantage(0.9),
+        p.DecoupledPPO(0.1, 0.3, 4.0, 3.0),
     ),
     (
         "dppo",
@@ -75,17 +75,17 @@ CHANGED = [
         NONE,
         p.DPPO(0.3, "kl", 3.0, behaviour="old"),
     ),
-    ("gdpo", {"weights": [1.0, 2.0]}, p.SeveralRewards((1.0, 2.0)), CLIP),
-    ("gigpo", {"gamma": 0.5, "weight": 2, "scale": "none"}, p.StepGroups(0.5, 2.0, "none", 1e-6), CLIP),
-    ("gpg", {"norm": 2, "alpha": "nonzero"}, p.InformativeShare(2.0, "nonzero"), p.Reinforce()),
-    ("grpo", {"scale": "batch", "eps": 0, "dual_clip": 4}, p.GroupNormalised("batch", 0.0), p.Clip(0.2, 0.2, 4.0)),
-    ("grpo_passk", {"divide_by_std": False}, p.BestOnly(False), CLIP),
-    ("ppo", {"lam": 0.8, "dual_clip": 4, **CRITIC}, p.GAE(0.9, 0.8, False), p.Clip(0.1, 0.3, 4.0)),
+    ("gdpo", {"weights": [1.0, 2.0]}, p.GDPOAdvantage((1.0, 2.0)), CLIP),
+    ("gigpo", {"gamma": 0.5, "weight": 2, "scale": "none"}, p.GiGPOAdvantage(0.5, 2.0, "none", 1e-6), CLIP),
+    ("gpg", {"norm": 2, "alpha": "nonzero"}, p.GPGAdvantage(2.0, "nonzero"), p.Reinforce()),
+    ("grpo", {"scale": "batch", "eps": 0, "dual_clip": 4}, p.GRPOAdvantage("batch", 0.0), p.PPOClip(0.2, 0.2, 4.0)),
+    ("grpo_passk", {"divide_by_std": False}, p.GRPOPassKAdvantage(False), CLIP),
+    ("ppo", {"lam": 0.8, "dual_clip": 4, **CRITIC}, p.GAE(0.9, 0.8, False), p.PPOClip(0.1, 0.3, 4.0)),
     (
         "vapo",
         {"critic_lam": 0.8, "lam_alpha": 0.5, "positive_coef": 0.0, **CRITIC},
         p.LengthAdaptiveGAE(0.9, 0.8, False, 0.5),
-        p.Clip(0.1, 0.3),
+        p.PPOClip(0.1, 0.3),
     ),
     ("vapo", {"positive_coef": 2}, p.LengthAdaptiveGAE(), p.Sum((HIGHER, p.PositiveExample(2.0)))),
 ]
@@ -110,12 +110,12 @@ def test_arguments_become_constants_of_pieces(name, arguments, advantage, loss):
 def test_terms_are_absent_where_their_coefficient_is_zero():
     plain = rl_fn.recipes.rloo()
     assert (plain.kl, plain.entropy, plain.correction, plain.reward_kl) == (None, None, None, None)
-    assert rl_fn.recipes.rloo(kl_coef=0.3) == plain._replace(kl=p.KL("k2", 0.3))
-    assert rl_fn.recipes.rloo(kl_coef=2, kl_estimator="k1+") == plain._replace(kl=p.KL("k1+", 2.0))
-    assert rl_fn.recipes.rloo(entropy_coef=0.3) == plain._replace(entropy=p.Entropy(0.3))
-    assert rl_fn.recipes.rloo(reward_kl_coef=0.3) == plain._replace(reward_kl=p.KL("k1", 0.3))
-    assert rl_fn.recipes.rloo(correction_cap=3) == plain._replace(correction=p.TruncatedImportance(3.0))
-    both = p.Product((p.SecondMoment(0.3), p.TruncatedImportance(3.0)))
+    assert rl_fn.recipes.rloo(kl_coef=0.3) == plain.replace(kl=p.KL("k2", 0.3))
+    assert rl_fn.recipes.rloo(kl_coef=2, kl_estimator="k1+") == plain.replace(kl=p.KL("k1+", 2.0))
+    assert rl_fn.recipes.rloo(entropy_coef=0.3) == plain.replace(entropy=p.EntropyBonus(0.3))
+    assert rl_fn.recipes.rloo(reward_kl_coef=0.3) == plain.replace(reward_kl=p.KL("k1", 0.3))
+    assert rl_fn.recipes.rloo(correction_cap=3) == plain.replace(correction=p.TIS(3.0))
+    both = p.Product((p.M2POMask(0.3), p.TIS(3.0)))
     assert rl_fn.recipes.m2po(threshold=0.3, correction_cap=3).correction == both
 
 

@@ -1,6 +1,5 @@
 """Advantages as other libraries compute them: their order of baseline, clip, KL and whitening, their group of one."""
 
-import abc
 import dataclasses
 import math
 
@@ -12,7 +11,8 @@ from rl_fn.advantages import baselines
 from rl_fn.advantages import group as group_advantages
 from rl_fn.advantages.returns import Advantages, discounted_returns, gae, whiten
 from rl_fn.aggregation import masked_var
-from rl_fn.objectives.components import GAE
+from rl_fn.objectives.batch import Rollouts, on_every_token, on_last_token
+from rl_fn.objectives.components import GAE, Advantage
 
 VERL = (
     "grpo",
@@ -30,23 +30,22 @@ OPENRLHF = ("reinforce", "flash_reinforce", *OPENRLHF_GROUPED)
 NEMO_RL = ("grpo", "reinforce_plus_plus")
 
 
-class TokenAdvantage(abc.ABC):
-    """An advantage piece that needs tokens: called with rewards, mask and the per-token penalty β · kl."""
+class DialectAdvantage(Advantage):
+    """An estimator of one reward per completion and a penalty β · kl per token, in groups that are all there."""
 
-    @abc.abstractmethod
-    def __call__(self, rewards: Array, mask: Array, penalty: Array) -> jax.Array:
+    takes_penalty = True
+
+    def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per token, zero where masked."""
+        assert rollouts.rewards is not None
+        mask = as_mask(rollouts.mask)
+        none = jnp.zeros(mask.shape, jnp.float32)
+        rewards, cost = as_float(rollouts.rewards, none if rollouts.penalties is None else rollouts.penalties)
+        return self.estimate(rewards, cost, mask)
 
-
-def on_last_token(per_answer: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return `*batch G T`: each answer's number on its last counted token, else 0."""
-    after = jnp.cumsum(mask[..., ::-1], axis=-1)[..., ::-1]
-    return jnp.where(mask & (after == 1), per_answer[..., None], 0.0)
-
-
-def on_every_token(per_answer: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return `*batch G T`: each answer's number on its counted tokens, else 0."""
-    return jnp.where(mask, per_answer[..., None], 0.0)
+    def estimate(self, r: jax.Array, cost: jax.Array, counted: jax.Array) -> jax.Array:
+        """Return the advantage per token from rewards, penalties and the mask."""
+        raise NotImplementedError
 
 
 def normalise(x: jax.Array, mask: jax.Array, *, divide_by_std: bool = True) -> jax.Array:
@@ -58,25 +57,23 @@ def normalise(x: jax.Array, mask: jax.Array, *, divide_by_std: bool = True) -> j
 
 
 @dataclasses.dataclass(frozen=True)
-class VerlAdvantage(TokenAdvantage):
+class VerlAdvantage(DialectAdvantage):
     """verl's estimators of outcome rewards. A group of one keeps its reward, except with rloo_vectorized."""
 
     estimator: str
     scale: bool = True
     gamma: float = 1.0
 
-    def __call__(self, rewards: Array, mask: Array, penalty: Array) -> jax.Array:
+    def estimate(self, r: jax.Array, cost: jax.Array, counted: jax.Array) -> jax.Array:
         """Return the advantage per token, zero where masked."""
-        counted = as_mask(mask)
-        r, cost = as_float(rewards, penalty)
         if self.estimator == "reinforce_plus_plus":
             returns = discounted_returns(on_last_token(r, counted) - cost, counted, gamma=self.gamma)
             return whiten(returns, counted)
         r = r - jnp.sum(cost, axis=-1)
-        tokens = on_every_token(self._per_answer(r, counted), counted)
+        tokens = on_every_token(self._per_completion(r, counted), counted)
         return whiten(tokens, counted) if self.estimator == "reinforce_plus_plus_baseline" else tokens
 
-    def _per_answer(self, r: jax.Array, counted: jax.Array) -> jax.Array:
+    def _per_completion(self, r: jax.Array, counted: jax.Array) -> jax.Array:
         name, alone = self.estimator, r.shape[-1] == 1
         if name == "gpg":
             share = divide(jnp.asarray(r.size, r.dtype), jnp.maximum(jnp.sum(r != 0, dtype=r.dtype), 1.0))
@@ -111,7 +108,7 @@ class VerlAdvantage(TokenAdvantage):
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenRLHFAdvantage(TokenAdvantage):
+class OpenRLHFAdvantage(DialectAdvantage):
     """OpenRLHF's estimators without a critic: baseline, clip, then a KL whose later tokens count against earlier ones.
 
     Returns decay over every position, masked ones included. There is no whitening for rloo, group_norm and dr_grpo.
@@ -122,10 +119,8 @@ class OpenRLHFAdvantage(TokenAdvantage):
     divide_by_std: bool = True
     clip_range: tuple[float, float] = (-10.0, 10.0)
 
-    def __call__(self, rewards: Array, mask: Array, penalty: Array) -> jax.Array:
+    def estimate(self, r: jax.Array, cost: jax.Array, counted: jax.Array) -> jax.Array:
         """Return the advantage per token, zero where masked."""
-        counted = as_mask(mask)
-        r, cost = as_float(rewards, penalty)
         grouped = self.estimator in OPENRLHF_GROUPED
         require(not grouped or r.shape[-1] > 1, f"OpenRLHF's {self.estimator} needs n_samples_per_prompt > 1")
         if self.estimator == "rloo":
@@ -158,12 +153,10 @@ class BiasedGAE(GAE):
     carry: bool = True
     divide_by_std: bool = True
 
-    def __call__(
-        self, token_rewards: Array, values: Array, mask: Array, segment_ids: Array | None = None
-    ) -> Advantages:
+    def estimate(self, rewards: Array, values: Array, mask: Array, segment_ids: Array | None) -> Advantages:
         """Return advantages and returns per token, zero where masked."""
         counted = as_mask(mask)
-        r, v = (jnp.where(counted, x, 0.0) for x in as_float(token_rewards, values))
+        r, v = (jnp.where(counted, x, 0.0) for x in as_float(rewards, values))
         through = counted if self.carry else jnp.ones(counted.shape, bool)
         out = gae(r, v, through, gamma=self.gamma, lam=self.lam, segment_ids=segment_ids)
         returns = jnp.where(counted, out.returns, 0.0)
@@ -173,18 +166,16 @@ class BiasedGAE(GAE):
 
 
 @dataclasses.dataclass(frozen=True)
-class NeMoRLAdvantage(TokenAdvantage):
-    """NeMo-RL's group baseline (with or without the answer itself) and its REINFORCE++."""
+class NeMoRLAdvantage(DialectAdvantage):
+    """NeMo-RL's group baseline (with or without the completion itself) and its REINFORCE++."""
 
     estimator: str = "grpo"
     scale: bool = True
     leave_one_out: bool = True
     minus_baseline: bool = True
 
-    def __call__(self, rewards: Array, mask: Array, penalty: Array) -> jax.Array:
+    def estimate(self, r: jax.Array, cost: jax.Array, counted: jax.Array) -> jax.Array:
         """Return the advantage per token, zero where masked."""
-        counted = as_mask(mask)
-        r, cost = as_float(rewards, penalty)
         if self.estimator == "reinforce_plus_plus":
             r = group_advantages.grpo_advantages(r, scale="none") if self.minus_baseline else r
             return normalise(on_every_token(r, counted) - cost, counted)
@@ -207,18 +198,21 @@ class NeMoRLAdvantage(TokenAdvantage):
 
 
 @dataclasses.dataclass(frozen=True)
-class TunixGroup:
+class TunixGroup(DialectAdvantage):
     """Group baselines of tunix: "grpo", "rloo", "drgrpo"; a group of one has no advantage (tunix refuses it)."""
 
     estimator: str = "grpo"
 
-    def __call__(self, rewards: Array) -> jax.Array:
-        """Return the advantage per answer."""
-        (r,) = as_float(rewards)
+    per_token = False
+
+    def estimate(self, r: jax.Array, cost: jax.Array, counted: jax.Array) -> jax.Array:
+        """Return the advantage per token from rewards, penalties and the mask."""
+        r = r - jnp.sum(cost, axis=-1)
         require(r.shape[-1] > 1, f"tunix needs num_generations > 1, got rewards of shape {r.shape}")
         if self.estimator == "rloo":
-            return group_advantages.rloo_advantages(r)
-        return group_advantages.grpo_advantages(r, scale="group" if self.estimator == "grpo" else "none", eps=1e-6)
+            return on_every_token(group_advantages.rloo_advantages(r), counted)
+        scale = "group" if self.estimator == "grpo" else "none"
+        return on_every_token(group_advantages.grpo_advantages(r, scale=scale, eps=1e-6), counted)
 
     def explain(self) -> str:
         """Return the estimator's name in tunix."""

@@ -39,6 +39,11 @@ class BoundedKL(KL):
         require(self.weight in WEIGHTS, f"weight must be one of {WEIGHTS}, got {self.weight!r}")
         require(not self.estimator.endswith("+"), f"say gradient='k2' instead of estimator {self.estimator!r}")
 
+    @property
+    def required_fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """ref_logprobs, and rollout_logprobs for a weight of π/μ."""
+        return ("ref_logprobs", "rollout_logprobs") if self.weight == "rollout" else ("ref_logprobs",)
+
     def estimate(self, batch: Batch) -> jax.Array:
         """Return the estimate per token, without the coefficient."""
         assert batch.ref_logprobs is not None
@@ -76,6 +81,8 @@ class BoundedKL(KL):
 class AllRows(Aggregation):
     """An aggregation over sequences that counts those without a token too, as a mean over the rows of a tensor does."""
 
+    accepts_packed = False
+
     def __call__(self, x: Array, mask: Array, segment_ids: Array | None) -> aggregation.Ratio:
         """Return the undivided aggregate."""
         require(segment_ids is None, "rows are counted as sequences: unpack segment_ids first")
@@ -93,6 +100,7 @@ class OverWidth(Aggregation):
     """seq-mean-token-sum divided by the width of the batch, padding included: it depends on how rows were padded."""
 
     mode: str = "seq-mean-token-sum"
+    accepts_packed = False
 
     def __call__(self, x: Array, mask: Array, segment_ids: Array | None) -> aggregation.Ratio:
         """Return the undivided aggregate."""

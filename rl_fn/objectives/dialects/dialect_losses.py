@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 from rl_fn._numerics import Array, Number, as_float, as_mask, exp, magnitude, require
 from rl_fn.importance import ratios as importance
 from rl_fn.objectives.batch import Batch
-from rl_fn.objectives.components import Clip
+from rl_fn.objectives.components import PerToken, PPOClip
+from rl_fn.objectives.components.component import describe, joined, per_token
+from rl_fn.objectives.components.corrections import Correction
 from rl_fn.policy_losses import ppo as policy_losses
 
 
 @dataclasses.dataclass(frozen=True)
-class RatioClip(Clip):
+class RatioClip(PPOClip):
     """PPO's clip on a ratio of the token or of its sequence, held between bounds.
 
     log ρ is held at ±limit before it is averaged, and at most `cap` after; the gradient is 0 outside. `level`:
@@ -27,6 +30,15 @@ class RatioClip(Clip):
     limit: float = math.inf
     cap: float = math.inf
     behaviour: str = "old"
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """rollout_logprobs, if the ratio is to μ."""
+        return () if self.behaviour == "old" else ("rollout_logprobs",)
+
+    def constants(self) -> dict[str, Any]:
+        """Return the clips."""
+        return {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
 
     def referred(self, batch: Batch) -> Batch:
         """Return the batch with the ratio's logarithm for logprobs, and zeros for old_logprobs."""
@@ -48,7 +60,7 @@ class RatioClip(Clip):
         """Return the loss per token."""
         return super().__call__(self.referred(batch))
 
-    def clipped(self, batch: Batch) -> jax.Array:
+    def clipped(self, batch: Batch) -> jax.Array | None:
         """Return the tokens whose gradient is cut."""
         return super().clipped(self.referred(batch))
 
@@ -60,12 +72,13 @@ class RatioClip(Clip):
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenLoss:
+class TokenLoss(PerToken):
     """A loss function of the library with constants: function(logprobs, old_logprobs, advantages, mask, constants)."""
 
     function: Callable[..., jax.Array]
     constants: tuple[tuple[str, Number | str], ...] = ()
     limit: float = math.inf
+    over_batch = False
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return the loss per token; with a finite limit the function sees log ρ, held at ±limit, and zeros."""
@@ -120,11 +133,15 @@ def trusted_reinforce(
 
 
 @dataclasses.dataclass(frozen=True)
-class Gated:
+class Gated(PerToken):
     """A loss that some tokens are dropped from; they stay in the aggregation's count."""
 
     loss: Callable[[Batch], jax.Array]
     gates: tuple[Callable[[Batch], jax.Array], ...]
+
+    def __post_init__(self) -> None:
+        for name, value in joined(tuple(per_token(part) for part in (self.loss, *self.gates))).items():
+            object.__setattr__(self, name, value)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return the loss per token, 0 where a gate is shut."""
@@ -135,12 +152,11 @@ class Gated:
 
     def explain(self) -> str:
         """Return the loss and its gates."""
-        loss = getattr(self.loss, "explain", lambda: repr(self.loss))()
-        return " where ".join([loss, *(repr(gate) for gate in self.gates)])
+        return " where ".join([describe(per_token(self.loss)), *(repr(gate) for gate in self.gates)])
 
 
 @dataclasses.dataclass(frozen=True)
-class ImportanceBand:
+class ImportanceBand(Correction):
     """Weights of π_old/μ that are clipped into [low, high], or zero where a statistic is outside it.
 
     `level`: what the ratio is of, "token", "sequence" (geometric mean) or "sequence_sum" (product). `gate`: what the
@@ -155,6 +171,7 @@ class ImportanceBand:
     gate: str = "ratio"
     keep_tokens: bool = False
     limit: float = math.inf
+    weighs_rollout = True
 
     def __post_init__(self) -> None:
         require(0 <= self.low <= self.high, f"need 0 ≤ low ≤ high, got {self}")

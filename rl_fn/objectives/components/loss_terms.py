@@ -1,38 +1,36 @@
-"""The pieces around the policy loss: how it is averaged, KL and entropy terms, the critic's loss."""
+"""The components around the policy loss: aggregation, KL and entropy terms, the critic's loss, dynamic sampling."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
-from rl_fn import aggregation, value_losses
+from rl_fn import aggregation, rewards, value_losses
 from rl_fn._numerics import Array, require
 from rl_fn.divergences import estimators as divergences
-from rl_fn.objectives.batch import Batch
+from rl_fn.objectives.batch import Batch, Rollouts
+from rl_fn.objectives.components.component import Component
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+KL_EQUATIONS = {"k1": "d", "k2": "d²/2", "k3": "e^(−d) + d − 1", "abs": "|d|"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Aggregation:
+class Aggregation(Component):
     """How per-token values become one number: a mode of aggregate_parts, and Dr. GRPO's token budget."""
 
     mode: str
     max_completion_length: float | None = None
+    accepts_packed = True
 
     def __post_init__(self) -> None:
         require(self.mode in aggregation.MODES, f"mode must be one of {aggregation.MODES}, got {self.mode!r}")
-        norm = self.mode == "seq-mean-token-sum-norm"
-        remedy = (
-            "give Dr. GRPO's max_completion_length (the generation budget in tokens) with seq-mean-token-sum-norm only"
-        )
-        require(
-            norm == (self.max_completion_length is not None),
-            f"need a max_completion_length that fits the mode: {remedy}; got {self}",
-        )
-        require(
-            self.max_completion_length is None or self.max_completion_length > 0,
-            f"the max_completion_length must be positive, got {self.max_completion_length}",
-        )
+        remedy = "give the generation budget in tokens with seq-mean-token-sum-norm (Dr. GRPO), and with it only"
+        normed = self.mode == "seq-mean-token-sum-norm"
+        fits = normed == (self.max_completion_length is not None)
+        require(fits, f"need a max_completion_length that fits the mode: {remedy}; got {self}")
+        x, mask = jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1), bool)
+        jax.eval_shape(lambda: Aggregation.__call__(self, x, mask, None))
 
     def __call__(self, x: Array, mask: Array, segment_ids: Array | None) -> aggregation.Ratio:
         """Return the undivided aggregate."""
@@ -40,17 +38,19 @@ class Aggregation:
             x, mask, self.mode, max_completion_length=self.max_completion_length, segment_ids=segment_ids
         )
 
-    def explain(self) -> str:
-        """Return the mode and its max_completion_length."""
-        return self.mode if self.max_completion_length is None else f"{self.mode} / {self.max_completion_length:g}"
+    @property
+    def equation(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The mode and its max_completion_length."""
+        return "{mode}" if self.max_completion_length is None else "{mode} / {max_completion_length}"
 
 
 @dataclasses.dataclass(frozen=True)
-class KL:
+class KL(Component):
     """coef · KL(π‖π_ref) in the loss; "k1+" and "k3+" have the value of k1 and k3 with the gradient of k2."""
 
     estimator: str = "k3"
     coef: float = 0.0
+    required_fields = ("ref_logprobs",)
 
     def __post_init__(self) -> None:
         require(self.estimator in KL_ESTIMATORS, f"estimator must be one of {KL_ESTIMATORS}, got {self.estimator!r}")
@@ -66,25 +66,27 @@ class KL:
         k2 = divergences.kl_k2(batch.logprobs, batch.ref_logprobs, batch.mask)
         return divergences.kl_straight_through(value, k2)
 
-    def explain(self) -> str:
-        """Return the equation."""
-        value = {"k1": "d", "k2": "d²/2", "k3": "e^(−d) + d − 1", "abs": "|d|"}[self.estimator.removesuffix("+")]
+    @property
+    def equation(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The estimator of d."""
         gradient = " (gradient of d²/2)" if self.estimator.endswith("+") else ""
-        return f"{value}{gradient}, d = logprobs − ref_logprobs"
+        return f"{KL_EQUATIONS[self.estimator.removesuffix('+')]}{gradient}, d = logprobs − ref_logprobs"
 
 
 @dataclasses.dataclass(frozen=True)
-class Entropy:
+class EntropyBonus(Component):
     """coef · H is subtracted from the loss, see entropy_bonus."""
 
     coef: float
+    required_fields = ("entropies",)
+    equation = "−{coef}·H"
 
     def __post_init__(self) -> None:
         require(self.coef >= 0, f"the entropy coefficient must not be negative, got {self.coef}")
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueLoss:
+class ValueLoss(Component):
     """The critic's squared error, see value_loss; with `clip` the worse of V and V held near V_old, see value_clip."""
 
     clip: float | None = None
@@ -93,7 +95,7 @@ class ValueLoss:
         require(self.clip is None or self.clip > 0, f"clip must be positive, got {self.clip}")
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def required_fields(self) -> tuple[str, ...]:
         """Fields of the batch that the critic's step needs."""
         return ("values", "returns") if self.clip is None else ("values", "returns", "old_values")
 
@@ -106,8 +108,33 @@ class ValueLoss:
         assert batch.old_values is not None
         return value_losses.value_clip(values, batch.old_values, returns, batch.mask, clip=self.clip)
 
-    def explain(self) -> str:
-        """Return the equation."""
-        if self.clip is None:
-            return "(V − R)²"
-        return f"max((V − R)², (clip(V, V_old − {self.clip:g}, V_old + {self.clip:g}) − R)²)"
+    @property
+    def equation(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The squared error, clipped or not."""
+        return "(V − R)²" if self.clip is None else "max((V − R)², (clip(V, V_old − {clip}, V_old + {clip}) − R)²)"
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicSampling(Component):
+    """DAPO's: groups without a signal are not trained on, and the denominator does not count them, see group_filter.
+
+    Kept are groups whose rewards are not all equal and whose mean lies strictly between low and high, where given.
+    """
+
+    low: float | None = None
+    high: float | None = None
+
+    def kept(self, rollouts: Rollouts) -> jax.Array:
+        """Return `*batch G`: whether the completion's group is trained on."""
+        assert rollouts.rewards is not None
+        bounds = {
+            "low": -jnp.inf if self.low is None else self.low,
+            "high": jnp.inf if self.high is None else self.high,
+        }
+        return rewards.group_filter(rollouts.rewards, rollouts.valid, **bounds, group_ids=rollouts.group_ids)
+
+    @property
+    def equation(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The groups that are kept."""
+        low, high = ("" if self.low is None else "{low} < "), ("" if self.high is None else " < {high}")
+        return "groups whose rewards differ" + (f", {low}mean r{high}" if low or high else "")

@@ -1,0 +1,192 @@
+"""What every component of an Objective declares of itself; what nobody declared has the default that loses nothing.
+
+Components are frozen dataclasses and not tuples, because tuples of different classes compare equal when their fields
+do, and jit would then mistake one objective for another.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from rl_fn._numerics import require
+from rl_fn.aggregation import MODES
+from rl_fn.objectives.batch import Batch
+
+BEHAVIOURS = ("rollout", "old")
+
+
+def shown(value: Any) -> str:
+    """Return a constant for an explanation; a traced number has no digits yet."""
+    if isinstance(value, jax.core.Tracer):
+        return "(traced)"
+    return value if isinstance(value, str) else f"{float(value):g}"
+
+
+def describe(component: Any) -> str:
+    """Return a component's equation."""
+    return component.explain()
+
+
+class Component:
+    """A part of an objective with an equation, in which {field} stands for the value of a field."""
+
+    equation: ClassVar[str]
+
+    def explain(self) -> str:
+        """Return the equation with its constants."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        return self.equation.format(**{name: shown(value) for name, value in fields.items() if value is not None})
+
+
+class PerToken(Component):
+    """A component called with a Batch that returns one number per token: a loss, or a correction's weights.
+
+    required_fields: what it reads of a batch beyond logprobs, old_logprobs, advantages and mask.
+    accepts_packed: rows may hold several sequences (batch.segment_ids); False refuses them.
+    over_batch: a statistic of all tokens passed in decides, so that micro-batches do not add up to the batch.
+    gradient_without_advantage: there may be a gradient where the advantage is 0.
+    weighs_rollout: a function of π/μ or π_old/μ is a factor already.
+    sequence_level: every token holds the loss of its whole sequence.
+    modes: the aggregations that keep the paper's meaning.
+    """
+
+    required_fields: tuple[str, ...] = ()
+    accepts_packed: bool = False
+    over_batch: bool = True
+    gradient_without_advantage: bool = True
+    weighs_rollout: bool = False
+    sequence_level: bool = False
+    modes: tuple[str, ...] = MODES
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        """Return one number per token."""
+        raise NotImplementedError
+
+    def clipped(self, batch: Batch) -> jax.Array | None:
+        """Return the tokens whose gradient a clip cuts, for the metric; None without a clip."""
+        del batch
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom(PerToken):
+    """Any function of a Batch as a loss or a correction, with what is known of it; see PerToken for the fields."""
+
+    function: Callable[[Batch], jax.Array]
+    required_fields: tuple[str, ...] = ()
+    accepts_packed: bool = False
+    over_batch: bool = True
+    gradient_without_advantage: bool = True
+    weighs_rollout: bool = False
+    sequence_level: bool = False
+    modes: tuple[str, ...] = MODES
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        """Return one number per token."""
+        return self.function(batch)
+
+    def explain(self) -> str:
+        """Return the function's name."""
+        return getattr(self.function, "__name__", repr(self.function))
+
+
+def per_token(component: Any, required_fields: tuple[str, ...] = ()) -> PerToken:
+    """Return a component as it is, and a plain function of a Batch as Custom with the safe defaults."""
+    return component if isinstance(component, PerToken) else Custom(component, required_fields)
+
+
+class FunctionLoss(PerToken):
+    """A loss of the library: the fields are the function's hyper-parameters, which the function checks.
+
+    segments: the function takes segment_ids.
+    """
+
+    function: ClassVar[Callable[..., jax.Array]]
+    segments: ClassVar[bool] = False
+    accepts_packed = True
+    over_batch = False
+    gradient_without_advantage = False
+
+    def __post_init__(self) -> None:
+        # The function's own checks of its hyper-parameters, when the component is made and not at the first batch.
+        row, mask = (jax.ShapeDtypeStruct((1,), dtype) for dtype in (jnp.float32, jnp.bool_))
+        jax.eval_shape(lambda x, m: self(Batch(x, x, x, m, rollout_logprobs=x, correct=m)), row, mask)
+
+    def constants(self) -> dict[str, Any]:
+        """Return the keyword arguments of the function."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+
+    def arrays(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the positional arguments of the function."""
+        return batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        """Return the loss per token."""
+        packed = {"segment_ids": batch.segment_ids} if self.segments else {}
+        return type(self).function(*self.arrays(batch), **self.constants(), **packed)
+
+
+@dataclasses.dataclass(frozen=True)
+class BehaviourLoss(FunctionLoss):
+    """A loss whose ratio is to the policy that sampled: rollout_logprobs, or old_logprobs with behaviour "old"."""
+
+    behaviour: str = dataclasses.field(default="rollout", kw_only=True)
+
+    def __post_init__(self) -> None:
+        require(self.behaviour in BEHAVIOURS, f"behaviour must be one of {BEHAVIOURS}, got {self.behaviour!r}")
+        super().__post_init__()
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """rollout_logprobs, unless the ratio is to π_old."""
+        return ("rollout_logprobs",) if self.weighs_rollout else ()
+
+    @property
+    def weighs_rollout(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the ratio is to μ."""
+        return self.behaviour == "rollout"
+
+    def constants(self) -> dict[str, Any]:
+        """Return the keyword arguments of the function."""
+        return {name: value for name, value in super().constants().items() if name != "behaviour"}
+
+    def arrays(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the positional arguments of the function."""
+        behind = batch.rollout_logprobs if self.weighs_rollout else batch.old_logprobs
+        return batch.logprobs, behind, batch.advantages, batch.mask
+
+    def explain(self) -> str:
+        """Return the equation with its constants; {symbol} is the policy under the ratio."""
+        symbol = "rollout_logprobs" if self.weighs_rollout else "old_logprobs"
+        return super().explain().replace("<symbol>", symbol)
+
+
+def joined(parts: tuple[PerToken, ...]) -> dict[str, Any]:
+    """Return what several components together declare: each flag as the most careful of them has it."""
+    every = [set(part.modes) for part in parts]
+    return {
+        "required_fields": tuple(dict.fromkeys(name for part in parts for name in part.required_fields)),
+        "accepts_packed": all(part.accepts_packed for part in parts),
+        "over_batch": any(part.over_batch for part in parts),
+        "gradient_without_advantage": any(part.gradient_without_advantage for part in parts),
+        "weighs_rollout": any(part.weighs_rollout for part in parts),
+        "sequence_level": any(part.sequence_level for part in parts),
+        "modes": tuple(mode for mode in MODES if all(mode in modes for modes in every)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Several(PerToken):
+    """Components that act together, in the order given; what they declare is joined."""
+
+    parts: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        require(len(self.parts) > 0, f"a {type(self).__name__} must have a component")
+        object.__setattr__(self, "parts", tuple(per_token(part) for part in self.parts))
+        # Attributes, not fields: they follow from the parts and take no part in comparisons.
+        for name, value in joined(self.parts).items():
+            object.__setattr__(self, name, value)
