@@ -68,7 +68,7 @@ def resident_memory() -> int:
 # its compiled program, which can be let go with the last of them.
 GENERATED = {f"rl_fn/test_{law}.py" for law in ("laws", "gradients", "oracle", "adversarial", "ties", "not_a_number")}
 GENERATED |= {"functional/test_rl_fn_parity.py"}
-RECIPES = {"rl_fn/test_recipes.py", "rl_fn/test_combinations.py", "functional/test_recipe_parity.py"}
+RECIPES = {"rl_fn/test_recipes.py", "rl_fn/test_compatibility.py", "functional/test_recipe_parity.py"}
 
 
 def case_of(item) -> str | None:

@@ -130,7 +130,7 @@ def grouped(
     draws = jnp.asarray(list(itertools.product(range(len(lang.tokens)), repeat=group)))
 
     def loss(x: jax.Array, draw: jax.Array) -> jax.Array:
-        advantages = objective.advantages(rewards[draw], mask[draw])
+        advantages = objective.advantages(rl_fn.Rollouts(rewards[draw], mask[draw])).advantages
         new = logprobs(lang, x)[draw]
         return objective(
             rl_fn.Batch(new, old_logprobs[draw], advantages, mask[draw], rollout_logprobs=rollout_logprobs[draw])

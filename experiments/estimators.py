@@ -238,9 +238,7 @@ def corrections(cap: float = 2.0) -> dict[str, Correction | None]:
         "geometric mean of the sequence": rl_fn.components.TIS(none, "sequence"),
         "sequence, untruncated": rl_fn.components.TIS(none, "sequence_sum"),
         f"sequence, min(·, {cap:g})": rl_fn.components.TIS(cap, "sequence_sum"),
-        f"sequence, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.components.IcePop(
-            1 / cap, cap, "sequence_sum"
-        ),
+        f"sequence, 0 outside [{1 / cap:.2g}, {cap:g}]": rl_fn.components.IcePop(1 / cap, cap, "sequence_sum"),
         **masks(),
     }
 

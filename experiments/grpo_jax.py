@@ -168,7 +168,9 @@ def run(config: Config) -> dict[str, Any]:
     rows = arithmetic_rows([op for op in OPERATIONS if op in config.operations])
     train, held_out = (problems(part, config.max_new_tokens) for part in split_rows(rows, config.held_out, config.seed))
     mesh = data_mesh(config.devices)
-    objective = RECIPES[config.objective](kl_coef=config.kl_coef)
+    estimator = "k2" if config.objective == "rloo" else "k3"
+    kl = rl_fn.components.KL(estimator, config.kl_coef) if config.kl_coef else None
+    objective = RECIPES[config.objective]().replace(kl=kl)
     graph, parameters = nnx.split(starting_model(config), nnx.Param)
     learner = new_learner(config, graph, objective, mesh)
     warm, total = config.supervised_steps, config.supervised_steps + config.steps

@@ -198,7 +198,7 @@ def groups(d: Data) -> list[Pair]:
         def theirs(name: str = name, given: dict[str, Any] = given) -> Any:
             return core.get_adv_estimator_fn(name)(**{**given, "token_level_rewards": t_rewards.clone()})[0]
 
-        ours = jitted(lambda r, m, o=objective: o.advantages(r, m), scores, mask)
+        ours = jitted(lambda r, m, o=objective: o.advantages(rl_fn.Rollouts(r, m)).advantages, scores, mask)
         out.append(Pair("group", name, "verl", ours, no_grad(theirs)))
     return out
 

@@ -140,7 +140,7 @@ def build_learner(
         )
         tokens, mask, logprobs = (x.reshape(-1, size, x.shape[-1]) for x in drawn)
         rewards = exact_match(tokens, batch.answers[:, None, :])
-        advantages = objective.advantages(rewards, mask)
+        advantages = objective.advantages(rl_fn.Rollouts(rewards, mask)).advantages
         # Static shapes: always the same number of groups is trained on. Those with something to learn from come
         # first; where they are too few, the places left are masked and weigh nothing.
         informative = jnp.any(advantages != 0, axis=(1, 2))

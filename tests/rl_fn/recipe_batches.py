@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -15,21 +14,24 @@ from tests.rl_fn.registry import RECIPES, Draw
 
 # Columns beyond WIDTH are padding in every row.
 WIDTH, COLUMNS, REWARDS, STEPS = 6, 8, 2, 3
-EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.01, "correction_cap": 2.0}
+TIS = rl_fn.components.TIS(2.0)
 
 
 def with_everything(name: str) -> rl_fn.Objective:
     """The recipe with a KL and an entropy term and, where it takes one, a correction."""
-    recipe = getattr(rl_fn.recipes, name)
-    taken = inspect.signature(recipe).parameters
-    return recipe(**{option: value for option, value in EVERYTHING.items() if option in taken})
+    objective = getattr(rl_fn.recipes, name)()
+    own = objective.correction
+    correction = None if objective.loss.weighs_rollout else TIS if own is None else rl_fn.components.Product((own, TIS))
+    return objective.replace(
+        kl=rl_fn.components.KL("k3", 0.1), entropy=rl_fn.components.EntropyBonus(0.01), correction=correction
+    )
 
 
 OBJECTIVES = {name: with_everything(name) for name in RECIPES}
 
 
 def shape_of(objective: rl_fn.Objective) -> str:
-    return getattr(objective.advantage, "shape", "*batch G")
+    return objective.advantage.rewards_shape
 
 
 def _near(d: Draw, logprobs: np.ndarray, scale: float) -> np.ndarray:
@@ -37,8 +39,10 @@ def _near(d: Draw, logprobs: np.ndarray, scale: float) -> np.ndarray:
     return np.minimum(logprobs + d.normal(*logprobs.shape, scale=scale), -0.01).astype(np.float32)
 
 
-def rollouts(objective: rl_fn.Objective, seed: int, *, prompts: int = 2, group: int = 4, equal: bool = False) -> Any:
-    """Every field of Rollouts, and a critic's values."""
+def rollouts(
+    objective: rl_fn.Objective, seed: int, *, prompts: int = 2, group: int = 4, equal: bool = False
+) -> rl_fn.Rollouts:
+    """Every field that an estimator reads, a critic's values too."""
     d = Draw(seed)
     shape = shape_of(objective)
     answers = (prompts, group, STEPS) if shape == "*batch G S" else (prompts, group)
@@ -49,7 +53,7 @@ def rollouts(objective: rl_fn.Objective, seed: int, *, prompts: int = 2, group: 
     logprobs = d.logprobs(*tokens)
     near = [_near(d, logprobs, 0.3) for _ in range(3)]
     drawn = np.ones(rewards, np.float32) if equal else d.integers(3, *rewards).astype(np.float32)
-    read = rl_fn.Rollouts(
+    return rl_fn.Rollouts(
         drawn,
         mask,
         old_logprobs=near[0],
@@ -57,24 +61,19 @@ def rollouts(objective: rl_fn.Objective, seed: int, *, prompts: int = 2, group: 
         teacher_logprobs=near[2],
         greedy_rewards=np.ones(prompts, np.float32) if equal else d.normal(prompts),
         state_ids=d.integers(2, prompts, group, STEPS),
+        values=d.normal(*tokens),
     )
-    return read, d.normal(*tokens)
 
 
 @functools.partial(quick_jit, static_argnums=0)
-def advantages(objective: rl_fn.Objective, read: rl_fn.Rollouts, values: Any) -> jax.Array:
-    if isinstance(objective.advantage, rl_fn.components.GAE):
-        log = {"old_logprobs": read.old_logprobs, "ref_logprobs": read.ref_logprobs}
-        return objective.token_advantages(
-            objective.token_rewards(read.rewards, read.mask, **log), values, read.mask
-        ).advantages
-    return objective.advantages_of(read)
+def advantages(objective: rl_fn.Objective, read: rl_fn.Rollouts) -> jax.Array:
+    return objective.advantages(read).advantages
 
 
 def batch(objective: rl_fn.Objective, seed: int, **options: Any) -> rl_fn.Batch:
     """Rows of COLUMNS tokens with advantages from the objective's estimator, all optional fields but segment_ids."""
-    read, values = rollouts(objective, seed, **options)
-    got = np.asarray(advantages(objective, read, values))
+    read = rollouts(objective, seed, **options)
+    got = np.asarray(advantages(objective, read))
     assert got.shape == read.mask.shape and not got[~read.mask].any() and np.isfinite(got).all()
     d = Draw(seed + 1000)
     flat = (-1, COLUMNS)
@@ -110,7 +109,12 @@ FLOATS = ("logprobs", "entropies", "old_logprobs", "advantages", "rollout_logpro
 def loss_alone(objective: rl_fn.Objective) -> rl_fn.Objective:
     """Without what only the advantages depend on: recipes with the same loss are compiled once."""
     return dataclasses.replace(
-        objective, name="loss", advantage=rl_fn.components.RawReward(), reward_kl=None, value=None
+        objective,
+        name="loss",
+        advantage=rl_fn.components.RawReward(),
+        reward_kl=None,
+        value=None,
+        dynamic_sampling=None,
     )
 
 

@@ -16,7 +16,7 @@ __all__ = ["CASES", "CONSTRUCTORS", "HOST", "RECIPES", "B", "Case", "Draw", "G",
 for _file in sorted(Path(__file__).with_name("cases").glob("*.py")):
     importlib.import_module(f"tests.rl_fn.cases.{_file.stem}")
 
-# These return an Objective, not arrays: tested in test_objectives.py, test_recipes.py and test_combinations.py.
+# These return an Objective, not arrays: tested in test_objectives.py, test_recipes.py and test_compatibility.py.
 RECIPES = tuple(rl_fn.recipes.__all__)
 # These work on the host, NumPy in and out: their laws are in test_permutations.py, what else they do in test_packing.py
 # and test_hypervolume.py. A function that is neither here nor a machine (machines.py) needs a case.

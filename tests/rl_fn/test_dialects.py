@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl_fn import dialects
-from rl_fn.objectives.batch import Batch
+from rl_fn.objectives.batch import Batch, Rollouts
 
 LIBRARIES = (dialects.trl, dialects.verl, dialects.openrlhf, dialects.tunix, dialects.nemo_rl)
 MASK = np.array([[True, True, True, False], [True, True, True, True], [False, False, False, False]])
@@ -93,7 +93,9 @@ def test_an_objective_is_a_static_argument_of_jit():
 
 def one_reward(library, options, rewards):
     rewards = jnp.asarray(rewards, jnp.float32)
-    return np.asarray(library(options).advantages(rewards, jnp.ones((*rewards.shape, 1), bool)))[..., 0]
+    return np.asarray(library(options).advantages(Rollouts(rewards, jnp.ones((*rewards.shape, 1), bool))).advantages)[
+        ..., 0
+    ]
 
 
 def test_a_group_of_one():
@@ -167,13 +169,13 @@ def test_openrlhf_averages_the_kl_over_tokens_beside_a_policy_loss_over_sequence
 def test_a_kl_in_the_reward_needs_log_probabilities_and_is_taken_off_every_token():
     objective = dialects.openrlhf({"algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.5})
     rewards, mask = jnp.array([1.0, 0.0]), jnp.array([[True, True], [True, False]])
-    with pytest.raises(ValueError, match="give old_logprobs and ref_logprobs"):
-        objective.advantages(rewards, mask)
+    with pytest.raises(ValueError, match=r"needs Rollouts\.old_logprobs"):
+        objective.advantages(Rollouts(rewards, mask))
     old, ref = jnp.full((2, 2), -1.0), jnp.full((2, 2), -3.0)
-    out = objective.advantages(rewards, mask, old_logprobs=old, ref_logprobs=ref)
+    read = Rollouts(rewards, mask, old_logprobs=old, ref_logprobs=ref)
+    out = objective.advantages(read).advantages
     np.testing.assert_allclose(out, [[1.0 - 2.0, 1.0 - 1.0], [-1.0 - 1.0, 0.0]], atol=1e-6)
-    token_rewards = objective.token_rewards(rewards, mask, old_logprobs=old, ref_logprobs=ref)
-    np.testing.assert_allclose(token_rewards, [[-1.0, 0.0], [-1.0, 0.0]], atol=1e-6)
+    np.testing.assert_allclose(objective.token_rewards(read), [[-1.0, 0.0], [-1.0, 0.0]], atol=1e-6)
 
 
 def test_tunix_and_verl_divide_by_the_padded_width():

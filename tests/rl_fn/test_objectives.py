@@ -1,4 +1,5 @@
-"""Objectives in detail, for six recipes; the laws of all are in test_recipes.py, of pieces in test_combinations.py."""
+"""Objectives in detail, for six recipes; the laws of all are in test_recipes.py, of components in
+test_compatibility.py."""
 
 import dataclasses
 import functools
@@ -14,13 +15,18 @@ from tests.oracle.lookup import ORACLE
 from tests.rl_fn.laws import quick_jit
 from tests.rl_fn.registry import Draw
 
-EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.01, "correction_cap": 2.0}
-OBJECTIVES = {
-    name: getattr(rl_fn.recipes, name)(**EVERYTHING) for name in ("reinforce", "ppo", "grpo", "dapo", "dr_grpo", "rloo")
+EVERYTHING = {
+    "kl": rl_fn.components.KL("k3", 0.1),
+    "entropy": rl_fn.components.EntropyBonus(0.01),
+    "correction": rl_fn.components.TIS(2.0),
 }
-OBJECTIVES["dr_grpo-max_completion_length"] = rl_fn.recipes.dr_grpo(max_completion_length=16, **EVERYTHING)
-OBJECTIVES["dapo-masked"] = rl_fn.recipes.dapo(**EVERYTHING).replace(
-    correction=rl_fn.components.IcePop(0.3, 4.0)
+OBJECTIVES = {
+    name: getattr(rl_fn.recipes, name)().replace(**EVERYTHING)
+    for name in ("reinforce", "ppo", "grpo", "dapo", "dr_grpo", "rloo")
+}
+OBJECTIVES["dr_grpo-max_completion_length"] = rl_fn.recipes.dr_grpo(max_completion_length=16).replace(**EVERYTHING)
+OBJECTIVES["dapo-masked"] = rl_fn.recipes.dapo().replace(
+    **EVERYTHING | {"correction": rl_fn.components.IcePop(0.3, 4.0)}
 )
 # One of each loss, aggregation and correction: ppo and rloo differ from these in their advantages alone.
 DISTINCT = ["reinforce", "grpo", "dr_grpo-max_completion_length", "dapo", "dapo-masked"]
@@ -128,7 +134,7 @@ def test_the_dapo_loss_is_its_equation():
 
 def test_the_grpo_loss_with_everything_is_its_equation():
     b = _batch(6)
-    objective = rl_fn.recipes.grpo(kl_coef=0.04, entropy_coef=0.01, correction_cap=2.0)
+    objective = rl_fn.recipes.grpo().replace(**EVERYTHING | {"kl": rl_fn.components.KL("k3", 0.04)})
     weights = ORACLE["truncated_importance_weights"](b.old_logprobs - b.rollout_logprobs, b.mask, cap=2.0)
     per_token = (
         weights * ORACLE["ppo_clip"](*b[:4]) + 0.04 * ORACLE["kl_k3"](b.logprobs, b.ref_logprobs) - 0.01 * b.entropies
@@ -159,41 +165,40 @@ def test_metrics_carry_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "missing"),
-    [({"kl_coef": 0.1}, "ref_logprobs"), ({"entropy_coef": 0.1}, "entropies"), ({"correction_cap": 2.0}, "rollout")],
+    ("term", "missing"), [("kl", "ref_logprobs"), ("entropy", "entropies"), ("correction", "rollout_logprobs")]
 )
-def test_a_missing_input_is_named(arguments, missing):
+def test_a_missing_input_is_named(term, missing):
     batch = rl_fn.Batch(*_batch()[:4])
     with pytest.raises(ValueError, match=missing):
-        rl_fn.recipes.dapo(**arguments)(batch)
+        rl_fn.recipes.dapo().replace(**{term: EVERYTHING[term]})(batch)
 
 
 def test_group_advantages_are_spread_over_tokens():
     d = Draw(8)
     rewards, mask = d.normal(2, 4), d.mask(2, 4, 6)
-    got = rl_fn.recipes.grpo().advantages(rewards, mask)
+    got = rl_fn.recipes.grpo().advantages(rl_fn.Rollouts(rewards, mask)).advantages
     np.testing.assert_allclose(
         got, np.where(mask, ORACLE["grpo_advantages"](rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6
     )
-    got = rl_fn.recipes.rloo().advantages(rewards, mask)
+    got = rl_fn.recipes.rloo().advantages(rl_fn.Rollouts(rewards, mask)).advantages
     np.testing.assert_allclose(
         got, np.where(mask, ORACLE["rloo_advantages"](rewards)[..., None], 0.0), rtol=1e-5, atol=1e-6
     )
-    with pytest.raises(ValueError, match="no critic"):
-        rl_fn.recipes.grpo().token_advantages(rewards, rewards, mask[..., 0])
+    assert rl_fn.recipes.grpo().advantages(rl_fn.Rollouts(rewards, mask)).returns is None
 
 
 def test_ppo_takes_a_critic():
     d = Draw(9)
     rewards, values, mask = d.normal(), d.normal(), d.mask()
-    plain = rl_fn.recipes.ppo(whiten=False, lam=0.9).token_advantages(rewards, values, mask)
+    read = rl_fn.Rollouts(None, mask, token_rewards=rewards, values=values)
+    plain = rl_fn.recipes.ppo(whiten=False, lam=0.9).advantages(read)
     advantages, returns = ORACLE["gae"](rewards, values, mask, lam=0.9)
     np.testing.assert_allclose(plain.advantages, advantages, rtol=1e-4, atol=1e-5)
-    whitened = rl_fn.recipes.ppo(lam=0.9).token_advantages(rewards, values, mask)
+    whitened = rl_fn.recipes.ppo(lam=0.9).advantages(read)
     np.testing.assert_allclose(whitened.advantages, ORACLE["whiten"](advantages, mask), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(whitened.returns, returns, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="critic"):
-        rl_fn.recipes.ppo().advantages(rewards, mask[..., None])
+    with pytest.raises(ValueError, match=r"needs Rollouts\.values"):
+        rl_fn.recipes.ppo().advantages(rl_fn.Rollouts(None, mask, token_rewards=rewards))
 
 
 def test_any_function_of_a_batch_can_be_the_loss():
@@ -210,7 +215,7 @@ def test_any_function_of_a_batch_can_be_the_loss():
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
 def test_kl_estimators_by_name(estimator):
     batch = _batch(10)
-    metrics = _run(rl_fn.recipes.dapo(kl_coef=0.5, kl_estimator=estimator), batch).metrics
+    metrics = _run(rl_fn.recipes.dapo().replace(kl=rl_fn.components.KL(estimator, 0.5)), batch).metrics
     x = ORACLE[f"kl_{estimator.rstrip('+')}"](batch.logprobs, batch.ref_logprobs)
     np.testing.assert_allclose(metrics["kl"], ORACLE["aggregate"](x, batch.mask, "token-mean"), rtol=2e-5, atol=1e-6)
 
@@ -228,8 +233,8 @@ def test_explanations_hold_the_constants(name):
         lambda: rl_fn.components.Aggregation("mean"),
         lambda: rl_fn.components.Aggregation("token-mean", 16.0),
         lambda: rl_fn.components.Aggregation("seq-mean-token-sum-norm"),
-        lambda: rl_fn.components.PPOClip(low=-0.1),
-        lambda: rl_fn.components.PPOClip(dual=0.5),
+        lambda: rl_fn.components.PPOClip(clip_low=-0.1),
+        lambda: rl_fn.components.PPOClip(dual_clip=0.5),
         lambda: rl_fn.components.KL("k4", 0.1),
         lambda: rl_fn.components.KL("k3", -0.1),
         lambda: rl_fn.components.GAE(lam=1.5),

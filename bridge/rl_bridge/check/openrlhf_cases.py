@@ -113,11 +113,10 @@ def ours(options: dict[str, Any]) -> Callable[[Example], Numbers]:
         built = openrlhf(options)
         mask, rewards = example.grouped("mask"), jnp.asarray(example.rewards)
         known = {name: example.grouped(name) for name in ("old_logprobs", "ref_logprobs")}
+        out = built.advantages(rl_fn.Rollouts(rewards, mask, values=example.grouped("values"), **known))
         if options["algo.advantage.estimator"] == "gae":
-            token_rewards = built.token_rewards(rewards, mask, **known)
-            out = built.token_advantages(token_rewards, example.grouped("values"), mask)
             return np.stack([np.asarray(x).reshape(ROWS, -1) for x in out]), None
-        return np.asarray(built.advantages(rewards, mask, **known)).reshape(ROWS, -1), None
+        return np.asarray(out.advantages).reshape(ROWS, -1), None
 
     return run
 

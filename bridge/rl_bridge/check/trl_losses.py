@@ -133,8 +133,8 @@ def our_advantages(options: dict[str, Any], group: int) -> Callable[[Example], N
 
     def run(example: Example) -> Numbers:
         rewards = jnp.asarray(example.rewards.reshape(-1, group))
-        tokens = trl(options).advantages(rewards, jnp.ones((*rewards.shape, 1), bool))
-        return np.asarray(tokens).reshape(-1), None
+        out = trl(options).advantages(rl_fn.Rollouts(rewards, jnp.ones((*rewards.shape, 1), bool)))
+        return np.asarray(out.advantages).reshape(-1), None
 
     return run
 

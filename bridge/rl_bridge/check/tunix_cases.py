@@ -103,8 +103,9 @@ def _advantages(name: str) -> tuple[Callable[[Example], Numbers], Callable[[Exam
 
     def dialect(example: Example) -> Numbers:
         rewards = jnp.asarray(example.rewards)
-        out = tunix({"advantage_estimator": name}).advantages(rewards, jnp.ones((*rewards.shape, 1), bool))
-        return np.asarray(out).reshape(-1), None
+        read = rl_fn.Rollouts(rewards, jnp.ones((*rewards.shape, 1), bool))
+        out = tunix({"advantage_estimator": name}).advantages(read)
+        return np.asarray(out.advantages).reshape(-1), None
 
     return peer, dialect
 
@@ -119,8 +120,8 @@ def _gae() -> Case:
     def dialect(example: Example) -> Numbers:
         built = tunix({"policy_loss_fn": "ppo", "gamma": 0.99, "gae_lambda": 0.9, "beta": 0.0})
         mask = example.grouped("mask")
-        rewards = built.token_rewards(jnp.asarray(example.rewards), mask)
-        out = built.token_advantages(rewards, example.grouped("values"), mask)
+        read = rl_fn.Rollouts(jnp.asarray(example.rewards), mask, values=example.grouped("values"))
+        out = built.advantages(read)
         return np.stack([np.asarray(x).reshape(-1, TOKENS) for x in out]), None
 
     return Case("advantage gae", peer, dialect, None, {"hole": True})

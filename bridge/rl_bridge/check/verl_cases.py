@@ -118,12 +118,11 @@ def ours(name: str, group: int, options: dict[str, Any]) -> Callable[[Example], 
             jnp.asarray(getattr(example, field)).reshape(shape) for field in ("old_logprobs", "ref_logprobs", "mask")
         )
         rewards = jnp.asarray(example.rewards).reshape(-1, group)
+        values = jnp.asarray(example.values).reshape(shape)
+        out = built.advantages(rl_fn.Rollouts(rewards, mask, old_logprobs=old, ref_logprobs=ref, values=values))
         if name == "gae":
-            token_rewards = built.token_rewards(rewards, mask, old_logprobs=old, ref_logprobs=ref)
-            values = jnp.asarray(example.values).reshape(shape)
-            out = built.token_advantages(token_rewards, values, mask)
             return np.stack([np.asarray(x).reshape(-1, TOKENS) for x in out]), None
-        return np.asarray(built.advantages(rewards, mask, old_logprobs=old, ref_logprobs=ref)).reshape(-1, TOKENS), None
+        return np.asarray(out.advantages).reshape(-1, TOKENS), None
 
     return run
 

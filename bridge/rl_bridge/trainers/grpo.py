@@ -12,8 +12,8 @@ from rl_bridge.functional import from_jax
 from rl_bridge.rewards import Reward, score
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.policy import mean
-from rl_bridge.types import SamplingParams, TokenBatch, collate
-from rl_fn import Objective
+from rl_bridge.types import SamplingParams, collate
+from rl_fn import Objective, Rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ def grpo(
     """Sample, score, compare within groups, update; every step is logged, checkpointed when due, and resumable."""
     require_same_scoring(policy, reference, config.sampling)
     advantages, denominator = from_jax(objective.advantages), from_jax(objective.denominator)
+    selection = from_jax(objective.selection)
     state = {"policy": policy, "stream": stream} | ({} if reference is None else {"reference": reference})
     for step in run.steps("grpo", config.steps, state=state):
         policy.sync_weights(rollout)
@@ -68,24 +69,35 @@ def grpo(
         rewards = torch.tensor(score(reward, [c.text for c in completions], answered)).view(len(rows), -1)
 
         batch = collate(completions, pad_token_id)
-        groups = batch.mask.view(*rewards.shape, -1)
-        batch = batch._replace(
-            advantages=advantages(rewards, groups).flatten(0, 1), old_logprobs=batch.rollout_logprobs
-        )
+        read: Any = (rewards, batch.mask.view(*rewards.shape, -1))
+        rollouts = Rollouts(*read)
+        given = advantages(rollouts).advantages
+        selected = selection(rollouts, given)
+        batch = batch._replace(advantages=given.flatten(0, 1), old_logprobs=batch.rollout_logprobs)
         metrics = {"reward": float(rewards.mean()), "tokens": float(batch.mask.sum(1).float().mean())}
         processed = batch.input_ids.numel()
 
-        batch = batch.rows(informative_rows(batch, objective))
-        metrics["informative"] = len(batch.mask) / len(completions)
+        computed = selected.rows.flatten()
+        metrics["informative"] = int(computed.sum()) / len(completions)
+        # Tokens that dynamic sampling leaves out are not counted; rows without a gradient are, and are not computed.
+        counted = selected.mask.flatten(0, 1)
+        trained = counted.any(1).nonzero()[:, 0]
+        batch, computed = batch._replace(mask=counted).rows(trained), computed[trained]
         parts = torch.arange(len(batch.mask)).tensor_split(config.minibatches)
-        minibatches = [batch.rows(part) for part in parts if len(part)]  # fewer informative rows than minibatches
+        counts = [float(denominator(batch.rows(part).mask)) if len(part) else 0.0 for part in parts]
+        minibatches = [batch.rows(part[computed[part]]) for part in parts]
         if config.recompute_old_logprobs:  # all of them before any update of this step
-            minibatches = [m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))) for m in minibatches]
-        for minibatch in minibatches:
+            minibatches = [
+                m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))) if len(m.mask) else m
+                for m in minibatches
+            ]
+        for minibatch, count in zip(minibatches, counts, strict=True):
+            if not len(minibatch.mask):  # fewer rows than minibatches, or none with a gradient
+                continue
             if reference is not None:
                 # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
                 minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
-            totals = policy.train_step(NeedParallel(minibatch), float(denominator(minibatch.mask)))
+            totals = policy.train_step(NeedParallel(minibatch), count)
             metrics |= {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             policy.sync_weights(rollout)
@@ -106,19 +118,6 @@ def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sam
             f"the policy is scored with {scoring}, the reference with {reference.scoring_config()}: "
             "the KL of a model to its own copy would not be 0"
         )
-
-
-def informative_rows(batch: TokenBatch, objective: Objective) -> torch.Tensor:
-    """Rows that can move the policy: one without advantage has no gradient but of a KL, entropy or proximal term.
-
-    The denominator counts these rows only, as in DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
-    """
-    assert batch.advantages is not None
-    # DRO, Kimi and KL-Cov pull towards π_old whatever the advantage is.
-    pulls = getattr(objective.loss, "beside_advantage", False)
-    if objective.kl is not None or objective.entropy is not None or pulls:
-        return torch.arange(len(batch.mask))
-    return (batch.advantages != 0).any(1).nonzero()[:, 0]
 
 
 def evaluate(

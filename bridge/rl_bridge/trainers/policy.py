@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from rl_bridge.functional import from_jax
@@ -26,7 +27,7 @@ class PolicyModule(CausalLMModule):
     ) -> None:
         super().__init__(model, optimizer, updates=updates, scoring=scoring, first_version=first_version)
         self.objective = objective
-        self._parts = from_jax(objective.parts)
+        self._share = from_jax(objective.share)
 
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ per-token losses / ``denominator`` to the parameters' gradients.
@@ -37,6 +38,7 @@ class PolicyModule(CausalLMModule):
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
         metrics: dict[str, Any] = {}
+        whole = torch.tensor(float(denominator))  # a tensor: a number would be a constant of the program
         for piece in batch.micro_batches(self.scoring.micro_batch_tokens):
             logprobs, entropies = self(piece)
             fields: dict[str, Any] = {
@@ -49,8 +51,8 @@ class PolicyModule(CausalLMModule):
                 # Shown as a metric always; differentiated only where the objective has an entropy bonus.
                 "entropies": entropies if self.objective.entropy is not None else entropies.detach(),
             }
-            loss, parts = self._parts(Batch(**fields))
-            (loss.total / denominator).backward()
+            loss, parts = self._share(Batch(**fields), whole)
+            loss.backward()
             for name, part in parts.items():
                 metrics[name] = metrics.get(name, 0) + detached(part)
         return metrics

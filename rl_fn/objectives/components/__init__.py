@@ -1,22 +1,16 @@
 """The components of an Objective: small frozen dataclasses named after the algorithm or the term."""
 
 from rl_fn.objectives.components.advantage_components import (
-    GAE,
     Advantage,
     CustomAdvantage,
-    DistillationAdvantage,
     GDPOAdvantage,
-    GiGPOAdvantage,
     GPGAdvantage,
     GRPOAdvantage,
     GRPOPassKAdvantage,
-    LengthAdaptiveGAE,
     MaxRLAdvantage,
     OPOAdvantage,
     PassKAdvantage,
     RawReward,
-    ReinforcePPAdvantage,
-    ReinforcePPBaselineAdvantage,
     ReMaxAdvantage,
     RLOOAdvantage,
 )
@@ -53,6 +47,14 @@ from rl_fn.objectives.components.loss_components import (
     Surrogate,
 )
 from rl_fn.objectives.components.loss_terms import KL, Aggregation, DynamicSampling, EntropyBonus, ValueLoss
+from rl_fn.objectives.components.token_advantages import (
+    GAE,
+    DistillationAdvantage,
+    GiGPOAdvantage,
+    LengthAdaptiveGAE,
+    ReinforcePPAdvantage,
+    ReinforcePPBaselineAdvantage,
+)
 
 __all__ = [
     "CISPO",

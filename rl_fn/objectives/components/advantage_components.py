@@ -1,4 +1,4 @@
-"""Advantage estimators as components: called with Rollouts, they return advantages per token, and a critic's returns."""
+"""Advantage estimators as components: called with Rollouts, they return advantages per token, for a critic returns."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from rl_fn import distillation
-from rl_fn._numerics import Array, as_float, require
-from rl_fn.advantages import baselines, group, passk, token, whitened
-from rl_fn.advantages.returns import Advantages, gae, length_adaptive_lambda, whiten
-from rl_fn.objectives.batch import Rollouts, counted, on_every_token, rewards_of, token_rewards_of
+from rl_fn._numerics import Array, Number, as_float, require
+from rl_fn.advantages import baselines, group, passk, whitened
+from rl_fn.advantages.returns import Advantages
+from rl_fn.objectives.batch import Rollouts, counted, on_every_token, rewards_of
 from rl_fn.objectives.components.component import Component, shown
 
 
@@ -91,7 +90,7 @@ class GRPOAdvantage(PerCompletion):
     """(r − mean)/(std + eps) in each group, see grpo_advantages; Dr. GRPO's with scale "none"."""
 
     scale: str = "group"
-    eps: float = 1e-6
+    eps: Number = 1e-6
     function = staticmethod(group.grpo_advantages)
 
     @property
@@ -112,11 +111,11 @@ class RLOOAdvantage(PerCompletion):
 class RawReward(PerCompletion):
     """The reward less a constant baseline, for plain REINFORCE."""
 
-    baseline: float = 0.0
+    baseline: Number = 0.0
     equation = "r − {baseline}"
 
     @staticmethod
-    def function(rewards: Array, *, baseline: float, **unread: Any) -> jax.Array:
+    def function(rewards: Array, *, baseline: Number, **unread: Any) -> jax.Array:
         """Return r − b."""
         return as_float(rewards)[0] - baseline
 
@@ -125,7 +124,7 @@ class RawReward(PerCompletion):
 class GPGAdvantage(PerCompletion):
     """Centred rewards scaled up for the completions without a gradient, see gpg_advantages."""
 
-    norm: float = 1.0
+    norm: Number = 1.0
     alpha: str = "informative"
     function = staticmethod(baselines.gpg_advantages)
 
@@ -133,7 +132,7 @@ class GPGAdvantage(PerCompletion):
     def equation(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """With α where there is one."""
         plain = "(r − mean)/{norm}"
-        return plain if self.alpha == "none" else f"α {plain}, α = answers / {{alpha}} answers of the batch"
+        return plain if self.alpha == "none" else f"α {plain}, α = completions / {{alpha}} completions of the batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +149,7 @@ class PassKAdvantage(PerCompletion):
 
     k: int = 4
     function = staticmethod(passk.passk_analytic_advantages)
-    equation = "(mean R of the sets of {k} with the answer − mean R)/(std of R), R = the set's best r"
+    equation = "(mean R of the sets of {k} with the completion − mean R)/(std of R), R = the set's best r"
 
     def __post_init__(self) -> None:
         require(self.k >= 1, f"k must be at least 1, got {self.k}")
@@ -161,7 +160,7 @@ class GRPOPassKAdvantage(PerCompletion):
     """Only the best completion learns, by its lead over the second best, see passk_advantages."""
 
     scale: bool = True
-    eps: float = 1e-6
+    eps: Number = 1e-6
     function = staticmethod(passk.passk_advantages)
 
     @property
@@ -174,7 +173,7 @@ class GRPOPassKAdvantage(PerCompletion):
 class OPOAdvantage(PerCompletion):
     """The mean reward weighted by length is the baseline, see opo_advantages."""
 
-    equation = "r − Σ l r / Σ l, l = tokens of the answer"
+    equation = "r − Σ l r / Σ l, l = tokens of the completion"
 
     def __post_init__(self) -> None:
         """There is no constant."""
@@ -205,8 +204,8 @@ class ReMaxAdvantage(PerCompletion):
 class GDPOAdvantage(PerCompletion):
     """Each of R rewards normalised in its group, their weighted sum over the batch, see gdpo_advantages."""
 
-    weights: tuple[float, ...] | None = None
-    eps: float = 1e-6
+    weights: tuple[Number, ...] | None = None
+    eps: Number = 1e-6
     rewards_shape = "*batch R G"
     takes_penalty = False
 
@@ -229,164 +228,3 @@ class GDPOAdvantage(PerCompletion):
         weights = "1" if self.weights is None else f"({', '.join(shown(w) for w in self.weights)})"
         of = f"S = Σₖ wₖ (rₖ − mean)/(std of the group + {shown(self.eps)})"
         return f"S whitened over the batch, {of}, w = {weights}"
-
-
-@dataclasses.dataclass(frozen=True)
-class GiGPOAdvantage(Advantage):
-    """An episode against its group, a step against those from the same state, see step_group_advantages."""
-
-    gamma: float = 0.95
-    weight: float = 1.0
-    scale: str = "group"
-    eps: float = 1e-6
-    required_fields = ("rewards", "state_ids")
-    rewards_shape = "*batch G S"
-    per_token = False
-
-    def __post_init__(self) -> None:
-        require(0 <= self.gamma <= 1, f"gamma must be in [0, 1], got {self.gamma}")
-        scales = token.STEP_SCALES
-        require(self.scale in scales, f"scale must be one of {scales}, got {self.scale!r}")
-        require(self.eps >= 0, f"eps must not be negative, got {self.eps}")
-
-    def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
-        """Return a step's advantage on each of its tokens."""
-        assert rollouts.rewards is not None and rollouts.state_ids is not None
-        mask = counted(rollouts)
-        constants = {"gamma": self.gamma, "weight": self.weight, "scale": self.scale, "eps": self.eps}
-        taken = jnp.any(mask, axis=-1)
-        per_step = token.step_group_advantages(rollouts.rewards, rollouts.state_ids, taken, **constants)
-        return on_every_token(per_step, mask)
-
-    @property
-    def equation(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Divided by the std or not."""
-        spread = "" if self.scale == "none" else "/(std + {eps})"
-        step = f"(G − mean of the state){spread}, Gₜ = rₜ + {{gamma}} Gₜ₊₁"
-        return f"(R − mean of the group){spread} + {{weight}} {step}"
-
-
-@dataclasses.dataclass(frozen=True)
-class ReinforcePPAdvantage(Advantage):
-    """Returns whitened over the batch's tokens, see reinforce_pp_advantages."""
-
-    gamma: float = 1.0
-    eps: float = 1e-8
-    token_rewards = True
-    takes_penalty = True
-    equation = "(G − mean)/√(var + {eps}) over the batch's tokens, Gₜ = rₜ + {gamma} Gₜ₊₁"
-
-    def __post_init__(self) -> None:
-        require(0 <= self.gamma <= 1, f"gamma must be in [0, 1], got {self.gamma}")
-        require(self.eps >= 0, f"eps must not be negative, got {self.eps}")
-
-    @property
-    def per_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Discounting makes a difference between the first token and the last."""
-        return self.gamma < 1
-
-    def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
-        """Return the advantage per token."""
-        rewards, mask = token_rewards_of(rollouts), counted(rollouts)
-        return whitened.reinforce_pp_advantages(rewards, mask, gamma=self.gamma, eps=self.eps)
-
-
-@dataclasses.dataclass(frozen=True)
-class ReinforcePPBaselineAdvantage(Advantage):
-    """Group mean off, whitened over the batch's tokens, see reinforce_pp_baseline_advantages."""
-
-    eps: float = 1e-8
-    per_token = False
-    takes_penalty = True
-    equation = "(d − mean)/√(var + {eps}) over the batch's tokens, d = r − mean of the group"
-
-    def __post_init__(self) -> None:
-        require(self.eps >= 0, f"eps must not be negative, got {self.eps}")
-
-    def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
-        """Return the advantage per token."""
-        of = {"eps": self.eps, "group_ids": rollouts.group_ids}
-        return whitened.reinforce_pp_baseline_advantages(rewards_of(rollouts), counted(rollouts), **of)
-
-
-@dataclasses.dataclass(frozen=True)
-class DistillationAdvantage(Advantage):
-    """On-policy distillation: the teacher's log-probability less the student's, see distillation_advantages."""
-
-    clip: float | None = None
-    required_fields = ("old_logprobs", "teacher_logprobs")
-    rewards_shape = "none"
-
-    def __post_init__(self) -> None:
-        require(self.clip is None or self.clip > 0, f"clip must be positive, got {self.clip}")
-
-    def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
-        """Return the advantage per token."""
-        old, teacher = rollouts.old_logprobs, rollouts.teacher_logprobs
-        assert old is not None and teacher is not None
-        return distillation.distillation_advantages(old, teacher, counted(rollouts), clip=self.clip)
-
-    @property
-    def equation(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Clipped or not."""
-        return "teacher_logprobs − old_logprobs" + ("" if self.clip is None else " held in ±{clip}")
-
-
-@dataclasses.dataclass(frozen=True)
-class GAE(Advantage):
-    """Generalised advantage estimation from a critic, see gae; whitened over the batch if `whiten`."""
-
-    gamma: float = 1.0
-    lam: float = 0.95
-    whiten: bool = True
-    required_fields = ("rewards", "values")
-    critic = True
-    token_rewards = True
-    takes_penalty = True
-    accepts_packed = True
-
-    def __post_init__(self) -> None:
-        require(0 <= self.gamma <= 1 and 0 <= self.lam <= 1, f"gamma and lam must be in [0, 1], got {self}")
-
-    def __call__(self, rollouts: Rollouts) -> Advantages:
-        """Return advantages and returns per token."""
-        assert rollouts.values is not None
-        return self.estimate(token_rewards_of(rollouts), rollouts.values, counted(rollouts), rollouts.segment_ids)
-
-    def estimate(self, rewards: Array, values: Array, mask: Array, segment_ids: Array | None) -> Advantages:
-        """Return advantages and returns from rewards per token."""
-        out = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, segment_ids=segment_ids)
-        return out._replace(advantages=whiten(out.advantages, mask)) if self.whiten else out
-
-    @property
-    def equation(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whitened or not."""
-        return "Σ ({gamma}·{lam})ˡ δₜ₊ₗ, δ = r + {gamma}·V′ − V" + (", whitened" if self.whiten else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class LengthAdaptiveGAE(GAE):
-    """VAPO: λ = 1 − 1/(alpha · length), not below 0, for the policy; `lam` for the critic's returns."""
-
-    lam: float = 1.0
-    alpha: float = 0.05
-    accepts_packed = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.alpha > 0, f"alpha must be positive, got {self.alpha}")
-
-    def estimate(self, rewards: Array, values: Array, mask: Array, segment_ids: Array | None) -> Advantages:
-        """Return advantages and returns from rewards per token."""
-        lengths = jnp.sum(mask, axis=-1, dtype=jnp.int32)
-        lam = length_adaptive_lambda(lengths, alpha=self.alpha, minimum=0.0)
-        policy = gae(rewards, values, mask, gamma=self.gamma, lam=lam).advantages
-        critic = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam).returns
-        return Advantages(whiten(policy, mask) if self.whiten else policy, critic)
-
-    @property
-    def equation(self) -> str:
-        """Two λ, whitened or not."""
-        lam = "λ = max(0, 1 − 1/({alpha} l)) for the policy, {lam} for the returns"
-        whitened = ", whitened" if self.whiten else ""
-        return f"Σ ({{gamma}}·λ)ˡ δₜ₊ₗ, δ = r + {{gamma}}·V′ − V{whitened}, {lam}"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from rl_fn._numerics import require
 from rl_fn.aggregation import MODES
@@ -20,7 +21,7 @@ BEHAVIOURS = ("rollout", "old")
 
 def shown(value: Any) -> str:
     """Return a constant for an explanation; a traced number has no digits yet."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return "(traced)"
     return value if isinstance(value, str) else f"{float(value):g}"
 

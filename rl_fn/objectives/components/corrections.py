@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import require
+from rl_fn._numerics import Number, require
 from rl_fn.importance import ratios, rejection
 from rl_fn.objectives.batch import Batch
 from rl_fn.objectives.components.component import PerToken, Several, describe
@@ -47,7 +47,7 @@ def log_old_over_rollout(batch: Batch) -> jax.Array:
 class TIS(Correction):
     """Truncated importance sampling: weights min(π_old/μ, cap), see truncated_importance_weights."""
 
-    cap: float = 2.0
+    cap: Number = 2.0
     level: str = "token"
     weighs_rollout = True
     equation = "min(exp(old_logprobs − rollout_logprobs), {cap}) per {level}"
@@ -62,8 +62,8 @@ class TIS(Correction):
 class IcePop(Correction):
     """IcePop, masked importance sampling (MIS): weights π_old/μ inside [low, high], else 0."""
 
-    low: float = 0.5
-    high: float = 5.0
+    low: Number = 0.5
+    high: Number = 5.0
     level: str = "token"
     weighs_rollout = True
     equation = "exp(old_logprobs − rollout_logprobs) inside [{low}, {high}], else 0, per {level}"
@@ -78,7 +78,7 @@ class IcePop(Correction):
 class Rejection(Correction):
     """Keep what is close to the policy that sampled, see rejection_mask."""
 
-    threshold: float
+    threshold: Number
     statistic: str = "k3"
     level: str = "token"
     equation = "1 where |{statistic}(old ‖ rollout)| ≤ {threshold} per {level}, else 0"
@@ -94,7 +94,7 @@ class Rejection(Correction):
 class M2POMask(Correction):
     """M2PO: without the largest (log ρ)², until the mean of the rest is small, see second_moment_mask."""
 
-    threshold: float = 0.04
+    threshold: Number = 0.04
     over_batch = True
     required_fields = ()
     equation = "1 on the largest set of smallest (log ρ)² whose mean is ≤ {threshold}, else 0"
@@ -108,7 +108,7 @@ class M2POMask(Correction):
 class Drift(Correction):
     """A mask by how far the policy has gone from the one that sampled, and by the sign of the advantage."""
 
-    threshold: float
+    threshold: Number
     function: ClassVar
 
     def kept(self, batch: Batch) -> jax.Array:
@@ -121,7 +121,7 @@ class Drift(Correction):
 class OffPolicySequenceMask(Drift):
     """DeepSeek-V3.2's mask of bad completions that the policy has left behind, see off_policy_sequence_mask."""
 
-    threshold: float
+    threshold: Number
     function = staticmethod(rejection.off_policy_sequence_mask)
     equation = "0 where A < 0 and the sequence's mean of rollout_logprobs − logprobs > {threshold}, else 1"
 
@@ -130,7 +130,7 @@ class OffPolicySequenceMask(Drift):
 class VACOMask(Drift):
     """VACO's mask of outward tokens in sequences that drifted too far, see total_variation_mask."""
 
-    threshold: float
+    threshold: Number
     function = staticmethod(rejection.total_variation_mask)
     equation = "0 where ½ mean |π/μ − 1| of the sequence > {threshold} and A log(π/μ) > 0, else 1"
 
@@ -139,7 +139,7 @@ class VACOMask(Drift):
 class HighEntropyMask(Correction):
     """Only the tokens of highest entropy learn, see high_entropy_mask."""
 
-    quantile: float = 0.8
+    quantile: Number = 0.8
     over_batch = True
     required_fields = ("entropies",)
     equation = "1 where H ≥ its {quantile}-quantile, else 0"

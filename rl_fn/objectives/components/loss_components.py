@@ -1,11 +1,12 @@
 """Policy losses as components, each named after its algorithm."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import require
+from rl_fn._numerics import Array, Number, require
 from rl_fn.objectives.batch import Batch
 from rl_fn.objectives.components.component import BehaviourLoss, FunctionLoss, Several, describe
 from rl_fn.policy_losses import covariance, ppo, regularised, token_level
@@ -17,7 +18,7 @@ SUMS = ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 BY_SEQUENCE = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
-def clip_equation(ratio: str, dual_clip: float | None) -> str:
+def clip_equation(ratio: str, dual_clip: Number | None) -> str:
     """Return PPO's clip on a ratio, to be filled with the constants."""
     bound = "" if dual_clip is None else ", at most −{dual_clip}A where A < 0"
     return f"−min({ratio}A, clip({ratio}, 1 − {{clip_low}}, 1 + {{clip_high}})A){bound}"
@@ -30,7 +31,7 @@ class Reinforce(FunctionLoss):
     function = staticmethod(ppo.reinforce)
     equation = "−A log π"
 
-    def arrays(self, batch: Batch) -> tuple[jax.Array, ...]:
+    def arrays(self, batch: Batch) -> tuple[Any, ...]:
         """Return the positional arguments of the function."""
         return batch.logprobs, batch.advantages, batch.mask
 
@@ -39,9 +40,9 @@ class Reinforce(FunctionLoss):
 class PPOClip(FunctionLoss):
     """PPO's clipped loss, see ppo_clip."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+    clip_low: Number = 0.2
+    clip_high: Number = 0.2
+    dual_clip: Number | None = None
     function = staticmethod(ppo.ppo_clip)
 
     @property
@@ -62,7 +63,7 @@ class Surrogate(FunctionLoss):
     equation = "−ρA"
 
     @staticmethod
-    def function(*arrays: jax.Array) -> jax.Array:
+    def function(*arrays: Array) -> jax.Array:
         """See ppo_clip."""
         return ppo.ppo_clip(*arrays, clip_low=1.0, clip_high=float("inf"))
 
@@ -71,12 +72,12 @@ class Surrogate(FunctionLoss):
 class DecoupledPPO(PPOClip):
     """AReaL's clip around π_old (its proximal policy), weighted by π_old/μ, see decoupled_ppo."""
 
-    weight_cap: float | None = None
+    weight_cap: Number | None = None
     function = staticmethod(token_level.decoupled_ppo)
     weighs_rollout = True
     required_fields = ROLLOUT
 
-    def arrays(self, batch: Batch) -> tuple[jax.Array | None, ...]:
+    def arrays(self, batch: Batch) -> tuple[Any, ...]:
         """Return the positional arguments of the function."""
         return batch.logprobs, batch.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.mask
 
@@ -92,8 +93,8 @@ class DecoupledPPO(PPOClip):
 class CISPO(FunctionLoss):
     """A clipped weight on REINFORCE, see cispo; clip_high is the offset from 1, not the cap."""
 
-    clip_high: float = 4.0
-    clip_low: float | None = None
+    clip_high: Number = 4.0
+    clip_low: Number | None = None
     function = staticmethod(token_level.cispo)
 
     @property
@@ -107,8 +108,8 @@ class CISPO(FunctionLoss):
 class SAPO(FunctionLoss):
     """A soft gate in place of the clip, see sapo."""
 
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    tau_pos: Number = 1.0
+    tau_neg: Number = 1.05
     function = staticmethod(token_level.sapo)
     equation = "−(4/τ) σ(τ(ρ − 1)) A, τ = {tau_pos} where A > 0, else {tau_neg}"
 
@@ -117,9 +118,9 @@ class SAPO(FunctionLoss):
 class DPPO(BehaviourLoss):
     """A trust region in the token's probability, see dppo."""
 
-    threshold: float = 0.15
+    threshold: Number = 0.15
     divergence: str = "tv"
-    ratio_cap: float | None = None
+    ratio_cap: Number | None = None
     function = staticmethod(token_level.dppo)
 
     @property
@@ -147,7 +148,7 @@ class QuadraticPull(FunctionLoss):
 class DRO(QuadraticPull):
     """REINFORCE with a quadratic pull to π_old, see dro."""
 
-    beta: float = 1.0
+    beta: Number = 1.0
     level: str = "sequence_sum"
     function = staticmethod(regularised.dro)
     equation = "−(A log π − {beta}/2 (log ρ)²), log ρ per {level}"
@@ -157,7 +158,7 @@ class DRO(QuadraticPull):
 class Kimi(QuadraticPull):
     """Kimi k1.5's mirror descent step, see kimi."""
 
-    tau: float = 0.1
+    tau: Number = 0.1
     level: str = "sequence_sum"
     function = staticmethod(regularised.kimi)
     equation = "−(A log π − {tau}/2 (log ρ)²), log ρ per {level}"
@@ -167,11 +168,11 @@ class Kimi(QuadraticPull):
 class ClipCov(FunctionLoss):
     """PPO's clip without a few tokens of high covariance, see clip_cov; drawn by batch.noise where there is one."""
 
-    fraction: float = 2e-4
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    fraction: Number = 2e-4
+    cov_low: Number = 1.0
+    cov_high: Number = 5.0
+    clip_low: Number = 0.2
+    clip_high: Number = 0.2
     function = staticmethod(covariance.clip_cov)
     over_batch = True
     equation = (
@@ -179,7 +180,7 @@ class ClipCov(FunctionLoss):
         "0 for {fraction} of the tokens, with {cov_low} < cov(A, log π) < {cov_high}"
     )
 
-    def arrays(self, batch: Batch) -> tuple[jax.Array | None, ...]:
+    def arrays(self, batch: Batch) -> tuple[Any, ...]:
         """Return the positional arguments of the function."""
         return *super().arrays(batch), batch.noise
 
@@ -192,8 +193,8 @@ class ClipCov(FunctionLoss):
 class KLCov(FunctionLoss):
     """An unclipped ratio with a penalty on the tokens of highest covariance, see kl_cov."""
 
-    fraction: float = 2e-4
-    coef: float = 1.0
+    fraction: Number = 2e-4
+    coef: Number = 1.0
     function = staticmethod(covariance.kl_cov)
     gradient_without_advantage = True
     over_batch = True
@@ -204,9 +205,9 @@ class KLCov(FunctionLoss):
 class GSPO(FunctionLoss):
     """PPO's clip on a length-normalised ratio of the sequence, see gspo."""
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    dual_clip: float | None = None
+    clip_low: Number = 3e-4
+    clip_high: Number = 4e-4
+    dual_clip: Number | None = None
     function = staticmethod(by_sequence.gspo)
     segments = True
     sequence_level = True
@@ -233,8 +234,8 @@ class GSPOToken(GSPO):
 class LUSPO(GSPO):
     """GSPO's loss times the length, see luspo."""
 
-    clip_low: float = 2e-3
-    clip_high: float = 2.5e-3
+    clip_low: Number = 2e-3
+    clip_high: Number = 2.5e-3
     function = staticmethod(by_sequence.luspo)
     # The length is a factor already: a sum over tokens would make it the length squared.
     modes = ("seq-mean-token-mean",)
@@ -245,8 +246,8 @@ class LUSPO(GSPO):
 class GMPO(FunctionLoss):
     """A geometric mean of ratios that are clipped first, see gmpo; clips in nats."""
 
-    clip_low: float = 0.4
-    clip_high: float = 0.4
+    clip_low: Number = 0.4
+    clip_high: Number = 0.4
     function = staticmethod(by_sequence.gmpo)
     segments = True
     sequence_level = True
@@ -258,10 +259,10 @@ class GMPO(FunctionLoss):
 class VESPO(BehaviourLoss):
     """REINFORCE weighted by a smooth bump in the sequence's weight, see vespo."""
 
-    k_pos: float = 2.0
-    lambda_pos: float = 3.0
-    k_neg: float = 3.0
-    lambda_neg: float = 2.0
+    k_pos: Number = 2.0
+    lambda_pos: Number = 3.0
+    k_neg: Number = 3.0
+    lambda_neg: Number = 2.0
     function = staticmethod(by_sequence.vespo)
     segments = True
     equation = (
@@ -284,19 +285,19 @@ class TOPR(BehaviourLoss):
 class PositiveExample(FunctionLoss):
     """coef · −log π on the tokens of completions that earned the reward (batch.correct): VAPO's language-model loss."""
 
-    coef: float = 0.1
+    coef: Number = 0.1
     gradient_without_advantage = True
     required_fields = ("correct",)
     equation = "−{coef} log π where correct"
 
     @staticmethod
-    def function(logprobs: jax.Array, correct: jax.Array, mask: jax.Array, *, coef: float) -> jax.Array:
+    def function(logprobs: Array, correct: Array, mask: Array, *, coef: Number) -> jax.Array:
         """−coef · log π where correct."""
         require(not isinstance(coef, float | int) or coef >= 0, f"coef must not be negative, got {coef}")
         logprobs = jnp.asarray(logprobs)
         return ppo.reinforce(logprobs, jnp.asarray(correct).astype(logprobs.dtype) * coef, mask)
 
-    def arrays(self, batch: Batch) -> tuple[jax.Array | None, ...]:
+    def arrays(self, batch: Batch) -> tuple[Any, ...]:
         """Return the positional arguments of the function."""
         return batch.logprobs, batch.correct, batch.mask
 

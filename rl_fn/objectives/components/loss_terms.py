@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from rl_fn import aggregation, rewards, value_losses
-from rl_fn._numerics import Array, require
+from rl_fn._numerics import Array, Number, require
 from rl_fn.divergences import estimators as divergences
 from rl_fn.objectives.batch import Batch, Rollouts
 from rl_fn.objectives.components.component import Component
@@ -20,7 +20,7 @@ class Aggregation(Component):
     """How per-token values become one number: a mode of aggregate_parts, and Dr. GRPO's token budget."""
 
     mode: str
-    max_completion_length: float | None = None
+    max_completion_length: Number | None = None
     accepts_packed = True
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class KL(Component):
     """coef · KL(π‖π_ref) in the loss; "k1+" and "k3+" have the value of k1 and k3 with the gradient of k2."""
 
     estimator: str = "k3"
-    coef: float = 0.0
+    coef: Number = 0.0
     required_fields = ("ref_logprobs",)
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class KL(Component):
 class EntropyBonus(Component):
     """coef · H is subtracted from the loss, see entropy_bonus."""
 
-    coef: float
+    coef: Number
     required_fields = ("entropies",)
     equation = "−{coef}·H"
 
@@ -89,7 +89,7 @@ class EntropyBonus(Component):
 class ValueLoss(Component):
     """The critic's squared error, see value_loss; with `clip` the worse of V and V held near V_old, see value_clip."""
 
-    clip: float | None = None
+    clip: Number | None = None
 
     def __post_init__(self) -> None:
         require(self.clip is None or self.clip > 0, f"clip must be positive, got {self.clip}")
@@ -121,8 +121,8 @@ class DynamicSampling(Component):
     Kept are groups whose rewards are not all equal and whose mean lies strictly between low and high, where given.
     """
 
-    low: float | None = None
-    high: float | None = None
+    low: Number | None = None
+    high: Number | None = None
 
     def kept(self, rollouts: Rollouts) -> jax.Array:
         """Return `*batch G`: whether the completion's group is trained on."""

@@ -100,8 +100,8 @@ def _kl(o: dict[str, Any]) -> KL | None:
 def nemo_rl(config: Mapping[str, Any]) -> Objective:
     """Return what NeMo-RL computes for options of its configuration file, as read from its source: it was not run.
 
-    NeMo-RL is not on PyPI. The baseline and the std leave the completion out; the std is not used where it is 0; the KL in
-    the loss carries the gradient of the sampling probability as well.
+    NeMo-RL is not on PyPI. The baseline and the std leave the completion out; the std is not used where it is 0;
+    the KL in the loss carries the gradient of the sampling probability as well.
 
     Args:
         config: options under NeMo-RL's names, from `grpo` and `loss_fn`, nested or joined by dots.
@@ -116,8 +116,8 @@ def nemo_rl(config: Mapping[str, Any]) -> Objective:
         NVIDIA-NeMo/RL, nemo_rl/algorithms/loss/loss_functions.py and advantage_estimator.py (docs/dialects.md).
 
     >>> import jax.numpy as jnp
-    >>> from rl_fn import dialects
-    >>> a = dialects.nemo_rl({}).advantages(jnp.array([0.25, 0.25, 0.75]), jnp.ones((3, 1), bool))
+    >>> from rl_fn import Rollouts, dialects
+    >>> a = dialects.nemo_rl({}).advantages(Rollouts(jnp.array([0.25, 0.25, 0.75]), jnp.ones((3, 1), bool))).advantages
     >>> print(a[:, 0].round(3))
     [-0.707 -0.707  0.5  ]
 

@@ -19,12 +19,13 @@ from rl_fn.objectives.objective import Objective
 def ppo(
     *, gamma: Number = 1.0, lam: Number = 0.95, whiten: bool = True, clip_low: Number = 0.2, clip_high: Number = 0.2
 ) -> Objective:
-    """PPO with a critic; the KL penalty of RLHF belongs in the token rewards, kl_coef adds one to the loss.
+    """PPO with a critic; the KL penalty of RLHF belongs in the token rewards: replace(reward_kl=KL("k1", β)).
 
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A), A from GAE;  critic (V − R)²
 
-    Advantages and returns come from advantages(Rollouts(rewards, mask, values=...)), the critic's loss from value_parts (batch.values, batch.returns).
-    γ = 1 and the token-mean are RLHF's: the paper, on control tasks, has γ = 0.99.
+    Advantages and returns come from advantages(Rollouts(rewards, mask, values=...)), the critic's loss from
+    value_parts (batch.values, batch.returns). γ = 1 and the token-mean are RLHF's: the paper, on control tasks, has
+    γ = 0.99.
 
     Args:
         gamma: discount.
@@ -65,10 +66,11 @@ def vapo(
 
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A) − μ log π where correct;  λ = 1 − 1/(αl)
 
-    The critic's returns have a λ of their own (1 in the paper), and λ is held above 0, which the paper does not say.
-    Its language-model loss is averaged over the tokens of correct completions, here over all tokens with the rest of the
-    loss, so that micro-batches add up: μ is the paper's only when all completions are correct. It pretrains the critic,
-    which is the trainer's affair. One sequence a row: a packed batch gets its advantages before packing.
+    The critic's returns have a λ of their own (1 in the paper), and λ is held above 0, which the paper does not
+    say. Its language-model loss is averaged over the tokens of correct completions, here over all tokens with the
+    rest of the loss, so that micro-batches add up: μ is the paper's only when all completions are correct. It
+    pretrains the critic, which is the trainer's affair. One sequence a row: a packed batch gets its advantages
+    before packing.
 
     Args:
         gamma: discount.
@@ -148,7 +150,7 @@ def reinforce_pp(
 
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = (G − mean)/√(var + ε) over the batch's tokens
 
-    The paper has a KL penalty on each token's reward, reward_kl_coef here; its β is not a default. It adds ε to the
+    The paper has a KL penalty on each token's reward, reward_kl=KL("k1", β); its β is not a default. It adds ε to the
     standard deviation; PPO's clip of 0.2 is that of its first version.
 
     Args:
@@ -180,7 +182,7 @@ def reinforce_pp_baseline(*, eps: Number = 1e-8, clip_low: Number = 0.2, clip_hi
 
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = (d − mean)/√(var + ε),  d = r − mean of the group
 
-    The paper has a k2 penalty in the loss, kl_coef here; its coefficient is not a default.
+    The paper has a k2 penalty in the loss, kl=KL("k2", β); its coefficient is not a default.
 
     Args:
         eps: added to the variance.

@@ -67,7 +67,8 @@ def dr_grpo(
     seq-mean-token-sum (/ max_completion_length) of −min(ρA, clip(ρ)A),  A = r − mean
 
     Args:
-        max_completion_length: generation budget in tokens to divide by, the paper's MAX_TOKENS; None: by completions only.
+        max_completion_length: generation budget in tokens to divide by, the paper's MAX_TOKENS; None divides by
+            completions only.
         clip_low: ε_low.
         clip_high: ε_high.
 
@@ -212,7 +213,8 @@ def passk(*, k: int = 4, clip_low: Number = 0.2, clip_high: Number = 0.28) -> Ob
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = (mean R of the sets of k with the completion − mean
     R)/(std of R)
 
-    Clip-higher and the token-mean are DAPO's, as in the paper; k = 4 is our choice. A group needs at least k completions.
+    Clip-higher and the token-mean are DAPO's, as in the paper; k = 4 is our choice. A group needs at least k
+    completions.
 
     Args:
         k: completions in a set, from 1 to the group's size.

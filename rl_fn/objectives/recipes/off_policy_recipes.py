@@ -76,9 +76,9 @@ def topr(*, baseline: Number = 0.0, level: str = "sequence_sum", behaviour: str 
 
     seq-mean-token-sum of −A log π where A ≥ 0, −sg(min(Π π/μ, 1)) A log π where A < 0,  A = r − b
 
-    The sign of A decides: rewards are ±1, or have a baseline that makes bad completions negative. The paper's experiments
-    divide by the completion's length, which its equation does not. With behaviour "rollout" the ratio is the correction: a
-    second one is refused.
+    The sign of A decides: rewards are ±1, or have a baseline that makes bad completions negative. The paper's
+    experiments divide by the completion's length, which its equation does not. With behaviour "rollout" the ratio
+    is the correction: a second one is refused.
 
     Args:
         baseline: b, a constant.
@@ -124,7 +124,7 @@ def m2po(*, eps: Number = 1e-6, threshold: Number = 0.04) -> Objective:
         Zheng et al. (M2PO), arXiv 2510.01161, equation 5 and algorithm 1, section 5.2 (τ = 0.04).
 
     >>> m2po().correction
-    SecondMoment(threshold=0.04)
+    M2POMask(threshold=0.04)
 
     """
     return Objective(

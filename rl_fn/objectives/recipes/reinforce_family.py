@@ -42,11 +42,12 @@ def reinforce(*, baseline: Number = 0.0) -> Objective:
 
 
 def rloo() -> Objective:
-    """REINFORCE with the mean reward of the other completions as baseline; the paper's KL penalty is part of the reward.
+    """RLOO: REINFORCE with the mean reward of the other completions as baseline; the paper's KL is in the reward.
 
     seq-mean-token-sum of −(r − mean of the others) log π
 
-    The paper has a KL penalty in the reward, reward_kl_coef here; its β (0.03 or 0.1, by the data) is not a default.
+    The paper has a KL penalty in the reward, reward_kl=KL("k1", β); its β (0.03 or 0.1, by the data) is not a
+    default.
 
     Returns:
         Objective.
@@ -135,7 +136,7 @@ def maxrl() -> Objective:
 
 
 def gpg(*, norm: Number = 1.0, alpha: str = "informative") -> Objective:
-    """GPG: REINFORCE on centred rewards, scaled up for the completions that carry no gradient; no ratio, no clip, no KL.
+    """GPG: REINFORCE on centred rewards, scaled up for completions without a gradient; no ratio, no clip, no KL.
 
     token-mean of −α (r − mean)/F log π,  α = completions / informative completions
 

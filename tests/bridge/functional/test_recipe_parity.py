@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-import torch
 
 import rl_fn
 from rl_bridge.functional import from_jax
@@ -33,22 +32,21 @@ def test_loss_and_gradient(objective):
         np.testing.assert_allclose(tensor.grad.numpy(), expected.gradient[name], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in RECIPES if not isinstance(OBJECTIVES[name].advantage, rl_fn.components.GAE)]
-)
+@pytest.mark.parametrize("name", [name for name in RECIPES if not OBJECTIVES[name].advantage.critic])
 def test_advantages(name):
     objective = OBJECTIVES[name]
-    read, values = rollouts(objective, 12)
+    read = rollouts(objective, 12)
     tensors = rl_fn.Rollouts(*(x if x is None else to_torch(x) for x in read))
     np.testing.assert_allclose(
-        from_jax(objective.advantages_of)(tensors).numpy(), advantages(objective, read, values), rtol=2e-5, atol=2e-6
+        from_jax(objective.advantages)(tensors).advantages.numpy(), advantages(objective, read), rtol=2e-5, atol=2e-6
     )
 
 
 @pytest.mark.parametrize("name", ["ppo", "vapo"])
 def test_a_critic(name):
     objective = OBJECTIVES[name]
-    read, values = rollouts(objective, 12)
-    flat = [torch.as_tensor(x) for x in (objective.token_rewards(read.rewards, read.mask), values, read.mask)]
-    got = from_jax(objective.token_advantages)(*flat)
-    np.testing.assert_allclose(got.advantages.numpy(), advantages(objective, read, values), rtol=2e-5, atol=2e-6)
+    read = rollouts(objective, 12)
+    got = from_jax(objective.advantages)(rl_fn.Rollouts(*(x if x is None else to_torch(x) for x in read)))
+    expected = objective.advantages(read)
+    np.testing.assert_allclose(got.advantages.numpy(), expected.advantages, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(got.returns.numpy(), expected.returns, rtol=2e-5, atol=2e-6)

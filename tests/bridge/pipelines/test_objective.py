@@ -8,7 +8,7 @@ import pytest
 import tyro
 
 import rl_fn
-from rl_bridge.pipelines.objective import RECIPES, Algorithm, ObjectiveConfig, require_rewards_alone
+from rl_bridge.pipelines.objective import RECIPES, TERMS, Algorithm, ObjectiveConfig, require_rewards_alone
 
 # What needs a critic, a teacher, greedy answers, several rewards or steps.
 BEYOND = {"ppo", "vapo", "on_policy_distillation", "remax", "gdpo", "gigpo"}
@@ -17,7 +17,7 @@ BEYOND = {"ppo", "vapo", "on_policy_distillation", "remax", "gdpo", "gigpo"}
 def test_every_recipe_and_every_option_is_there():
     assert set(get_args(Algorithm)) == set(RECIPES)
     options = {name for recipe in RECIPES.values() for name in inspect.signature(recipe).parameters}
-    assert {field.name for field in fields(ObjectiveConfig)} == options | {"algorithm"}
+    assert {field.name for field in fields(ObjectiveConfig)} == options | {"algorithm", *TERMS}
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
@@ -49,12 +49,6 @@ def test_an_option_of_another_algorithm_is_refused():
         ObjectiveConfig(algorithm="sapo", clip_low=0.1).build()
     with pytest.raises(ValueError, match="kl_coef in place of reward_kl_coef"):
         require_rewards_alone(ObjectiveConfig(algorithm="rloo", reward_kl_coef=0.1).build())
+    noise = rl_fn.components.Custom(lambda batch: batch.noise, ("noise",))
     with pytest.raises(ValueError, match="reads noise, which this job does not have"):
-        require_rewards_alone(rl_fn.recipes.dapo().replace(correction=Noise()))
-
-
-class Noise:
-    reads = ("noise",)
-
-    def __call__(self, batch):
-        return batch.noise
+        require_rewards_alone(rl_fn.recipes.dapo().replace(correction=noise))

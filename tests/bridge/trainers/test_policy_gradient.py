@@ -1,22 +1,23 @@
 """The gradient of a PolicyModule: the one of the formulas, whatever the padding and the cut into micro-batches."""
 
+import numpy as np
 import pytest
 import torch
 
 import rl_fn
 from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.trainers.grpo import informative_rows
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule, mean
 from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.types import Completion, TokenBatch, collate
+from rl_fn import components as p
 
 PAD = 0
 NAN, INF = float("nan"), float("inf")
 OBJECTIVES = {
     "grpo": rl_fn.recipes.grpo(),
     "dapo": rl_fn.recipes.dapo(),
-    "entropy": rl_fn.recipes.dapo(entropy_coef=0.1, correction_cap=1.1),
+    "entropy": rl_fn.recipes.dapo().replace(entropy=p.EntropyBonus(0.1), correction=p.TIS(1.1)),
 }
 
 
@@ -174,8 +175,8 @@ def test_the_gradient_is_that_of_the_formula_in_plain_torch(gradients, new_model
 def test_the_entropy_bonus_and_it_alone_raises_the_entropy(gradients):
     batch = make_batch()._replace(advantages=torch.zeros(6, make_batch().mask.shape[1]))
     assert not gradients(batch, rl_fn.recipes.dapo())[0].any()
-    gradient, _ = gradients(batch, rl_fn.recipes.dapo(entropy_coef=0.1))
-    twice, _ = gradients(batch, rl_fn.recipes.dapo(entropy_coef=0.2))
+    gradient, _ = gradients(batch, rl_fn.recipes.dapo().replace(entropy=p.EntropyBonus(0.1)))
+    twice, _ = gradients(batch, rl_fn.recipes.dapo().replace(entropy=p.EntropyBonus(0.2)))
     assert gradient.norm() > 1e-4
     torch.testing.assert_close(twice, 2 * gradient)
 
@@ -186,9 +187,17 @@ def test_a_metric_that_is_only_shown_has_no_gradient(gradients):
     assert_close((gradients(batch, rl_fn.recipes.dapo())[0], {}), (gradients(without, rl_fn.recipes.dapo())[0], {}))
 
 
+def rows_with_a_gradient(batch, objective):
+    """The groups are of rows whose rewards differ: dynamic sampling leaves none out."""
+    read = rl_fn.Rollouts(np.arange(6.0, dtype=np.float32)[None], batch.mask.numpy()[None])
+    selected = objective.selection(read, batch.advantages.numpy()[None])
+    assert np.array_equal(selected.mask[0], batch.mask)
+    return torch.as_tensor(np.flatnonzero(selected.rows))
+
+
 def test_rows_without_advantage_only_rescale_the_gradient(gradients):
     batch, objective = make_batch(), OBJECTIVES["dapo"]
-    index = informative_rows(batch, objective)
+    index = rows_with_a_gradient(batch, objective)
     assert index.tolist() == [0, 1, 3, 5]
     few, all_rows = gradients(batch.rows(index), objective)[0], gradients(batch, objective)[0]
     share = float(batch.rows(index).mask.sum() / batch.mask.sum())
@@ -197,7 +206,7 @@ def test_rows_without_advantage_only_rescale_the_gradient(gradients):
 
 @pytest.mark.parametrize("name", ["grpo", "entropy"])
 def test_with_kl_or_entropy_every_row_has_a_gradient(name):
-    assert informative_rows(make_batch(), OBJECTIVES[name]).tolist() == list(range(6))
+    assert rows_with_a_gradient(make_batch(), OBJECTIVES[name]).tolist() == list(range(6))
 
 
 @pytest.mark.parametrize("field", ["old_logprobs", "advantages"])

@@ -8,7 +8,7 @@ from rl_bridge.functional import from_jax
 from rl_kernels import linear_policy_loss
 
 B, T, H, V = 3, 6, 16, 53
-EXTRA = {"kl_coef": 0.1, "entropy_coef": 0.01}
+EXTRA = {"kl": rl_fn.components.KL("k3", 0.1), "entropy": rl_fn.components.EntropyBonus(0.01)}
 # Blocks of two rows.
 WORKSPACE = 4 * 1250
 
@@ -44,7 +44,7 @@ def assert_same(objective, loss, **options):
 @pytest.mark.parametrize("recipe", ["dapo", "ppo"])
 def test_fused_a_block_of_rows_at_a_time(recipe):
     """Means over tokens: undivided parts of the blocks, over a denominator that is known before. Metrics add up."""
-    objective = getattr(rl_fn.recipes, recipe)(**EXTRA)
+    objective = getattr(rl_fn.recipes, recipe)().replace(**EXTRA)
     fields = problem()[3]
     parts, count = from_jax(objective.parts), fields["mask"].sum()
 
@@ -61,7 +61,7 @@ def test_fused_a_block_of_rows_at_a_time(recipe):
 
 def test_grpo_divides_each_response_by_its_length():
     """Unfused the recipe sees whole responses; fused, each token brings its weight 1/(B · length)."""
-    objective = rl_fn.recipes.grpo(**EXTRA)
+    objective = rl_fn.recipes.grpo().replace(**EXTRA)
     fields = problem()[3]
     mask = fields["mask"]
     parts = from_jax(objective.parts)

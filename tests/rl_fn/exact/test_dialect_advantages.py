@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_fn.objectives.dialects.advantages import (
+from rl_fn.objectives.batch import Rollouts
+from rl_fn.objectives.dialects.dialect_advantages import (
     BiasedGAE,
     NeMoRLAdvantage,
     OpenRLHFAdvantage,
@@ -31,8 +32,9 @@ EVERYWHERE = np.ones(MASK.shape, bool)
 
 
 def run(piece: Any, rewards: Any = R, mask: Any = MASK, cost: Any = COST):
-    out = piece(*(jnp.asarray(x, jnp.float32) for x in (rewards,)), jnp.asarray(mask), jnp.asarray(cost, jnp.float32))
-    return np.asarray(out)
+    penalties = None if cost is None else jnp.asarray(cost, jnp.float32)
+    read = Rollouts(jnp.asarray(rewards, jnp.float32), jnp.asarray(mask), penalties=penalties)
+    return np.asarray(piece(read).advantages)
 
 
 def close(got, expected):
@@ -178,11 +180,11 @@ def test_a_critic_normalised_by_the_population(carry, divide):
     clean = [np.where(MASK, x, 0.0) for x in (rewards, values)]
     advantages, returns = ORACLE["gae"](*clean, through, gamma=0.9, lam=0.8)
     r, v = (jnp.asarray(np.where(MASK, x, np.nan), jnp.float32) for x in (rewards, values))
-    out = BiasedGAE(0.9, 0.8, True, carry, divide)(r, v, jnp.asarray(MASK))
+    out = BiasedGAE(0.9, 0.8, True, carry, divide).estimate(r, v, jnp.asarray(MASK), None)
     expected = population(advantages) if divide else np.where(MASK, advantages - advantages[MASK].mean(), 0.0)
     close(out.advantages, expected)
     close(out.returns, np.where(MASK, returns, 0.0))
-    plain = BiasedGAE(0.9, 0.8, False, carry, divide)(r, v, jnp.asarray(MASK))
+    plain = BiasedGAE(0.9, 0.8, False, carry, divide).estimate(r, v, jnp.asarray(MASK), None)
     close(plain.advantages, np.where(MASK, advantages, 0.0))
     close(plain.returns, np.where(MASK, returns, 0.0))
 
@@ -190,7 +192,8 @@ def test_a_critic_normalised_by_the_population(carry, divide):
 def test_a_critic_by_default_carries_and_divides():
     rewards, values = (jnp.asarray(x, jnp.float32) for x in RNG.normal(size=(2, *MASK.shape)))
     default, explicit = (
-        piece(rewards, values, jnp.asarray(MASK)) for piece in (BiasedGAE(), BiasedGAE(1.0, 0.95, True, True, True))
+        piece.estimate(rewards, values, jnp.asarray(MASK), None)
+        for piece in (BiasedGAE(), BiasedGAE(1.0, 0.95, True, True, True))
     )
     np.testing.assert_array_equal(default.advantages, explicit.advantages)
 
@@ -227,15 +230,14 @@ def test_nemo_rl_reinforce_plus_plus(minus):
 
 
 def test_tunix_groups():
-    rewards = jnp.asarray(R, jnp.float32)
-    close(TunixGroup()(rewards), ORACLE["grpo_advantages"](R, eps=1e-6))
-    close(TunixGroup("rloo")(rewards), ORACLE["rloo_advantages"](R))
-    close(TunixGroup("drgrpo")(rewards), R - R.mean(1, keepdims=True))
-    small = TunixGroup()(jnp.array([[1e-4, -1e-4]]))
-    np.testing.assert_allclose(small[0, 0], 1e-4 / (np.sqrt(2.0) * 1e-4 + 1e-6), rtol=1e-4)
-    assert TunixGroup()(rewards[:, :2]).shape == (3, 2)
+    close(run(TunixGroup(), cost=None), spread(ORACLE["grpo_advantages"](R, eps=1e-6)))
+    close(run(TunixGroup("rloo"), cost=None), spread(ORACLE["rloo_advantages"](R)))
+    close(run(TunixGroup("drgrpo"), cost=None), spread(R - R.mean(1, keepdims=True)))
+    small = run(TunixGroup(), np.array([[1e-4, -1e-4]]), np.ones((1, 2, 1), bool), None)
+    np.testing.assert_allclose(small[0, 0, 0], 1e-4 / (np.sqrt(2.0) * 1e-4 + 1e-6), rtol=1e-4)
+    assert run(TunixGroup(), R[:, :2], MASK[:, :2], None).shape == (3, 2, 6)
     with pytest.raises(ValueError, match="num_generations > 1"):
-        TunixGroup()(rewards[:, :1])
+        run(TunixGroup(), R[:, :1], MASK[:, :1], None)
 
 
 def test_a_threshold_is_an_upper_bound_or_two_bounds():

@@ -10,7 +10,6 @@ import pytest
 import rl_fn
 from rl_fn import components as p
 from rl_fn.objectives.batch import detached, sanitised
-from rl_fn.objectives.compatibility import check_compatible
 from rl_fn.objectives.objective import Objective
 
 MASK = jnp.array([[True, True, False], [True, False, False]])
@@ -66,7 +65,9 @@ def test_metrics_are_those_of_what_the_batch_has():
 
 
 def test_gradients_reach_the_policy_and_the_entropies_alone():
-    objective = reinforce(kl=p.KL("k1", 0.5), entropy=p.EntropyBonus(0.25), correction=lambda b: jnp.exp(0.0 * b.advantages))
+    objective = reinforce(
+        kl=p.KL("k1", 0.5), entropy=p.EntropyBonus(0.25), correction=lambda b: jnp.exp(0.0 * b.advantages)
+    )
     clean = sanitised(BATCH)
     fields = ("logprobs", "entropies", "old_logprobs", "advantages", "ref_logprobs", "rollout_logprobs")
 
@@ -84,16 +85,16 @@ def test_gradients_reach_the_policy_and_the_entropies_alone():
 
 
 def test_what_an_objective_reads():
-    assert reinforce().needs() == () and reinforce().inputs() == ("rewards",)
-    assert reinforce(kl=p.KL("k1", 0.5)).needs() == ("ref_logprobs",)
-    assert reinforce(entropy=p.EntropyBonus(0.5)).needs() == ("entropies",)
-    assert reinforce(correction=lambda b: b.mask).needs() == ("rollout_logprobs",)
-    assert reinforce(correction=p.M2POMask()).needs() == ()
-    assert reinforce(loss=p.PositiveExample()).needs() == ("correct",)
-    assert reinforce(advantage=p.GAE()).inputs() == ("token_rewards", "values")
-    assert reinforce(advantage=p.ReMaxAdvantage()).inputs() == ("rewards", "greedy_rewards")
+    assert reinforce().required_batch_fields == () and reinforce().required_rollout_fields == ("rewards",)
+    assert reinforce(kl=p.KL("k1", 0.5)).required_batch_fields == ("ref_logprobs",)
+    assert reinforce(entropy=p.EntropyBonus(0.5)).required_batch_fields == ("entropies",)
+    assert reinforce(correction=lambda b: b.mask).required_batch_fields == ("rollout_logprobs",)
+    assert reinforce(correction=p.M2POMask()).required_batch_fields == ()
+    assert reinforce(loss=p.PositiveExample()).required_batch_fields == ("correct",)
+    assert reinforce(advantage=p.GAE()).required_rollout_fields == ("rewards", "values")
+    assert reinforce(advantage=p.ReMaxAdvantage()).required_rollout_fields == ("rewards", "greedy_rewards")
     kl = p.KL("k1", 0.5)
-    assert reinforce(reward_kl=kl).inputs() == ("rewards", "old_logprobs", "ref_logprobs")
+    assert reinforce(reward_kl=kl).required_rollout_fields == ("rewards", "old_logprobs", "ref_logprobs")
 
 
 @pytest.mark.parametrize("field", ["ref_logprobs", "entropies", "rollout_logprobs"])
@@ -116,23 +117,22 @@ REWARDS, OLD, REF = jnp.array([4.0, 2.0]), jnp.zeros((2, 3)), jnp.full((2, 3), -
 def test_a_penalty_in_the_reward():
     kl = reinforce(reward_kl=p.KL("k1", 0.5))
     both: Any = {"old_logprobs": OLD, "ref_logprobs": REF}
-    np.testing.assert_array_equal(kl.penalty(MASK, OLD, REF), jnp.where(MASK, 0.5, 0.0))
-    np.testing.assert_array_equal(reinforce().penalty(MASK, None, None), jnp.zeros((2, 3)))
-    np.testing.assert_array_equal(kl.advantages(REWARDS, MASK, **both), [[3.0, 3.0, 0.0], [1.5, 0.0, 0.0]])
-    np.testing.assert_array_equal(reinforce().advantages(REWARDS, MASK), [[4.0, 4.0, 0.0], [2.0, 0.0, 0.0]])
-    np.testing.assert_array_equal(kl.token_rewards(REWARDS, MASK, **both), [[-0.5, 3.5, 0.0], [1.5, 0.0, 0.0]])
+    read = rl_fn.Rollouts(REWARDS, MASK, **both)
+    np.testing.assert_array_equal(kl.advantages(read).advantages, [[3.0, 3.0, 0.0], [1.5, 0.0, 0.0]])
+    np.testing.assert_array_equal(reinforce().advantages(read).advantages, [[4.0, 4.0, 0.0], [2.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(kl.token_rewards(read), [[-0.5, 3.5, 0.0], [1.5, 0.0, 0.0]])
     for lacking in ("old_logprobs", "ref_logprobs"):
         with pytest.raises(ValueError, match=rf"Rollouts\.{lacking}; it is None"):
-            kl.advantages(REWARDS, MASK, **{**both, lacking: None})
+            kl.advantages(read._replace(**{lacking: None}))
         with pytest.raises(ValueError, match="give old_logprobs and ref_logprobs"):
-            kl.token_rewards(REWARDS, MASK, **{**both, lacking: None})
+            kl.token_rewards(read._replace(**{lacking: None}))
     # REINFORCE++ takes it off each token, before the returns.
     whitened = kl.replace(advantage=p.ReinforcePPAdvantage())
-    got = whitened.advantages(REWARDS, MASK, **both)
+    got = whitened.advantages(read).advantages
     plain = whitened.replace(reward_kl=None)
-    expected = plain.advantages_of(rl_fn.Rollouts(REWARDS, MASK, token_rewards=kl.token_rewards(REWARDS, MASK, **both)))
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert not np.allclose(got, plain.advantages(REWARDS, MASK))
+    expected = plain.advantages(rl_fn.Rollouts(REWARDS, MASK, token_rewards=kl.token_rewards(read)))
+    np.testing.assert_allclose(got, expected.advantages, rtol=1e-6)
+    assert not np.allclose(got, plain.advantages(read).advantages)
 
 
 def test_a_critic_and_its_loss():
@@ -154,13 +154,10 @@ def test_a_critic_and_its_loss():
         reinforce().value_parts(BATCH)
     with pytest.raises(ValueError, match=r"needs batch.returns; it is None"):
         critic.value_parts(BATCH._replace(returns=None))
-    with pytest.raises(ValueError, match=r"needs a critic: call token_advantages"):
-        critic.advantages(REWARDS, MASK)
-    with pytest.raises(ValueError, match=r"has no critic: call advantages"):
-        reinforce().token_advantages(A, A, MASK)
-    np.testing.assert_allclose(
-        critic.token_advantages(OLD + 1.0, OLD, MASK).returns, [[1.95, 1.0, 0.0], [1.0, 0.0, 0.0]], rtol=1e-6
-    )
+    with pytest.raises(ValueError, match=r"needs Rollouts\.values"):
+        critic.advantages(rl_fn.Rollouts(REWARDS, MASK))
+    read = rl_fn.Rollouts(None, MASK, token_rewards=OLD + 1.0, values=OLD)
+    np.testing.assert_allclose(critic.advantages(read).returns, [[1.95, 1.0, 0.0], [1.0, 0.0, 0.0]], rtol=1e-6)
 
 
 def test_denominators_are_counted_over_the_mask():
@@ -170,12 +167,9 @@ def test_denominators_are_counted_over_the_mask():
     assert sequences.denominator(MASK[:1], packed) == 2.0 and sequences.denominator(MASK[:1]) == 1.0
 
 
-def test_a_subclass_is_not_refused():
-    class Dialect(Objective):
-        pass
-
+def test_what_is_not_strict_is_not_refused():
     terms: Any = {"kl": p.KL("k1", 0.1), "reward_kl": p.KL("k1", 0.1)}
-    assert Dialect("it", p.RawReward(), p.Reinforce(), TOKENS, **terms).kl == p.KL("k1", 0.1)
+    assert Objective("it", p.RawReward(), p.Reinforce(), TOKENS, **terms, strict=False).kl == p.KL("k1", 0.1)
     with pytest.raises(ValueError, match="penalises it twice"):
         Objective("it", p.RawReward(), p.Reinforce(), TOKENS, **terms)
 
@@ -185,15 +179,15 @@ ANSWERS = p.Aggregation("seq-mean-token-mean")
 # Refused with the reason, and what is like it and is not.
 REFUSED = [
     ({"loss": GSPO, "aggregation": p.Aggregation("token-mean")}, "weight wrongly", {"aggregation": ANSWERS}),
-    ({"loss": GSPO, "aggregation": ANSWERS, "advantage": p.GAE()}, "the whole answer", {"loss": p.GSPOToken()}),
+    ({"loss": GSPO, "aggregation": ANSWERS, "advantage": p.GAE()}, "the whole completion", {"loss": p.GSPOToken()}),
     (
         {"loss": GSPO, "aggregation": ANSWERS, "advantage": p.ReinforcePPAdvantage(), "reward_kl": KL},
-        "the whole answer",
+        "the whole completion",
         {"reward_kl": None},
     ),
     (
         {"loss": GSPO, "aggregation": ANSWERS, "advantage": p.ReinforcePPAdvantage(0.9)},
-        "the whole answer",
+        "the whole completion",
         {"advantage": p.ReinforcePPAdvantage(1.0)},
     ),
     ({"loss": p.DPPO(), "correction": TIS}, "count it twice", {"correction": p.M2POMask()}),
@@ -212,13 +206,13 @@ NOTHING |= {"kl": None, "correction": None, "reward_kl": None, "value": None}
 @pytest.mark.parametrize(("pieces", "reason", "instead"), REFUSED)
 def test_refused_beside_its_like(pieces, reason, instead):
     with pytest.raises(ValueError, match=reason):
-        check_compatible(**{**NOTHING, **pieces})
-    check_compatible(**{**NOTHING, **pieces, **instead})
+        Objective(**{**NOTHING, **pieces})
+    Objective(**{**NOTHING, **pieces, **instead})
 
 
 def test_plain_functions_are_refused_nothing():
-    check_compatible(**{**NOTHING, "loss": len, "advantage": len, "correction": len, "reward_kl": KL})
-    check_compatible(**{**NOTHING, "loss": len, "advantage": p.GAE(), "correction": TIS, "kl": KL})
+    Objective(**{**NOTHING, "loss": len, "advantage": len, "correction": len, "reward_kl": KL})
+    Objective(**{**NOTHING, "loss": len, "advantage": p.GAE(), "correction": TIS, "kl": KL})
 
 
 def test_sanitised_and_detached():

@@ -5,22 +5,22 @@ from typing import Any
 import pytest
 
 from rl_fn import dialects
-from rl_fn.objectives.components import GAE, Aggregation, Entropy, Reinforce
-from rl_fn.objectives.dialects import advantages as adv
-from rl_fn.objectives.dialects.losses import (
+from rl_fn.objectives.components import GAE, Aggregation, EntropyBonus, Reinforce
+from rl_fn.objectives.dialects import dialect_advantages as adv
+from rl_fn.objectives.dialects.dialect_losses import (
     ImportanceBand,
     RatioClip,
     TokenLoss,
 )
-from rl_fn.objectives.dialects.objective import DialectObjective
-from rl_fn.objectives.dialects.terms import BoundedKL, OverWidth
+from rl_fn.objectives.dialects.dialect_terms import BoundedKL, OverWidth
+from rl_fn.objectives.objective import Objective
 from rl_fn.policy_losses import token_level as token_losses
 
 TOKENS, ANSWERS = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
 
 
 def expected(name, advantage, loss, aggregation, **others):
-    return DialectObjective(name, advantage, loss, aggregation, **others)
+    return Objective(name, advantage, loss, aggregation, **others, strict=False)
 
 
 def openrlhf(loss, kind="ppo", aggregation=TOKENS, advantage=None, **others):
@@ -73,7 +73,7 @@ OPENRLHF = [
             ANSWERS,
             kl=BoundedKL("k1", 0.01, bound=10.0),
             kl_aggregation=TOKENS,
-            entropy=Entropy(0.1),
+            entropy=EntropyBonus(0.1),
             entropy_aggregation=TOKENS,
             reward_kl=None,
         ),
@@ -84,7 +84,7 @@ OPENRLHF = [
         openrlhf(
             HELD,
             kl=BoundedKL("k3", 0.01, low=-10.0, bound=10.0, gradient="weighted k2"),
-            entropy=Entropy(0.1),
+            entropy=EntropyBonus(0.1),
             reward_kl=None,
         ),
     ),
@@ -137,7 +137,7 @@ TUNIX = [
     (
         {"policy_loss_fn": "ppo", "epsilon": 0.1, "epsilon_low": 0.4, "epsilon_c": 4.0, "entropy_coef": 0.2}
         | {"gamma": 0.9, "gae_lambda": 0.8, "beta": None},
-        expected("tunix ppo", GAE(0.9, 0.8), RatioClip(0.4, 0.1, 4.0), TOKENS, entropy=Entropy(0.2)),
+        expected("tunix ppo", GAE(0.9, 0.8), RatioClip(0.4, 0.1, 4.0), TOKENS, entropy=EntropyBonus(0.2)),
     ),
     (
         {"policy_loss_fn": "ppo", "epsilon_high": 0.3, "kl_method": "kl", "kl_clamp_value": 2.0},

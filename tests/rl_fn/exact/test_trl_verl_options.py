@@ -5,9 +5,9 @@ import math
 import pytest
 
 from rl_fn import dialects
-from rl_fn.objectives.components import GAE, Aggregation, Entropy, GroupNormalised, Reinforce
-from rl_fn.objectives.dialects import advantages as adv
-from rl_fn.objectives.dialects.losses import (
+from rl_fn.objectives.components import GAE, Aggregation, EntropyBonus, GRPOAdvantage, Reinforce
+from rl_fn.objectives.dialects import dialect_advantages as adv
+from rl_fn.objectives.dialects.dialect_losses import (
     Gated,
     ImportanceBand,
     RatioClip,
@@ -15,9 +15,9 @@ from rl_fn.objectives.dialects.losses import (
     capped_reinforce,
     trusted_reinforce,
 )
-from rl_fn.objectives.dialects.objective import DialectObjective
-from rl_fn.objectives.dialects.terms import AllRows, BoundedKL, OverWidth
+from rl_fn.objectives.dialects.dialect_terms import AllRows, BoundedKL, OverWidth
 from rl_fn.objectives.dialects.trl import EntropyGate, OffPolicyGate, OverHighEntropy, SequenceSapo, Vespo
+from rl_fn.objectives.objective import Objective
 from rl_fn.policy_losses import regularised as regularised_losses
 from rl_fn.policy_losses import sequence_level as sequence_losses
 from rl_fn.policy_losses import token_level as token_losses
@@ -30,11 +30,11 @@ VLLM = {"use_vllm": True}
 
 
 def expected(name, advantage, loss, aggregation, **others):
-    return DialectObjective(name, advantage, loss, aggregation, **others)
+    return Objective(name, advantage, loss, aggregation, **others, strict=False)
 
 
 def trl(kind, loss, aggregation=TOKENS, scale="group", **others):
-    return expected(f"trl {kind}", GroupNormalised(scale, 1e-4), loss, aggregation, **others)
+    return expected(f"trl {kind}", GRPOAdvantage(scale, 1e-4), loss, aggregation, **others)
 
 
 def verl(mode, loss, aggregation=TOKENS, advantage=None, **others):
@@ -109,7 +109,7 @@ TRL = [
             "dapo",
             Gated(PLAIN, (OffPolicyGate(0.3, True), EntropyGate(0.4))),
             correction=ImportanceBand(0.0, 3.0, "mask", "sequence_sum"),
-            entropy=Entropy(0.1),
+            entropy=EntropyBonus(0.1),
             entropy_aggregation=OverHighEntropy(fraction=0.4),
         ),
     ),
@@ -148,7 +148,7 @@ VERL = [
             "geo_mean",
             TokenLoss(sequence_losses.gmpo, (("clip_low", 0.1), ("clip_high", 0.3))),
             AllRows("seq-mean-token-mean"),
-            entropy=Entropy(0.1),
+            entropy=EntropyBonus(0.1),
             entropy_aggregation=TOKENS,
         ),
     ),
@@ -168,7 +168,7 @@ VERL = [
             "vanilla",
             DUAL,
             kl=BoundedKL("k3", 0.3, low=-20.0, high=20.0, bound=10.0, gradient="k2"),
-            entropy=Entropy(0.2),
+            entropy=EntropyBonus(0.2),
         ),
     ),
     (USE_KL | {"actor.kl_loss_type": "mse+"}, verl("vanilla", DUAL, kl=BoundedKL("k2", 0.001))),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rl_fn.objectives.batch import Batch
-from rl_fn.objectives.components import Aggregation, Entropy, RawReward, Reinforce
-from rl_fn.objectives.dialects.losses import (
+from rl_fn.objectives.components import Aggregation, EntropyBonus, RawReward, Reinforce
+from rl_fn.objectives.dialects.dialect_losses import (
     Gated,
     ImportanceBand,
     RatioClip,
@@ -18,9 +18,9 @@ from rl_fn.objectives.dialects.losses import (
     capped_reinforce,
     trusted_reinforce,
 )
-from rl_fn.objectives.dialects.objective import DialectObjective
-from rl_fn.objectives.dialects.terms import AllRows, BoundedKL, OverWidth
+from rl_fn.objectives.dialects.dialect_terms import AllRows, BoundedKL, OverWidth
 from rl_fn.objectives.dialects.trl import EntropyGate, OffPolicyGate, OverHighEntropy, SequenceSapo, Vespo
+from rl_fn.objectives.objective import Objective
 from rl_fn.policy_losses.token_level import sapo
 from tests.oracle.lookup import ORACLE
 
@@ -78,7 +78,7 @@ def test_the_clip_on_a_ratio_of_each_level():
 
 def test_where_the_gradient_of_a_ratio_goes():
     """Without a clip −ρA: to the token, to the sequence's tokens in equal parts, or to the token at the mean ratio."""
-    wide: Any = {"low": 1.0, "high": 1e6}
+    wide: Any = {"clip_low": 1.0, "clip_high": 1e6}
     close(gradient(RatioClip(**wide)), -np.exp(D) * A)
     ratio = np.exp(per_sequence(D))
     close(gradient(RatioClip(**wide, level="sequence")), -ratio * per_sequence(A))
@@ -299,7 +299,9 @@ def test_aggregations_of_rows_and_of_the_padded_width():
 @pytest.mark.parametrize("apart", ["kl", "entropy", "both"])
 def test_terms_that_are_averaged_apart(apart):
     tokens, answers = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
-    objective = DialectObjective("it", RawReward(), Reinforce(), answers, kl=BoundedKL("k2", 0.3), entropy=Entropy(0.2))
+    objective = Objective(
+        "it", RawReward(), Reinforce(), answers, kl=BoundedKL("k2", 0.3), entropy=EntropyBonus(0.2), strict=False
+    )
     objective = objective.replace(
         kl_aggregation=tokens if apart != "entropy" else None, entropy_aggregation=tokens if apart != "kl" else None
     )

@@ -15,7 +15,7 @@ from rl_fn.objectives.batch import Batch
 KINDS = [
     getattr(components, name)
     for name in components.__all__
-    if dataclasses.is_dataclass(getattr(components, name, None))
+    if dataclasses.is_dataclass(getattr(components, name)) and name not in ("Custom", "CustomAdvantage")
 ]
 # Values for the fields that have no default.
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -25,8 +25,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "Rejection": {"threshold": 0.5},
     "OffPolicySequenceMask": {"threshold": 0.5},
     "VACOMask": {"threshold": 0.5},
-    "Sum": {"losses": (rl_fn.components.Reinforce(),)},
-    "Product": {"factors": (rl_fn.components.M2POMask(),)},
+    "Sum": {"parts": (rl_fn.components.Reinforce(),)},
+    "Product": {"parts": (rl_fn.components.M2POMask(),)},
 }
 SMALL = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}
 BUMP = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0, "behaviour": "rollout"}
@@ -34,8 +34,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Aggregation": {"max_completion_length": None},
     "KL": {"estimator": "k3", "coef": 0.0},
     "ValueLoss": {"clip": None},
-    "PPOClip": {"low": 0.2, "high": 0.2, "dual": None},
-    "DecoupledPPO": {"low": 0.2, "high": 0.2, "dual": None, "weight_cap": None},
+    "DynamicSampling": {"low": None, "high": None},
+    "PPOClip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
+    "DecoupledPPO": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "weight_cap": None},
     "CISPO": {"clip_high": 4.0, "clip_low": None},
     "SAPO": {"tau_pos": 1.0, "tau_neg": 1.05},
     "DPPO": {"threshold": 0.15, "divergence": "tv", "ratio_cap": None, "behaviour": "rollout"},
@@ -84,15 +85,18 @@ def test_defaults_are_these(kind):
 NOT_NEGATIVE, POSITIVE, UNIT = ([-0.01], [0.0]), ([0.0, -1.0], [0.01]), ([-0.01, 1.01], [0.0, 1.0])
 CLIPPING, DUAL, NAME = ([-0.01], [0.0]), ([1.0, 0.5], [1.01, None]), (["nonsense"], [])
 RANGES: list[tuple[str, str, tuple[list[Any], list[Any]]]] = [
-    *((kind, field, NOT_NEGATIVE) for kind in ("PPOClip", "DecoupledPPO") for field in ("low", "high")),
-    *((kind, "dual", DUAL) for kind in ("PPOClip", "DecoupledPPO")),
+    *((kind, field, NOT_NEGATIVE) for kind in ("PPOClip", "DecoupledPPO") for field in ("clip_low", "clip_high")),
+    *((kind, "dual_clip", DUAL) for kind in ("PPOClip", "DecoupledPPO")),
     *(
         (kind, field, CLIPPING)
         for kind in ("GSPO", "GSPOToken", "LUSPO", "GMPO")
         for field in ("clip_low", "clip_high")
     ),
     *((kind, "dual_clip", DUAL) for kind in ("GSPO", "GSPOToken", "LUSPO")),
-    *((kind, "eps", NOT_NEGATIVE) for kind in ("ReinforcePPAdvantage", "ReinforcePPBaselineAdvantage", "GDPOAdvantage", "GiGPOAdvantage")),
+    *(
+        (kind, "eps", NOT_NEGATIVE)
+        for kind in ("ReinforcePPAdvantage", "ReinforcePPBaselineAdvantage", "GDPOAdvantage", "GiGPOAdvantage")
+    ),
     *((kind, "eps", NOT_NEGATIVE) for kind in ("GRPOAdvantage", "GRPOPassKAdvantage")),
     *((kind, "gamma", UNIT) for kind in ("ReinforcePPAdvantage", "GiGPOAdvantage", "GAE", "LengthAdaptiveGAE")),
     *((kind, "lam", UNIT) for kind in ("GAE", "LengthAdaptiveGAE")),
@@ -117,10 +121,10 @@ RANGES: list[tuple[str, str, tuple[list[Any], list[Any]]]] = [
         (["mean", "seq-mean-token-sum-norm"], [x for x in MODES if x != "seq-mean-token-sum-norm"]),
     ),
     ("Aggregation", "max_completion_length", ([1.0], [None])),
-    ("Sum", "losses", ([()], [(rl_fn.components.Reinforce(),)])),
+    ("Sum", "parts", ([()], [(rl_fn.components.Reinforce(),)])),
     (
         "Product",
-        "factors",
+        "parts",
         ([(), (rl_fn.components.TIS(),) * 2], [(rl_fn.components.TIS(),)]),
     ),
 ]
@@ -144,73 +148,99 @@ def test_the_horizon_of_a_norm_is_positive():
 
 ROLLOUT, SUMS = ("rollout_logprobs",), ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 BY_SEQUENCE = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-# What a piece says where it is not the rule: False, no further field, any aggregation.
+# What a component says where it is not the rule of its slot.
 SAYS: dict[str, dict[str, Any]] = {
-    "DecoupledPPO": {"weighs_rollout": True, "reads": ROLLOUT},
-    "DPPO": {"weighs_rollout": True, "reads": ROLLOUT},
-    "VESPO": {"weighs_rollout": True, "reads": ROLLOUT},
-    "TOPR": {"weighs_rollout": True, "reads": ROLLOUT},
-    "DRO": {"beside_advantage": True, "modes": SUMS},
-    "Kimi": {"beside_advantage": True, "modes": SUMS},
+    "DecoupledPPO": {"weighs_rollout": True, "required_fields": ROLLOUT},
+    "DPPO": {"weighs_rollout": True, "required_fields": ROLLOUT},
+    "VESPO": {"weighs_rollout": True, "required_fields": ROLLOUT},
+    "TOPR": {"weighs_rollout": True, "required_fields": ROLLOUT},
+    "DRO": {"gradient_without_advantage": True, "modes": SUMS},
+    "Kimi": {"gradient_without_advantage": True, "modes": SUMS},
     "ClipCov": {"over_batch": True},
-    "KLCov": {"over_batch": True, "beside_advantage": True},
-    "PositiveExample": {"beside_advantage": True, "reads": ("correct",)},
-    "GSPO": {"sequence": True, "modes": BY_SEQUENCE},
-    "GMPO": {"sequence": True, "modes": BY_SEQUENCE},
-    "LUSPO": {"sequence": True, "modes": ("seq-mean-token-mean",)},
-    "TIS": {"weighs_rollout": True, "reads": ROLLOUT},
-    "IcePop": {"weighs_rollout": True, "reads": ROLLOUT},
-    "Rejection": {"reads": ROLLOUT},
-    "OffPolicySequenceMask": {"reads": ROLLOUT},
-    "VACOMask": {"reads": ROLLOUT},
+    "KLCov": {"over_batch": True, "gradient_without_advantage": True},
+    "PositiveExample": {"gradient_without_advantage": True, "required_fields": ("correct",)},
+    "GSPO": {"sequence_level": True, "modes": BY_SEQUENCE},
+    "GMPO": {"sequence_level": True, "modes": BY_SEQUENCE},
+    "LUSPO": {"sequence_level": True, "modes": ("seq-mean-token-mean",)},
+    "TIS": {"weighs_rollout": True, "required_fields": ROLLOUT},
+    "IcePop": {"weighs_rollout": True, "required_fields": ROLLOUT},
+    "Rejection": {"required_fields": ROLLOUT},
+    "OffPolicySequenceMask": {"required_fields": ROLLOUT},
+    "VACOMask": {"required_fields": ROLLOUT},
     "M2POMask": {"over_batch": True},
-    "HighEntropyMask": {"over_batch": True, "reads": ("entropies",)},
-    "ValueLoss": {"reads": ("values", "returns")},
-    "OPOAdvantage": {"reads": ("rewards",), "takes_penalty": True},
-    "ReMaxAdvantage": {"reads": ("rewards", "greedy_rewards"), "takes_penalty": True},
-    "ReinforcePPAdvantage": {"reads": ("rewards",), "takes_penalty": True},
-    "ReinforcePPBaselineAdvantage": {"reads": ("rewards",), "takes_penalty": True},
-    "GDPOAdvantage": {"reads": ("rewards",)},
-    "GiGPOAdvantage": {"reads": ("rewards", "state_ids")},
-    "DistillationAdvantage": {"reads": ("old_logprobs", "teacher_logprobs"), "per_token": True},
+    "HighEntropyMask": {"over_batch": True, "required_fields": ("entropies",)},
+    "ReMaxAdvantage": {"required_fields": ("rewards", "greedy_rewards")},
+    "ReinforcePPAdvantage": {"token_rewards": True},
+    "GDPOAdvantage": {"rewards_shape": "*batch R G", "takes_penalty": False},
+    "GiGPOAdvantage": {
+        "required_fields": ("rewards", "state_ids"),
+        "rewards_shape": "*batch G S",
+        "takes_penalty": False,
+    },
+    "DistillationAdvantage": {
+        "required_fields": ("old_logprobs", "teacher_logprobs"),
+        "rewards_shape": "none",
+        "per_token": True,
+        "takes_penalty": False,
+    },
 }
-RULE = {
-    **dict.fromkeys(
-        ("sequence", "over_batch", "beside_advantage", "weighs_rollout", "per_token", "takes_penalty"), False
-    ),
-    "reads": (),
+CRITIC = {"required_fields": ("rewards", "values"), "per_token": True, "critic": True, "token_rewards": True}
+SAYS |= {"GAE": {**CRITIC, "accepts_packed": True}, "LengthAdaptiveGAE": CRITIC}
+FLAGS = ("over_batch", "gradient_without_advantage", "weighs_rollout", "sequence_level")
+RULE = {"required_fields": (), "accepts_packed": True, **dict.fromkeys(FLAGS, False)}
+# Of what nothing is known: no row is lost, no statistic is cut, no packed rows are mixed.
+UNKNOWN = {**RULE, "accepts_packed": False, "over_batch": True, "gradient_without_advantage": True}
+OF_ADVANTAGES = {
+    "required_fields": ("rewards",),
+    "rewards_shape": "*batch G",
+    "takes_penalty": True,
+    **dict.fromkeys(("per_token", "critic", "token_rewards", "accepts_packed"), False),
 }
 
 
-def said(piece: Any) -> dict[str, Any]:
-    rule = {name: getattr(piece, name, default) for name, default in RULE.items()}
-    modes = getattr(piece, "modes", MODES)
-    return rule if set(modes) == set(MODES) else {**rule, "modes": modes}
+def said(component: Any) -> dict[str, Any]:
+    if isinstance(component, components.Advantage):
+        return {name: getattr(component, name) for name in OF_ADVANTAGES}
+    rule = {name: getattr(component, name) for name in RULE}
+    return rule if set(component.modes) == set(MODES) else {**rule, "modes": component.modes}
 
 
 @pytest.mark.parametrize(
-    "kind", [kind.__name__ for kind in KINDS if kind not in (rl_fn.components.Sum, rl_fn.components.Product)]
+    "kind",
+    [kind.__name__ for kind in KINDS if issubclass(kind, components.PerToken | components.Advantage)],
 )
-def test_what_a_piece_says_of_itself(kind):
-    assert said(made(kind)) == {**RULE, **SAYS.get(kind, {})}
+def test_what_a_component_says_of_itself(kind):
+    one = made(kind)
+    if kind in ("Sum", "Product"):
+        assert said(one) == said(one.parts[0])
+        return
+    rule = OF_ADVANTAGES if isinstance(one, components.Advantage) else RULE
+    assert said(one) == {**rule, **SAYS.get(kind, {})}
+
+
+def test_of_what_nothing_is_known():
+    of_batch = components.Custom(lambda b: b.logprobs)
+    assert said(of_batch) == said(rl_fn.components.Sum((lambda b: b.logprobs,))) == UNKNOWN
+    assert said(components.Custom(len, over_batch=False)) == {**UNKNOWN, "over_batch": False}
+    assert said(components.CustomAdvantage(len)) == OF_ADVANTAGES
+    assert said(components.Advantage()) == {**OF_ADVANTAGES, "per_token": True, "takes_penalty": False}
 
 
 def test_what_depends_on_a_constant():
     for kind in ("DPPO", "VESPO", "TOPR"):
         assert said(made(kind, behaviour="old")) == RULE
     for kind in ("DRO", "Kimi"):
-        assert said(made(kind, level="token")) == {**RULE, "beside_advantage": True}
-    assert rl_fn.components.ValueLoss(0.5).reads == ("values", "returns", "old_values")
-    assert rl_fn.components.ReinforcePPAdvantage(0.99).per_token and not rl_fn.components.ReinforcePPAdvantage(1.0).per_token
+        assert said(made(kind, level="token")) == {**RULE, "gradient_without_advantage": True}
+    assert components.ValueLoss().required_fields == ("values", "returns")
+    assert components.ValueLoss(0.5).required_fields == ("values", "returns", "old_values")
+    assert made("ReinforcePPAdvantage", gamma=0.99).per_token and not made("ReinforcePPAdvantage").per_token
 
 
 @pytest.mark.parametrize("kind", ["GSPO", "PositiveExample", "KLCov", "DPPO", "DRO", "PPOClip"])
 def test_a_sum_is_what_one_of_its_losses_is(kind):
     one = made(kind)
-    assert said(rl_fn.components.Sum((rl_fn.components.Reinforce(), one))) == {
-        **said(one),
-        **({"modes": tuple(sorted(one.modes))} if "modes" in said(one) else {}),
-    }
+    both = said(rl_fn.components.Sum((rl_fn.components.Reinforce(), one)))
+    assert {**both, "modes": set(both.get("modes", MODES))} == {**said(one), "modes": set(one.modes)}
     assert rl_fn.components.Sum((rl_fn.components.DRO(), rl_fn.components.GSPO())).modes == (
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",
@@ -219,9 +249,10 @@ def test_a_sum_is_what_one_of_its_losses_is(kind):
 
 @pytest.mark.parametrize("kind", ["TIS", "HighEntropyMask", "OffPolicySequenceMask", "M2POMask"])
 def test_a_product_is_what_one_of_its_factors_is(kind):
-    assert said(rl_fn.components.Product((rl_fn.components.OffPolicySequenceMask(0.5), made(kind)))) == {
-        **said(made(kind)),
-        "reads": tuple(dict.fromkeys([*ROLLOUT, *made(kind).reads])),
+    one = made(kind)
+    assert said(rl_fn.components.Product((rl_fn.components.OffPolicySequenceMask(0.5), one))) == {
+        **said(one),
+        "required_fields": tuple(dict.fromkeys([*ROLLOUT, *one.required_fields])),
     }
 
 
@@ -233,11 +264,6 @@ def test_plain_functions_in_a_sum_and_a_product():
     assert rl_fn.components.Sum((lambda b: b.logprobs, lambda b: b.advantages))(Batch(x, x, x, mask)).tolist() == [
         [4.0, 6.0]
     ]
-    assert (
-        said(rl_fn.components.Sum((lambda b: b.logprobs,)))
-        == said(rl_fn.components.Product((lambda b: b.logprobs,)))
-        == RULE
-    )
 
 
 WEIGHING = {"M2POMask": {}, "OffPolicySequenceMask": {"threshold": -1.0}, "VACOMask": {"threshold": 0.01}}

@@ -1,5 +1,7 @@
 """Which pieces a recipe is made of, with the constants of its paper and with others."""
 
+import inspect
+
 import pytest
 
 import rl_fn
@@ -48,13 +50,14 @@ DEFAULTS = {
     "vespo": (STD, p.VESPO(2.0, 3.0, 3.0, 2.0), TOKENS),
 }
 BESIDE = {
+    "dapo": {"dynamic_sampling": p.DynamicSampling()},
     "grpo": {"kl": p.KL("k3", 0.04)},
     "m2po": {"correction": p.M2POMask(0.04)},
     "ppo": {"value": p.ValueLoss()},
     "vapo": {"value": p.ValueLoss()},
 }
-CRITIC = {"gamma": 0.9, "whiten": False, "value_clip": 0.5, "clip_low": 0.1, "clip_high": 0.3}
-CLIPS = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 4.0}
+CRITIC = {"gamma": 0.9, "whiten": False, "clip_low": 0.1, "clip_high": 0.3}
+CLIPS = {"clip_low": 0.1, "clip_high": 0.3}
 CHANGED = [
     (
         "cispo",
@@ -62,12 +65,12 @@ CHANGED = [
         p.GRPOAdvantage("group", 0.1),
         p.CISPO(2.0, 0.3),
     ),
-    ("dapo", {"eps": 0.1, **CLIPS}, p.GRPOAdvantage("group", 0.1), p.PPOClip(0.1, 0.3, 4.0)),
+    ("dapo", {"eps": 0.1, **CLIPS}, p.GRPOAdvantage("group", 0.1), p.PPOClip(0.1, 0.3)),
     (
         "decoupled_ppo",
         {"gamma": 0.9, "weight_cap": 3, **CLIPS},
         p.ReinforcePPAdvantage(0.9),
-        p.DecoupledPPO(0.1, 0.3, 4.0, 3.0),
+        p.DecoupledPPO(0.1, 0.3, None, 3.0),
     ),
     (
         "dppo",
@@ -78,9 +81,9 @@ CHANGED = [
     ("gdpo", {"weights": [1.0, 2.0]}, p.GDPOAdvantage((1.0, 2.0)), CLIP),
     ("gigpo", {"gamma": 0.5, "weight": 2, "scale": "none"}, p.GiGPOAdvantage(0.5, 2.0, "none", 1e-6), CLIP),
     ("gpg", {"norm": 2, "alpha": "nonzero"}, p.GPGAdvantage(2.0, "nonzero"), p.Reinforce()),
-    ("grpo", {"scale": "batch", "eps": 0, "dual_clip": 4}, p.GRPOAdvantage("batch", 0.0), p.PPOClip(0.2, 0.2, 4.0)),
+    ("grpo", {"scale": "batch", "eps": 0, "clip_low": 0.3}, p.GRPOAdvantage("batch", 0.0), p.PPOClip(0.3, 0.2)),
     ("grpo_passk", {"divide_by_std": False}, p.GRPOPassKAdvantage(False), CLIP),
-    ("ppo", {"lam": 0.8, "dual_clip": 4, **CRITIC}, p.GAE(0.9, 0.8, False), p.PPOClip(0.1, 0.3, 4.0)),
+    ("ppo", {"lam": 0.8, **CRITIC}, p.GAE(0.9, 0.8, False), p.PPOClip(0.1, 0.3)),
     (
         "vapo",
         {"critic_lam": 0.8, "lam_alpha": 0.5, "positive_coef": 0.0, **CRITIC},
@@ -94,8 +97,7 @@ CHANGED = [
 @pytest.mark.parametrize("name", RECIPES)
 def test_defaults_are_these_pieces(name):
     advantage, loss, mode = DEFAULTS[name]
-    short = name.removesuffix("_objective")
-    expected = rl_fn.Objective(short, advantage, loss, p.Aggregation(mode), **BESIDE.get(name, {}))
+    expected = rl_fn.Objective(name, advantage, loss, p.Aggregation(mode), **BESIDE.get(name, {}))
     assert getattr(rl_fn.recipes, name)() == expected
 
 
@@ -103,20 +105,27 @@ def test_defaults_are_these_pieces(name):
 def test_arguments_become_constants_of_pieces(name, arguments, advantage, loss):
     objective = getattr(rl_fn.recipes, name)(**arguments)
     assert (objective.advantage, objective.loss) == (advantage, loss)
-    if "value_clip" in arguments:
-        assert objective.value == p.ValueLoss(arguments["value_clip"])
 
 
-def test_terms_are_absent_where_their_coefficient_is_zero():
+SHARED = ("kl_estimator", "entropy_coef", "correction_cap", "reward_kl_coef", "dual_clip", "value_clip")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_constants_of_its_paper_alone(name):
+    """What every recipe could have is set by replace; GRPO's paper has a KL penalty."""
+    taken = set(inspect.signature(getattr(rl_fn.recipes, name)).parameters)
+    assert not taken & set(SHARED) and ("kl_coef" in taken) == (name == "grpo")
+
+
+def test_terms_are_replaced():
     plain = rl_fn.recipes.rloo()
     assert (plain.kl, plain.entropy, plain.correction, plain.reward_kl) == (None, None, None, None)
-    assert rl_fn.recipes.rloo(kl_coef=0.3) == plain.replace(kl=p.KL("k2", 0.3))
-    assert rl_fn.recipes.rloo(kl_coef=2, kl_estimator="k1+") == plain.replace(kl=p.KL("k1+", 2.0))
-    assert rl_fn.recipes.rloo(entropy_coef=0.3) == plain.replace(entropy=p.EntropyBonus(0.3))
-    assert rl_fn.recipes.rloo(reward_kl_coef=0.3) == plain.replace(reward_kl=p.KL("k1", 0.3))
-    assert rl_fn.recipes.rloo(correction_cap=3) == plain.replace(correction=p.TIS(3.0))
-    both = p.Product((p.M2POMask(0.3), p.TIS(3.0)))
-    assert rl_fn.recipes.m2po(threshold=0.3, correction_cap=3).correction == both
+    assert rl_fn.recipes.grpo(kl_coef=0.0).kl is None and rl_fn.recipes.grpo(kl_coef=2).kl == p.KL("k3", 2.0)
+    terms = {"kl": p.KL("k1+", 2.0), "entropy": p.EntropyBonus(0.3), "correction": p.TIS(3.0)}
+    objective = plain.replace(**terms)
+    assert {name: getattr(objective, name) for name in terms} == terms
+    assert objective.replace(**dict.fromkeys(terms)) == plain
+    assert rl_fn.recipes.m2po(threshold=0.3).correction == p.M2POMask(0.3)
 
 
 def test_a_horizon_divides_the_sums():

@@ -9,7 +9,7 @@ import pytest
 import rl_fn
 from tests.oracle.lookup import ORACLE
 from tests.rl_fn.recipe_batches import advantages, batch, rollouts
-from tests.rl_fn.test_combinations import ADVANTAGES, CORRECTIONS, LOSSES
+from tests.rl_fn.test_compatibility import ADVANTAGES, CORRECTIONS, LOSSES
 
 BATCH = batch(rl_fn.recipes.dapo(), 21)
 OLD = BATCH[:4]
@@ -72,7 +72,10 @@ WEIGHTS = {
         rl_fn.components.M2POMask(0.02),
         of("second_moment_mask", (BATCH.logprobs - BATCH.old_logprobs, BATCH.mask), threshold=0.02),
     ),
-    "OffPolicySequenceMask": (rl_fn.components.OffPolicySequenceMask(-0.1), of("off_policy_sequence_mask", DRIFT, threshold=-0.1)),
+    "OffPolicySequenceMask": (
+        rl_fn.components.OffPolicySequenceMask(-0.1),
+        of("off_policy_sequence_mask", DRIFT, threshold=-0.1),
+    ),
     "VACOMask": (rl_fn.components.VACOMask(0.05), of("total_variation_mask", DRIFT, threshold=0.05)),
     "HighEntropyMask": (
         rl_fn.components.HighEntropyMask(0.5),
@@ -189,19 +192,19 @@ def test_a_loss_or_a_weight_is_its_equation(name):
 @pytest.mark.parametrize("name", ADVANTAGE_VALUES)
 def test_an_advantage_is_its_equation(name):
     piece, expected = ADVANTAGE_VALUES[name]
-    objective = rl_fn.recipes.dapo().replace(advantage=piece)
-    read, values = rollouts(objective, 22)
-    got = np.asarray(advantages(objective, read, values))
+    objective = rl_fn.recipes.dapo().replace(advantage=piece, dynamic_sampling=None)
+    read = rollouts(objective, 22)
+    got = np.asarray(advantages(objective, read))
     assert got.any()
-    np.testing.assert_allclose(got, expected(read, values), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, expected(read, read.values), rtol=1e-4, atol=1e-5)
 
 
 def test_the_critic_of_vapo_has_a_lambda_of_its_own():
-    read, values = rollouts(rl_fn.recipes.vapo(), 22)
+    objective = rl_fn.recipes.vapo(gamma=0.9, critic_lam=0.7)
+    read = rollouts(objective, 22)
     token = last(read.rewards, read.mask).astype(np.float32)
-    got = rl_fn.recipes.vapo(gamma=0.9, critic_lam=0.7).token_advantages(token, values, read.mask).returns
-    expected = ORACLE["gae"](token, values, read.mask, gamma=0.9, lam=0.7)[1]
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    expected = ORACLE["gae"](token, read.values, read.mask, gamma=0.9, lam=0.7)[1]
+    np.testing.assert_allclose(objective.advantages(read).returns, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_behaviour_chooses_the_policy_under_the_ratio():
