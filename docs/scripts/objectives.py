@@ -28,18 +28,25 @@ token.
 
 TAIL = """## Components
 
-`objective._replace(...)` puts another component in place. What cannot work is refused when the objective is made, with
+`objective.replace(...)` puts another component in place. What cannot work is refused when the objective is made, with
 the reason and the remedy; what only a batch can tell, at the call.
 
-| slot | components |
+| field | components |
 |---|---|
 | `advantage` | {advantage}, any function of rewards `*batch G` |
 | `loss` | {loss}, any function of a `Batch` |
 | `correction` | {correction}, any function of a `Batch` |
 | `aggregation` | `Aggregation(mode, max_completion_length)` |
 | `kl`, `reward_kl` | `KL(estimator, coef)`: in the loss, or taken off the rewards |
-| `entropy` | `Entropy(coef)` |
+| `entropy` | `EntropyBonus(coef)` |
 | `value` | `ValueLoss(clip)`: the critic's, by `objective.value_parts(batch)` |
+| `dynamic_sampling` | `DynamicSampling(low, high)`: groups without a signal are not trained on, nor counted |
+
+What every recipe could have is set by `replace`:
+`rl_fn.recipes.dapo().replace(kl=KL("k3", 0.04), correction=TIS(2.0), entropy=EntropyBonus(0.01))`. `Product((a, b))` has
+both a weight and a mask. A plain function is taken with the defaults that lose nothing: it may have a gradient where the
+advantage is 0, its statistics may be of the whole batch, and packed rows are refused;
+`Custom(function, over_batch=False, ...)` says what is known of it.
 
 | refused | because | remedy |
 |---|---|---|
@@ -51,7 +58,7 @@ the reason and the remedy; what only a batch can tell, at the call.
 | `seq-mean-token-sum-norm` without a max_completion_length | nothing to divide by | the generation budget |
 
 Micro-batches add up exactly to the batch, except for losses whose choice of tokens depends on the batch passed in
-(Clip-Cov, KL-Cov, M2PO, high-entropy masks).
+(Clip-Cov, KL-Cov, M2PO, high-entropy masks): `objective.over_batch` says so.
 """
 
 
@@ -62,8 +69,8 @@ def section(name: str) -> str:
     paper = next(p for p in parts if p.startswith("Reference:"))
     paper = ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(paper.removeprefix("Reference:").split()))
     objective = recipe()
-    reads = [f"`{field}`" for field in objective.inputs()]
-    batch = [f"`{field}`" for field in objective.needs()]
+    reads = [f"`{field}`" for field in objective.required_rollout_fields]
+    batch = [f"`{field}`" for field in objective.required_batch_fields]
     constants = [f"`{p.name}={p.default!r}`" for p in inspect.signature(recipe).parameters.values()]
     beyond = f"of a batch beyond its first four fields: {', '.join(batch) or 'nothing'}"
     lines = [
@@ -75,12 +82,15 @@ def section(name: str) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def _of(module: str) -> list[str]:
+    """Names of the components in the files whose names hold a word."""
+    owners = {name: getattr(components, name).__module__.split(".")[-1] for name in components.__all__}
+    return [name for name, owner in owners.items() if module in owner and not name.startswith(("Advantage", "Custom"))]
+
+
 def page() -> str:
     """The whole page."""
-    losses = [n for n in components.__all__ if "losses" in getattr(components, n).__module__]
-    weights = [n for n in components.__all__ if getattr(components, n).__module__.endswith("weights")]
-    estimators = [n for n in components.__all__ if getattr(components, n).__module__.endswith("estimators")]
-    named = {"advantage": estimators, "loss": losses, "correction": weights}
+    named = {"advantage": _of("advantage"), "loss": _of("loss_components"), "correction": _of("corrections")}
     tail = TAIL.format(**{slot: ", ".join(f"`{name}`" for name in names) for slot, names in named.items()})
     return HEAD + "\n".join(section(name) for name in recipes.__all__) + "\n" + tail
 
