@@ -43,9 +43,9 @@ the reason and the remedy; what only a batch can tell, at the call.
 | `dynamic_sampling` | `DynamicSampling(low, high)`: groups without a signal are not trained on, nor counted |
 
 What every recipe could have is set by `replace`:
-`rl_fn.recipes.dapo().replace(kl=KL("k3", 0.04), correction=TIS(2.0), entropy=EntropyBonus(0.01))`. `Product((a, b))` has
-both a weight and a mask. A plain function is taken with the defaults that lose nothing: it may have a gradient where the
-advantage is 0, its statistics may be of the whole batch, and packed rows are refused;
+`rl_fn.recipes.dapo().replace(kl=KL("k3", 0.04), correction=TIS(2.0), entropy=EntropyBonus(0.01))`.
+`Product((a, b))` has both a weight and a mask. A plain function is taken with the defaults that lose nothing: it may
+have a gradient where the advantage is 0, its statistics may be of the whole batch, and packed rows are refused;
 `Custom(function, over_batch=False, ...)` says what is known of it.
 
 | refused | because | remedy |
