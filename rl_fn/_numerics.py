@@ -1,10 +1,12 @@
 """What every module needs: one dtype rule, one exponential that stays finite, sums and deviations under a mask."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Bool, Float, Integer
 
 # At run time NumPy arrays are welcome too; statically everything is a jax.Array, which is what comes back.
@@ -13,16 +15,122 @@ if TYPE_CHECKING:
 else:
     Array = jax.Array | np.ndarray
 Shape = tuple[Any, ...]  # of int, or of jax.export's symbolic dimensions
-Number = float | int
+# A hyper-parameter: Python's or NumPy's number, or an array without axes, which may be traced.
+Number = float | int | np.floating | np.integer | Float[Array, ""] | Integer[Array, ""]
+# The same, checked and ready for arithmetic (see numbers).
+Constant = float | int | jax.Array
 Tokens = Float[Array, "*batch T"]
 Mask = Bool[Array, "*batch T"]
 Segments = Integer[Array, "*batch T"]
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError for what a caller did; the condition is static, never a traced value."""
-    if not condition:
+class Range(NamedTuple):
+    """What a hyper-parameter may be: the words of the message, and the test of a number."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+ANY = Range("must not be NaN", lambda x: x == x)
+POSITIVE = Range("must be positive", lambda x: x > 0)
+NOT_NEGATIVE = Range("must not be negative", lambda x: x >= 0)
+AT_LEAST_ONE = Range("must be at least 1", lambda x: x >= 1)
+UNIT = Range("must be in [0, 1]", lambda x: 0 <= x <= 1)
+
+
+def require(condition: bool | jax.Array, message: str) -> None:
+    """Raise ValueError for what a caller did; a condition that is traced cannot be looked at, and passes."""
+    if not isinstance(condition, Tracer) and not condition:
         raise ValueError(message)
+
+
+def _refused(x: Number | Array, legal: Range) -> bool:
+    """Whether x is not legal. An array is read only if it is one number, known, and not every number is legal."""
+    if isinstance(x, float | int):
+        return not legal.holds(x)
+    unread = legal is ANY or isinstance(x, Tracer) or np.ndim(x) > 0
+    return not (unread or legal.holds(x.item()))
+
+
+def numbers(dtype: jnp.dtype, legal: Range, label: str | None = None, /, **values: Number) -> list[Constant]:
+    """Hyper-parameters by name, checked and ready for arithmetic: Python's numbers, or scalar arrays of the dtype.
+
+    Python's numbers stay what they are, so that the arithmetic between them is Python's; NumPy's become Python's, which
+    take the dtype of the arrays they meet. The message names one value, or under a label all of them.
+    """
+    result: list[Constant] = []
+    for name, given in values.items():
+        x = given.item() if isinstance(given, np.generic) else given
+        if _refused(x, legal):
+            got = ", ".join(f"{n}={v}" for n, v in values.items()) if label else x
+            raise ValueError(f"{label or name} {legal.words}, got {got}")
+        if not isinstance(x, float | int):
+            require(np.shape(x) == (), f"{name} must be a number, got an array of shape {np.shape(x)}")
+            x = jnp.asarray(x).astype(dtype)
+        result.append(x)
+    return result
+
+
+def per_row(shape: Shape, legal: Range, /, **values: Number | Array) -> list[Constant]:
+    """Parameters by name, each a number (checked) or an array of the shape, one entry a row."""
+    result: list[Constant] = []
+    for name, given in values.items():
+        x = given.item() if isinstance(given, np.generic) else given
+        if _refused(x, legal):
+            raise ValueError(f"{name} {legal.words}, got {x}")
+        if np.shape(x) not in ((), shape):
+            raise ValueError(f"{name} must be a number or one per row: shape {shape}, got {np.shape(x)}")
+        result.append(x if isinstance(x, float | int) else jnp.asarray(x))
+    return result
+
+
+def repeating(shape: Shape, /, **values: Number | Array) -> list[Constant]:
+    """Parameters by name, each a number other than NaN or an array of the shape, with 1 where an axis repeats."""
+    result: list[Constant] = []
+    for name, given in values.items():
+        x = given.item() if isinstance(given, np.generic) else given
+        if _refused(x, ANY):
+            raise ValueError(f"{name} {ANY.words}, got {x}")
+        own = np.shape(x)
+        fits = own == () or (len(own) == len(shape) and all(n in (1, m) for n, m in zip(own, shape, strict=True)))
+        if not fits:
+            raise ValueError(f"{name} must be a number or of shape {shape}, 1 where an axis repeats, got {own}")
+        result.append(x if isinstance(x, float | int) else jnp.asarray(x))
+    return result
+
+
+def has_shape(shape: Shape, /, **arrays: Array | None) -> None:
+    """Raise ValueError unless each array that is there has the shape: what broadcasts by accident is a wrong number."""
+    for name, x in arrays.items():
+        if x is not None and np.shape(x) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {np.shape(x)}")
+
+
+def same_shape(**arrays: Array | None) -> None:
+    """Raise ValueError unless all arrays that are there have the shape of the first."""
+    first, shape = "", None
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        if shape is None:
+            first, shape = name, np.shape(x)
+        elif np.shape(x) != shape:
+            raise ValueError(f"{name} must have the shape of {first}, {shape}, got {np.shape(x)}")
+
+
+def known(*values: Constant) -> bool:
+    """Whether all are Python's numbers, so that a branch may depend on them."""
+    return all(isinstance(x, float | int) for x in values)
+
+
+def log(x: Constant) -> Constant:
+    """Take log x of a positive hyper-parameter, in Python's precision where the number is known."""
+    return float(np.log(x)) if isinstance(x, float | int) else jnp.log(x)
+
+
+def log1p(x: Constant) -> Constant:
+    """Take log(1 + x), as log."""
+    return float(np.log1p(x)) if isinstance(x, float | int) else jnp.log1p(x)
 
 
 def as_float(*arrays: Array | Number) -> tuple[jax.Array, ...]:
@@ -116,7 +224,9 @@ def deviations(
     return anchor + mean_distance, jnp.where(counted, distance - mean_distance, 0.0), count
 
 
-def variance(deviation: jax.Array, count: jax.Array, axis: int | tuple[int, ...] | None, ddof: int = 1) -> jax.Array:
+def variance(
+    deviation: jax.Array, count: jax.Array, axis: int | tuple[int, ...] | None, ddof: Constant = 1
+) -> jax.Array:
     """Σ deviation² / (count − ddof), dimensions kept; 0 where count ≤ ddof."""
     squares = jnp.sum(jnp.square(deviation), axis=axis, keepdims=True)
     return divide(squares, jnp.maximum(count - ddof, 0.0))

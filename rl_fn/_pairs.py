@@ -4,31 +4,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
-from rl_fn._numerics import Array, Number, as_float, divide, keep, require
+from rl_fn._numerics import POSITIVE, Array, Constant, Number, Range, as_float, divide, keep, numbers, same_shape
 
 Pairs = Float[Array, "*batch"]
 PairMask = Bool[Array, "*batch"]
 Lengths = Float[Array, "*batch"] | Integer[Array, "*batch"]
 
 
-def check_beta(beta: Number) -> None:
-    require(beta > 0, f"beta must be positive, got {beta}")
+_SMOOTHING = Range("must be in [0, 0.5)", lambda x: 0 <= x < 0.5)
 
 
-def check_smoothing(label_smoothing: Number) -> None:
-    require(0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+def beta_of(x: jax.Array, beta: Number) -> Constant:
+    """Check β > 0, for arithmetic with x."""
+    return numbers(x.dtype, POSITIVE, beta=beta)[0]
+
+
+def smoothing_of(x: jax.Array, label_smoothing: Number) -> Constant:
+    """Check that the label smoothing is in [0, ½), for arithmetic with x."""
+    return numbers(x.dtype, _SMOOTHING, label_smoothing=label_smoothing)[0]
 
 
 def log_ratios(
     chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array, mask: Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Give log π/π_ref of both sides of each pair, zero where masked."""
+    same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, mask=mask)
     c, r, ref_c, ref_r = as_float(chosen, rejected, ref_chosen, ref_rejected)
     return keep(c, mask) - keep(ref_c, mask), keep(r, mask) - keep(ref_r, mask)
 
 
 def both(chosen: Array, rejected: Array, mask: Array | None) -> tuple[jax.Array, jax.Array]:
     """Both sides of each pair in one dtype, zero where masked."""
+    same_shape(chosen=chosen, rejected=rejected, mask=mask)
     c, r = as_float(chosen, rejected)
     return keep(c, mask), keep(r, mask)
 
@@ -47,6 +54,6 @@ def softplus(x: jax.Array) -> jax.Array:
     return jnp.where(positive, x, 0.0) + jnp.log1p(jnp.exp(jnp.where(positive, -x, x)))
 
 
-def smoothed_logistic(z: jax.Array, label_smoothing: Number) -> jax.Array:
+def smoothed_logistic(z: jax.Array, label_smoothing: Constant) -> jax.Array:
     """−(1 − ε) log σ(z) − ε log σ(−z), in its form with one softplus: log(1 + e^{−z}) + εz."""
     return softplus(-z) + label_smoothing * z

@@ -6,6 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from rl_fn._numerics import (
+    ANY,
+    NOT_NEGATIVE,
+    POSITIVE,
     Array,
     Mask,
     Number,
@@ -15,7 +18,9 @@ from rl_fn._numerics import (
     as_mask,
     deviations,
     divide,
+    numbers,
     require,
+    same_shape,
     variance,
 )
 from rl_fn.recurrence import segment_starts, segment_totals
@@ -105,10 +110,7 @@ def aggregate_parts(
         normed == (max_completion_length is not None),
         f"max_completion_length goes with seq-mean-token-sum-norm only: {mode=}, {max_completion_length=}",
     )
-    require(
-        max_completion_length is None or max_completion_length > 0,
-        f"max_completion_length must be positive, got {max_completion_length}",
-    )
+    same_shape(x=x, mask=mask, segment_ids=segment_ids)
     (values,) = as_float(x)
     counted = as_mask(mask)
     values, ones = jnp.where(counted, values, 0.0), counted.astype(values.dtype)
@@ -127,7 +129,10 @@ def aggregate_parts(
     sequences = jnp.sum(segment_starts(values.shape, segment_ids) & (tokens > 0), dtype=values.dtype)
     if mode == "seq-mean-token-mean":
         total = jnp.sum(jnp.sum(divide(values, tokens), axis=-1))
-    return Ratio(total, sequences if max_completion_length is None else max_completion_length * sequences)
+    if max_completion_length is None:
+        return Ratio(total, sequences)
+    (length,) = numbers(total.dtype, POSITIVE, max_completion_length=max_completion_length)
+    return Ratio(total, length * sequences)
 
 
 def aggregate(
@@ -135,7 +140,7 @@ def aggregate(
     mask: Mask,
     mode: str,
     *,
-    denominator: Number | Float[Array, ""] | None = None,
+    denominator: Number | None = None,
     max_completion_length: Number | None = None,
     segment_ids: Segments | None = None,
 ) -> Float[Array, ""]:
@@ -171,7 +176,8 @@ def aggregate(
     parts = aggregate_parts(x, mask, mode, max_completion_length=max_completion_length, segment_ids=segment_ids)
     if denominator is None:
         return parts.value()
-    return Ratio(parts.total, jnp.asarray(denominator).astype(parts.total.dtype)).value()
+    (by,) = numbers(parts.total.dtype, ANY, denominator=denominator)
+    return Ratio(parts.total, jnp.asarray(by, parts.total.dtype)).value()
 
 
 def masked_sum(
@@ -184,7 +190,7 @@ def masked_sum(
     Args:
         x: any shape.
         mask: True where an entry counts, the same shape.
-        axis: axis or axes to reduce; all by default.
+        axis: axis or axes to reduce, static; all by default.
 
     Returns:
         x without the reduced axes; 0 where nothing counts.
@@ -200,6 +206,7 @@ def masked_sum(
     1.0
 
     """
+    same_shape(x=x, mask=mask)
     (values,) = as_float(x)
     return jnp.sum(jnp.where(as_mask(mask), values, 0.0), axis=axis)
 
@@ -214,7 +221,7 @@ def masked_mean(
     Args:
         x: any shape.
         mask: True where an entry counts, the same shape.
-        axis: axis or axes to reduce; all by default.
+        axis: axis or axes to reduce, static; all by default.
 
     Returns:
         x without the reduced axes; 0 where nothing counts.
@@ -239,7 +246,7 @@ def masked_var(
     mask: Bool[Array, "*shape"],
     *,
     axis: int | tuple[int, ...] | None = None,
-    ddof: int = 1,
+    ddof: Number = 1,
 ) -> Float[Array, "..."]:
     """Variance of the masked-in entries, in two passes.
 
@@ -248,7 +255,7 @@ def masked_var(
     Args:
         x: any shape.
         mask: True where an entry counts, the same shape.
-        axis: axis or axes to reduce; all by default.
+        axis: axis or axes to reduce, static; all by default.
         ddof: 1 for the unbiased variance, 0 for the population's.
 
     Returns:
@@ -265,7 +272,8 @@ def masked_var(
     2.0
 
     """
-    require(ddof >= 0, f"ddof must not be negative, got {ddof}")
+    same_shape(x=x, mask=mask)
     (values,) = as_float(x)
+    (ddof,) = numbers(values.dtype, NOT_NEGATIVE, ddof=ddof)
     _, deviation, count = deviations(values, as_mask(mask), axis=axis)
     return jnp.squeeze(variance(deviation, count, axis, ddof), axis=axis)

@@ -1,13 +1,29 @@
 """Learning from a teacher: divergences between whole distributions, and a teacher's log-probabilities as a reward."""
 
-import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Integer
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, as_ids, keep, require
+from rl_fn._numerics import (
+    POSITIVE,
+    UNIT,
+    Array,
+    Constant,
+    Mask,
+    Number,
+    Tokens,
+    as_float,
+    as_ids,
+    has_shape,
+    keep,
+    known,
+    log,
+    numbers,
+    require,
+    same_shape,
+)
 from rl_fn._pairs import PairMask, softplus
 from rl_fn.logprobs.row_state import log_softmax
 
@@ -23,28 +39,39 @@ def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(reached & ~allowed & (p > 0), axis=-1), jnp.inf, divergence)
 
 
-def _to_mixture(log_p: jax.Array, log_q: jax.Array, weight: float) -> jax.Array:
+def _to_mixture(log_p: jax.Array, log_q: jax.Array, weight: Constant) -> jax.Array:
     """KL(p ‖ weight p + (1 − weight) q), as −Σ p [log weight + log(1 + e^{log q − log p} (1 − weight)/weight)]."""
     reached, allowed = log_p != -jnp.inf, log_q != -jnp.inf
     p = jnp.where(reached, jnp.exp(jnp.where(reached, log_p, 0.0)), 0.0)
     shared = reached & allowed
     difference = jnp.where(shared, log_q, 0.0) - jnp.where(shared, log_p, 0.0)
-    added = jnp.where(shared, softplus(difference + math.log((1.0 - weight) / weight)), 0.0)
-    return -jnp.sum(p * (math.log(weight) + added), axis=-1)
+    added = jnp.where(shared, softplus(difference + log((1.0 - weight) / weight)), 0.0)
+    return -jnp.sum(p * (log(weight) + added), axis=-1)
 
 
-def _jensen_shannon(teacher: jax.Array, student: jax.Array, beta: Number) -> jax.Array:
+def _jensen_shannon(teacher: jax.Array, student: jax.Array, beta: Constant) -> jax.Array:
     """β KL(T‖M) + (1 − β) KL(S‖M), M = βT + (1 − β)S, of log-probabilities; the KLs themselves at 0 and 1."""
+    if not known(beta):
+        # A traced β may be at an end: all three are computed, and one is chosen.
+        between = jnp.where((beta > 0) & (beta < 1), beta, 0.5)
+        ends = jnp.where(beta <= 0, _kl(teacher, student), _kl(student, teacher))
+        return jnp.where(between == beta, _mixed(teacher, student, between), ends)
     if beta == 0:
         return _kl(teacher, student)
     if beta == 1:
         return _kl(student, teacher)
+    return _mixed(teacher, student, beta)
+
+
+def _mixed(teacher: jax.Array, student: jax.Array, beta: Constant) -> jax.Array:
+    """Weigh the two divergences from the mixture, 0 < β < 1."""
     return beta * _to_mixture(teacher, student, beta) + (1 - beta) * _to_mixture(student, teacher, 1 - beta)
 
 
-def _check(beta: Number, temperature: Number) -> None:
-    require(0 <= beta <= 1, f"beta must be in [0, 1], got {beta}")
-    require(temperature > 0, f"temperature must be positive, got {temperature}")
+def _constants(x: jax.Array, beta: Number, temperature: Number) -> tuple[Constant, Constant]:
+    """Check β and the temperature, for arithmetic with x."""
+    (beta,) = numbers(x.dtype, UNIT, beta=beta)
+    return beta, numbers(x.dtype, POSITIVE, temperature=temperature)[0]
 
 
 def _counted(x: jax.Array, mask: Array | None) -> jax.Array:
@@ -89,8 +116,10 @@ def gkd(
     0.6931
 
     """
-    _check(beta, temperature)
+    same_shape(student_logits=student_logits, teacher_logits=teacher_logits)
+    has_shape(student_logits.shape[:-1], mask=mask)
     s, t = as_float(student_logits, teacher_logits)
+    beta, temperature = _constants(s, beta, temperature)
     student, teacher = (log_softmax(_counted(x, mask) / temperature) for x in (s, t))
     return keep(_jensen_shannon(teacher, student, beta), mask)
 
@@ -138,11 +167,13 @@ def top_k_distillation(
     0.1733
 
     """
-    _check(beta, temperature)
     require(tail in ("bucket", "renormalise", "drop"), f"unknown tail {tail!r}")
     size, count = student_logits.shape[-1], teacher_logprobs.shape[-1]
     require(count <= size, f"the teacher reports {count} entries of a vocabulary of {size}")
+    has_shape(student_logits.shape[:-1], mask=mask)
+    has_shape((*student_logits.shape[:-1], count), teacher_logprobs=teacher_logprobs, teacher_tokens=teacher_tokens)
     s, teacher = as_float(student_logits, teacher_logprobs)
+    beta, temperature = _constants(s, beta, temperature)
     student, teacher = log_softmax(_counted(s, mask) / temperature), _counted(teacher, mask)
     ids = as_ids(teacher_tokens)
     # Garbage in a masked row may lie outside the vocabulary; the first K ids are inside and all different.
@@ -201,10 +232,13 @@ def distillation_advantages(
     [-2.0]
 
     """
-    require(clip is None or clip > 0, f"clip must be positive, got {clip}")
+    same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     new, teacher = as_float(logprobs, teacher_logprobs)
     advantages = jax.lax.stop_gradient(keep(teacher, mask) - keep(new, mask))
-    return advantages if clip is None else jnp.clip(advantages, -clip, clip)
+    if clip is None:
+        return advantages
+    (clip,) = numbers(new.dtype, POSITIVE, clip=clip)
+    return jnp.clip(advantages, -clip, clip)
 
 
 def on_policy_distillation(

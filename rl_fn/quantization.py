@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Number, as_float, divide, require
+from rl_fn._numerics import UNIT, Array, Constant, Number, Range, as_float, divide, has_shape, numbers, require
 
 GRANULARITIES = ("tensor", "channel", "block")
 FP8_MAX = 448.0
+_HALF_RANGE = Range("must be within [127, 128]", lambda x: 127 <= x <= 128)
 # A scale that would be 0 becomes this, as in compressed-tensors: all-zero weights quantise to zeros.
 _EPS = float(np.finfo(np.float32).eps)
 
@@ -31,7 +32,9 @@ def _divide_exactly(a: jax.Array, b: jax.Array) -> jax.Array:
     return a / jax.lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
 
 
-def _scaled(weight: jax.Array, absmax: jax.Array, largest: float, bound: tuple[float, float]) -> tuple[jax.Array, ...]:
+def _scaled(
+    weight: jax.Array, absmax: jax.Array, largest: Constant, bound: tuple[float, float]
+) -> tuple[jax.Array, ...]:
     """Weight / scale, clamped, and the scale; a group that is not finite has scale NaN and codes 0."""
     finite = jnp.isfinite(absmax)
     scale = _divide_exactly(absmax, jnp.asarray(largest, absmax.dtype))
@@ -53,6 +56,7 @@ def quantize_int8(weight: Float[Array, "..."], *, axis: int | None = -1, half_ra
     Args:
         weight: of any shape, usually `out in`.
         axis: the axis that shares a scale: −1 gives one for each output channel. None: one for the whole tensor.
+            The axis is static.
         half_range: 127.5 as compressed-tensors has it (the element of the largest magnitude becomes 127 or −128, up to
             half a step away); 127 as in most kernels (it becomes ±127, exactly). Quantising again what was
             dequantised keeps all codes with 127; with 127.5 the scale shrinks a little and −127 may become −128.
@@ -74,10 +78,10 @@ def quantize_int8(weight: Float[Array, "..."], *, axis: int | None = -1, half_ra
     ([[127, -1, 0]], [[1.0]])
 
     """
-    require(127 <= half_range <= 128, f"half_range must be within [127, 128], got {half_range}")
+    (half_range,) = numbers(jnp.dtype(jnp.float32), _HALF_RANGE, half_range=half_range)
     require(0 not in weight.shape, f"weight must not be empty, got shape {weight.shape}")
     w = jnp.asarray(weight).astype(jnp.float32)
-    codes, scale = _scaled(w, _absmax(w, axis), float(half_range), (-128.0, 127.0))
+    codes, scale = _scaled(w, _absmax(w, axis), half_range, (-128.0, 127.0))
     return Quantized(jnp.round(codes).astype(jnp.int8), scale)
 
 
@@ -96,7 +100,7 @@ def quantize_fp8(weight: Float[Array, "*batch out in"], *, granularity: str = "c
     Args:
         weight: `*batch out in`; batch dimensions (experts) have scales of their own.
         granularity: "tensor", "channel" (a row of in) or "block" (`block` × `block` elements).
-        block: side of a block; the last blocks of a row and column may be smaller.
+        block: side of a block, static; the last blocks of a row and column may be smaller.
 
     Returns:
         Quantized(values, scale): float8_e4m3fn of weight's shape; float32 scales, `*batch 1 1`, `*batch out 1` or
@@ -139,7 +143,7 @@ def dequantize(values: Array, scale: Float[Array, "..."], *, block: int | None =
     Args:
         values: int8 or float8 codes, of any shape; with blocks `*batch out in`.
         scale: as quantize_int8 or quantize_fp8 return it: of values' rank, with 1 where it is shared.
-        block: side of the blocks, for scales `*batch ⌈out/block⌉ ⌈in/block⌉`.
+        block: side of the blocks, for scales `*batch ⌈out/block⌉ ⌈in/block⌉`; static.
 
     Returns:
         float32 of values' shape; differentiable in the scale.
@@ -193,8 +197,9 @@ def smooth_scales(
     [2.0, 1.0]
 
     """
-    require(0 <= alpha <= 1, f"alpha must be within [0, 1], got {alpha}")
+    has_shape(weight.shape[1:], activation_absmax=activation_absmax)
     x, w = as_float(activation_absmax, weight)
+    (alpha,) = numbers(x.dtype, UNIT, alpha=alpha)
     largest = jnp.max(jnp.abs(w), axis=0)
     used = ~((x <= 0) | (largest <= 0))
     x, largest = jnp.where(used, x, 1.0), jnp.where(used, largest, 1.0)

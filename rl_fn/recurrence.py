@@ -2,9 +2,23 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Segments, Shape, Tokens, as_float, as_ids, as_mask
+from rl_fn._numerics import (
+    ANY,
+    Array,
+    Mask,
+    Number,
+    Segments,
+    Shape,
+    Tokens,
+    as_float,
+    as_ids,
+    as_mask,
+    per_row,
+    same_shape,
+)
 
 BLOCK = 8
 Step = tuple[jax.Array | None, jax.Array, jax.Array | None]  # decay, input, cut
@@ -172,6 +186,10 @@ def linear_recurrence(
     [3.0, 0.0, 4.0]
 
     """
+    same_shape(inputs=inputs, mask=mask, segment_ids=segment_ids)
+    if np.shape(decay) != np.shape(inputs):
+        (decay,) = per_row(inputs.shape[:-1], ANY, decay=decay)
+    (init,) = per_row(inputs.shape[:-1], ANY, init=init)
     b, a, start = as_float(inputs, decay, init)
     counted = as_mask(mask)
     if b.shape[-1] == 0:

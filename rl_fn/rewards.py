@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Real
 
 from rl_fn._groups import Groups, valid_of, within
-from rl_fn._numerics import Array, Number, as_float, require
+from rl_fn._numerics import ANY, Array, Number, as_float, known, numbers, require, same_shape
 from rl_fn.advantages.group import Rewards, Valid
 
 
@@ -44,8 +44,10 @@ def group_filter(
     [[True, True], [False, False]]
 
     """
-    require(low < high, f"need low < high, got low={low}, high={high}")
+    same_shape(rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
+    low, high = numbers(r.dtype, ANY, low=low, high=high)
+    require(low < high, f"need low < high, got low={low}, high={high}")
     exists = valid_of(r, valid)
     group = within(r, exists, group_ids)
     return exists & (group.mean > low) & (group.mean < high) & (group.variance > 0)
@@ -75,9 +77,16 @@ def overlong_penalty(lengths: Real[Array, "*batch"], *, max_length: Number, buff
     [0.0, -0.5, -1.0]
 
     """
-    require(0 <= buffer <= max_length, f"buffer must be between 0 and {max_length}, got {buffer}")
     (length,) = as_float(lengths)
-    if buffer == 0:
+    max_length, buffer = numbers(length.dtype, ANY, max_length=max_length, buffer=buffer)
+    refused = f"buffer must be between 0 and {max_length}, got {buffer}"
+    require(buffer >= 0, refused)
+    require(buffer <= max_length, refused)
+    if known(buffer) and buffer == 0:
         return jnp.where(length > max_length, -1.0, jnp.zeros_like(length))
     over = jnp.maximum(length - (max_length - buffer), 0.0)
-    return jnp.where(over <= 0, 0.0, -jnp.minimum(over / buffer, 1.0))
+    if known(buffer):
+        return jnp.where(over <= 0, 0.0, -jnp.minimum(over / buffer, 1.0))
+    # A traced buffer may be 0: one token too many then costs everything.
+    part = jnp.where(buffer == 0, 1.0, over / jnp.where(buffer == 0, 1.0, buffer))
+    return jnp.where(over <= 0, 0.0, -jnp.minimum(part, 1.0))

@@ -6,19 +6,32 @@ sees a renormalised distribution. Ties are broken by the lower token id.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Integer, Key, UInt32
 
-from rl_fn._numerics import Array, Number, as_float, as_ids, as_mask, require
+from rl_fn._numerics import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNIT,
+    Array,
+    Number,
+    Range,
+    as_float,
+    as_mask,
+    per_row,
+    same_shape,
+)
 from rl_fn.logprobs.row_state import log_softmax
 
 Logits = Float[Array, "*batch V"]
 PerRow = Number | Float[Array, "..."]
-Count = int | Integer[Array, "..."]
+Count = int | np.integer | Integer[Array, "..."]
+_SHARE = Range("must be in (0, 1]", lambda x: 0 < x <= 1)
 
 
 def _column(parameter: jax.Array, logits: jax.Array) -> jax.Array:
     """Shape a number, or one per row, to meet logits of `*batch V`."""
-    require(parameter.shape in ((), logits.shape[:-1]), f"need a number or one per row, got shape {parameter.shape}")
     return jnp.broadcast_to(parameter[..., None] if parameter.ndim else parameter, (*logits.shape[:-1], 1))
 
 
@@ -51,7 +64,7 @@ def temperature(logits: Logits, t: PerRow) -> Logits:
     [-inf, 0.0]
 
     """
-    require(not isinstance(t, float | int) or t >= 0, f"temperature must not be negative, got {t}")
+    (t,) = per_row(logits.shape[:-1], NOT_NEGATIVE, temperature=t)
     x, heat = as_float(logits, t)
     heat = _column(heat, x)
     cold = heat == 0
@@ -85,9 +98,9 @@ def top_k(logits: Logits, k: Count) -> Logits:
     [-inf, 3.0, 3.0, -inf]
 
     """
-    require(not isinstance(k, int) or k >= 1, f"k must be at least 1, got {k}")
+    (count,) = per_row(logits.shape[:-1], AT_LEAST_ONE, k=k)
     (x,) = as_float(logits)
-    count, ranks = _column(as_ids(k), x), _ranks(x)[1]
+    count, ranks = _column(jnp.asarray(count), x), _ranks(x)[1]
     return jnp.where((ranks < count.astype(ranks.dtype)) | jnp.isnan(x), x, -jnp.inf)
 
 
@@ -114,7 +127,7 @@ def top_p(logits: Logits, p: PerRow) -> Logits:
     -inf
 
     """
-    require(not isinstance(p, float | int) or 0 < p <= 1, f"p must be in (0, 1], got {p}")
+    (p,) = per_row(logits.shape[:-1], _SHARE, p=p)
     x, mass = as_float(logits, p)
     mass = _column(mass, x)
     order, ranks = _ranks(x)
@@ -149,7 +162,7 @@ def min_p(logits: Logits, p: PerRow) -> Logits:
     [0.0, -1.0, -inf]
 
     """
-    require(not isinstance(p, float | int) or 0 <= p <= 1, f"p must be in [0, 1], got {p}")
+    (p,) = per_row(logits.shape[:-1], UNIT, p=p)
     x, share = as_float(logits, p)
     share = _column(share, x)
     below = jnp.where(share > 0, jnp.log(jnp.where(share > 0, share, 1.0)), -jnp.inf)
@@ -180,7 +193,8 @@ def repetition_penalty(logits: Logits, seen: Bool[Array, "*batch V"], penalty: P
     [1.0, -4.0, 1.0]
 
     """
-    require(not isinstance(penalty, float | int) or penalty > 0, f"penalty must be positive, got {penalty}")
+    same_shape(logits=logits, seen=seen)
+    (penalty,) = per_row(logits.shape[:-1], POSITIVE, penalty=penalty)
     x, theta = as_float(logits, penalty)
     theta = _column(theta, x)
     return jnp.where(as_mask(seen), jnp.where(x > 0, x / theta, x * theta), x)

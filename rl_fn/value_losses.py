@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from rl_fn._numerics import Mask, Number, Tokens, as_float, keep, require
+from rl_fn._numerics import POSITIVE, Mask, Number, Tokens, as_float, keep, numbers, same_shape
 
 
 def value_loss(values: Tokens, returns: Tokens, mask: Mask | None = None) -> Tokens:
@@ -29,6 +29,7 @@ def value_loss(values: Tokens, returns: Tokens, mask: Mask | None = None) -> Tok
     [4.0]
 
     """
+    same_shape(values=values, returns=returns, mask=mask)
     v, r = as_float(values, returns)
     return jnp.square(keep(v, mask) - keep(r, mask))
 
@@ -61,8 +62,9 @@ def value_clip(
     [2.25]
 
     """
-    require(clip > 0, f"clip must be positive, got {clip}")
+    same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     v, old, r = as_float(values, old_values, returns)
+    (clip,) = numbers(v.dtype, POSITIVE, clip=clip)
     v, old, r = keep(v, mask), keep(old, mask), keep(r, mask)
     free = jnp.square(v - r)
     held = jnp.square(jnp.clip(v, old - clip, old + clip) - r)
@@ -95,8 +97,9 @@ def value_huber(values: Tokens, returns: Tokens, mask: Mask | None = None, *, de
     [0.125, 2.5]
 
     """
-    require(delta > 0, f"delta must be positive, got {delta}")
+    same_shape(values=values, returns=returns, mask=mask)
     v, r = as_float(values, returns)
+    (delta,) = numbers(v.dtype, POSITIVE, delta=delta)
     error = keep(v, mask) - keep(r, mask)
     near = jnp.clip(error, -delta, delta)
     # Not |e|: the curvature of ½|e|² would come out as 0 at e = 0.

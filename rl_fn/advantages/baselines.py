@@ -4,7 +4,20 @@ import jax.numpy as jnp
 from jaxtyping import Float, Integer, Real
 
 from rl_fn._groups import diagonal, own, peers, rows_of, valid_of
-from rl_fn._numerics import Array, Number, as_float, deviations, divide, require, sqrt, variance
+from rl_fn._numerics import (
+    POSITIVE,
+    Array,
+    Number,
+    as_float,
+    deviations,
+    divide,
+    has_shape,
+    numbers,
+    require,
+    same_shape,
+    sqrt,
+    variance,
+)
 from rl_fn.advantages.group import Rewards, Valid
 
 Groups = Integer[Array, "*batch G"]
@@ -23,7 +36,7 @@ def remax_advantages(rewards: Rewards, greedy_rewards: Float[Array, "*batch"]) -
         `*batch G`.
 
     Raises:
-        TypeError: if the shapes do not belong together (from JAX).
+        ValueError: if the shapes do not belong together.
 
     Reference:
         Li et al. (ReMax), arXiv 2310.10505.
@@ -33,6 +46,7 @@ def remax_advantages(rewards: Rewards, greedy_rewards: Float[Array, "*batch"]) -
     [[0.5, -0.5]]
 
     """
+    has_shape(rewards.shape[:-1], greedy_rewards=greedy_rewards)
     r, greedy = as_float(rewards, greedy_rewards)
     return r - greedy[..., None]
 
@@ -56,7 +70,7 @@ def opo_advantages(
         `*batch G`, zero where invalid. A group of one, equal rewards, and a group without a token give exactly 0.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         Hao et al. (OPO), arXiv 2505.23585.
@@ -66,6 +80,7 @@ def opo_advantages(
     [0.25, -0.75]
 
     """
+    same_shape(rewards=rewards, lengths=lengths, valid=valid, group_ids=group_ids)
     r, length = as_float(rewards, lengths)
     exists = valid_of(r, valid)
     together = peers(exists, group_ids)
@@ -115,8 +130,9 @@ def gpg_advantages(
     """
     kinds = ("informative", "nonzero", "none")
     require(alpha in kinds, f"alpha must be one of {kinds}, got {alpha!r}")
-    require(norm > 0, f"norm must be positive, got {norm}")
+    same_shape(rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
+    (norm,) = numbers(r.dtype, POSITIVE, norm=norm)
     exists = valid_of(r, valid)
     together = peers(exists, group_ids)
     _, deviation, _ = deviations(rows_of(r), together, axis=-1)
@@ -142,7 +158,7 @@ def maxrl_advantages(rewards: Rewards, valid: Valid | None = None, *, group_ids:
         `*batch G`, zero where invalid. A group of one and equal rewards give exactly 0.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         Tajwar et al. (MaxRL), arXiv 2602.02710, equation 10 and algorithm 1 (there divided by the group's size).
@@ -152,6 +168,7 @@ def maxrl_advantages(rewards: Rewards, valid: Valid | None = None, *, group_ids:
     [3.0, -1.0, -1.0, -1.0]
 
     """
+    same_shape(rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
     exists = valid_of(r, valid)
     mean, deviation, _ = deviations(rows_of(r), peers(exists, group_ids), axis=-1)
@@ -176,7 +193,7 @@ def leave_one_out_std_advantages(
         `*batch G`, zero where invalid, and for an answer without others. Equal rewards give exactly 0.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         None: NeMo-RL's default baseline.
@@ -186,6 +203,7 @@ def leave_one_out_std_advantages(
     [-0.707 -0.707  0.5  ]
 
     """
+    same_shape(rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
     exists = valid_of(r, valid)
     together = peers(exists, group_ids)

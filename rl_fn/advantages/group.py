@@ -4,7 +4,19 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from rl_fn._groups import Groups, valid_of, within
-from rl_fn._numerics import Array, Number, as_float, deviations, divide, require, sqrt, variance
+from rl_fn._numerics import (
+    NOT_NEGATIVE,
+    Array,
+    Number,
+    as_float,
+    deviations,
+    divide,
+    numbers,
+    require,
+    same_shape,
+    sqrt,
+    variance,
+)
 
 SCALES = ("group", "batch", "none")
 
@@ -50,8 +62,9 @@ def grpo_advantages(
 
     """
     require(scale in SCALES, f"scale must be one of {SCALES}, got {scale!r}")
-    require(eps >= 0, f"eps must not be negative, got {eps}")
+    same_shape(rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
+    (eps,) = numbers(r.dtype, NOT_NEGATIVE, eps=eps)
     exists = valid_of(r, valid)
     group = within(r, exists, group_ids)
     if scale == "none":
@@ -90,6 +103,7 @@ def rloo_advantages(rewards: Rewards, valid: Valid | None = None, *, group_ids: 
     """
     size = rewards.shape[-1]
     require(size >= 2, f"leaving one out needs a group of at least 2, got rewards of shape {rewards.shape}")
+    same_shape(rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
     group = within(r, valid_of(r, valid), group_ids)
     return group.deviation * divide(group.size, jnp.maximum(group.size - 1.0, 0.0))

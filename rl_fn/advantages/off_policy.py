@@ -2,23 +2,36 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_mask, exp, require
+from rl_fn._numerics import (
+    ANY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNIT,
+    Array,
+    Constant,
+    Mask,
+    Number,
+    Segments,
+    Tokens,
+    as_float,
+    as_mask,
+    exp,
+    known,
+    log,
+    numbers,
+    per_row,
+    require,
+    same_shape,
+)
 from rl_fn.advantages.returns import Advantages, discounted_returns
 from rl_fn.recurrence import following_recurrence, next_counted
 
 
-def _in_unit_interval(**numbers: object) -> None:
-    for name, number in numbers.items():
-        if isinstance(number, float | int):
-            require(0.0 <= number <= 1.0, f"{name} must be in [0, 1], got {number}")
-
-
-def _truncated(log_ratios: jax.Array, cap: Number) -> jax.Array:
+def _truncated(log_ratios: jax.Array, cap: Constant) -> jax.Array:
     """min(cap, exp(log ratio)) without ever computing an exponential that overflows."""
-    return jnp.minimum(jnp.exp(jnp.minimum(log_ratios, float(np.log(cap)) + 1.0)), cap)
+    return jnp.minimum(jnp.exp(jnp.minimum(log_ratios, log(cap) + 1.0)), cap)
 
 
 def n_step(
@@ -42,7 +55,7 @@ def n_step(
         rewards: per-token rewards, `*batch T`.
         values: V, `*batch T`.
         mask: True where a token counts, `*batch T`; the others are skipped, t + k is the k-th counted token after t.
-        n: number of rewards before the critic takes over, ≥ 1.
+        n: number of rewards before the critic takes over, ≥ 1, static.
         gamma: discount, in [0, 1].
         bootstrap: value after the last token (of every segment), a number or `*batch`.
         segment_ids: `*batch T`, for several sequences packed into a row.
@@ -63,8 +76,10 @@ def n_step(
 
     """
     require(n >= 1, f"n must be at least 1, got {n}")
-    _in_unit_interval(gamma=gamma)
+    same_shape(rewards=rewards, values=values, mask=mask, segment_ids=segment_ids)
+    (bootstrap,) = per_row(rewards.shape[:-1], ANY, bootstrap=bootstrap)
     r, v, last = as_float(rewards, values, bootstrap)
+    (gamma,) = numbers(r.dtype, UNIT, gamma=gamma)
     counted = as_mask(mask)
     r, v = jnp.where(counted, r, 0.0), jnp.where(counted, v, 0.0)
     length = v.shape[-1]
@@ -150,16 +165,18 @@ def vtrace(
     [0.5, 1.0]
 
     """
-    _in_unit_interval(gamma=gamma, lam=lam)
-    require(rho_clip > 0 and c_clip > 0, f"clips must be positive, got rho_clip={rho_clip}, c_clip={c_clip}")
+    same_shape(rewards=rewards, values=values, log_ratios=log_ratios, mask=mask, segment_ids=segment_ids)
+    (bootstrap,) = per_row(rewards.shape[:-1], ANY, bootstrap=bootstrap)
     r, v, ratio, last = as_float(rewards, values, log_ratios, bootstrap)
+    gamma, lam = numbers(r.dtype, UNIT, gamma=gamma, lam=lam)
+    rho_clip, c_clip = numbers(r.dtype, POSITIVE, "clips", rho_clip=rho_clip, c_clip=c_clip)
     counted = as_mask(mask)
     r, v, ratio = (jnp.where(counted, x, 0.0) for x in (r, v, ratio))
     ratio = jax.lax.stop_gradient(ratio)
     rho, trace = _truncated(ratio, rho_clip), lam * _truncated(ratio, c_clip)
     # vₜ = (1 − ρₜ)Vₜ + ρₜrₜ + γ(ρₜ − cₜ)Vₜ₊₁ + γcₜvₜ₊₁: the third term needs a scan of its own, and is often 0.
     inputs = (1.0 - rho) * v + rho * r
-    if lam != 1 or rho_clip != c_clip:
+    if not known(lam, rho_clip, c_clip) or lam != 1 or rho_clip != c_clip:
         inputs = inputs + gamma * (rho - trace) * next_counted(v, counted, last, segment_ids)
     after = following_recurrence(gamma * trace, inputs, counted, last, segment_ids)
     targets = inputs + gamma * trace * after
@@ -212,9 +229,11 @@ def retrace(
     [0.5, 1.0]
 
     """
-    _in_unit_interval(gamma=gamma, lam=lam)
-    require(c_clip > 0, f"c_clip must be positive, got {c_clip}")
+    same_shape(rewards=rewards, values=values, log_ratios=log_ratios, mask=mask, segment_ids=segment_ids)
+    (bootstrap,) = per_row(rewards.shape[:-1], ANY, bootstrap=bootstrap)
     r, v, ratio, last = as_float(rewards, values, log_ratios, bootstrap)
+    gamma, lam = numbers(r.dtype, UNIT, gamma=gamma, lam=lam)
+    (c_clip,) = numbers(r.dtype, POSITIVE, c_clip=c_clip)
     counted = as_mask(mask)
     r, v, ratio = (jnp.where(counted, x, 0.0) for x in (r, v, ratio))
     trace = jax.lax.stop_gradient(lam * _truncated(ratio, c_clip))
@@ -270,9 +289,10 @@ def clipped_importance_advantages(
     [1.25, 1.0]
 
     """
-    _in_unit_interval(gamma=gamma, clip_low=clip_low)
-    require(clip_high >= 0, f"clip_high must not be negative, got {clip_high}")
+    same_shape(rewards=rewards, values=values, log_ratios=log_ratios, mask=mask, segment_ids=segment_ids)
     r, v, ratio = as_float(rewards, values, log_ratios)
+    (clip_low,) = numbers(r.dtype, UNIT, clip_low=clip_low)
+    (clip_high,) = numbers(r.dtype, NOT_NEGATIVE, clip_high=clip_high)
     counted = as_mask(mask)
     v, ratio = jnp.where(counted, v, 0.0), jnp.where(counted, ratio, 0.0)
     weight = jax.lax.stop_gradient(jnp.clip(exp(ratio), 1.0 - clip_low, 1.0 + clip_high))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Integer
 
 from rl_fn._groups import Groups, diagonal, peers, rows_of, valid_of, within
-from rl_fn._numerics import Array, Number, as_float, divide, require, sqrt
+from rl_fn._numerics import NOT_NEGATIVE, Array, Number, as_float, divide, numbers, require, same_shape, sqrt
 from rl_fn.advantages.group import Rewards, Valid
 
 
@@ -44,8 +44,9 @@ def passk_advantages(
     [0.0, 0.5, 0.0]
 
     """
-    require(eps >= 0, f"eps must not be negative, got {eps}")
+    same_shape(rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
+    (eps,) = numbers(r.dtype, NOT_NEGATIVE, eps=eps)
     exists = valid_of(r, valid)
     together = peers(exists, group_ids)
     others = together & ~diagonal(together.shape)
@@ -77,7 +78,7 @@ def passk_analytic_advantages(
     Args:
         rewards: `*batch G`, one group along the last axis.
         valid: True where an answer exists, `*batch G`; all by default.
-        k: answers in a set, from 1 to G.
+        k: answers in a set, from 1 to G, static.
         group_ids: `*batch G`, equal within a group, for ragged groups in any order.
 
     Returns:
@@ -96,6 +97,7 @@ def passk_analytic_advantages(
 
     """
     require(1 <= k <= rewards.shape[-1], f"k must be between 1 and the group's size, got {k} for {rewards.shape}")
+    same_shape(rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
     exists = valid_of(r, valid)
     together = peers(exists, group_ids) & exists[..., :, None]
@@ -131,7 +133,8 @@ def pass_at_k(correct: Integer[Array, "*batch"], total: Integer[Array, "*batch"]
     Args:
         correct: c, right answers, `*batch`.
         total: n, answers in all, `*batch`.
-        k: answers that may be given, ≥ 1. Where n < k it is pass@n, which is too low: there is no unbiased estimate.
+        k: answers that may be given, ≥ 1, static. Where n < k it is pass@n, which is too low: there is no unbiased
+            estimate.
 
     Returns:
         `*batch`, in [0, 1]; 0 where n = 0.
@@ -148,6 +151,7 @@ def pass_at_k(correct: Integer[Array, "*batch"], total: Integer[Array, "*batch"]
 
     """
     require(k >= 1, f"k must be at least 1, got {k}")
+    same_shape(correct=correct, total=total)
     c, n = as_float(correct, total)
     steps = jnp.broadcast_to(jnp.arange(k, dtype=n.dtype), (*n.shape, k))
     left, wrong = n[..., None] - steps, (n - c)[..., None] - steps

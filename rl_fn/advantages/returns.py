@@ -6,6 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Real
 
 from rl_fn._numerics import (
+    ANY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNIT,
     Array,
     Mask,
     Number,
@@ -15,7 +19,9 @@ from rl_fn._numerics import (
     as_mask,
     deviations,
     divide,
-    require,
+    numbers,
+    per_row,
+    same_shape,
     variance,
 )
 from rl_fn.recurrence import following_recurrence, linear_recurrence, next_counted
@@ -26,12 +32,6 @@ class Advantages(NamedTuple):
 
     advantages: Tokens
     returns: Tokens
-
-
-def _in_unit_interval(**numbers: object) -> None:
-    for name, number in numbers.items():
-        if isinstance(number, float | int):
-            require(0.0 <= number <= 1.0, f"{name} must be in [0, 1], got {number}")
 
 
 def discounted_returns(
@@ -61,7 +61,8 @@ def discounted_returns(
     [0.25, 0.5, 1.0]
 
     """
-    _in_unit_interval(gamma=gamma)
+    same_shape(rewards=rewards, mask=mask, segment_ids=segment_ids)
+    (gamma,) = numbers(as_float(rewards)[0].dtype, UNIT, gamma=gamma)
     return linear_recurrence(gamma, rewards, mask, segment_ids=segment_ids)
 
 
@@ -103,8 +104,11 @@ def gae(
     [0.5, 0.5]
 
     """
-    _in_unit_interval(gamma=gamma, lam=lam)
+    same_shape(rewards=rewards, values=values, mask=mask, segment_ids=segment_ids)
+    (lam,) = per_row(rewards.shape[:-1], UNIT, lam=lam)
+    (bootstrap,) = per_row(rewards.shape[:-1], ANY, bootstrap=bootstrap)
     r, v, lam_, last = as_float(rewards, values, lam, bootstrap)
+    (gamma,) = numbers(r.dtype, UNIT, gamma=gamma)
     counted = as_mask(mask)
     r, v = jnp.where(counted, r, 0.0), jnp.where(counted, v, 0.0)
     # One recurrence for Vₜ₊₁ and Aₜ₊₁ together: U = V + λA, Uₜ = (1 − λ)Vₜ + λrₜ + γλUₜ₊₁, Aₜ = rₜ + γUₜ₊₁ − Vₜ.
@@ -151,8 +155,11 @@ def td_lambda(
     [1.0, 1.0]
 
     """
-    _in_unit_interval(gamma=gamma, lam=lam)
+    same_shape(rewards=rewards, values=values, mask=mask, segment_ids=segment_ids)
+    (lam,) = per_row(rewards.shape[:-1], UNIT, lam=lam)
+    (bootstrap,) = per_row(rewards.shape[:-1], ANY, bootstrap=bootstrap)
     r, v, lam_, last = as_float(rewards, values, lam, bootstrap)
+    (gamma,) = numbers(r.dtype, UNIT, gamma=gamma)
     counted = as_mask(mask)
     r, v = jnp.where(counted, r, 0.0), jnp.where(counted, v, 0.0)
     column = lam_[..., None] if lam_.ndim else lam_
@@ -189,10 +196,12 @@ def length_adaptive_lambda(
     [0.8  0.98]
 
     """
-    require(alpha > 0, f"alpha must be positive, got {alpha}")
     (length,) = as_float(lengths)
+    (alpha,) = numbers(length.dtype, POSITIVE, alpha=alpha)
     lam = jnp.where(length > 0, 1.0 - divide(jnp.ones_like(length), alpha * length), 0.0)
-    return lam if minimum is None else jnp.maximum(lam, minimum)
+    if minimum is None:
+        return lam
+    return jnp.maximum(lam, numbers(length.dtype, ANY, minimum=minimum)[0])
 
 
 def whiten(x: Tokens, mask: Mask, *, shift_mean: bool = True, eps: Number = 1e-8) -> Tokens:
@@ -220,8 +229,9 @@ def whiten(x: Tokens, mask: Mask, *, shift_mean: bool = True, eps: Number = 1e-8
     [-1.0, 0.0, 1.0]
 
     """
-    require(eps >= 0, f"eps must not be negative, got {eps}")
+    same_shape(x=x, mask=mask)
     (values,) = as_float(x)
+    (eps,) = numbers(values.dtype, NOT_NEGATIVE, eps=eps)
     counted = as_mask(mask)
     mean, deviation, count = deviations(values, counted)
     spread = variance(deviation, count, None) + eps

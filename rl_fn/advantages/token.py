@@ -5,7 +5,21 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
 from rl_fn._groups import within
-from rl_fn._numerics import Array, Number, as_float, as_ids, as_mask, deviations, divide, require, sqrt
+from rl_fn._numerics import (
+    ANY,
+    NOT_NEGATIVE,
+    Array,
+    Number,
+    as_float,
+    as_ids,
+    as_mask,
+    deviations,
+    divide,
+    numbers,
+    require,
+    same_shape,
+    sqrt,
+)
 from rl_fn.advantages.returns import discounted_returns
 
 GroupTokens = Float[Array, "*batch G T"]
@@ -54,6 +68,7 @@ def optimal_token_baseline_advantages(
     [[0.25, 0.25], [-0.75, -0.75]]
 
     """
+    same_shape(token_rewards=token_rewards, logprobs=logprobs, sum_squared_probs=sum_squared_probs, mask=mask)
     r, new, squares = as_float(token_rewards, logprobs, sum_squared_probs)
     counted = as_mask(mask)
     new, squares = jnp.where(counted, new, 0.0), jnp.where(counted, squares, 1.0)
@@ -112,8 +127,10 @@ def step_group_advantages(
 
     """
     require(scale in STEP_SCALES, f"scale must be one of {STEP_SCALES}, got {scale!r}")
-    require(eps >= 0, f"eps must not be negative, got {eps}")
+    same_shape(rewards=rewards, state_ids=state_ids, mask=mask)
     (r,) = as_float(rewards)
+    (eps,) = numbers(r.dtype, NOT_NEGATIVE, eps=eps)
+    (weight,) = numbers(r.dtype, ANY, weight=weight)
     taken = as_mask(mask)
 
     def relative(x: jax.Array, exists: jax.Array, ids: jax.Array | None) -> jax.Array:

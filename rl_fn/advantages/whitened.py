@@ -4,7 +4,21 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from rl_fn._groups import Groups, valid_of, within
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_ids, as_mask, divide, require, sqrt
+from rl_fn._numerics import (
+    NOT_NEGATIVE,
+    Array,
+    Mask,
+    Number,
+    Segments,
+    Tokens,
+    as_float,
+    as_ids,
+    as_mask,
+    divide,
+    has_shape,
+    numbers,
+    sqrt,
+)
 from rl_fn.advantages.group import Rewards, Valid
 from rl_fn.advantages.returns import discounted_returns, whiten
 
@@ -80,6 +94,7 @@ def reinforce_pp_baseline_advantages(
     [[0.866, 0.866], [-0.866, -0.866]]
 
     """
+    has_shape(mask.shape[:-1], rewards=rewards, group_ids=group_ids)
     (r,) = as_float(rewards)
     counted = as_mask(mask)
     centred = within(r, jnp.any(counted, axis=-1), group_ids).deviation
@@ -123,8 +138,11 @@ def gdpo_advantages(
     [0.21, -0.77, 1.33, -0.77]
 
     """
-    require(eps >= 0, f"eps must not be negative, got {eps}")
+    answers = (*rewards.shape[:-2], rewards.shape[-1])
+    has_shape(rewards.shape[-2:-1], weights=weights)
+    has_shape(answers, valid=valid, group_ids=group_ids)
     r, w = as_float(rewards, jnp.ones(rewards.shape[-2]) if weights is None else weights)
+    (eps,) = numbers(r.dtype, NOT_NEGATIVE, eps=eps)
     exists = valid_of(r[..., 0, :], valid)
     each = jnp.broadcast_to(exists[..., None, :], r.shape)
     ids = None if group_ids is None else jnp.broadcast_to(as_ids(group_ids)[..., None, :], r.shape)

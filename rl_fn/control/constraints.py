@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Number, as_float, require
+from rl_fn._numerics import ANY, NOT_NEGATIVE, POSITIVE, Array, Number, as_float, known, numbers, require
+from rl_fn.control.kl import FLOAT
 
 DIRECTIONS = ("<=", ">=")
 
@@ -33,7 +34,7 @@ class Lagrangian(NamedTuple):
 
 
 def lagrangian(
-    limits: Sequence[Number],
+    limits: Sequence[Number] | Float[Array, " n"],
     *,
     directions: Sequence[str],
     lr: Number,
@@ -79,12 +80,14 @@ def lagrangian(
 
     """
     require(len(limits) > 0, "limits must not be empty")
-    known = len(directions) == len(limits) and set(directions) <= set(DIRECTIONS)
-    require(known, f"directions must be one of {DIRECTIONS} for each of {len(limits)} limits, got {list(directions)}")
-    require(lr > 0, f"lr must be positive, got {lr}")
-    require(penalty >= 0, f"penalty must not be negative, got {penalty}")
-    require(0 <= start <= high, f"need 0 ≤ start ≤ high, got start={start}, high={high}")
-    bounds = np.asarray(limits, np.float32)
+    listed = len(directions) == len(limits) and set(directions) <= set(DIRECTIONS)
+    require(listed, f"directions must be one of {DIRECTIONS} for each of {len(limits)} limits, got {list(directions)}")
+    (lr,) = numbers(FLOAT, POSITIVE, lr=lr)
+    (penalty,) = numbers(FLOAT, NOT_NEGATIVE, penalty=penalty)
+    start, high = numbers(FLOAT, ANY, start=start, high=high)
+    for holds in (start >= 0, start <= high):
+        require(holds, f"need 0 ≤ start ≤ high, got start={start}, high={high}")
+    bounds = jnp.stack([jnp.asarray(numbers(FLOAT, ANY, limits=limit)[0], FLOAT) for limit in limits])
     signs = np.asarray([1.0 if direction == "<=" else -1.0 for direction in directions], np.float32)
 
     def init() -> LagrangianState:
@@ -93,7 +96,7 @@ def lagrangian(
     def violations(constraints: Array) -> jax.Array:
         (g,) = as_float(constraints)
         require(g.shape == bounds.shape, f"constraints must have shape {bounds.shape}, got {g.shape}")
-        return jnp.asarray(signs, g.dtype) * (g - jnp.asarray(bounds, g.dtype))
+        return jnp.asarray(signs, g.dtype) * (g - bounds.astype(g.dtype))
 
     def loss(state: LagrangianState, objective: Array, constraints: Array) -> jax.Array:
         value, v = as_float(objective, violations(constraints))
@@ -102,7 +105,12 @@ def lagrangian(
         # A multiplier of 0 is an absent constraint, whatever was measured: 0 · ∞ would be NaN.
         linear = multipliers * jnp.where(multipliers > 0, v, 0.0)
         total = value + jnp.sum(linear)
-        return total + 0.5 * penalty * jnp.sum(jnp.square(jnp.maximum(v, 0.0))) if penalty else total
+        if known(penalty) and penalty == 0:
+            return total
+        squares = jnp.sum(jnp.square(jnp.maximum(v, 0.0)))
+        if not known(penalty):
+            squares = jnp.where((penalty > 0) | jnp.isfinite(squares), squares, 0.0)
+        return total + 0.5 * penalty * squares
 
     def update(state: LagrangianState, constraints: Array) -> LagrangianState:
         v = jax.lax.stop_gradient(violations(constraints)).astype(jnp.float32)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Number, require
-from rl_fn.control.kl import Controller, Measured, require_range, scalar, unless_nan
+from rl_fn._numerics import NOT_NEGATIVE, POSITIVE, Array, Number, numbers
+from rl_fn.control.kl import FLOAT, Controller, Measured, interval, scalar, unless_nan
 
 
 class EntropyState(NamedTuple):
@@ -50,10 +50,8 @@ def adaptive_entropy(
     (0.005, 0.0)
 
     """
-    require(target > 0, f"target must be positive, got {target}")
-    require(step > 0, f"step must be positive, got {step}")
-    require(low >= 0, f"low must not be negative, got {low}")
-    require_range(coef, low, high)
+    target, step = numbers(FLOAT, POSITIVE, target=target, step=step)
+    coef, low, high = interval(NOT_NEGATIVE, coef, low, high)
 
     def update(state: EntropyState, measured: Measured) -> EntropyState:
         entropy = scalar(measured)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Integer
 
-from rl_fn._numerics import Array, Number, require
+from rl_fn._numerics import ANY, NOT_NEGATIVE, POSITIVE, Array, Constant, Number, Range, numbers, require
 
 Measured = Number | Float[Array, ""]
 
@@ -41,6 +41,7 @@ class PIDState(NamedTuple):
 
 def scalar(x: Number | Array) -> jax.Array:
     """Return a float32 scalar: the state keeps one dtype whatever is measured."""
+    require(np.shape(x) == (), f"measured must be one number, got shape {np.shape(x)}")
     return jnp.asarray(x).astype(jnp.float32)
 
 
@@ -49,9 +50,18 @@ def unless_nan(measured: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(jnp.isnan(measured), b, a), new, old)
 
 
-def require_range(coef: Number, low: Number, high: Number) -> None:
-    """Raise ValueError unless low ≤ coef ≤ high."""
-    require(low <= coef <= high, f"need low ≤ coef ≤ high, got low={low}, coef={coef}, high={high}")
+_SHARE = Range("must be in (0, 1]", lambda x: 0 < x <= 1)
+FLOAT = jnp.dtype(jnp.float32)
+
+
+def interval(floor: Range, coef: Number, low: Number, high: Number) -> tuple[Constant, Constant, Constant]:
+    """Check low ≤ coef ≤ high, and low against its own range."""
+    (low,) = numbers(FLOAT, floor, low=low)
+    coef, high = numbers(FLOAT, ANY, coef=coef, high=high)
+    refused = f"need low ≤ coef ≤ high, got low={low}, coef={coef}, high={high}"
+    require(low <= coef, refused)
+    require(coef <= high, refused)
+    return coef, low, high
 
 
 def fixed_kl(coef: Number) -> Controller:
@@ -76,7 +86,7 @@ def fixed_kl(coef: Number) -> Controller:
     0.5
 
     """
-    require(coef >= 0, f"coef must not be negative, got {coef}")
+    (coef,) = numbers(FLOAT, NOT_NEGATIVE, coef=coef)
     return Controller(lambda: CoefState(scalar(coef)), lambda state, measured: state)
 
 
@@ -117,10 +127,12 @@ def exponential_kl(
     1.03
 
     """
-    require(target > 0, f"target must be positive, got {target}")
-    require(0 < down <= 1 <= up, f"need 0 < down ≤ 1 ≤ up, got down={down}, up={up}")
-    require(low > 0, f"low must be positive, got {low}")
-    require_range(coef, low, high)
+    (target,) = numbers(FLOAT, POSITIVE, target=target)
+    down, up = numbers(FLOAT, ANY, down=down, up=up)
+    refused = f"need 0 < down ≤ 1 ≤ up, got down={down}, up={up}"
+    for holds in (down > 0, down <= 1, up >= 1):
+        require(holds, refused)
+    coef, low, high = interval(POSITIVE, coef, low, high)
 
     def update(state: CoefState, measured: Measured) -> CoefState:
         kl = scalar(measured)
@@ -169,12 +181,11 @@ def linear_kl(
     0.204
 
     """
-    require(target > 0, f"target must be positive, got {target}")
-    require(horizon > 0 and samples > 0, f"horizon and samples must be positive, got {horizon} and {samples}")
-    require(0 < clip <= 1, f"clip must be in (0, 1], got {clip}")
+    (target,) = numbers(FLOAT, POSITIVE, target=target)
+    horizon, samples = numbers(FLOAT, POSITIVE, "horizon and samples", horizon=horizon, samples=samples)
+    (clip,) = numbers(FLOAT, _SHARE, clip=clip)
     require(clip * samples <= horizon, f"need clip · samples ≤ horizon, got {clip} · {samples} > {horizon}")
-    require(low >= 0, f"low must not be negative, got {low}")
-    require_range(coef, low, high)
+    coef, low, high = interval(NOT_NEGATIVE, coef, low, high)
     gain = samples / horizon
 
     def update(state: CoefState, measured: Measured) -> CoefState:
@@ -226,10 +237,12 @@ def pid_kl(
     1.75
 
     """
-    require(target > 0, f"target must be positive, got {target}")
-    require(min(kp, ki, kd) >= 0, f"gains must not be negative, got kp={kp}, ki={ki}, kd={kd}")
-    require(low >= 0 and high < float("inf"), f"need 0 ≤ low and a finite high, got low={low}, high={high}")
-    require_range(coef, low, high)
+    (target,) = numbers(FLOAT, POSITIVE, target=target)
+    kp, ki, kd = numbers(FLOAT, NOT_NEGATIVE, "gains", kp=kp, ki=ki, kd=kd)
+    coef, low, high = interval(ANY, coef, low, high)
+    refused = f"need 0 ≤ low and a finite high, got low={low}, high={high}"
+    require(low >= 0, refused)
+    require(high < float("inf"), refused)
     largest = float(np.sqrt(np.finfo(np.float32).max))
 
     def init() -> PIDState:

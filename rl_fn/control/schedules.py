@@ -4,11 +4,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Integer
 
-from rl_fn._numerics import Array, Number, require
-from rl_fn.control.kl import Controller, Measured, scalar
+from rl_fn._numerics import ANY, AT_LEAST_ONE, NOT_NEGATIVE, Array, Number, known, numbers, require
+from rl_fn.control.kl import FLOAT, Controller, Measured, scalar
 
+Count = int | np.integer | Integer[Array, ""]
+_COUNT = jnp.dtype(jnp.int32)
 KINDS = ("cosine", "linear", "exponential", "warmup_cosine")
 
 
@@ -19,7 +22,7 @@ class ScheduleState(NamedTuple):
     step: Integer[Array, ""]
 
 
-def scheduled_kl(kind: str, *, start: Number, end: Number, steps: int, warmup: int = 0) -> Controller:
+def scheduled_kl(kind: str, *, start: Number, end: Number, steps: Count, warmup: Count = 0) -> Controller:
     """Move the coefficient of the KL penalty from one value to another in a fixed number of updates.
 
     s = t / steps;  cosine: end + (start − end)(1 + cos πs)/2;  linear: start + (end − start)s;
@@ -54,25 +57,29 @@ def scheduled_kl(kind: str, *, start: Number, end: Number, steps: int, warmup: i
 
     """
     require(kind in KINDS, f"kind must be one of {KINDS}, got {kind!r}")
-    require(start >= 0 and end >= 0, f"start and end must not be negative, got {start} and {end}")
-    require(steps >= 1, f"steps must be at least 1, got {steps}")
-    require(kind != "exponential" or (start > 0 and end > 0), f"an exponential never meets 0, got {start} to {end}")
+    start, end = numbers(FLOAT, NOT_NEGATIVE, "start and end", start=start, end=end)
+    last, first = *numbers(_COUNT, AT_LEAST_ONE, steps=steps), *numbers(_COUNT, ANY, warmup=warmup)
+    if kind == "exponential":
+        for bound in (start, end):
+            require(bound > 0, f"an exponential never meets 0, got {start} to {end}")
     if kind == "warmup_cosine":
-        require(0 < warmup < steps, f"need 0 < warmup < steps, got {warmup} of {steps}")
+        for holds in (first > 0, first < last):
+            require(holds, f"need 0 < warmup < steps, got {warmup} of {steps}")
     else:
-        require(warmup == 0, f"warmup belongs to 'warmup_cosine', got {warmup} with {kind!r}")
+        require(known(first) and first == 0, f"warmup belongs to 'warmup_cosine', got {warmup} with {kind!r}")
+    begin, over = (jnp.asarray(x).astype(jnp.float32) for x in (first, last))
 
     def value(step: jax.Array) -> jax.Array:
         t = step.astype(jnp.float32)
-        s = jnp.clip((t - warmup) / (steps - warmup), 0.0, 1.0)
+        s = jnp.clip((t - begin) / (over - begin), 0.0, 1.0)
         weight = 1.0 - s if kind == "linear" else 0.5 * (1.0 + jnp.cos(jnp.pi * s))
         if kind == "exponential":
             coef = start * jnp.exp(s * (jnp.log(scalar(end)) - jnp.log(scalar(start))))
         else:
             coef = weight * start + (1.0 - weight) * end
         # Selected, so that rounding cannot leave the last value a hair beside the end.
-        coef = jnp.where(step >= steps, end, coef)
-        return jnp.where(step < warmup, start * (t / max(warmup, 1)), coef).astype(jnp.float32)
+        coef = jnp.where(step >= last, end, coef)
+        return jnp.where(step < first, start * (t / jnp.maximum(begin, 1.0)), coef).astype(jnp.float32)
 
     def init() -> ScheduleState:
         step = jnp.zeros((), jnp.int32)
@@ -80,7 +87,7 @@ def scheduled_kl(kind: str, *, start: Number, end: Number, steps: int, warmup: i
 
     def update(state: ScheduleState, measured: Measured) -> ScheduleState:
         # Counting stops at the end: a run of any length cannot overflow the counter.
-        step = jnp.minimum(state.step + 1, steps)
+        step = jnp.minimum(state.step + 1, last)
         return ScheduleState(value(step), step)
 
     return Controller(init, update)

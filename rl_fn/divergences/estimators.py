@@ -8,10 +8,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, exp, expm1, keep, magnitude, require
+from rl_fn._numerics import (
+    POSITIVE,
+    Array,
+    Mask,
+    Number,
+    Tokens,
+    as_float,
+    exp,
+    expm1,
+    keep,
+    magnitude,
+    numbers,
+    same_shape,
+)
 
 
 def _difference(logprobs: Array, ref_logprobs: Array, mask: Array | None) -> jax.Array:
+    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     new, ref = as_float(logprobs, ref_logprobs)
     return keep(new, mask) - keep(ref, mask)
 
@@ -148,7 +162,7 @@ def kl_straight_through(value: Float[Array, "*shape"], gradient: Float[Array, "*
         The same shape; equal to value to rounding.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         Bengio et al., arXiv 1308.3432, for the straight-through idea.
@@ -158,6 +172,7 @@ def kl_straight_through(value: Float[Array, "*shape"], gradient: Float[Array, "*
     [1.0]
 
     """
+    same_shape(value=value, gradient=gradient)
     v, g = as_float(value, gradient)
     return g + jax.lax.stop_gradient(v - g)
 
@@ -200,11 +215,12 @@ def kl_importance_corrected(
     [0.] [0.3069]
 
     """
-    require(log_clip is None or log_clip > 0, f"log_clip must be positive, got {log_clip}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, mask=mask)
     new, old, ref = as_float(logprobs, old_logprobs, ref_logprobs)
     new, old, ref = keep(new, mask), keep(old, mask), keep(ref, mask)
     log_rho, d = new - old, new - ref
     if log_clip is not None:
+        (log_clip,) = numbers(new.dtype, POSITIVE, log_clip=log_clip)
         log_rho, d = jnp.clip(log_rho, -log_clip, log_clip), jnp.clip(d, -log_clip, log_clip)
     # k3's own derivative passes through its continuation beyond 64 nats, where a large ratio overflows (∞ · 0). The
     # slope 1 − e^{−d} is finite wherever the product is. Taken half way to d, it gives the curvature e^{−d} too.

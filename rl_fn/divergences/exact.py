@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Number, as_float, magnitude, require
+from rl_fn._numerics import Array, Number, Range, as_float, magnitude, numbers, same_shape
 from rl_fn.logprobs.row_state import log_softmax
 
 Logits = Float[Array, "*batch V"]
+_INSIDE = Range("must be in (0, 1)", lambda x: 0 < x < 1)
 
 
 def reverse_kl(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"]:
@@ -23,7 +24,7 @@ def reverse_kl(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"]:
         `*batch`, ≥ 0 to rounding; +inf where π reaches an entry that π_ref excludes.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         Kullback & Leibler, On Information and Sufficiency (1951).
@@ -49,7 +50,7 @@ def forward_kl(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"]:
         `*batch`, ≥ 0 to rounding; +inf where π_ref reaches an entry that π excludes.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         Kullback & Leibler, On Information and Sufficiency (1951).
@@ -94,8 +95,9 @@ def jensen_shannon(logits: Logits, ref_logits: Logits, *, beta: Number = 0.5) ->
     0.6931
 
     """
-    require(0.0 < beta < 1.0, f"beta must be in (0, 1), got {beta}")
+    same_shape(logits=logits, ref_logits=ref_logits)
     new, ref = as_float(logits, ref_logits)
+    (beta,) = numbers(new.dtype, _INSIDE, beta=beta)
     log_p, log_q = _finite(log_softmax(ref)), _finite(log_softmax(new))
     log_beta, log_rest = jnp.log(jnp.asarray(beta, log_p.dtype)), jnp.log1p(-jnp.asarray(beta, log_p.dtype))
     # log(β p + (1 − β) q) by its larger term: the difference of the two logs is what the smaller one adds.
@@ -120,7 +122,7 @@ def total_variation(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"
         `*batch`, in [0, 1] to rounding.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         Levin, Peres & Wilmer, Markov Chains and Mixing Times (2009), chapter 4.
@@ -130,6 +132,7 @@ def total_variation(logits: Logits, ref_logits: Logits) -> Float[Array, "*batch"
     0.5
 
     """
+    same_shape(logits=logits, ref_logits=ref_logits)
     new, ref = as_float(logits, ref_logits)
     difference = jnp.exp(log_softmax(new)) - jnp.exp(log_softmax(ref))
     return 0.5 * jnp.sum(magnitude(difference), axis=-1)
@@ -148,7 +151,7 @@ def kl_categorical(logits: Float[Array, "*batch V"], ref_logits: Float[Array, "*
         `*batch`, ≥ 0 to rounding; +inf where π reaches an entry that π_ref excludes.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         Kullback & Leibler, On Information and Sufficiency (1951).
@@ -158,6 +161,7 @@ def kl_categorical(logits: Float[Array, "*batch V"], ref_logits: Float[Array, "*
     inf
 
     """
+    same_shape(logits=logits, ref_logits=ref_logits)
     new, ref = as_float(logits, ref_logits)
     log_p, log_q = log_softmax(new), log_softmax(ref)
     reached = log_p != -jnp.inf

@@ -7,7 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_mask, divide, exp, expm1, require
+from rl_fn._numerics import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    Array,
+    Mask,
+    Number,
+    Segments,
+    Tokens,
+    as_float,
+    as_mask,
+    divide,
+    exp,
+    expm1,
+    log,
+    numbers,
+    require,
+    same_shape,
+)
 from rl_fn.divergences.estimators import kl_k3
 from rl_fn.recurrence import segment_starts, segment_totals
 
@@ -59,6 +76,7 @@ def log_ratio(
     [1.0, 1.0, 0.0]
 
     """
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask, segment_ids=segment_ids)
     new, old = as_float(logprobs, old_logprobs)
     return _at_level(new - old, as_mask(mask), level, segment_ids)
 
@@ -92,11 +110,12 @@ def truncated_importance_weights(
     [1.0, 2.0]
 
     """
-    require(cap > 0, f"cap must be positive, got {cap}")
+    same_shape(log_ratios=log_ratios, mask=mask, segment_ids=segment_ids)
     (ratios,) = as_float(log_ratios)
+    (cap,) = numbers(ratios.dtype, POSITIVE, cap=cap)
     counted = as_mask(mask)
     at_level = _at_level(ratios, counted, level, segment_ids)
-    weights = jnp.minimum(jnp.exp(jnp.minimum(at_level, float(np.log(cap)) + 1.0)), cap)
+    weights = jnp.minimum(jnp.exp(jnp.minimum(at_level, log(cap) + 1.0)), cap)
     return jax.lax.stop_gradient(jnp.where(counted, weights, 0.0))
 
 
@@ -135,8 +154,10 @@ def masked_importance_weights(
     [1.0, 0.0]
 
     """
-    require(0 <= low < high, f"need 0 ≤ low < high, got low={low}, high={high}")
+    same_shape(log_ratios=log_ratios, mask=mask, segment_ids=segment_ids)
     (ratios,) = as_float(log_ratios)
+    low, high = numbers(ratios.dtype, NOT_NEGATIVE, "need 0 ≤ low < high: both", low=low, high=high)
+    require(low < high, f"need 0 ≤ low < high, got low={low}, high={high}")
     counted = as_mask(mask)
     weights = exp(_at_level(ratios, counted, level, segment_ids))
     outside = (weights < low) | (weights > high)
@@ -166,6 +187,7 @@ def effective_sample_size(weights: Tokens, mask: Mask) -> Float[Array, ""]:
     2.0
 
     """
+    same_shape(weights=weights, mask=mask)
     (w,) = as_float(weights)
     w = jnp.where(as_mask(mask), w, 0.0)
     # The ratio does not depend on the scale of w; dividing by the largest keeps the squares in range.
@@ -217,6 +239,7 @@ def mismatch_metrics(
     1.0
 
     """
+    same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask, segment_ids=segment_ids)
     new, rollout = as_float(logprobs, rollout_logprobs)
     counted = as_mask(mask)
     new, rollout = (jax.lax.stop_gradient(jnp.where(counted, x, 0.0)) for x in (new, rollout))

@@ -3,7 +3,22 @@
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, as_mask, divide, exp, require
+from rl_fn._numerics import (
+    ANY,
+    POSITIVE,
+    Array,
+    Mask,
+    Number,
+    Segments,
+    Tokens,
+    as_float,
+    as_mask,
+    divide,
+    exp,
+    numbers,
+    require,
+    same_shape,
+)
 from rl_fn.divergences.estimators import kl_k3
 from rl_fn.recurrence import segment_totals
 
@@ -53,8 +68,9 @@ def rejection_mask(
     """
     require(statistic in STATISTICS, f"statistic must be one of {STATISTICS}, got {statistic!r}")
     require(level in REJECTION_LEVELS, f"level must be one of {REJECTION_LEVELS}, got {level!r}")
-    require(threshold > 0, f"threshold must be positive, got {threshold}")
+    same_shape(log_ratios=log_ratios, mask=mask, segment_ids=segment_ids)
     (d,) = as_float(log_ratios)
+    (threshold,) = numbers(d.dtype, POSITIVE, threshold=threshold)
     counted = as_mask(mask)
     d = jnp.where(counted, d, 0.0)
     value = {"k1": -d, "k2": 0.5 * jnp.square(d), "k3": kl_k3(-d, jnp.zeros_like(d))}[statistic]
@@ -105,7 +121,10 @@ def off_policy_sequence_mask(
     [True, False]
 
     """
+    same_shape(logprobs=logprobs, advantages=advantages, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape(mask=mask, segment_ids=segment_ids)
     a, new, rollout = as_float(advantages, logprobs, rollout_logprobs)
+    (threshold,) = numbers(a.dtype, ANY, threshold=threshold)
     counted = as_mask(mask)
     gap = jnp.where(counted, rollout - new, 0.0)
     mean = divide(segment_totals(gap, segment_ids), segment_totals(counted.astype(gap.dtype), segment_ids))
@@ -140,8 +159,9 @@ def second_moment_mask(log_ratios: Tokens, mask: Mask, *, threshold: Number) -> 
     [True, False, True]
 
     """
-    require(threshold > 0, f"threshold must be positive, got {threshold}")
+    same_shape(log_ratios=log_ratios, mask=mask)
     (d,) = as_float(log_ratios)
+    (threshold,) = numbers(d.dtype, POSITIVE, threshold=threshold)
     counted = as_mask(mask)
     square = jnp.where(counted, jnp.square(d), jnp.inf)
     ascending = jnp.sort(square.reshape(-1))
@@ -193,8 +213,10 @@ def total_variation_mask(
     [False, True]
 
     """
-    require(threshold > 0, f"threshold must be positive, got {threshold}")
+    same_shape(logprobs=logprobs, advantages=advantages, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape(mask=mask, segment_ids=segment_ids)
     a, new, rollout = as_float(advantages, logprobs, rollout_logprobs)
+    (threshold,) = numbers(a.dtype, POSITIVE, threshold=threshold)
     counted = as_mask(mask)
     d = new - rollout
     tokens = segment_totals(counted.astype(d.dtype), segment_ids)

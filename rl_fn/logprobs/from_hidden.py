@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from rl_fn._numerics import Array, Number, as_float, as_ids, as_mask, require
+from rl_fn._numerics import POSITIVE, Array, Number, as_float, as_ids, as_mask, has_shape, per_row, require
 from rl_fn.logprobs.row_state import RowState, TokenIds, TokenLogprobs, finalize_row_state, merge_row_states, row_state
 
 
@@ -34,7 +34,7 @@ def linear_logprobs(
         temperature: > 0, a number or one per token, `*batch`.
         softcap: cap of the logits before the temperature; none by default.
         allowed_tokens: True for entries in the distribution, `V`; all by default.
-        chunk: entries of the vocabulary in a tile.
+        chunk: entries of the vocabulary in a tile, static.
 
     Returns:
         TokenLogprobs(logprobs, entropy, logsumexp), each `*batch`.
@@ -52,6 +52,10 @@ def linear_logprobs(
 
     """
     require(chunk >= 1, f"chunk must be at least 1, got {chunk}")
+    has_shape((*hidden.shape[:-1], *weight.shape[1:]), hidden=hidden)
+    has_shape(hidden.shape[:-1], tokens=tokens)
+    has_shape(weight.shape[:1], bias=bias, allowed_tokens=allowed_tokens)
+    (temperature,) = per_row(hidden.shape[:-1], POSITIVE, temperature=temperature)
     ids = as_ids(tokens)
     size = weight.shape[0]
     width = min(chunk, size)

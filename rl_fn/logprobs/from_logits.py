@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, keep
+from rl_fn._numerics import Array, Mask, Number, Segments, Tokens, as_float, keep, same_shape
 from rl_fn.logprobs.row_state import (
     AllowedTokens,
     Logits,
@@ -82,6 +82,7 @@ def sequence_logprobs(logprobs: Tokens, mask: Mask, *, segment_ids: Segments | N
     [-3.0]
 
     """
+    same_shape(logprobs=logprobs, mask=mask, segment_ids=segment_ids)
     (values,) = as_float(logprobs)
     values = keep(values, mask)
     if segment_ids is None:

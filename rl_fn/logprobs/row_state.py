@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from rl_fn._numerics import Array, Number, as_float, as_ids, as_mask, require
+from rl_fn._numerics import POSITIVE, Array, Number, as_float, as_ids, as_mask, has_shape, numbers, per_row, same_shape
 
 Logits = Float[Array, "*batch V"]
 
@@ -61,16 +62,17 @@ def _scaled(
     logits: Array, temperature: Number | Array, softcap: Number | None, allowed_tokens: Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Logits after softcap and temperature, and which of them are in the distribution."""
-    require(softcap is None or softcap > 0, f"softcap must be positive, got {softcap}")
-    if isinstance(temperature, float | int):
-        require(temperature > 0, f"temperature must be positive, got {temperature}")
+    (temperature,) = per_row(logits.shape[:-1], POSITIVE, temperature=temperature)
     x, heat = as_float(logits, temperature)
     # NaN is allowed: it must reach the result, not be taken for an excluded entry.
     allowed = x != -jnp.inf
     if allowed_tokens is not None:
+        every = logits.shape[-1:] if np.ndim(allowed_tokens) == 1 else logits.shape
+        has_shape(every, allowed_tokens=allowed_tokens)
         allowed = allowed & jnp.broadcast_to(as_mask(allowed_tokens), x.shape)
     x = jnp.where(allowed, x, 0.0)
     if softcap is not None:
+        (softcap,) = numbers(x.dtype, POSITIVE, softcap=softcap)
         x = softcap * jnp.tanh(x / softcap)
     return x / (heat[..., None] if heat.ndim else heat), allowed
 
@@ -79,7 +81,7 @@ def row_state(
     logits: Logits,
     tokens: TokenIds,
     *,
-    start: int = 0,
+    start: int | Integer[Array, ""] = 0,
     temperature: Number | Float[Array, "..."] = 1.0,
     softcap: Number | None = None,
     allowed_tokens: AllowedTokens | None = None,
@@ -111,6 +113,7 @@ def row_state(
     (2.0, 0.0)
 
     """
+    has_shape(logits.shape[:-1], tokens=tokens)
     x, allowed = _scaled(logits, temperature, softcap, allowed_tokens)
     maximum = jax.lax.stop_gradient(jnp.max(x, axis=-1, where=allowed, initial=-jnp.inf))
     base = jnp.where(maximum != -jnp.inf, maximum, 0.0)
@@ -137,7 +140,7 @@ def merge_row_states(a: RowState, b: RowState) -> RowState:
         RowState of both, fields `*batch`.
 
     Raises:
-        TypeError: if the shapes differ (from JAX).
+        ValueError: if the shapes differ.
 
     Reference:
         Milakov & Gimelshein, arXiv 1805.02867, equation 4.
@@ -149,6 +152,8 @@ def merge_row_states(a: RowState, b: RowState) -> RowState:
     True
 
     """
+    for state in (a, b):
+        has_shape(np.shape(a.maximum), **state._asdict())
     maximum = jnp.maximum(a.maximum, b.maximum)
     base = jnp.where(maximum != -jnp.inf, maximum, 0.0)
 
@@ -174,7 +179,7 @@ def finalize_row_state(state: RowState) -> TokenLogprobs:
         TokenLogprobs, each field `*batch`.
 
     Raises:
-        TypeError: if the fields are not arrays (from JAX).
+        ValueError: if the shapes of the fields differ.
 
     Reference:
         Milakov & Gimelshein, arXiv 1805.02867, section 3.1.
@@ -184,6 +189,7 @@ def finalize_row_state(state: RowState) -> TokenLogprobs:
     -0.6931
 
     """
+    same_shape(**state._asdict())
     filled = state.sum_exp != 0
     total = jnp.where(filled, state.sum_exp, 1.0)
     log_total = jnp.log(total)

@@ -32,8 +32,8 @@ def pareto_archive(capacity: int, objectives: int, *, maximize: Directions) -> P
     front(archive ∪ {point}); beyond the capacity, without the point of the smallest crowding distance
 
     Args:
-        capacity: number of slots ≥ 1; at least 2 · objectives + 1 keeps the ends of the front for certain.
-        objectives: M.
+        capacity: number of slots ≥ 1, static; at least 2 · objectives + 1 keeps the ends of the front for certain.
+        objectives: M, static.
         maximize: True where larger is better; one flag, or one for each objective.
 
     Returns:

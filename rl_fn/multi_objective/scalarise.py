@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Number, as_float, require
+from rl_fn._numerics import NOT_NEGATIVE, Array, Number, as_float, has_shape, numbers, require
 
 Objectives = Float[Array, "*batch M"]
 Points = Float[Array, "*batch N M"]
@@ -61,6 +61,7 @@ def weighted_sum(
     0.5
 
     """
+    has_shape(objectives.shape[-1:], weights=weights)
     f, w = as_float(objectives, weights)
     return -jnp.sum(jnp.broadcast_to(w, f.shape) * as_gains(f, maximize), axis=-1)
 
@@ -102,7 +103,8 @@ def tchebycheff(
     2.2
 
     """
-    require(rho >= 0, f"rho must not be negative, got {rho}")
+    has_shape(objectives.shape[-1:], weights=weights, ideal=ideal)
     f, w, z = as_float(objectives, weights, ideal)
+    (rho,) = numbers(f.dtype, NOT_NEGATIVE, rho=rho)
     shortfall = as_gains(jnp.broadcast_to(z, f.shape) - f, maximize)
     return jnp.max(jnp.broadcast_to(w, f.shape) * shortfall, axis=-1) + rho * jnp.sum(shortfall, axis=-1)

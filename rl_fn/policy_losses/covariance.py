@@ -4,7 +4,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, as_mask, deviations, exp, keep, magnitude, require
+from rl_fn._numerics import (
+    ANY,
+    NOT_NEGATIVE,
+    UNIT,
+    Array,
+    Constant,
+    Mask,
+    Number,
+    Tokens,
+    as_float,
+    as_mask,
+    deviations,
+    exp,
+    keep,
+    known,
+    magnitude,
+    numbers,
+    require,
+    same_shape,
+)
 from rl_fn.policy_losses.ppo import clipped_tokens, ppo_clip
 
 
@@ -23,9 +42,10 @@ def _smallest(score: jax.Array, eligible: jax.Array, number: jax.Array) -> jax.A
     return eligible & (score <= cut)
 
 
-def _number(fraction: Number, counted: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _number(fraction: Constant, counted: jax.Array, dtype: jnp.dtype) -> jax.Array:
     tokens = jnp.sum(counted, dtype=dtype)
-    return jnp.maximum(jnp.floor(fraction * tokens), 1.0 if fraction > 0 else 0.0)
+    least = (1.0 if fraction > 0 else 0.0) if known(fraction) else jnp.where(fraction > 0, 1.0, 0.0).astype(dtype)
+    return jnp.maximum(jnp.floor(fraction * tokens), least)
 
 
 def clip_cov(
@@ -81,11 +101,13 @@ def clip_cov(
     [-1.0, 0.0, 0.5]
 
     """
-    require(0 <= fraction <= 1, f"fraction must be in [0, 1], got {fraction}")
-    require(cov_low < cov_high, f"need cov_low < cov_high, got {cov_low} and {cov_high}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, noise=noise)
     clips = {"clip_low": clip_low, "clip_high": clip_high}
     loss = ppo_clip(logprobs, old_logprobs, advantages, mask, **clips)
     new, a = as_float(logprobs, advantages)
+    (fraction,) = numbers(new.dtype, UNIT, fraction=fraction)
+    cov_low, cov_high = numbers(new.dtype, ANY, cov_low=cov_low, cov_high=cov_high)
+    require(cov_low < cov_high, f"need cov_low < cov_high, got {cov_low} and {cov_high}")
     counted = as_mask(mask)
     cov = _covariances(new, a, counted)
     clipped = clipped_tokens(logprobs, old_logprobs, advantages, mask, **clips)
@@ -136,9 +158,10 @@ def kl_cov(
     [0.5 1. ]
 
     """
-    require(0 <= fraction <= 1, f"fraction must be in [0, 1], got {fraction}")
-    require(coef >= 0, f"coef must not be negative, got {coef}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     new, old, a = as_float(logprobs, old_logprobs, advantages)
+    (fraction,) = numbers(new.dtype, UNIT, fraction=fraction)
+    (coef,) = numbers(new.dtype, NOT_NEGATIVE, coef=coef)
     new, old, a = keep(new, mask), keep(old, mask), keep(a, mask)
     counted = as_mask(mask)
     chosen = _smallest(-_covariances(new, a, counted), counted, _number(fraction, counted, new.dtype))
@@ -173,8 +196,9 @@ def high_entropy_mask(entropies: Tokens, mask: Mask, *, quantile: Number = 0.8) 
     [False, True, False, False, False]
 
     """
-    require(0 <= quantile <= 1, f"quantile must be in [0, 1], got {quantile}")
+    same_shape(entropies=entropies, mask=mask)
     (h,) = as_float(entropies)
+    (quantile,) = numbers(h.dtype, UNIT, quantile=quantile)
     counted = as_mask(mask)
     h = jnp.where(counted, h, jnp.inf)
     ascending = jnp.sort(h.reshape(-1))

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, exp, keep, require
+from rl_fn._numerics import NOT_NEGATIVE, Array, Mask, Number, Range, Tokens, as_float, exp, keep, numbers, same_shape
 
 
 def reinforce(logprobs: Tokens, advantages: Tokens, mask: Mask | None = None) -> Tokens:
@@ -30,13 +30,12 @@ def reinforce(logprobs: Tokens, advantages: Tokens, mask: Mask | None = None) ->
     [1.0]
 
     """
+    same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
     new, a = as_float(logprobs, advantages)
     return -keep(a, mask) * keep(new, mask)
 
 
-def _check_clip(clip_low: Number, clip_high: Number, dual_clip: Number | None) -> None:
-    require(clip_low >= 0 and clip_high >= 0, f"clips must not be negative, got low={clip_low}, high={clip_high}")
-    require(dual_clip is None or dual_clip > 1, f"dual_clip must exceed 1, got {dual_clip}")
+_ABOVE_ONE = Range("must exceed 1", lambda x: x > 1)
 
 
 def clipped_tokens(
@@ -76,12 +75,15 @@ def clipped_tokens(
     [True, False]
 
     """
-    _check_clip(clip_low, clip_high, dual_clip)
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     new, old, a = as_float(logprobs, old_logprobs, advantages)
+    clip_low, clip_high = numbers(new.dtype, NOT_NEGATIVE, "clips", clip_low=clip_low, clip_high=clip_high)
     new, old, a = keep(new, mask), keep(old, mask), keep(a, mask)
     ratio = exp(new - old)
     cut = ((a > 0) & (ratio > 1.0 + clip_high)) | ((a < 0) & (ratio < 1.0 - clip_low))
-    return cut if dual_clip is None else cut | ((a < 0) & (ratio > dual_clip))
+    if dual_clip is None:
+        return cut
+    return cut | ((a < 0) & (ratio > numbers(new.dtype, _ABOVE_ONE, dual_clip=dual_clip)[0]))
 
 
 def ppo_clip(
@@ -132,8 +134,10 @@ def ppo_clip(
     new, old, a = as_float(logprobs, old_logprobs, advantages)
     new, old, a = keep(new, mask), keep(old, mask), keep(a, mask)
     ratio = exp(new - old)
+    clip_low, clip_high = numbers(new.dtype, NOT_NEGATIVE, "clips", clip_low=clip_low, clip_high=clip_high)
     bound = jnp.where(a > 0, 1.0 + clip_high, 1.0 - clip_low)
     if dual_clip is not None:
+        (dual_clip,) = numbers(new.dtype, _ABOVE_ONE, dual_clip=dual_clip)
         bound = jnp.where((a < 0) & (ratio > 1.0), dual_clip, bound)
     # A selection, not min and max: at a tie those split the gradient between their arguments.
     return -jnp.where(cut, bound, ratio) * a
@@ -162,5 +166,6 @@ def entropy_bonus(entropies: Tokens, mask: Mask | None = None) -> Tokens:
     [-0.5]
 
     """
+    same_shape(entropies=entropies, mask=mask)
     (h,) = as_float(entropies)
     return -keep(h, mask)

@@ -3,7 +3,19 @@
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import Mask, Number, Segments, Tokens, as_float, as_mask, divide, require
+from rl_fn._numerics import (
+    POSITIVE,
+    Mask,
+    Number,
+    Segments,
+    Tokens,
+    as_float,
+    as_mask,
+    divide,
+    numbers,
+    require,
+    same_shape,
+)
 from rl_fn.importance.ratios import LEVELS, log_ratio
 from rl_fn.recurrence import segment_totals
 
@@ -50,9 +62,10 @@ def dro(
     [2.0]
 
     """
-    require(beta > 0, f"beta must be positive, got {beta}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, segment_ids=segment_ids)
     require(level in SQUARES, f"level must be one of {SQUARES}, got {level!r}")
     new, a = as_float(logprobs, advantages)
+    (beta,) = numbers(new.dtype, POSITIVE, beta=beta)
     counted = as_mask(mask)
     new, a = jnp.where(counted, new, 0.0), jnp.where(counted, a, 0.0)
     square = jnp.square(log_ratio(logprobs, old_logprobs, counted, level=level, segment_ids=segment_ids))
@@ -100,7 +113,7 @@ def kimi(
     [2.0]
 
     """
-    require(tau > 0, f"tau must be positive, got {tau}")
+    (tau,) = numbers(as_float(logprobs)[0].dtype, POSITIVE, tau=tau)
     return dro(logprobs, old_logprobs, advantages, mask, beta=tau, level=level, segment_ids=segment_ids)
 
 
@@ -141,6 +154,7 @@ def topr(
 
     """
     require(level in LEVELS, f"level must be one of {LEVELS}, got {level!r}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, segment_ids=segment_ids)
     new, a = as_float(logprobs, advantages)
     counted = as_mask(mask)
     new, a = jnp.where(counted, new, 0.0), jnp.where(counted, a, 0.0)

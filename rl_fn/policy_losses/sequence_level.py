@@ -3,7 +3,19 @@
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import Mask, Number, Segments, Tokens, as_float, as_mask, divide, exp, require
+from rl_fn._numerics import (
+    NOT_NEGATIVE,
+    Mask,
+    Number,
+    Segments,
+    Tokens,
+    as_float,
+    as_mask,
+    divide,
+    exp,
+    numbers,
+    same_shape,
+)
 from rl_fn.importance.ratios import log_ratio
 from rl_fn.policy_losses.ppo import ppo_clip
 from rl_fn.recurrence import segment_totals
@@ -98,6 +110,7 @@ def gspo_token(
     [-1.0, -2.0]
 
     """
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, segment_ids=segment_ids)
     (new,) = as_float(logprobs)
     new = jnp.where(as_mask(mask), new, 0.0)
     ratio = log_ratio(logprobs, old_logprobs, mask, level="sequence", segment_ids=segment_ids)
@@ -193,8 +206,9 @@ def gmpo(
     [-1.0, -1.0]
 
     """
-    require(clip_low >= 0 and clip_high >= 0, f"clips must not be negative, got low={clip_low}, high={clip_high}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, segment_ids=segment_ids)
     (a,) = as_float(advantages)
+    clip_low, clip_high = numbers(a.dtype, NOT_NEGATIVE, "clips", clip_low=clip_low, clip_high=clip_high)
     counted = as_mask(mask)
     a = jnp.where(counted, a, 0.0)
     ratio = log_ratio(logprobs, old_logprobs, counted)
@@ -249,9 +263,10 @@ def vespo(
     [1.0, 1.0]
 
     """
-    parameters = (k_pos, lambda_pos, k_neg, lambda_neg)
-    require(min(parameters) >= 0, f"k and λ must not be negative, got (k+, λ+, k−, λ−) = {parameters}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, segment_ids=segment_ids)
     new, a = as_float(logprobs, advantages)
+    parameters = {"k_pos": k_pos, "lambda_pos": lambda_pos, "k_neg": k_neg, "lambda_neg": lambda_neg}
+    k_pos, lambda_pos, k_neg, lambda_neg = numbers(a.dtype, NOT_NEGATIVE, "k and λ", **parameters)
     counted = as_mask(mask)
     new, a = jnp.where(counted, new, 0.0), jnp.where(counted, a, 0.0)
     log_w = log_ratio(logprobs, old_logprobs, counted, level="sequence_sum", segment_ids=segment_ids)

@@ -2,9 +2,21 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from rl_fn._numerics import Mask, Number, Tokens, as_float, exp, keep, require
+from rl_fn._numerics import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    Mask,
+    Number,
+    Tokens,
+    as_float,
+    exp,
+    keep,
+    log,
+    numbers,
+    require,
+    same_shape,
+)
 from rl_fn.policy_losses.ppo import ppo_clip, reinforce
 
 DIVERGENCES = ("tv", "kl")
@@ -82,11 +94,11 @@ def decoupled_ppo(
     [-2.5]
 
     """
-    require(weight_cap is None or weight_cap > 0, f"weight_cap must be positive, got {weight_cap}")
+    same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     prox, rollout = as_float(proximal_logprobs, rollout_logprobs)
     weight = jax.lax.stop_gradient(exp(keep(prox, mask) - keep(rollout, mask)))
     if weight_cap is not None:
-        weight = jnp.minimum(weight, weight_cap)
+        weight = jnp.minimum(weight, numbers(weight.dtype, POSITIVE, weight_cap=weight_cap)[0])
     loss = ppo_clip(
         logprobs, proximal_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
@@ -132,13 +144,13 @@ def cispo(
     [2.0, 1.0]
 
     """
-    require(clip_high >= 0, f"clip_high must not be negative, got {clip_high}")
-    require(clip_low is None or clip_low >= 0, f"clip_low must not be negative, got {clip_low}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     new, old, a = as_float(logprobs, old_logprobs, advantages)
+    (clip_high,) = numbers(new.dtype, NOT_NEGATIVE, clip_high=clip_high)
     new, old, a = keep(new, mask), keep(old, mask), keep(a, mask)
     weight = jnp.minimum(exp(new - old), 1.0 + clip_high)
     if clip_low is not None:
-        weight = jnp.maximum(weight, 1.0 - clip_low)
+        weight = jnp.maximum(weight, 1.0 - numbers(new.dtype, NOT_NEGATIVE, clip_low=clip_low)[0])
     return -jax.lax.stop_gradient(weight) * a * new
 
 
@@ -177,8 +189,9 @@ def sapo(
     [-2.0, 1.0]
 
     """
-    require(tau_pos > 0 and tau_neg > 0, f"τ must be positive, got tau_pos={tau_pos}, tau_neg={tau_neg}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     new, old, a = as_float(logprobs, old_logprobs, advantages)
+    tau_pos, tau_neg = numbers(new.dtype, POSITIVE, "τ", tau_pos=tau_pos, tau_neg=tau_neg)
     new, old, a = keep(new, mask), keep(old, mask), keep(a, mask)
     tau = jnp.where(a > 0, jnp.asarray(tau_pos, a.dtype), jnp.asarray(tau_neg, a.dtype))
     return -(4.0 / tau) * jax.nn.sigmoid(tau * (exp(new - old) - 1.0)) * a
@@ -234,15 +247,16 @@ def dppo(
 
     """
     require(divergence in DIVERGENCES, f"divergence must be one of {DIVERGENCES}, got {divergence!r}")
-    require(threshold > 0, f"threshold must be positive, got {threshold}")
-    require(ratio_cap is None or ratio_cap > 0, f"ratio_cap must be positive, got {ratio_cap}")
+    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     new, old, a = as_float(logprobs, old_logprobs, advantages)
+    (threshold,) = numbers(new.dtype, POSITIVE, threshold=threshold)
     new, old, a = keep(new, mask), keep(old, mask), keep(a, mask)
     fixed = jax.lax.stop_gradient(new)
     distance = jnp.abs(jnp.exp(fixed) - jnp.exp(old)) if divergence == "tv" else _binary_kl(old, fixed)
     outward = ((a > 0) & (fixed > old)) | ((a < 0) & (fixed < old))
     ratio = exp(new - old)
     if ratio_cap is not None:
-        held = jnp.exp(jnp.minimum(fixed - old, float(np.log(ratio_cap))))
+        (ratio_cap,) = numbers(new.dtype, POSITIVE, ratio_cap=ratio_cap)
+        held = jnp.exp(jnp.minimum(fixed - old, log(ratio_cap)))
         ratio = held * jnp.exp(new - fixed)
     return jnp.where(outward & (distance > threshold), 0.0, -ratio * a)

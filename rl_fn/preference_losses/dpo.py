@@ -5,16 +5,16 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import Number, expm1, keep, require
+from rl_fn._numerics import NOT_NEGATIVE, UNIT, Constant, Number, expm1, keep, known, numbers, require, same_shape
 from rl_fn._pairs import (
     Lengths,
     PairMask,
     Pairs,
-    check_beta,
-    check_smoothing,
+    beta_of,
     log_ratios,
     per_token,
     smoothed_logistic,
+    smoothing_of,
     softplus,
 )
 
@@ -59,9 +59,8 @@ def dpo(
     [0.6931]
 
     """
-    check_beta(beta)
-    check_smoothing(label_smoothing)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta, label_smoothing = beta_of(c, beta), smoothing_of(c, label_smoothing)
     return keep(smoothed_logistic(beta * (c - r), label_smoothing), mask)
 
 
@@ -105,9 +104,8 @@ def dpo_robust(
     -0.9997
 
     """
-    check_beta(beta)
-    check_smoothing(label_smoothing)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta, label_smoothing = beta_of(c, beta), smoothing_of(c, label_smoothing)
     z = beta * (c - r)
     return keep(softplus(-z) - (label_smoothing / (1.0 - 2.0 * label_smoothing)) * z, mask)
 
@@ -154,22 +152,30 @@ def dpo_norm(
     0.3133
 
     """
-    check_beta(beta)
-    check_smoothing(label_smoothing)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta, label_smoothing = beta_of(c, beta), smoothing_of(c, label_smoothing)
+    same_shape(chosen=chosen, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
     z = beta * (per_token(c, chosen_lengths, mask) - per_token(r, rejected_lengths, mask))
     return keep(smoothed_logistic(z, label_smoothing), mask)
 
 
-def _slope(x: jax.Array, divergence: Divergence, alpha: Number) -> jax.Array:
+def _slope(x: jax.Array, divergence: Divergence, alpha: Constant) -> jax.Array:
     """f′(eˣ) up to a constant, which cancels between the two sides of a pair."""
-    if divergence == "reverse_kl" or (divergence == "alpha" and alpha == 0):
+    if divergence == "reverse_kl" or (divergence == "alpha" and known(alpha) and alpha == 0):
         return x
     if divergence == "forward_kl":
         return -expm1(-x)
     if divergence == "js":
         return -softplus(-x)
-    return -expm1(-alpha * x) / alpha
+    if known(alpha):
+        return -expm1(-alpha * x) / alpha
+    # A traced α may be 0, where the quotient has a limit and a derivative: near it they are those of its series.
+    y = alpha * jnp.where((alpha == 0) & jnp.isinf(x), 0.0, x)
+    near = jnp.abs(y) < 1e-2
+    small = jnp.where(near, y, 0.0)
+    series = 1.0 - small * (1 / 2 - small * (1 / 6 - small * (1 / 24 - small * (1 / 120 - small / 720))))
+    quotient = -expm1(-jnp.where(near, 1.0, y)) / jnp.where(alpha == 0, 1.0, alpha)
+    return jnp.where(near, x * series, quotient)
 
 
 def f_dpo(
@@ -218,11 +224,10 @@ def f_dpo(
     0.4262
 
     """
-    check_beta(beta)
-    check_smoothing(label_smoothing)
     require(divergence in ("reverse_kl", "forward_kl", "js", "alpha"), f"unknown divergence {divergence!r}")
-    require(0 <= alpha <= 1, f"alpha must be in [0, 1], got {alpha}")
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta, label_smoothing = beta_of(c, beta), smoothing_of(c, label_smoothing)
+    (alpha,) = numbers(c.dtype, UNIT, alpha=alpha)
     z = beta * (_slope(c, divergence, alpha) - _slope(r, divergence, alpha))
     return keep(smoothed_logistic(z, label_smoothing), mask)
 
@@ -270,10 +275,10 @@ def rpo(
     [2.6931]
 
     """
-    require(alpha >= 0, f"alpha must not be negative, got {alpha}")
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
-    check_beta(beta)
-    check_smoothing(label_smoothing)
+    beta, label_smoothing = beta_of(c, beta), smoothing_of(c, label_smoothing)
+    (alpha,) = numbers(c.dtype, NOT_NEGATIVE, alpha=alpha)
+    same_shape(chosen=chosen, chosen_lengths=chosen_lengths)
     preference = smoothed_logistic(beta * (c - r), label_smoothing)
     likelihood = per_token(keep(jnp.asarray(chosen).astype(c.dtype), mask), chosen_lengths, mask)
     return keep(preference - alpha * likelihood, mask)

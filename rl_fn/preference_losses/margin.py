@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Number, as_float, exp, keep, require
-from rl_fn._pairs import PairMask, Pairs, check_beta, log_ratios, softplus
+from rl_fn._numerics import POSITIVE, Array, Number, as_float, exp, keep, numbers, repeating
+from rl_fn._pairs import PairMask, Pairs, beta_of, log_ratios, softplus
 
 
 def ipo(
@@ -47,8 +47,8 @@ def ipo(
     [1.0, 0.0]
 
     """
-    check_beta(beta)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
     return keep(jnp.square(c - r - 0.5 / beta), mask)
 
 
@@ -90,8 +90,8 @@ def hinge(
     [0.75, 0.0]
 
     """
-    check_beta(beta)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
     return keep(jnp.maximum(1.0 - beta * (c - r), 0.0), mask)
 
 
@@ -138,8 +138,10 @@ def sppo(
     [1.0]
 
     """
-    check_beta(beta)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
+    rates = {"chosen_win_rate": chosen_win_rate, "rejected_win_rate": rejected_win_rate}
+    chosen_win_rate, rejected_win_rate = repeating(c.shape, **rates)
     _, p_w, p_l = as_float(c, chosen_win_rate, rejected_win_rate)
     p_w, p_l = keep(p_w, mask), keep(p_l, mask)
     return keep(jnp.square(c - (p_w - 0.5) / beta) + jnp.square(r - (p_l - 0.5) / beta), mask)
@@ -186,9 +188,9 @@ def discopop(
     [0.8466]
 
     """
-    check_beta(beta)
-    require(tau > 0, f"tau must be positive, got {tau}")
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
+    (tau,) = numbers(c.dtype, POSITIVE, tau=tau)
     z = beta * (c - r)
     logistic = jax.nn.sigmoid(-z / tau) * softplus(-z)
     return keep(logistic + exp(-softplus(-z / tau) - z), mask)

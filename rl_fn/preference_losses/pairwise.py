@@ -1,12 +1,12 @@
 """Losses of pairs that look at the two log-ratios separately, not only at their difference; one value per pair."""
 
-import math
-
 import jax
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Number, as_float, keep, require
-from rl_fn._pairs import PairMask, Pairs, check_beta, log_ratios, softplus
+from rl_fn._numerics import Array, Number, Range, as_float, keep, log, log1p, numbers, repeating
+from rl_fn._pairs import PairMask, Pairs, beta_of, log_ratios, softplus
+
+_INSIDE_HALF = Range("must be in (0, 0.5)", lambda x: 0 < x < 0.5)
 
 
 def exo(
@@ -49,12 +49,12 @@ def exo(
     0.1438
 
     """
-    check_beta(beta)
-    require(0 < label_smoothing < 0.5, f"label_smoothing must be in (0, 0.5), got {label_smoothing}")
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
+    (label_smoothing,) = numbers(c.dtype, _INSIDE_HALF, label_smoothing=label_smoothing)
     z = beta * (c - r)
-    chosen_part = jax.nn.sigmoid(z) * (-softplus(-z) - math.log1p(-label_smoothing))
-    rejected_part = jax.nn.sigmoid(-z) * (-softplus(z) - math.log(label_smoothing))
+    chosen_part = jax.nn.sigmoid(z) * (-softplus(-z) - log1p(-label_smoothing))
+    rejected_part = jax.nn.sigmoid(-z) * (-softplus(z) - log(label_smoothing))
     return keep(chosen_part + rejected_part, mask)
 
 
@@ -94,8 +94,8 @@ def nca(
     [1.3863]
 
     """
-    check_beta(beta)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
     return keep(softplus(-beta * c) + 0.5 * softplus(beta * c) + 0.5 * softplus(beta * r), mask)
 
 
@@ -139,8 +139,9 @@ def bco(
     [0.6265]
 
     """
-    check_beta(beta)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
+    (delta,) = repeating(c.shape, delta=delta)
     shift = keep(jax.lax.stop_gradient(as_float(c, delta)[1]), mask)
     return keep(softplus(shift - beta * c) + softplus(beta * r - shift), mask)
 
@@ -183,8 +184,8 @@ def apo_zero(
     [1.0]
 
     """
-    check_beta(beta)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
     return keep(jax.nn.sigmoid(-beta * c) + jax.nn.sigmoid(beta * r), mask)
 
 
@@ -226,6 +227,6 @@ def apo_down(
     [1.0]
 
     """
-    check_beta(beta)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
     return keep(jax.nn.sigmoid(beta * c) + jax.nn.sigmoid(-beta * (c - r)), mask)

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import Number, as_float, keep, require
-from rl_fn._pairs import PairMask, Pairs, both, check_beta, check_smoothing, smoothed_logistic, softplus
+from rl_fn._numerics import ANY, NOT_NEGATIVE, Number, as_float, keep, numbers, same_shape
+from rl_fn._pairs import PairMask, Pairs, beta_of, both, smoothed_logistic, smoothing_of, softplus
 
 
 def _log_odds(logprob: jax.Array) -> jax.Array:
@@ -47,8 +47,8 @@ def orpo(chosen: Pairs, rejected: Pairs, mask: PairMask | None = None, *, lam: N
     [1.3863]
 
     """
-    require(lam >= 0, f"lam must not be negative, got {lam}")
     c, r = both(chosen, rejected, mask)
+    (lam,) = numbers(c.dtype, NOT_NEGATIVE, lam=lam)
     return keep(lam * softplus(_log_odds(r) - _log_odds(c)) - c, mask)
 
 
@@ -80,8 +80,9 @@ def simpo(
     [0.6931]
 
     """
-    check_beta(beta)
     c, r = both(chosen, rejected, mask)
+    beta = beta_of(c, beta)
+    (gamma,) = numbers(c.dtype, ANY, gamma=gamma)
     return keep(softplus(gamma - beta * (c - r)), mask)
 
 
@@ -122,10 +123,9 @@ def cpo(
     [2.6931]
 
     """
-    check_beta(beta)
-    check_smoothing(label_smoothing)
-    require(alpha >= 0, f"alpha must not be negative, got {alpha}")
     c, r = both(chosen, rejected, mask)
+    beta, label_smoothing = beta_of(c, beta), smoothing_of(c, label_smoothing)
+    (alpha,) = numbers(c.dtype, NOT_NEGATIVE, alpha=alpha)
     return keep(smoothed_logistic(beta * (c - r), label_smoothing) - alpha * c, mask)
 
 
@@ -169,8 +169,10 @@ def tpo(
     [3.6931]
 
     """
-    check_beta(beta)
-    require(alpha >= 0, f"alpha must not be negative, got {alpha}")
+    same_shape(chosen=chosen, rejected=rejected, gold=gold, mask=mask)
     c, r, g = as_float(chosen, rejected, gold)
+    beta = beta_of(c, beta)
+    (alpha,) = numbers(c.dtype, NOT_NEGATIVE, alpha=alpha)
+    (gamma,) = numbers(c.dtype, ANY, gamma=gamma)
     c, r, g = keep(c, mask), keep(r, mask), keep(g, mask)
     return keep(softplus(gamma - beta * (c - r)) - alpha * g, mask)

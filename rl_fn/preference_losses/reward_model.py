@@ -6,8 +6,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, as_mask, keep, require
-from rl_fn._pairs import PairMask, Pairs, both, check_beta, log_ratios, softplus
+from rl_fn._numerics import (
+    NOT_NEGATIVE,
+    Array,
+    Mask,
+    Number,
+    Tokens,
+    as_float,
+    as_mask,
+    keep,
+    numbers,
+    repeating,
+    same_shape,
+)
+from rl_fn._pairs import PairMask, Pairs, beta_of, both, log_ratios, softplus
 
 
 class PreferenceMetrics(NamedTuple):
@@ -53,8 +65,9 @@ def bradley_terry(
     [0.7331]
 
     """
-    require(center >= 0, f"center must not be negative, got {center}")
     c, r = both(chosen_rewards, rejected_rewards, mask)
+    (margin,) = repeating(c.shape, margin=margin)
+    (center,) = numbers(c.dtype, NOT_NEGATIVE, center=center)
     _, gap = as_float(c, margin)
     return keep(softplus(keep(gap, mask) - (c - r)) + center * jnp.square(c + r), mask)
 
@@ -82,6 +95,7 @@ def plackett_luce(rewards: Tokens, mask: Mask | None = None) -> Float[Array, "*b
     1.7918
 
     """
+    same_shape(rewards=rewards, mask=mask)
     (values,) = as_float(rewards)
     size = values.shape[-1]
     counted = jnp.ones(values.shape, bool) if mask is None else as_mask(mask)
@@ -134,6 +148,7 @@ def preference_metrics(
     [0.5, 0.0]
 
     """
-    check_beta(beta)
-    c, r = (beta * jax.lax.stop_gradient(x) for x in log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask))
+    c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta = beta_of(c, beta)
+    c, r = beta * jax.lax.stop_gradient(c), beta * jax.lax.stop_gradient(r)
     return PreferenceMetrics(c, r, c - r, (c > r).astype(c.dtype))

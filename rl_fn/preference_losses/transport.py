@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import Array, Number, as_float, as_mask, keep
-from rl_fn._pairs import PairMask, Pairs, both, check_beta, check_smoothing, log_ratios, smoothed_logistic
+from rl_fn._numerics import Array, Number, as_float, as_mask, keep, same_shape
+from rl_fn._pairs import PairMask, Pairs, beta_of, both, log_ratios, smoothed_logistic, smoothing_of
 
 
 def _matched(x: jax.Array, other: jax.Array, mask: Array | None) -> jax.Array:
@@ -61,10 +61,10 @@ def aot(
     [0.6931 0.6931]
 
     """
-    check_beta(beta)
-    check_smoothing(label_smoothing)
     c, r = both(chosen, rejected, mask)
+    same_shape(chosen=chosen, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     ref_c, ref_r = both(ref_chosen, ref_rejected, mask)
+    beta, label_smoothing = beta_of(c, beta), smoothing_of(c, label_smoothing)
     margin, ref_margin = as_float(c - r, ref_c - ref_r)
     z = beta * (margin - _matched(margin, ref_margin, mask))
     return keep(smoothed_logistic(z, label_smoothing), mask)
@@ -112,7 +112,6 @@ def aot_unpaired(
     [0.6931 0.6931]
 
     """
-    check_beta(beta)
-    check_smoothing(label_smoothing)
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
+    beta, label_smoothing = beta_of(c, beta), smoothing_of(c, label_smoothing)
     return keep(smoothed_logistic(beta * (c - _matched(c, r, mask)), label_smoothing), mask)

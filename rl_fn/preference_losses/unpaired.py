@@ -2,10 +2,25 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float
 
-from rl_fn._numerics import Array, Mask, Number, Tokens, as_float, as_mask, divide, exp, keep, require
-from rl_fn._pairs import PairMask, Pairs, check_beta
+from rl_fn._numerics import (
+    NOT_NEGATIVE,
+    Array,
+    Mask,
+    Number,
+    Tokens,
+    as_float,
+    as_mask,
+    divide,
+    exp,
+    keep,
+    numbers,
+    repeating,
+    same_shape,
+)
+from rl_fn._pairs import PairMask, Pairs, beta_of
 
 
 def kto(
@@ -48,10 +63,12 @@ def kto(
     [0.5, 0.5]
 
     """
-    check_beta(beta)
-    weights = (desirable_weight, undesirable_weight)
-    require(min(weights) >= 0, f"weights must not be negative, got {weights}")
+    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, mask=mask)
+    (kl,) = repeating(np.shape(logprobs), kl=kl)
     new, ref, z = as_float(logprobs, ref_logprobs, kl)
+    beta = beta_of(new, beta)
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    desirable_weight, undesirable_weight = numbers(new.dtype, NOT_NEGATIVE, "weights", **weights)
     gain = beta * (keep(new, mask) - keep(ref, mask) - keep(jax.lax.stop_gradient(z), mask))
     good = jnp.asarray(desirable)
     loss = jnp.where(good, desirable_weight, undesirable_weight) * jax.nn.sigmoid(jnp.where(good, -gain, gain))
@@ -82,6 +99,7 @@ def kto_kl(logprobs: Pairs, ref_logprobs: Pairs, mask: PairMask | None = None) -
     0.5
 
     """
+    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     new, ref = as_float(logprobs, ref_logprobs)
     ratio = jax.lax.stop_gradient(keep(new, mask) - keep(ref, mask))
     count = ratio.size if mask is None else jnp.sum(as_mask(mask), dtype=ratio.dtype)
@@ -118,6 +136,7 @@ def wpo_weights(
     ([0.5], [1.0])
 
     """
+    same_shape(logprobs=logprobs, mask=mask, sum_squared_probs=sum_squared_probs)
     (tokens,) = as_float(logprobs)
     counted = jnp.ones(tokens.shape, bool) if mask is None else as_mask(mask)
     if sum_squared_probs is not None:
