@@ -97,7 +97,7 @@ def blocks_table(tflops: float, gbs: float) -> str:
     ]
     for name, (features, vocabulary) in MODELS.items():
         forward = blocks(vocabulary, features, 64 << 20, Cost(4, 2, 0))
-        lines.append(f"| {name} | 64, forward | {forward.rows} x {forward.entries} | none is written |")
+        lines.append(f"| {name} | 64, forward | {forward.tokens} x {forward.vocab} | none is written |")
         cuts = [(f"{mib}", blocks(vocabulary, features, mib << 20, training)) for mib in (256, 512, 1024)]
         cuts += [(f"{mib}, fused", sizes(vocabulary, features, mib << 20, 4)) for mib in (1024, 4096)]
         for workspace, (rows, entries) in cuts:

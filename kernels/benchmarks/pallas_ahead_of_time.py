@@ -58,13 +58,13 @@ def modules(operation: str, dtype: str, everything: bool, brand: str) -> list[st
 
     texts = []
 
-    def kept(*arguments, **options):
+    def allowed(*arguments, **options):
         lowered = lower(*arguments, **options)
         texts.append(lowered.module.operation.get_asm(enable_debug_info=False))
         return lowered
 
     lower, backend = lowering.lower_jaxpr_to_triton_module, jax.default_backend
-    lowering.lower_jaxpr_to_triton_module, jax.default_backend = kept, lambda: "gpu"
+    lowering.lower_jaxpr_to_triton_module, jax.default_backend = allowed, lambda: "gpu"
     device = AbstractDevice("NVIDIA H200" if brand == "cuda" else "gfx942", None, "gpu")
     try:
         with warnings.catch_warnings(), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):

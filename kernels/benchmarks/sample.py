@@ -83,9 +83,11 @@ def outside(tokens: torch.Tensor, logits: torch.Tensor, mode: str) -> float:
     """Share of tokens that the truncation does not keep."""
     if mode == "temperature":
         return 0.0
-    kept = sample(logits, temperature=HEAT, top_k=TOP_K, top_p=TOP_P, seed=0, position=0, return_kept=True).kept
-    assert kept is not None
-    return 1.0 - (kept == tokens[:, None]).any(-1).double().mean().item()
+    allowed = sample(
+        logits, temperature=HEAT, top_k=TOP_K, top_p=TOP_P, seed=0, position=0, return_allowed_tokens=True
+    ).allowed_tokens
+    assert allowed is not None
+    return 1.0 - (allowed == tokens[:, None]).any(-1).double().mean().item()
 
 
 def measure(on: torch.device, turns: int) -> list[dict[str, Any]]:

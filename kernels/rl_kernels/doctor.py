@@ -10,7 +10,7 @@ PACKAGES = ("torch", "triton", "jax", "flashinfer-python", "liger-kernel", "amd-
 
 
 class Finding(NamedTuple):
-    """An operation's backends on a device: the one chosen, and what the others are kept from by."""
+    """An operation's backends on a device: the one chosen, and why each other one is not."""
 
     operation: str
     backend: str

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import rl_fn
-from rl_kernels.common.pallas_helpers import LEFT_OUT, Options, product
+from rl_kernels.common.pallas_helpers import LEFT_OUT, Options, matmul
 
 BACKENDS = ("pallas", "pallas_gpu", "reference")
 # The kernels that "pallas" means on a kind of device: on a CPU a TPU's kernels in Pallas's interpreter.
@@ -28,28 +28,28 @@ def logits_logprobs(
     softcap: float | None = None,
     allowed_tokens: jax.Array | None = None,
     mask: jax.Array | None = None,
-    block_rows: int | None = None,
-    block_entries: int | None = None,
+    block_tokens: int | None = None,
+    block_vocab: int | None = None,
     backend: str | None = None,
 ) -> rl_fn.TokenLogprobs:
     """Log-probability, entropy and logsumexp of softmax(x) in float32, differentiable in logits.
 
-    x = softcap·tanh(logit_scale·logits/softcap)/temperature, over the kept set.
+    x = softcap·tanh(logit_scale·logits/softcap)/temperature, over the allowed tokens.
 
     Args:
-        logits: ``*batch V``; −inf excludes an entry.
+        logits: ``*batch V``; −inf excludes a token.
         tokens: token ids, ``*batch``, or ``*batch K`` for K tokens a row.
         temperature: > 0, a number or ``*batch``.
         logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: cap before the temperature, or None.
-        allowed_tokens: the kept set, bool ``*batch V`` or ``V``.
-        mask: bool ``*batch``; a row where it is False has results 0 and no gradient, whatever its logits are.
-        block_rows: rows of a block: on a TPU a multiple of 8 (256 by default), on a GPU a power of two (1).
-        block_entries: entries of the vocabulary in a block: on a TPU a multiple of 128 (2048), on a GPU a power of two
+        allowed_tokens: those a truncated sampler may draw, bool ``*batch V`` or ``V``.
+        mask: bool ``*batch``; where False the row's results are 0 and it has no gradient, whatever its logits are.
+        block_tokens: rows of logits in a block: on a TPU a multiple of 8 (256 by default), on a GPU a power of two (1).
+        block_vocab: tokens of the vocabulary in a block: on a TPU a multiple of 128 (2048), on a GPU a power of two
             (4096).
         backend: "pallas" (on a CPU a TPU's kernels in Pallas's interpreter), "pallas_gpu" (a GPU's, on a CPU in the
-            interpreter) or "reference" (rl_fn through XLA). None is "pallas" on a TPU and "reference" elsewhere: no GPU
-            has timed its kernels yet, so that they run for those who ask.
+            interpreter) or "reference" (rl_fn through XLA). None is "pallas" on a TPU and "reference" elsewhere:
+            the GPU kernels have not run on a GPU yet, and run on request only.
 
     Returns:
         ``rl_fn.TokenLogprobs``: logprobs shaped as tokens, entropy and logsumexp ``*batch``.
@@ -64,15 +64,15 @@ def logits_logprobs(
     [-1.3863] [1.3863]
 
     """
-    batch, vocabulary = logits.shape[:-1], logits.shape[-1]
-    rows = _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, allowed_tokens, mask)
+    batch, vocab_size = logits.shape[:-1], logits.shape[-1]
+    rows = _rows(batch, vocab_size, tokens, temperature, logit_scale, softcap, allowed_tokens, mask)
     name = _resolve(backend)
     if name == "reference" or 0 in batch:
         return _reference(logits, tokens, rows, allowed_tokens, mask)
-    options = _options(name, rows, vocabulary, block_rows, block_entries, (256, 2048), (1, 4096))
-    # Imported here: where the reference is meant Pallas is not needed.
+    options = _options(name, rows, vocab_size, block_tokens, block_vocab, (256, 2048), (1, 4096))
+    # Imported here: the reference needs no Pallas.
     run = import_module(_MODULES[name].format("logits_logprobs")).run
-    results = run(logits.reshape(-1, vocabulary), rows.ids, rows.scale, _kept(rows, name), options)
+    results = run(logits.reshape(-1, vocab_size), rows.ids, rows.scale, _allowed(rows, name), options)
     return _shaped(results, tokens.shape, mask, batch)
 
 
@@ -87,8 +87,8 @@ def linear_logprobs(
     softcap: float | None = None,
     allowed_tokens: jax.Array | None = None,
     mask: jax.Array | None = None,
-    block_rows: int | None = None,
-    block_entries: int | None = None,
+    block_tokens: int | None = None,
+    block_vocab: int | None = None,
     workspace: int = WORKSPACE,
     backend: str | None = None,
 ) -> rl_fn.TokenLogprobs:
@@ -102,16 +102,17 @@ def linear_logprobs(
         temperature: > 0, a number or ``*batch``.
         logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: cap before the temperature, or None.
-        allowed_tokens: the kept set, bool ``*batch V`` or ``V``.
-        mask: bool ``*batch``; a row where it is False has results 0 and no gradient, whatever its hidden state is.
-        block_rows: rows of a block: on a TPU a multiple of 8 (256 by default), and block_rows · H and block_entries · H
-            must fit its memory; on a GPU a power of two, at least 16 (128, or 64 in float32), of the forward.
-        block_entries: entries of the vocabulary in a block: on a TPU a multiple of 128 (256), on a GPU a power of two,
-            at least 16 (64), of the forward.
+        allowed_tokens: those a truncated sampler may draw, bool ``*batch V`` or ``V``.
+        mask: bool ``*batch``; where False the row's results are 0 and it has no gradient, whatever its hidden state.
+        block_tokens: rows of logits in a block: on a TPU a multiple of 8 (256 by default), and block_tokens · H and
+            block_vocab · H must fit its memory; on a GPU a power of two, at least 16 (128, or 64 in float32), of the
+            forward.
+        block_vocab: tokens of the vocabulary in a block: on a TPU a multiple of 128 (256), on a GPU a power of two, at
+            least 16 (64), of the forward.
         workspace: bytes of the blocks of logits that a GPU's backward makes, however many rows there are.
         backend: "pallas" (on a CPU a TPU's kernels in Pallas's interpreter), "pallas_gpu" (a GPU's, on a CPU in the
             interpreter) or "reference" (rl_fn through XLA, tile by tile). None is "pallas" on a TPU and "reference"
-            elsewhere: no GPU has timed its kernels yet, so that they run for those who ask.
+            elsewhere: the kernels for GPUs have not run on a GPU yet, and run on request only.
 
     Returns:
         ``rl_fn.TokenLogprobs``: logprobs shaped as tokens, entropy and logsumexp ``*batch``.
@@ -126,40 +127,41 @@ def linear_logprobs(
     [-1.3863]
 
     """
-    batch, features = hidden.shape[:-1], hidden.shape[-1]
-    if weight.ndim != 2 or weight.shape[1] != features:
-        raise ValueError(f"weight must be (V, {features}), got {weight.shape}")
+    batch, hidden_size = hidden.shape[:-1], hidden.shape[-1]
+    if weight.ndim != 2 or weight.shape[1] != hidden_size:
+        raise ValueError(f"weight must be (V, {hidden_size}), got {weight.shape}")
     if not workspace > 0:
         raise ValueError(f"workspace must be a positive number of bytes, got {workspace}")
     rows = _rows(batch, len(weight), tokens, temperature, logit_scale, softcap, allowed_tokens, mask)
     if mask is not None:
-        # Whatever is in a row that does not count, 0 · NaN in the weight's gradient included.
+        # A masked row may hold NaN, and 0 · NaN would be in the weight's gradient.
         hidden = jnp.where(mask[..., None], hidden, jnp.zeros_like(hidden))
     name = _resolve(backend)
     if name == "reference" or 0 in batch:
         return _linear_reference(hidden, weight, tokens, bias, rows, allowed_tokens, mask)
-    # On a GPU the largest that leave registers to every option (kernels/benchmarks/pallas_ahead_of_time.py).
+    # On a GPU the largest blocks with which every option fits into registers
+    # (kernels/benchmarks/pallas_ahead_of_time.py).
     large = (64, 64) if hidden.dtype == jnp.float32 else (128, 64)
-    options = _options(name, rows, len(weight), block_rows, block_entries, (256, 256), large, least=16)
+    options = _options(name, rows, len(weight), block_tokens, block_vocab, (256, 256), large, least=16)
     run = import_module(_MODULES[name].format("linear_logprobs")).run
-    # A TPU's kernels always add one.
+    # A TPU's kernels always add a bias.
     shift = jnp.zeros(len(weight), jnp.float32) if bias is None and name == "pallas" else bias
-    flat, kept = hidden.reshape(-1, features), _kept(rows, name)
-    results = run(flat, weight, shift, rows.ids, rows.scale, kept, options._replace(workspace=workspace))
+    flat, allowed = hidden.reshape(-1, hidden_size), _allowed(rows, name)
+    results = run(flat, weight, shift, rows.ids, rows.scale, allowed, options._replace(workspace=workspace))
     return _shaped(results, tokens.shape, mask, batch)
 
 
 class _Rows(NamedTuple):
-    """Arguments a row: ids [N, K], scale over temperature [N] (LEFT_OUT where masked), kept bool [N, V] or None."""
+    """Ids [N, K]; logit scale over temperature [N], LEFT_OUT where masked; allowed bool [N, V] or None."""
 
     ids: jax.Array
     scale: jax.Array
     softcap: float | None
-    kept: jax.Array | None
+    allowed: jax.Array | None
     temperature: float | jax.Array
 
 
-def _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, allowed_tokens, mask):
+def _rows(batch, vocab_size, tokens, temperature, logit_scale, softcap, allowed_tokens, mask):
     if tokens.shape != batch and tokens.shape[:-1] != batch:
         raise ValueError(f"tokens must have shape {batch}, with or without a last axis of K tokens, got {tokens.shape}")
     for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
@@ -173,21 +175,21 @@ def _rows(batch, vocabulary, tokens, temperature, logit_scale, softcap, allowed_
     if mask is not None:
         scale = jnp.where(mask, scale, LEFT_OUT)
     count = scale.size
-    kept = (
+    allowed = (
         None
         if allowed_tokens is None
-        else jnp.broadcast_to(allowed_tokens, (*batch, vocabulary)).reshape(count, vocabulary)
+        else jnp.broadcast_to(allowed_tokens, (*batch, vocab_size)).reshape(count, vocab_size)
     )
     ids = tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).astype(jnp.int32)
     if not ids.shape[1]:
-        # Of no token there is still an entropy: kernels have one, and nobody sees its log-probability.
+        # With K = 0 there is an entropy still: the kernels get one token, whose log-probability is dropped.
         ids = jnp.zeros((count, 1), jnp.int32)
-    return _Rows(ids, scale.reshape(count), cap, kept, temperature / logit_scale)
+    return _Rows(ids, scale.reshape(count), cap, allowed, temperature / logit_scale)
 
 
-def _kept(rows, name):
-    """As the backend's kernels read it: a TPU's a byte an entry."""
-    return rows.kept.astype(jnp.int8) if rows.kept is not None and name == "pallas" else rows.kept
+def _allowed(rows, name):
+    """The mask of allowed tokens as the kernels read it: for a TPU, one byte a token."""
+    return rows.allowed.astype(jnp.int8) if rows.allowed is not None and name == "pallas" else rows.allowed
 
 
 def _shaped(results: Any, tokens: tuple[int, ...], mask: Any, batch: tuple[int, ...]) -> rl_fn.TokenLogprobs:
@@ -208,7 +210,7 @@ def _counted(out, mask):
 
 
 def _resolve(backend: str | None) -> str:
-    """The file whose kernels run, or "reference"."""
+    """The backend that runs."""
     device = jax.default_backend()
     if backend is None:
         return "pallas" if device == "tpu" else "reference"
@@ -221,20 +223,20 @@ def _resolve(backend: str | None) -> str:
     return _PALLAS[device] if backend == "pallas" else backend
 
 
-def _options(name, rows, vocabulary, block_rows, block_entries, tpu, gpu, least=1):
+def _options(name, rows, vocab_size, block_tokens, block_vocab, tpu, gpu, least=1):
     interpret = jax.default_backend() == "cpu"
-    kept = rows.kept is not None
-    sizes = max(len(rows.ids), 1), max(vocabulary, 1)
+    allowed = rows.allowed is not None
+    sizes = max(len(rows.ids), 1), max(vocab_size, 1)
     defaults = tpu if name == "pallas" else gpu
-    blocks = [d if b is None else b for b, d in zip((block_rows, block_entries), defaults, strict=True)]
+    blocks = [d if b is None else b for b, d in zip((block_tokens, block_vocab), defaults, strict=True)]
     if name == "pallas":
         fitting = [min(b, -(-size // unit) * unit) for b, size, unit in zip(blocks, sizes, (8, 128), strict=True)]
     else:
-        for argument, b in zip(("block_rows", "block_entries"), blocks, strict=True):
+        for argument, b in zip(("block_tokens", "block_vocab"), blocks, strict=True):
             if b < least or b & (b - 1):
                 raise ValueError(f"{argument} must be a power of two, at least {least}, for a GPU's kernels, got {b}")
         fitting = [max(least, min(b, 1 << (size - 1).bit_length())) for b, size in zip(blocks, sizes, strict=True)]
-    return Options(vocabulary, rows.softcap, kept, fitting[0], fitting[1], interpret)
+    return Options(vocab_size, rows.softcap, allowed, fitting[0], fitting[1], interpret)
 
 
 def _reference(logits, tokens, rows, allowed_tokens, mask):
@@ -252,7 +254,7 @@ def _reference(logits, tokens, rows, allowed_tokens, mask):
 def _linear_reference(hidden, weight, tokens, bias, rows, allowed_tokens, mask):
     batch = hidden.shape[:-1]
     if allowed_tokens is not None and allowed_tokens.ndim > 1:
-        wide = product(hidden.astype(jnp.float32), weight.astype(jnp.float32), (hidden.ndim - 1, 1))
+        wide = matmul(hidden.astype(jnp.float32), weight.astype(jnp.float32), (hidden.ndim - 1, 1))
         shift = 0.0 if bias is None else bias.astype(jnp.float32).reshape((1,) * len(batch) + bias.shape)
         return _reference(wide + shift, tokens, rows, allowed_tokens, mask)
 
@@ -271,7 +273,7 @@ def _linear_reference(hidden, weight, tokens, bias, rows, allowed_tokens, mask):
 
 
 def _each(one, batch, tokens):
-    """Of K tokens a row: log-probabilities of each, entropy and logsumexp once."""
+    """K tokens a row: the log-probability of each, and entropy and logsumexp once."""
     if tokens.shape == batch:
         return one(tokens)
     results = [one(tokens[..., k]) for k in range(tokens.shape[-1])]

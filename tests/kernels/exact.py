@@ -6,16 +6,16 @@ from torch import Tensor
 INF = float("inf")
 
 
-def kept_set(allowed_tokens: Tensor | None, vocabulary: int, rows: int) -> Tensor:
+def allowed_mask(allowed_tokens: Tensor | None, vocabulary: int, rows: int) -> Tensor:
     """bool [rows, V] of an allowed_tokens in either form."""
     if allowed_tokens is None:
         return torch.ones(rows, vocabulary, dtype=torch.bool)
     if allowed_tokens.dtype == torch.bool:
         return allowed_tokens.expand(rows, vocabulary)
-    kept = torch.zeros(rows, vocabulary, dtype=torch.bool)
-    for row, ids in zip(kept, allowed_tokens, strict=True):
+    allowed = torch.zeros(rows, vocabulary, dtype=torch.bool)
+    for row, ids in zip(allowed, allowed_tokens, strict=True):
         row[ids[ids >= 0]] = True
-    return kept
+    return allowed
 
 
 def exact(
@@ -30,7 +30,7 @@ def exact(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropy and logsumexp of float64 logits [N, V], differentiable; 0 where masked."""
     z = logits.double()
-    possible = (z > -INF) & kept_set(allowed_tokens, z.shape[1], len(z))
+    possible = (z > -INF) & allowed_mask(allowed_tokens, z.shape[1], len(z))
     if mask is not None:
         z = torch.where(mask[:, None], z, 0.0)
     z = torch.where(possible, z, 0.0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_kernels.common.row_state import RowState, finish, merge, merge_all, tile_state
+from rl_kernels.common.row_state import RowState, finalize_row_state, merge_all, merge_row_states, tile_state
 from tests.kernels.exact import exact
 
 INF = float("inf")
@@ -34,7 +34,7 @@ def states(x, tokens, cuts):
 @given(tiled())
 def test_any_cut_of_a_row_gives_its_log_probabilities(case):
     x, tokens, cuts = case
-    for got, wanted in zip(finish(merge_all(states(x, tokens, cuts))), exact(x, tokens), strict=True):
+    for got, wanted in zip(finalize_row_state(merge_all(states(x, tokens, cuts))), exact(x, tokens), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -44,24 +44,24 @@ def test_merge_is_associative_and_has_a_neutral_element(case):
     parts = states(x, tokens, cuts)
     right = parts[-1]
     for part in reversed(parts[:-1]):
-        right = merge(part, right)
+        right = merge_row_states(part, right)
     left = merge_all(parts)
     empty = tile_state(x[:, :0], tokens)
-    for other in (right, merge(left, empty), merge(empty, left)):
+    for other in (right, merge_row_states(left, empty), merge_row_states(empty, left)):
         for a, b in zip(left, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_a_row_without_entries_is_defined():
     x = torch.full((2, 3), -INF)
-    logprobs, entropy, logsumexp = finish(tile_state(x, torch.zeros(2, 1, dtype=torch.long)))
+    logprobs, entropy, logsumexp = finalize_row_state(tile_state(x, torch.zeros(2, 1, dtype=torch.long)))
     assert logprobs.tolist() == [[-INF], [-INF]] and entropy.tolist() == [0, 0] and logsumexp.tolist() == [-INF, -INF]
 
 
 @pytest.mark.parametrize("offset", [0.0, 3e4, -3e4])
 def test_entropy_does_not_cancel_under_a_large_offset(offset):
     x = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)) + offset
-    entropy = finish(tile_state(x, torch.zeros(8, 1, dtype=torch.long)))[1]
+    entropy = finalize_row_state(tile_state(x, torch.zeros(8, 1, dtype=torch.long)))[1]
     torch.testing.assert_close(entropy.double(), exact(x, torch.zeros(8, dtype=torch.long))[1], rtol=2e-6, atol=0)
 
 

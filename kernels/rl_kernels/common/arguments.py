@@ -1,26 +1,63 @@
-"""What the operations take, checked and brought to rows: [N, …] for the backends, whatever the batch's shape."""
+"""What the operations take, checked and brought to N rows of logits for the backends, whatever the batch's shape."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+# The parameters of a custom operation that stand for a `Rows` and a `Problem`, in the order of their fields: PyTorch
+# passes tensors and numbers to a custom operation, but no tuple of both.
+ROWS = "Tensor tokens, Tensor inv_temperature, float? softcap, Tensor? allowed_tokens, Tensor? mask"
+PROBLEM = f"Tensor hidden, Tensor weight, Tensor? bias, {ROWS}, SymInt start"
+OF_ROWS, OF_PROBLEM = 5, 9
+"""How many parameters those are."""
+
 
 class Rows(NamedTuple):
-    """Arguments a row, contiguous. ``tokens`` [N, K] int64; ``inverse`` [N], scale over temperature in the dtype of the
-    arithmetic; ``allowed_tokens`` bool [N, V] or ids [N, S]; ``mask`` [N] bool, False for a row that is left out.
+    """How each row of logits is scored, contiguous.
+
+    ``tokens`` int64 [N, K]; ``inv_temperature`` [N], the logit scale over the temperature in the dtype of the
+    arithmetic; ``allowed_tokens`` bool [N, V] or ids [N, S]; ``mask`` bool [N], False for a row that is left out.
     """
 
     tokens: Tensor
-    inverse: Tensor
+    inv_temperature: Tensor
     softcap: float | None
     allowed_tokens: Tensor | None
     mask: Tensor | None
 
+    def take(self, index: slice | Tensor) -> "Rows":
+        """Some of the rows."""
+        allowed, mask = (None if x is None else x[index] for x in (self.allowed_tokens, self.mask))
+        return Rows(self.tokens[index], self.inv_temperature[index], self.softcap, allowed, mask)
+
+
+class Problem(NamedTuple):
+    """A linear head and its rows: ``hidden`` [N, H]; ``weight`` [V, H] and ``bias`` [V], from token ``start`` on.
+
+    The same fields, flat, are the first parameters of a custom operation.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    rows: Rows
+    start: int
+
+    def flat(self) -> tuple[Any, ...]:
+        """As a custom operation takes it."""
+        return self.hidden, self.weight, self.bias, *self.rows, self.start
+
+    @classmethod
+    def of(cls, flat: tuple[Any, ...]) -> "Problem":
+        """As the custom operation's other side takes it."""
+        hidden, weight, bias, *rows, start = flat
+        return cls(hidden, weight, bias, Rows(*rows), start)
+
 
 def rows_of(
     batch: torch.Size,
-    vocabulary: int,
+    vocab_size: int,
     dtype: torch.dtype,
     tokens: Tensor,
     *,
@@ -30,7 +67,7 @@ def rows_of(
     allowed_tokens: Tensor | None,
     mask: Tensor | None,
 ) -> Rows:
-    """Checked arguments a row; ``dtype`` is the logits'. Values of tensors are not read, so that no device waits."""
+    """Checked rows; ``dtype`` is the logits'. No value of a tensor is read, so the host never waits for the device."""
     if tokens.shape != batch and tokens.shape[:-1] != batch:
         raise ValueError(
             f"tokens must have shape {tuple(batch)}, with or without a last axis of K tokens, got {tuple(tokens.shape)}"
@@ -50,26 +87,26 @@ def rows_of(
         raise ValueError(f"mask must be bool {tuple(batch)}, got {mask.dtype} {tuple(mask.shape)}")
     count = batch.numel()
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    inverse = logit_scale / torch.as_tensor(temperature, dtype=exact, device=tokens.device)
+    inv_temperature = logit_scale / torch.as_tensor(temperature, dtype=exact, device=tokens.device)
     return Rows(
         tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).long().contiguous(),
-        inverse.expand(batch).reshape(count).contiguous(),
+        inv_temperature.expand(batch).reshape(count).contiguous(),
         # cap·tanh(scale·z/cap) = scale·c·tanh(z/c) with c = cap/scale: backends know one factor only, after the cap.
         None if softcap is None else softcap / logit_scale,
-        None if allowed_tokens is None else _support(allowed_tokens, batch, vocabulary),
+        None if allowed_tokens is None else _allowed(allowed_tokens, batch, vocab_size),
         None if mask is None else mask.reshape(count).contiguous(),
     )
 
 
-def _support(allowed_tokens: Tensor, batch: torch.Size, vocabulary: int) -> Tensor:
+def _allowed(allowed_tokens: Tensor, batch: torch.Size, vocab_size: int) -> Tensor:
     count = batch.numel()
     if allowed_tokens.dtype == torch.bool:
-        if allowed_tokens.shape not in ((vocabulary,), (*batch, vocabulary)):
+        if allowed_tokens.shape not in ((vocab_size,), (*batch, vocab_size)):
             raise ValueError(
-                f"a bool allowed_tokens must be {(vocabulary,)} or {(*batch, vocabulary)}, "
+                f"a bool allowed_tokens must be {(vocab_size,)} or {(*batch, vocab_size)}, "
                 f"got {tuple(allowed_tokens.shape)}"
             )
-        return allowed_tokens.expand(*batch, vocabulary).reshape(count, vocabulary)
+        return allowed_tokens.expand(*batch, vocab_size).reshape(count, vocab_size)
     if allowed_tokens.is_floating_point() or allowed_tokens.is_complex():
         raise ValueError(f"allowed_tokens must be bool or token ids, got {allowed_tokens.dtype}")
     if allowed_tokens.shape[:-1] != batch:

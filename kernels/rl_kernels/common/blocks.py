@@ -1,4 +1,4 @@
-"""How rows and vocabulary are cut, so that what is in memory at once does not depend on how many rows there are."""
+"""How tokens and vocabulary are cut, so that the memory in use at once does not depend on the number of tokens."""
 
 from collections.abc import Iterator
 from math import sqrt
@@ -9,77 +9,82 @@ from torch import Tensor
 
 from rl_kernels.common.matmul import native
 
-# No tile of the weight has more entries: beyond that they only take rows away from the block.
-_ENTRIES = 8192
-# Products of sizes that are multiples of it leave no part of a multiprocessor's tile unused.
+# More of the vocabulary than that in a tile would only take tokens away from the block.
+_MOST_VOCAB = 8192
+# A GEMM whose sizes are multiples of this leaves no part of a multiprocessor's tile unused.
 _UNIT = 128
 
 
 class Blocks(NamedTuple):
-    """Rows and entries of the vocabulary in a block."""
+    """Tokens in a block, and how much of the vocabulary."""
 
-    rows: int
-    entries: int
+    tokens: int
+    vocab: int
 
 
 class Cost(NamedTuple):
-    """Bytes that a block holds for each of its logits, for each feature of its rows and of its entries, and a row."""
+    """Bytes that a block holds: for each logit, for each hidden unit of a token, for each hidden unit of a row of the
+    weight, and for each token.
+    """
 
     logit: int
-    row: int
-    entry: int
-    fixed: int = 0
+    token_unit: int
+    weight_unit: int
+    token: int = 0
 
 
 def cost(
     hidden: Tensor, weight: Tensor, allowed_tokens: Tensor | None, width: int, logit: int, *, gradients: bool = False
 ) -> Cost:
-    """What products with this weight, in an arithmetic of ``width`` bytes, and finding out which entries are kept, need
-    beside ``logit`` bytes a logit.
+    """The cost of a block of ``hidden @ weight.T`` in an arithmetic of ``width`` bytes a number, with ``logit`` bytes a
+    logit of the backend's own, and the masks of allowed tokens.
     """
     own = native(hidden, weight)
     half = hidden.dtype in (torch.bfloat16, torch.float16)
-    widened = width if (half or hidden.dtype != weight.dtype) and not own.product else 0
-    # Rows that count are copied where some do not.
-    row, entry = hidden.element_size() + widened, widened
+    widened = width if (half or hidden.dtype != weight.dtype) and not own.matmul else 0
+    # With a mask, the hidden states of the tokens that count are copied.
+    token_unit, weight_unit = hidden.element_size() + widened, widened
     if gradients:
-        # Those of rows are summed; where torch cannot add a product to a sum, it is there by itself.
-        added = 0 if own.accumulate or not own.product else width
-        row, entry = row + width + added, entry + added
+        # dL/dhidden is summed in the arithmetic's dtype; where torch cannot add a GEMM to a sum, the GEMM's result lies
+        # beside the sum.
+        added = 0 if own.accumulate or not own.matmul else width
+        token_unit, weight_unit = token_unit + width + added, weight_unit + added
     if allowed_tokens is None:
-        return Cost(logit, row, entry)
-    # A byte an entry, and of ids two copies, with whether they are in the block.
-    return Cost(logit + 1, row, entry, 0 if allowed_tokens.dtype == torch.bool else 18 * allowed_tokens.shape[1])
+        return Cost(logit, token_unit, weight_unit)
+    # The mask of a block has a byte a logit. Ids are copied twice (16 bytes), with two bools.
+    return Cost(
+        logit + 1, token_unit, weight_unit, 0 if allowed_tokens.dtype == torch.bool else 18 * allowed_tokens.shape[1]
+    )
 
 
-def blocks(vocabulary: int, features: int, workspace: int, cost: Cost) -> Blocks:
+def blocks(vocab_size: int, hidden_size: int, workspace: int, cost: Cost) -> Blocks:
     """The largest blocks that stay within ``workspace`` bytes; a function of the model alone.
 
-    Rows and entries are as many as one another where the vocabulary allows it: what is read and written again for each
-    block of either is the least then.
+    A block is as wide as it is high where the vocabulary allows: each block of tokens reads and writes dL/dweight again
+    and each tile of the vocabulary dL/dhidden, which is the least traffic for a square.
     """
-    linear = features * (cost.row + cost.entry) + cost.fixed
+    linear = hidden_size * (cost.token_unit + cost.weight_unit) + cost.token
     square = (sqrt(linear**2 + 4 * cost.logit * workspace) - linear) / (2 * cost.logit)
-    entries = _whole(min(vocabulary, _ENTRIES, int(square)))
+    vocab = _whole(min(vocab_size, _MOST_VOCAB, int(square)))
     # As few tiles as that takes, all of about one size.
-    even = -(-vocabulary // -(-vocabulary // entries)) if vocabulary else 1
-    entries = min(entries, -(-even // _UNIT) * _UNIT)
-    rows = (workspace - entries * features * cost.entry) // (entries * cost.logit + features * cost.row + cost.fixed)
-    return Blocks(_whole(rows), entries)
+    even = -(-vocab_size // -(-vocab_size // vocab)) if vocab_size else 1
+    vocab = min(vocab, -(-even // _UNIT) * _UNIT)
+    a_token = vocab * cost.logit + hidden_size * cost.token_unit + cost.token
+    return Blocks(_whole((workspace - vocab * hidden_size * cost.weight_unit) // a_token), vocab)
 
 
 def _whole(size: int) -> int:
-    """A multiple of the unit, or what there is of the first; 1 at least."""
+    """``size`` rounded down to a multiple of the unit; below one unit ``size`` itself, 1 at least."""
     return max(1, size if size < _UNIT else size // _UNIT * _UNIT)
 
 
-def tiles(vocabulary: int, entries: int) -> Iterator[tuple[int, int]]:
-    """First and one past the last entry of each tile."""
-    return ((start, min(start + entries, vocabulary)) for start in range(0, vocabulary, entries))
+def tiles(vocab_size: int, vocab: int) -> Iterator[tuple[int, int]]:
+    """First token, and one past the last token, of each tile of the vocabulary."""
+    return ((start, min(start + vocab, vocab_size)) for start in range(0, vocab_size, vocab))
 
 
 def row_blocks(count: int, mask: Tensor | None, size: int) -> Iterator[slice | Tensor]:
-    """Rows a block at a time; with a mask only those that count (their number is read from the device)."""
+    """Rows a block at a time; with a mask only those that count, whose number the host reads from the device."""
     if mask is None:
         yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
     else:

@@ -1,4 +1,4 @@
-"""Matrix products whose result was never rounded to less than the arithmetic's precision."""
+"""Matrix products in float32 (float64 for float64) of operands in any float dtype, by cuBLAS or hipBLASLt on a GPU."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,38 +9,40 @@ from torch import Tensor
 
 
 class Native(NamedTuple):
-    """Whether a float32 product of half-precision matrices, and its addition to a float32 one, need no wider copies."""
+    """Whether torch multiplies half-precision matrices into a float32 result, and adds that to a float32 matrix,
+    without wider copies of the operands.
+    """
 
-    product: bool
+    matmul: bool
     accumulate: bool
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b with a result in ``dtype`` that was never rounded to less.
+def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in ``dtype``, with no intermediate rounding to less.
 
-    Products of half-precision numbers are exact in a GPU's float32 accumulator, where torch gives that out; elsewhere
-    the operands are widened first. Autocast, which would narrow them again, is off.
+    A GPU multiplies half-precision numbers exactly into a float32 accumulator. Where torch returns that accumulator,
+    the operands stay narrow; elsewhere they are widened first. Autocast, which would narrow them again, is off.
     """
     with torch.autocast(a.device.type, enabled=False):
-        if dtype == torch.float32 and native(a, b).product:
+        if dtype == torch.float32 and native(a, b).matmul:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.mm(a.to(dtype), b.to(dtype))
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b without rounding the product to less than ``total`` has."""
+    """total += a @ b, with no intermediate rounding to less than the dtype of ``total``."""
     with torch.autocast(a.device.type, enabled=False):
         own = native(a, b) if total.dtype == torch.float32 else Native(False, False)
         if own.accumulate:
             torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-        elif own.product:
+        elif own.matmul:
             total += torch.mm(a, b, out_dtype=torch.float32)
         else:
             total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def native(a: Tensor, b: Tensor) -> Native:
-    """What this device and torch can do with two such matrices."""
+    """What torch can do with two such matrices on their device."""
     if not a.is_cuda or a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16):
         return Native(False, False)
     return _tried(a.device, a.dtype)
@@ -48,7 +50,7 @@ def native(a: Tensor, b: Tensor) -> Native:
 
 @cache
 def _tried(device: torch.device, dtype: torch.dtype) -> Native:
-    """Asked of torch itself, once: builds for ROCm have refused the product, and older ones a float32 sum."""
+    """Found out once by trying: some builds for ROCm refuse the matmul, older ones the float32 sum."""
     ones, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
     return Native(
         _gives(16.0, lambda: torch.mm(ones, ones, out_dtype=torch.float32)),
@@ -60,7 +62,7 @@ def _gives(value: float, call: Callable[[], Tensor]) -> bool:
     try:
         return bool((call() == value).all())
     except torch.OutOfMemoryError:
-        # Says nothing of what torch can do, and the answer is kept.
+        # A full memory says nothing of what torch can do, and the result of the trial is cached.
         raise
     except (RuntimeError, TypeError):
         return False

@@ -1,6 +1,6 @@
 """What the Pallas kernels of every device share: a tile's scaled logits, its row states and their merge, its gradient.
 
-All of it is on values, [R, W] of a tile and [R, 1] of its rows, so that TPU and GPU differ in how they load and store.
+All functions are on values, [R, W] of a tile and [R, 1] of its rows: TPU and GPU differ in their loads and stores only.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 NOTHING = float("-inf")
 
-# Where a row's scale is the model's over the temperature, which is positive, this says that the row does not count.
+# In place of a row's scale, which is positive, where the row does not count.
 LEFT_OUT = -1.0
 
 # maximum, Σ e^{x − maximum}, Σ (x − maximum) e^{x − maximum}, each [R, 1].
@@ -19,32 +19,32 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Options(NamedTuple):
-    """What is constant in a kernel. ``block_rows`` × ``block_entries`` logits are in the core's memory at a time."""
+    """What is constant in a kernel. block_tokens × block_vocab logits are in the core's memory at a time."""
 
-    vocabulary: int
+    vocab_size: int
     softcap: float | None
-    kept: bool
-    block_rows: int
-    block_entries: int
+    allowed: bool
+    block_tokens: int
+    block_vocab: int
     interpret: bool
     # Bytes of the blocks of logits that a GPU's backward from hidden states makes in its memory.
     workspace: int = 0
 
 
 def scaled(
-    logits: jax.Array, scale: jax.Array, kept: jax.Array | None, column: jax.Array, options: Options
+    logits: jax.Array, scale: jax.Array, allowed: jax.Array | None, column: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-    """x [R, W] in float32 with 0 where an entry is excluded, and which entries are not.
+    """x [R, W] in float32 with 0 for an excluded token, and which tokens are possible.
 
-    ``scale`` [R, 1] is the model's over the temperature, ``column`` [R, W] the entries' token ids.
+    ``scale`` [R, 1] is the logit scale over the temperature, ``column`` [R, W] the token ids.
     """
     z = logits.astype(jnp.float32)
-    # Beyond the vocabulary's end a block holds whatever was in memory, and so may rows left out: NaN there is excluded.
-    # In a row that counts it is not, and shows in the results.
-    limit = jnp.where(scale < 0, 0, options.vocabulary)
+    # Beyond the end of the vocabulary, and in masked rows, a block may hold NaN, which is excluded. NaN in a row that
+    # counts is not excluded, and shows in the results.
+    limit = jnp.where(scale < 0, 0, options.vocab_size)
     possible = (column < limit) & (z != NOTHING)
-    if kept is not None:
-        possible = possible & kept
+    if allowed is not None:
+        possible = possible & allowed
     z = jnp.where(possible, z, 0.0)
     if options.softcap is not None:
         z = options.softcap * jnp.tanh(z / options.softcap)
@@ -52,12 +52,12 @@ def scaled(
 
 
 def columns(first: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Token id of each entry of a tile whose first is ``first``."""
+    """Token ids of a tile whose first token is ``first``."""
     return first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
 def empty_state(rows: int) -> State:
-    """``merge``'s neutral element."""
+    """The neutral element of ``merge_row_states``."""
     nothing = jnp.zeros((rows, 1), jnp.float32)
     return jnp.full((rows, 1), NOTHING, jnp.float32), nothing, nothing
 
@@ -70,14 +70,14 @@ def tile_state(x: jax.Array, possible: jax.Array) -> State:
     return top, jnp.sum(e, axis=1, keepdims=True), jnp.sum(shifted * e, axis=1, keepdims=True)
 
 
-def merge(a: State, b: State) -> State:
-    """The state of both sets of entries together."""
+def merge_row_states(a: State, b: State) -> State:
+    """The state of both sets of tokens together."""
     top = jnp.maximum(a[0], b[0])
     base = finite(top)
 
     def moved(state: State) -> tuple[jax.Array, jax.Array]:
         maximum, total, weighted = state
-        # A row that has had nothing yet: differences with −inf would be NaN.
+        # The maximum of a row without a token so far is −inf: a difference of two −inf would be NaN.
         shift = jnp.where(maximum != NOTHING, maximum - base, 0.0)
         factor = jnp.exp(shift)
         return factor * total, factor * (weighted + shift * total)
@@ -115,8 +115,8 @@ def gradient(
     return dz
 
 
-def finish(state: State, target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities [N, K], entropy [N], logsumexp [N] of row states; −inf, 0, −inf of a row without entries."""
+def finalize_row_state(state: State, target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities [N, K], entropy [N], logsumexp [N] of row states; −inf, 0, −inf of a row without a token."""
     maximum, total, weighted = state
     some = total != 0
     safe = jnp.where(some, total, 1.0)
@@ -131,7 +131,7 @@ def row_scalars(
     """a, b, logsumexp [N, 1] of `gradient`, and the tokens' cotangents g [N, K]."""
     logprobs, entropy, logsumexp = outputs
     g, h, z = cotangents
-    # A token that cannot be drawn takes no gradient: −inf has none.
+    # A token that cannot be sampled takes no gradient: −inf has none.
     g = jnp.where(logprobs != NOTHING, g, 0.0)
     a = z - jnp.sum(g, axis=1) - h * entropy
     return a[:, None], -h[:, None], finite(logsumexp)[:, None], g
@@ -142,8 +142,8 @@ def single(x: jax.Array) -> list[jax.Array]:
     return [x[:, k : k + 1] for k in range(x.shape[1])]
 
 
-def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Product over an axis of each, summed in float32; float32 operands keep all their bits."""
+def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Matmul over an axis of each, summed in float32; float32 operands keep all their bits."""
     exact = jax.lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
     return jax.lax.dot_general(
         a, b, (((contract[0],), (contract[1],)), ((), ())), precision=exact, preferred_element_type=jnp.float32

@@ -1,4 +1,5 @@
-"""What the Pallas kernels for TPU share: a core runs a row's tiles one after the other, so its state stays in place."""
+"""What the Pallas kernels for TPU share: a core runs the tiles of a row one after the other, and keeps the
+row's state in its memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rl_kernels.common.pallas_helpers import NOTHING, Options, empty_state, merge, target_of, tile_state
+from rl_kernels.common.pallas_helpers import NOTHING, Options, empty_state, merge_row_states, target_of, tile_state
 
 
 def absorb(
@@ -29,7 +30,7 @@ def absorb(
         target[...] = jnp.full(target.shape, NOTHING, jnp.float32)
 
     maximum, total, weighted = (ref[...] for ref in state)
-    for ref, value in zip(state, merge((maximum, total, weighted), tile_state(x, possible)), strict=True):
+    for ref, value in zip(state, merge_row_states((maximum, total, weighted), tile_state(x, possible)), strict=True):
         ref[...] = value
     for k, token in enumerate(tokens):
         found = target_of(x, possible, column, token)
@@ -38,7 +39,7 @@ def absorb(
 
 def rows_spec(width: int, options: Options, *, rows_axis: int = 0) -> pl.BlockSpec:
     """Block of a [N, width] array that follows the rows' grid axis."""
-    return pl.BlockSpec((options.block_rows, width), lambda *grid: (grid[rows_axis], 0))
+    return pl.BlockSpec((options.block_tokens, width), lambda *grid: (grid[rows_axis], 0))
 
 
 def grid_parameters(interpret: bool) -> dict[str, Any]:

@@ -34,20 +34,20 @@ def softcap_slope(z, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def kept_bits(words, column, inside):
-    """Whether the entries of a row are in its kept set; bit i of word j stands for entry 32·j + i."""
+def allowed_bits(words, column, inside):
+    """Whether a row allows the tokens ``column``; bit i of word j stands for token 32·j + i."""
     word = tl.load(words + column // 32, mask=inside, other=0)
     return ((word >> (column % 32)) & 1) != 0
 
 
 @triton.jit
 def absorbed(x, possible, maximum, total, weighted):
-    """A row's state (`row_state.RowState`, but for its targets) with a tile of its entries ``x`` [W] taken in.
+    """A row's state (`row_state.RowState`, but for its targets) with a tile ``x`` [W] of its scaled logits taken in.
 
-    Where ``possible`` is False an entry does not exist, whatever finite number ``x`` has there.
+    Where ``possible`` is False a token is excluded, whatever finite number ``x`` has there.
     """
     top = tl.maximum(maximum, tl.max(tl.where(possible, x, float("-inf")), 0))
-    # A row that has had nothing yet: differences with −inf would be NaN.
+    # The maximum of a row without a token so far is −inf: a difference of two −inf would be NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
     moved = tl.where(maximum == float("-inf"), 0.0, maximum - base)
     shrunk = tl.exp(moved)

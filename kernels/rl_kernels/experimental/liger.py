@@ -1,9 +1,9 @@
-"""Liger's scaled cross-entropy from hidden states, for those who ask: CuTe kernels on Hopper, written against
+"""Liger's scaled cross-entropy from hidden states, on request: CuTe kernels on Hopper, written against
 liger-kernel 0.8.5.
 
-What it lacks is refused: bias, soft cap, kept sets, several targets a row, a temperature for each row, shards, other
-precisions than bfloat16, and other GPUs, where Liger itself computes in PyTorch with rounded logits. It gives no
-logsumexp, which is NaN here, and its entropy is rounded to bfloat16.
+The adapter refuses what Liger lacks: bias, soft cap, allowed tokens, several targets a row, a temperature for each row,
+shards, other dtypes than bfloat16, and other GPUs, where Liger itself computes in PyTorch with rounded logits. Liger
+returns no logsumexp, which is NaN here, and rounds its entropy to bfloat16.
 """
 
 import torch
@@ -37,7 +37,7 @@ def token_logprobs(
     shape = tokens.shape
     logprobs, entropy = (torch.zeros(shape, dtype=torch.float32, device=hidden.device) for _ in range(2))
     logsumexp = torch.full_like(logprobs, float("nan")).masked_fill(~counted, 0.0)
-    # Rows left out are not handed over: what they hold would reach gradients as 0·NaN. Liger refuses no rows at all.
+    # Masked rows are not passed on: NaN in them would reach gradients as 0·NaN. Liger does not take zero rows.
     if bool(counted.any()):
         nll, uncertainty = _function().apply(
             hidden[counted],

@@ -1,4 +1,4 @@
-"""Products with int8 weights, the activations quantised on the way."""
+"""Linear layers with int8 weights, whose activations are quantised on the way."""
 
 from rl_kernels.int8_matmul.api import int8_matmul
 

@@ -28,7 +28,7 @@ def int8_matmul(
         weight_scale: float32, one scale for each of the N rows (``[N]`` or ``[N, 1]``), or one for all.
         bias: ``[N]``, in any float dtype.
         half_range: of the activations, as in ``rl_fn.quantize_int8``.
-        backend: ``"torch"``, ``"triton"`` or ``"reference"`` (rl_fn's codes, XLA's product). None takes the best.
+        backend: ``"torch"``, ``"triton"`` or ``"reference"`` (rl_fn's codes, XLA's matmul). None takes the best.
 
     Returns:
         ``[…, N]`` in x's dtype. Rounding has no gradient: a backward through it raises.
@@ -50,25 +50,31 @@ def int8_matmul(
             f"weight_q must be int8 [N, {x.shape[-1]}] for x {tuple(x.shape)}, "
             f"got {weight_q.dtype} {tuple(weight_q.shape)}"
         )
-    count, features = weight_q.shape
-    if not 1 <= features < 1 << 17:
-        raise ValueError(f"x must have from 1 to 131071 features, got {features}")
-    if weight_scale.dtype != torch.float32 or weight_scale.shape not in ((count,), (count, 1), (1,), (1, 1), ()):
+    out_features, in_features = weight_q.shape
+    if not 1 <= in_features < 1 << 17:
+        raise ValueError(f"x must have a last axis from 1 to 131071, got {in_features}")
+    if weight_scale.dtype != torch.float32 or weight_scale.shape not in (
+        (out_features,),
+        (out_features, 1),
+        (1,),
+        (1, 1),
+        (),
+    ):
         raise ValueError(
-            f"weight_scale must be float32 {(count,)}, {(count, 1)} or one number, "
+            f"weight_scale must be float32 {(out_features,)}, {(out_features, 1)} or one number, "
             f"got {weight_scale.dtype} {tuple(weight_scale.shape)}"
         )
-    if bias is not None and (bias.shape != (count,) or not bias.is_floating_point()):
-        raise ValueError(f"bias must be floats {(count,)}, got {bias.dtype} {tuple(bias.shape)}")
+    if bias is not None and (bias.shape != (out_features,) or not bias.is_floating_point()):
+        raise ValueError(f"bias must be floats {(out_features,)}, got {bias.dtype} {tuple(bias.shape)}")
     for name, tensor in (("weight_q", weight_q), ("weight_scale", weight_scale), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} must be on {x.device} as x is, got {tensor.device}")
     if not 127 <= half_range <= 128:
         raise ValueError(f"half_range must be within [127, 128], got {half_range}")
-    scale = weight_scale.reshape(-1).expand(count).contiguous()
+    scale = weight_scale.reshape(-1).expand(out_features).contiguous()
     added = None if bias is None else bias.float()
-    y = _int8_matmul(x.reshape(-1, features), weight_q, scale, added, half_range, backend)
-    return y.view(*x.shape[:-1], count)
+    y = _int8_matmul(x.reshape(-1, in_features), weight_q, scale, added, half_range, backend)
+    return y.view(*x.shape[:-1], out_features)
 
 
 @torch.library.custom_op("rl_kernels::int8_matmul", mutates_args=())

@@ -1,4 +1,4 @@
-"""rl_fn's codes and XLA's int32 product: the answer every other backend is compared with."""
+"""rl_fn's codes and XLA's int32 matmul: the definition that other backends are compared with."""
 
 from functools import partial
 
@@ -14,14 +14,14 @@ import rl_fn
 def forward(
     x: Tensor, weight_q: Tensor, weight_scale: Tensor, bias: Tensor | None, half_range: float, y: Tensor
 ) -> None:
-    """Write the product into ``y`` [M, N]."""
+    """Write the result into ``y`` [M, N]."""
     arrays = [jnp.asarray(t.float().cpu().numpy()) for t in (x, weight_scale, y.new_zeros(1) if bias is None else bias)]
-    product = _product(arrays[0], jnp.asarray(weight_q.cpu().numpy()), *arrays[1:], half_range=half_range)
-    y.copy_(torch.from_numpy(np.array(product)))
+    total = _matmul(arrays[0], jnp.asarray(weight_q.cpu().numpy()), *arrays[1:], half_range=half_range)
+    y.copy_(torch.from_numpy(np.array(total)))
 
 
 @partial(jax.jit, static_argnames="half_range")
-def _product(x, weight_q, weight_scale, bias, *, half_range):
+def _matmul(x, weight_q, weight_scale, bias, *, half_range):
     codes, scale = rl_fn.quantize_int8(x, half_range=half_range)
     total = jax.lax.dot_general(codes, weight_q, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
     factor = jnp.broadcast_to(scale, total.shape) * jnp.broadcast_to(weight_scale, total.shape)

@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_kernels.backends import implementation
-from rl_kernels.common.arguments import rows_of
-from rl_kernels.common.row_state import RowState, finish, merge_all
+from rl_kernels.common.arguments import OF_PROBLEM, PROBLEM, Problem, Rows, rows_of
+from rl_kernels.common.row_state import RowState, finalize_row_state, merge_all
 from rl_kernels.logits_logprobs import TokenLogprobs
 
-# Enough for products to be nearly as fast as large ones: a backward's block also reads and writes gradients again.
+# Bytes with which the GEMMs of a block are nearly as fast as large ones. The backward's blocks are larger, since each
+# also reads and writes gradients again.
 FORWARD_WORKSPACE, GPU_WORKSPACE, CPU_WORKSPACE = 64 << 20, 512 << 20, 64 << 20
 
 
@@ -33,11 +34,11 @@ def linear_logprobs(
 ) -> TokenLogprobs:
     """``logits_logprobs`` of ``hidden @ weight.T + bias`` without the logits: they exist a block at a time, in float32.
 
-    z = hidden·weightᵀ + bias;  x = softcap·tanh(logit_scale·z/softcap)/temperature, over the kept set;
+    z = hidden·weightᵀ + bias;  x = softcap·tanh(logit_scale·z/softcap)/temperature, over the allowed tokens;
     lse = log Σᵥ exp xᵥ;  logprob = x[token] − lse;  entropy = −Σᵥ pᵥ log pᵥ.
 
-    Beyond its results it needs 64 MiB, and its backward, which computes each block again, beyond the gradients (that of
-    the weight once more in float32) ``workspace`` bytes: however many rows there are.
+    Beyond the results the forward needs 64 MiB. The backward computes each block again; beyond the gradients (the
+    weight's once more in float32) it needs ``workspace`` bytes. Neither grows with the number of tokens.
 
     Args:
         hidden: ``[*batch, H]`` last hidden states, any float dtype.
@@ -47,9 +48,9 @@ def linear_logprobs(
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked.
         logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: Gemma's logit soft cap, or None.
-        allowed_tokens: the kept set of a truncated sampler: ids ``[*batch, S]`` in any order with −1 for a shorter set,
-            or bool ``[*batch, V]`` or ``[V]``. A token outside it has log-probability −inf and takes no gradient.
-        mask: bool ``[*batch]``; a row where it is False is not computed, has results 0 and no gradient.
+        allowed_tokens: those a truncated sampler may draw: ids ``[*batch, S]`` in any order filled with −1, or
+            bool ``[*batch, V]`` or ``[V]``. Any other token has log-probability −inf and takes no gradient.
+        mask: bool ``[*batch]``; where False the row is not computed, its results are 0 and it has no gradient.
         start: id of the weight's first row, for a vocabulary in shards.
         group: the torch.distributed process group whose ranks hold the shards; every rank gets every result, and the
             gradient of ``hidden`` is summed over the ranks.
@@ -86,29 +87,18 @@ def linear_logprobs(
         mask=mask,
     )
     if backend == "liger":
-        # Liger differentiates itself, so that it is no backend of the custom operation.
-        options = {"bias": bias, "softcap": softcap, "allowed_tokens": allowed_tokens, "group": group, "mask": mask}
+        # Liger has a backward of its own, and is therefore called outside the custom operation.
         run = implementation("linear_logprobs", hidden.device.type, backend).token_logprobs
+        options = {"bias": bias, "softcap": softcap, "allowed_tokens": allowed_tokens, "group": group, "mask": mask}
         return run(hidden, weight, tokens, temperature=temperature, logit_scale=logit_scale, **options)
-    logprobs, entropy, logsumexp = _forward(
-        hidden.reshape(len(rows.inverse), hidden.shape[-1]),
-        weight,
-        bias,
-        rows.tokens,
-        rows.inverse,
-        rows.softcap,
-        rows.allowed_tokens,
-        rows.mask,
-        start,
-        None if group is None else group.group_name,
-        workspace,
-        backend,
-    )
+    problem = Problem(hidden.reshape(batch.numel(), hidden.shape[-1]), weight, bias, rows, start)
+    name = None if group is None else group.group_name
+    logprobs, entropy, logsumexp = _forward(*problem.flat(), name, workspace, backend)
     return TokenLogprobs(logprobs.view(tokens.shape), entropy.view(batch), logsumexp.view(batch))
 
 
 def default_workspace(hidden: Tensor) -> int:
-    """Bytes for blocks where nobody said how many."""
+    """The workspace where the caller gives none."""
     return GPU_WORKSPACE if hidden.is_cuda else CPU_WORKSPACE
 
 
@@ -121,7 +111,7 @@ def checked_model(
     group: Any,
     workspace: int,
 ) -> None:
-    """Raise for arguments that fit neither each other nor a vocabulary in shards."""
+    """Raise where the model's arrays do not fit each other, or do not fit a vocabulary in shards."""
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
         raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -135,7 +125,7 @@ def checked_model(
 
 
 def ranks_of(name: str) -> Any:
-    """The process group: a custom operation takes its name."""
+    """The process group of a name, which is how a custom operation is told the group."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
@@ -148,33 +138,24 @@ def from_every_rank(x: Tensor, group: str) -> list[Tensor]:
 
 
 def gathered(state: RowState, group: str) -> RowState:
-    """The state of the whole vocabulary: every rank's, merged in the order of ranks, so all have the same bits."""
+    """The state of the whole vocabulary: the ranks' states merged in the order of ranks, to the same bits on each."""
     mine = torch.cat([field.view(len(field), -1) for field in state], 1)
     return merge_all([RowState(x[:, 0], x[:, 1], x[:, 2], x[:, 3:]) for x in from_every_rank(mine, group)])
 
 
-@torch.library.custom_op("rl_kernels::linear_logprobs", mutates_args=())
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    group: str | None,
-    workspace: int,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("linear_logprobs", hidden.device.type, backend).forward
-    space = min(workspace, FORWARD_WORKSPACE)
-    state = run(hidden, weight, bias, tokens, inverse, softcap, allowed_tokens, mask, start, space)
-    results = finish(state if group is None else gathered(state, group))
-    if mask is None:
+_HOW = "str? group, SymInt workspace, str? backend"
+_TENSORS = "(Tensor, Tensor, Tensor)"
+
+
+@torch.library.custom_op("rl_kernels::linear_logprobs", mutates_args=(), schema=f"({PROBLEM}, {_HOW}) -> {_TENSORS}")
+def _forward(*arguments):
+    problem, (group, workspace, backend) = Problem.of(arguments[:OF_PROBLEM]), arguments[OF_PROBLEM:]
+    run = implementation("linear_logprobs", problem.hidden.device.type, backend).forward
+    state = run(problem, min(workspace, FORWARD_WORKSPACE))
+    results = finalize_row_state(state if group is None else gathered(state, group))
+    if problem.rows.mask is None:
         return results
-    left_out = ~mask
+    left_out = ~problem.rows.mask
     logprobs, entropy, logsumexp = results
     return (
         logprobs.masked_fill_(left_out[:, None], 0.0),
@@ -184,65 +165,31 @@ def _forward(
 
 
 @_forward.register_fake
-def _(hidden, weight, bias, tokens, inverse, softcap, allowed_tokens, mask, start, group, workspace, backend):
-    return inverse.new_empty(tokens.shape), torch.empty_like(inverse), torch.empty_like(inverse)
+def _(*arguments):
+    rows = Problem.of(arguments[:OF_PROBLEM]).rows
+    like = rows.inv_temperature
+    return like.new_empty(rows.tokens.shape), torch.empty_like(like), torch.empty_like(like)
 
 
-@torch.library.custom_op("rl_kernels::linear_logprobs_backward", mutates_args=())
-def _backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    group: str | None,
-    workspace: int,
-    outputs: list[Tensor],
-    cotangents: list[Tensor],
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("linear_logprobs", hidden.device.type, backend).backward
-    d_hidden, d_weight, d_bias = run(
-        hidden,
-        weight,
-        bias,
-        tokens,
-        inverse,
-        softcap,
-        allowed_tokens,
-        mask,
-        start,
-        workspace,
-        tuple(outputs),
-        tuple(cotangents),
-    )
+@torch.library.custom_op(
+    "rl_kernels::linear_logprobs_backward",
+    mutates_args=(),
+    schema=f"({PROBLEM}, {_HOW}, Tensor[] outputs, Tensor[] cotangents) -> {_TENSORS}",
+)
+def _backward(*arguments):
+    problem, how = Problem.of(arguments[:OF_PROBLEM]), arguments[OF_PROBLEM:]
+    group, workspace, backend, outputs, cotangents = how
+    run = implementation("linear_logprobs", problem.hidden.device.type, backend).backward
+    d_hidden, d_weight, d_bias = run(problem, workspace, tuple(outputs), tuple(cotangents))
     if group is not None:
         dist.all_reduce(d_hidden, group=ranks_of(group))
     # A custom operation returns tensors only: an empty one stands for the gradient of no bias.
-    return d_hidden, d_weight, weight.new_empty(0) if d_bias is None else d_bias
+    return d_hidden, d_weight, d_weight.new_empty(0) if d_bias is None else d_bias
 
 
 @_backward.register_fake
-def _(
-    hidden,
-    weight,
-    bias,
-    tokens,
-    inverse,
-    softcap,
-    allowed_tokens,
-    mask,
-    start,
-    group,
-    workspace,
-    outputs,
-    cotangents,
-    backend,
-):
+def _(*arguments):
+    hidden, weight, bias, *_ = arguments
     return (
         torch.empty_like(hidden),
         torch.empty_like(weight),
@@ -250,32 +197,28 @@ def _(
     )
 
 
+def save_for_backward(ctx: Any, problem: Problem, outputs: tuple[Tensor, ...], how: tuple[Any, ...]) -> None:
+    """Keep what `differentiate` needs; ``how`` is (group, workspace, backend)."""
+    hidden, weight, bias, (tokens, inv_temperature, softcap, allowed_tokens, mask), start = problem
+    ctx.save_for_backward(hidden, weight, bias, tokens, inv_temperature, allowed_tokens, mask, *outputs)
+    ctx.numbers, ctx.how = (softcap, start), how
+
+
+def differentiate(ctx: Any, cotangents: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of hidden states, weight and bias, from what `save_for_backward` kept."""
+    hidden, weight, bias, tokens, inv_temperature, allowed_tokens, mask, *outputs = ctx.saved_tensors
+    softcap, start = ctx.numbers
+    problem = Problem(hidden, weight, bias, Rows(tokens, inv_temperature, softcap, allowed_tokens, mask), start)
+    d_hidden, d_weight, d_bias = _backward(*problem.flat(), *ctx.how, outputs, list(cotangents))
+    return d_hidden, d_weight, None if bias is None else d_bias
+
+
 def _setup(ctx, inputs, output):
-    hidden, weight, bias, tokens, inverse, softcap, allowed_tokens, mask, start, group, workspace, backend = inputs
-    ctx.save_for_backward(hidden, weight, bias, tokens, inverse, allowed_tokens, mask, *output)
-    ctx.settings = softcap, start, group, workspace, backend
+    save_for_backward(ctx, Problem.of(inputs[:OF_PROBLEM]), output, inputs[OF_PROBLEM:])
 
 
 def _differentiate(ctx, *cotangents):
-    hidden, weight, bias, tokens, inverse, allowed_tokens, mask, *outputs = ctx.saved_tensors
-    softcap, start, group, workspace, backend = ctx.settings
-    d_hidden, d_weight, d_bias = _backward(
-        hidden,
-        weight,
-        bias,
-        tokens,
-        inverse,
-        softcap,
-        allowed_tokens,
-        mask,
-        start,
-        group,
-        workspace,
-        outputs,
-        list(cotangents),
-        backend,
-    )
-    return d_hidden, d_weight, None if bias is None else d_bias, *[None] * 9
+    return *differentiate(ctx, cotangents), *[None] * 9
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)

@@ -1,83 +1,90 @@
 """The backward's loop over blocks, which backends share: they differ in the pass from logits to their gradient."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rl_kernels.common.arguments import Problem
 from rl_kernels.common.blocks import blocks, cost, row_blocks, tiles
-from rl_kernels.common.matmul import accumulate, native, product
+from rl_kernels.common.matmul import accumulate, matmul, native
 from rl_kernels.common.row_state import Coefficients, coefficients, finite, token_gradients
-from rl_kernels.common.scaling import kept_tile
+from rl_kernels.common.token_masks import allowed_tile
 
-# dL/dlogits, from a block of logits (bias not yet added; it may be overwritten), its kept entries, its bias, the tokens
-# counted from its first entry, their own dL/dx, and the rows' inverse temperature, coefficients and finite logsumexp.
-Dlogits = Callable[
-    [Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Coefficients, Tensor, float | None, torch.dtype],
-    Tensor,
-]
+# Log-probabilities [N, K], entropy [N] and logsumexp [N]; or the cotangents of the three.
+Results = tuple[Tensor, Tensor, Tensor]
+
+
+class Block(NamedTuple):
+    """What belongs to a block of R rows by W tokens of the vocabulary, beside its logits.
+
+    ``allowed`` bool [R, W]; ``bias`` [W], which the logits do not contain yet; ``tokens`` [R, K], counted from the
+    block's first token, and ``own`` [R, K], dL/dx there; ``logsumexp`` [R] is finite; ``dtype`` is the gradient's.
+    """
+
+    allowed: Tensor | None
+    bias: Tensor | None
+    tokens: Tensor
+    own: Tensor
+    inv_temperature: Tensor
+    softcap: float | None
+    coefficients: Coefficients
+    logsumexp: Tensor
+    dtype: torch.dtype
+
+
+# dL/dlogits from logits [R, W], which may be overwritten.
+Dlogits = Callable[[Tensor, Block], Tensor]
 
 
 def backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    workspace: int,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    cotangents: tuple[Tensor, Tensor, Tensor],
-    dlogits: Dlogits,
-    numbers: int,
+    problem: Problem, workspace: int, outputs: Results, cotangents: Results, dlogits: Dlogits, numbers: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dL/dhidden of these entries, dL/dweight, dL/dbias, each summed in float32 (float64 for float64).
+    """dL/dhidden (of these tokens of the vocabulary), dL/dweight, dL/dbias, summed in float32 (float64 for float64).
 
     ``numbers`` is how many of the arithmetic's numbers ``dlogits`` holds at once for each logit.
     """
+    hidden, weight, bias, rows, start = problem
     logprobs, entropy, logsumexp = outputs
     g, h, z = cotangents
-    # A token that cannot be drawn takes no gradient: −inf has none.
+    # A token that cannot be sampled takes no gradient: −inf has none.
     g = g.masked_fill(logprobs == float("-inf"), 0.0)
-    row = coefficients(g, h, z, entropy)
-    dtype = inverse.dtype
+    scalars = coefficients(g, h, z, entropy)
+    dtype = rows.inv_temperature.dtype
     d_hidden = torch.zeros_like(hidden)
     d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
     d_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
-    width = inverse.element_size()
-    # What a product of halves takes without being widened is half as wide as the logits, and beside them.
-    narrow = weight.dtype if native(hidden, weight).product else dtype
+    width = rows.inv_temperature.element_size()
+    # A GEMM of half-precision operands takes dL/dlogits in half precision: a copy beside the logits, half as wide.
+    narrow = weight.dtype if native(hidden, weight).matmul else dtype
     logit = numbers * width + (0 if narrow == dtype else narrow.itemsize)
-    size = blocks(
-        len(weight), weight.shape[1], workspace, cost(hidden, weight, allowed_tokens, width, logit, gradients=True)
-    )
-    for rows in row_blocks(len(hidden), mask, size.rows):
-        here = hidden[rows]
+    price = cost(hidden, weight, rows.allowed_tokens, width, logit, gradients=True)
+    size = blocks(len(weight), weight.shape[1], workspace, price)
+    for index in row_blocks(len(hidden), rows.mask, size.tokens):
+        here, mine = hidden[index], rows.take(index)
         sums = torch.zeros(here.shape, dtype=dtype, device=here.device)
-        ours = Coefficients(row.a[rows], row.b[rows])
-        own = token_gradients(ours, g[rows], tokens[rows], logprobs[rows])
-        base = finite(logsumexp[rows])
-        for first, last in tiles(len(weight), size.entries):
-            dz = dlogits(
-                product(here, weight[first:last].T, dtype),
-                kept_tile(allowed_tokens, rows, start + first, start + last),
+        ours = Coefficients(scalars.a[index], scalars.b[index])
+        own = token_gradients(ours, g[index], mine.tokens, logprobs[index])
+        base = finite(logsumexp[index])
+        for first, last in tiles(len(weight), size.vocab):
+            block = Block(
+                allowed_tile(rows.allowed_tokens, index, start + first, start + last),
                 None if bias is None else bias[first:last],
-                tokens[rows] - (start + first),
+                mine.tokens - (start + first),
                 own,
-                inverse[rows],
+                mine.inv_temperature,
+                rows.softcap,
                 ours,
                 base,
-                softcap,
                 narrow,
             )
+            dz = dlogits(matmul(here, weight[first:last].T, dtype), block)
             accumulate(sums, dz, weight[first:last])
             accumulate(d_weight[first:last], dz.T, here)
             if d_bias is not None:
                 d_bias[first:last] += dz.sum(0, dtype=dtype)
-            # Not alive beside the next block's logits.
-            del dz
-        d_hidden[rows] = sums.to(hidden.dtype)
+            # Freed before the next block's logits are made.
+            del dz, block
+        d_hidden[index] = sums.to(hidden.dtype)
     return d_hidden, d_weight.to(weight.dtype), None if bias is None or d_bias is None else d_bias.to(bias.dtype)

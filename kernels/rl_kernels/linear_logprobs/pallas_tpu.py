@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from rl_kernels.common.pallas_helpers import Options, columns, finish, gradient, product, row_scalars, scaled, single
+from rl_kernels.common.pallas_helpers import (
+    Options,
+    columns,
+    finalize_row_state,
+    gradient,
+    matmul,
+    row_scalars,
+    scaled,
+    single,
+)
 from rl_kernels.common.pallas_tpu_helpers import absorb, grid_parameters, rows_spec
 
 
@@ -21,49 +30,49 @@ def run(
     bias: jax.Array,
     tokens: jax.Array,
     scale: jax.Array,
-    kept: jax.Array | None,
+    allowed: jax.Array | None,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities [N, K], entropy [N], logsumexp [N] of hidden [N, H] @ weight [V, H].T + bias [V]."""
-    return _forward(hidden, weight, bias, tokens, scale, kept, options)[0]
+    return _forward(hidden, weight, bias, tokens, scale, allowed, options)[0]
 
 
 def _tile(refs, v, options):
-    """x, its entries that are possible and their token ids, from the refs that every kernel has.
+    """x, which of its tokens are possible, and their ids, from the refs that every kernel has.
 
-    Beyond the vocabulary's end the products are rubbish, which `scaled` excludes.
+    Beyond the end of the vocabulary the logits are made of whatever is in memory; `scaled` excludes them.
     """
     hidden, weight, bias, _, scale, *rest = refs
-    kept = rest[0][...] != 0 if options.kept else None
-    logits = product(hidden[...], weight[...], (1, 1)) + bias[...].astype(jnp.float32)
-    column = columns(v * options.block_entries, logits.shape)
-    return *scaled(logits, scale[...], kept, column, options), column
+    allowed = rest[0][...] != 0 if options.allowed else None
+    logits = matmul(hidden[...], weight[...], (1, 1)) + bias[...].astype(jnp.float32)
+    column = columns(v * options.block_vocab, logits.shape)
+    return *scaled(logits, scale[...], allowed, column, options), column
 
 
-def _inputs(hidden, weight, bias, tokens, scale, kept, options, order):
-    """Arguments every kernel has, with their block specifications; ``order`` says which grid axis counts what."""
+def _inputs(hidden, weight, bias, tokens, scale, allowed, options, order):
+    """Every kernel's arguments and their block specifications; ``order``: the grid axes of rows and vocabulary."""
     n, v = order
-    features, targets = hidden.shape[1], tokens.shape[1]
+    hidden_size, targets = hidden.shape[1], tokens.shape[1]
     specs = [
-        rows_spec(features, options, rows_axis=n),
-        pl.BlockSpec((options.block_entries, features), lambda *grid: (grid[v], 0)),
-        pl.BlockSpec((1, options.block_entries), lambda *grid: (0, grid[v])),
+        rows_spec(hidden_size, options, rows_axis=n),
+        pl.BlockSpec((options.block_vocab, hidden_size), lambda *grid: (grid[v], 0)),
+        pl.BlockSpec((1, options.block_vocab), lambda *grid: (0, grid[v])),
         rows_spec(targets, options, rows_axis=n),
         rows_spec(1, options, rows_axis=n),
     ]
     arguments = [hidden, weight, bias[None, :], tokens, scale[:, None]]
-    if options.kept:
-        specs.append(pl.BlockSpec((options.block_rows, options.block_entries), lambda *grid: (grid[n], grid[v])))
-        arguments.append(kept)
+    if options.allowed:
+        specs.append(pl.BlockSpec((options.block_tokens, options.block_vocab), lambda *grid: (grid[n], grid[v])))
+        arguments.append(allowed)
     return arguments, specs
 
 
 def _tiles(options, count):
-    return pl.cdiv(count, options.block_rows), pl.cdiv(options.vocabulary, options.block_entries)
+    return pl.cdiv(count, options.block_tokens), pl.cdiv(options.vocab_size, options.block_vocab)
 
 
-def _forward(hidden, weight, bias, tokens, scale, kept, options):
-    arguments, specs = _inputs(hidden, weight, bias, tokens, scale, kept, options, (0, 1))
+def _forward(hidden, weight, bias, tokens, scale, allowed, options):
+    arguments, specs = _inputs(hidden, weight, bias, tokens, scale, allowed, options, (0, 1))
     widths = (1, 1, 1, tokens.shape[1])
 
     def kernel(*refs):
@@ -81,30 +90,30 @@ def _forward(hidden, weight, bias, tokens, scale, kept, options):
         **grid_parameters(options.interpret),
     )(*arguments)
     maximum, total, weighted, target = state
-    outputs = finish((maximum, total, weighted), target)
-    return outputs, (hidden, weight, bias, tokens, scale, kept, outputs)
+    outputs = finalize_row_state((maximum, total, weighted), target)
+    return outputs, (hidden, weight, bias, tokens, scale, allowed, outputs)
 
 
 def _backward(options, saved, cotangents):
-    hidden, weight, bias, tokens, scale, kept, outputs = saved
+    hidden, weight, bias, tokens, scale, allowed, outputs = saved
     scalars = row_scalars(outputs, cotangents)
     n_tiles, v_tiles = _tiles(options, len(hidden))
-    features = hidden.shape[1]
+    hidden_size = hidden.shape[1]
 
     def tile_gradient(refs, n, v):
         x, possible, column = _tile(refs, v, options)
         a, b, logsumexp, g = (ref[...] for ref in refs[-4:])
-        # Rows beyond the batch's end hold rubbish, which must not be summed.
-        row = n * options.block_rows + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        # Rows beyond the end of the batch hold whatever is in memory, and must not be summed.
+        row = n * options.block_tokens + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
         tokens, scale = refs[3][...], refs[4][...]
         dz = gradient(x, possible, scale, column, single(tokens), (a, b, logsumexp), single(g), options)
         return jnp.where(row < len(saved[0]), dz, 0.0)
 
     def summed(dz, operand, contract, limit, first):
-        """Product with the operand's rows beyond its end as zeros (0 · NaN is NaN)."""
+        """Matmul with zeros for the operand's rows beyond its end (0 · NaN is NaN)."""
         index = first + jax.lax.broadcasted_iota(jnp.int32, operand.shape, 0)
         operand = jnp.where(index < limit, operand, jnp.zeros_like(operand)).astype(jnp.float32)
-        return product(dz, operand, (contract, 0))
+        return matmul(dz, operand, (contract, 0))
 
     def hidden_kernel(*refs):
         *refs, out = refs
@@ -115,7 +124,7 @@ def _backward(options, saved, cotangents):
         def _():
             out[...] = jnp.zeros(out.shape, out.dtype)
 
-        out[...] += summed(dz, refs[1][...], 1, options.vocabulary, v * options.block_entries)
+        out[...] += summed(dz, refs[1][...], 1, options.vocab_size, v * options.block_vocab)
 
     def weight_kernel(*refs):
         *refs, out, out_bias = refs
@@ -127,11 +136,11 @@ def _backward(options, saved, cotangents):
             out[...] = jnp.zeros(out.shape, out.dtype)
             out_bias[...] = jnp.zeros(out_bias.shape, out_bias.dtype)
 
-        out[...] += summed(dz, refs[0][...], 0, len(saved[0]), n * options.block_rows)
+        out[...] += summed(dz, refs[0][...], 0, len(saved[0]), n * options.block_tokens)
         out_bias[...] += jnp.sum(dz, axis=0, keepdims=True)
 
     def specs_of(order):
-        arguments, specs = _inputs(hidden, weight, bias, tokens, scale, kept, options, order)
+        arguments, specs = _inputs(hidden, weight, bias, tokens, scale, allowed, options, order)
         return [*arguments, *scalars], [
             *specs,
             *(rows_spec(width, options, rows_axis=order[0]) for width in (1, 1, 1, tokens.shape[1])),
@@ -142,7 +151,7 @@ def _backward(options, saved, cotangents):
         hidden_kernel,
         grid=(n_tiles, v_tiles),
         in_specs=specs,
-        out_specs=rows_spec(features, options),
+        out_specs=rows_spec(hidden_size, options),
         out_shape=jax.ShapeDtypeStruct(hidden.shape, jnp.float32),
         **grid_parameters(options.interpret),
     )(*arguments)
@@ -152,12 +161,12 @@ def _backward(options, saved, cotangents):
         grid=(v_tiles, n_tiles),
         in_specs=specs,
         out_specs=[
-            pl.BlockSpec((options.block_entries, features), lambda v, n: (v, 0)),
-            pl.BlockSpec((1, options.block_entries), lambda v, n: (0, v)),
+            pl.BlockSpec((options.block_vocab, hidden_size), lambda v, n: (v, 0)),
+            pl.BlockSpec((1, options.block_vocab), lambda v, n: (0, v)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct(weight.shape, jnp.float32),
-            jax.ShapeDtypeStruct((1, options.vocabulary), jnp.float32),
+            jax.ShapeDtypeStruct((1, options.vocab_size), jnp.float32),
         ],
         **grid_parameters(options.interpret),
     )(*arguments)

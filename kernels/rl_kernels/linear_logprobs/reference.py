@@ -1,41 +1,31 @@
-"""rl_fn's formula, run by XLA: the answer every other backend is compared with. It holds every row's logits."""
+"""rl_fn's formula, run by XLA: the definition that other backends are compared with. It holds every row's logits."""
 
 import jax
 import jax.numpy as jnp
 from torch import Tensor
 
 import rl_fn
+from rl_kernels.common.arguments import Problem
 from rl_kernels.common.row_state import RowState
-from rl_kernels.logits_logprobs.reference import as_array, as_tensor, kept_set
+from rl_kernels.linear_logprobs.backward import Results
+from rl_kernels.logits_logprobs.reference import allowed_mask, as_array, as_tensor, masked, token_results
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    workspace: int,
-) -> RowState:
-    """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
-    ids, temperature = jnp.asarray(tokens.cpu().numpy()), 1.0 / as_array(inverse)
-    kept = None if allowed_tokens is None else kept_set(allowed_tokens, start + len(weight))[:, start:]
-    counted = None if mask is None else jnp.asarray(mask.cpu().numpy())
+def forward(problem: Problem, workspace: int) -> RowState:
+    """State of the weight's part of the vocabulary; in rows left out the empty state."""
+    hidden, weight, bias, rows, start = problem
+    ids, temperature, allowed, counted = _arguments(problem)
 
     def states(h, w, b):
         x = _logits(h, w, b)
-        allowed = None if kept is None else kept
+        possible = None if allowed is None else allowed[:, start:]
         if counted is not None:
             everywhere = jnp.broadcast_to(counted[:, None], x.shape)
-            allowed = everywhere if allowed is None else allowed & everywhere
-        # Column 0 is no token: a row without targets has a state too.
+            possible = everywhere if possible is None else possible & everywhere
+        # −1 is no token: K may be 0, and a row without a target has a state too.
         columns = [jnp.full(len(hidden), -1, ids.dtype), *(ids[:, k] for k in range(ids.shape[1]))]
         return [
-            rl_fn.row_state(x, c, start=start, temperature=temperature, softcap=softcap, allowed_tokens=allowed)
+            rl_fn.row_state(x, c, start=start, temperature=temperature, softcap=rows.softcap, allowed_tokens=possible)
             for c in columns
         ]
 
@@ -45,38 +35,15 @@ def forward(
 
 
 def backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    workspace: int,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    cotangents: tuple[Tensor, Tensor, Tensor],
+    problem: Problem, workspace: int, outputs: Results, cotangents: Results
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dL/dhidden, dL/dweight, dL/dbias by jax.vjp, of a vocabulary that is whole (the operation refuses shards)."""
-    ids, temperature = jnp.asarray(tokens.cpu().numpy()), 1.0 / as_array(inverse)
-    kept = None if allowed_tokens is None else kept_set(allowed_tokens, len(weight))
-    counted = None if mask is None else jnp.asarray(mask.cpu().numpy())
+    """dL/dhidden, dL/dweight, dL/dbias by jax.vjp, of a whole vocabulary."""
+    hidden, weight, bias, rows, _ = problem
+    ids, temperature, allowed, counted = _arguments(problem)
 
     def values(h, w, b):
         x = _logits(h if counted is None else jnp.where(counted[:, None], h, 0.0), w, b)
-        row = rl_fn.logits_logprobs(
-            x, jnp.zeros(len(hidden), ids.dtype), temperature=temperature, softcap=softcap, allowed_tokens=kept
-        )
-        each = [
-            rl_fn.logits_logprobs(x, ids[:, k], temperature=temperature, softcap=softcap, allowed_tokens=kept).logprobs
-            for k in range(ids.shape[1])
-        ]
-        logprobs = jnp.stack(each, 1) if each else jnp.zeros((len(hidden), 0), x.dtype)
-        result = (logprobs, row.entropy, row.logsumexp)
-        if counted is None:
-            return result
-        return tuple(jnp.where(counted.reshape(-1, *[1] * (v.ndim - 1)), v, 0.0) for v in result)
+        return masked(token_results(x, ids, temperature, rows.softcap, allowed), counted)
 
     def pulled(arrays, c):
         return jax.vjp(values, *arrays)[1](c)
@@ -94,6 +61,14 @@ def backward(
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> jax.Array:
     """hidden @ weight.T + bias in float32."""
     return _logits(*_arrays(hidden, weight, bias))
+
+
+def _arguments(problem: Problem):
+    """Token ids, temperature, allowed tokens or None, and the mask or None, as JAX arrays."""
+    _, weight, _, rows, start = problem
+    ids, temperature = jnp.asarray(rows.tokens.cpu().numpy()), 1.0 / as_array(rows.inv_temperature)
+    allowed = None if rows.allowed_tokens is None else allowed_mask(rows.allowed_tokens, start + len(weight))
+    return ids, temperature, allowed, None if rows.mask is None else jnp.asarray(rows.mask.cpu().numpy())
 
 
 def _logits(h, w, b):

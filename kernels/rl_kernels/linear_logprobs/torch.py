@@ -1,82 +1,77 @@
-"""Blocks of rows by blocks of the vocabulary in PyTorch: the CPU's backend and every unknown device's."""
+"""Blocks of tokens by blocks of the vocabulary in PyTorch: the backend of the CPU and of every unknown device."""
 
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from rl_kernels.common.arguments import Problem
 from rl_kernels.common.blocks import blocks, cost, row_blocks, tiles
-from rl_kernels.common.matmul import product
-from rl_kernels.common.row_state import RowState, empty_state, merge, tile_state
-from rl_kernels.common.scaling import kept_tile, scaled, slope
+from rl_kernels.common.matmul import matmul
+from rl_kernels.common.row_state import RowState, empty_state, merge_row_states, tile_state
+from rl_kernels.common.scaling import scaled, slope
+from rl_kernels.common.token_masks import allowed_tile
+from rl_kernels.linear_logprobs.backward import Block
 from rl_kernels.linear_logprobs.backward import backward as in_blocks
 
 # Numbers a logit that are alive at once, in the forward and in the backward.
 _NUMBERS = 5
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    workspace: int,
-) -> RowState:
-    """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
-    total = empty_state(inverse, tokens)
-    width = inverse.element_size()
-    size = blocks(
-        len(weight), weight.shape[1], workspace, cost(hidden, weight, allowed_tokens, width, _NUMBERS * width)
-    )
-    for rows in row_blocks(len(hidden), mask, size.rows):
-        here, state = hidden[rows], RowState(*(field[rows] for field in total))
-        for first, last in tiles(len(weight), size.entries):
+def forward(problem: Problem, workspace: int) -> RowState:
+    """State of the weight's part of the vocabulary; in rows left out the empty state."""
+    hidden, weight, bias, rows, start = problem
+    dtype, width = rows.inv_temperature.dtype, rows.inv_temperature.element_size()
+    total = empty_state(rows.inv_temperature, rows.tokens)
+    price = cost(hidden, weight, rows.allowed_tokens, width, _NUMBERS * width)
+    size = blocks(len(weight), weight.shape[1], workspace, price)
+    for index in row_blocks(len(hidden), rows.mask, size.tokens):
+        here, mine, state = hidden[index], rows.take(index), RowState(*(field[index] for field in total))
+        for first, last in tiles(len(weight), size.vocab):
             x = _scaled(
-                product(here, weight[first:last].T, inverse.dtype),
+                matmul(here, weight[first:last].T, dtype),
                 None if bias is None else bias[first:last],
-                inverse[rows],
-                softcap,
-                kept_tile(allowed_tokens, rows, start + first, start + last),
+                mine.inv_temperature,
+                rows.softcap,
+                allowed_tile(rows.allowed_tokens, index, start + first, start + last),
             )
-            state = merge(state, tile_state(x, tokens[rows] - (start + first)))
+            state = merge_row_states(state, tile_state(x, mine.tokens - (start + first)))
         for field, value in zip(total, state, strict=True):
-            field[rows] = value
+            field[index] = value
     return total
 
 
-def _dlogits(logits, kept, bias, local, own, inverse, coefficients, base, softcap, dtype):
-    x = _scaled(logits, bias, inverse, softcap, kept)
+def _dlogits(logits: Tensor, block: Block) -> Tensor:
+    inv_temperature, softcap = block.inv_temperature, block.softcap
+    x = _scaled(logits, block.bias, inv_temperature, softcap, block.allowed)
     del logits
-    # Without a cap the slope does not ask for x again.
-    log_p = x.sub_(base[:, None]) if softcap is None else x - base[:, None]
+    # Without a cap the slope does not need x again.
+    log_p = x.sub_(block.logsumexp[:, None]) if softcap is None else x - block.logsumexp[:, None]
     p = torch.exp(log_p)
-    # −inf · 0 would be NaN where an entry is excluded; e^−1000 is 0 in float64 too.
-    dx = log_p.clamp_(min=-1000.0).mul_(coefficients.b[:, None]).add_(coefficients.a[:, None]).mul_(p)
+    a, b = block.coefficients
+    # −inf · 0 would be NaN where a token is excluded; e^−1000 is 0 in float64 too.
+    dx = log_p.clamp_(min=-1000.0).mul_(b[:, None]).add_(a[:, None]).mul_(p)
     del p
-    _store(dx, local, own)
-    return dx.mul_(slope(x, inverse, softcap)).to(dtype)
+    _store(dx, block.tokens, block.own)
+    return dx.mul_(slope(x, inv_temperature, softcap)).to(block.dtype)
 
 
-def _scaled(logits, bias, inverse, softcap, kept):
-    """Scaled logits with the bias added; ``logits`` is overwritten, where there is no cap by the result."""
+def _scaled(
+    logits: Tensor, bias: Tensor | None, inv_temperature: Tensor, softcap: float | None, allowed: Tensor | None
+) -> Tensor:
+    """Scaled logits with the bias; ``logits`` is overwritten, and without a cap holds the result."""
     if bias is not None:
         logits += bias
     if softcap is not None:
-        return scaled(logits, inverse, softcap, kept)
-    x = logits.mul_(inverse[:, None])
-    return x if kept is None else x.masked_fill_(~kept, float("-inf"))
+        return scaled(logits, inv_temperature, softcap, allowed)
+    x = logits.mul_(inv_temperature[:, None])
+    return x if allowed is None else x.masked_fill_(~allowed, float("-inf"))
 
 
-def _store(dx, local, own):
+def _store(dx: Tensor, tokens: Tensor, own: Tensor) -> None:
     """The tokens' own gradients, where the tile holds the token."""
-    row, k = ((local >= 0) & (local < dx.shape[-1])).nonzero(as_tuple=True)
-    dx[row, local[row, k]] = own[row, k]
+    row, k = ((tokens >= 0) & (tokens < dx.shape[-1])).nonzero(as_tuple=True)
+    dx[row, tokens[row, k]] = own[row, k]
 
 
-# The loop over blocks is every backend's.
 backward = partial(in_blocks, dlogits=_dlogits, numbers=_NUMBERS)

@@ -10,7 +10,7 @@ from rl_kernels.linear_logprobs import linear_logprobs
 from rl_kernels.linear_policy_loss.callables import Loss, split
 from rl_kernels.linear_policy_loss.fused import Head, fused_head
 
-# Fused, a row's logits are there as a whole.
+# Larger than linear_logprobs' own: fused, all logits of a row are in memory at once.
 GPU_WORKSPACE, CPU_WORKSPACE = 1 << 30, 256 << 20
 
 
@@ -49,14 +49,14 @@ def linear_policy_loss(
     Args:
         hidden, weight, tokens, bias, temperature, logit_scale, softcap, allowed_tokens, backend: as in
             ``linear_logprobs``.
-            Fused, the backend is that of ``logits_logprobs``: matrix products are torch's.
+            Fused, the backend is that of ``logits_logprobs``, and the GEMMs are torch's.
         loss: ``loss(logprobs, entropy, logsumexp, rows)`` → a scalar, or (scalar, metrics). The arrays are ``[R]``
             (``logprobs`` ``[R, K]`` for ``tokens`` of K a row) and ``rows`` is the slice of the flattened batch that
             they belong to, with which to cut the loss's own arrays. Metrics are any pytree of tensors and numbers, and
             come back detached; fused, they are added up over the blocks. Only fused may it hold nothing else that
             takes a gradient, and it is called a few times more than there are blocks if ``check``.
-        mask: as in ``linear_logprobs``: rows left out have results 0 and take no gradient. ``loss`` sees them, and
-            leaves them out itself.
+        mask: as in ``linear_logprobs``: rows left out have results 0 and take no gradient. ``loss`` sees zeros
+            there, and must leave these rows out itself.
         start, group: as in ``linear_logprobs``; not fused.
         workspace: bytes for blocks of logits; None is ``linear_logprobs``' own, and fused 1 GiB on a GPU (each block
             adds to the whole gradient of the weight, so that few large ones are faster) and 256 MiB elsewhere.
@@ -102,7 +102,7 @@ def linear_policy_loss(
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         batch = hidden.shape[:-1]
         rows = rows_of(batch, len(weight), dtype, tokens, mask=mask, **options)
-        flat = hidden.reshape(len(rows.inverse), hidden.shape[-1])
+        flat = hidden.reshape(len(rows.inv_temperature), hidden.shape[-1])
         return fused_head(flat, weight, bias, Head(rows, loss, tokens.shape != batch, space, backend, check))
     # Without a gradient the logits are computed once in either way.
     # Autocast would round the operands that are widened on purpose.

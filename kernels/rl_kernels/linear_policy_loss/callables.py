@@ -32,7 +32,9 @@ def differentiated(loss: Loss, outputs: Sequence[Tensor], rows: slice) -> tuple[
 
 
 def refuse_interaction(loss: Loss, outputs: Sequence[Tensor], gradients: Sequence[Tensor], rows: slice) -> None:
-    """Compare a block's gradient with that of its two parts, cut at an odd row: few sequences end there."""
+    """Raise where a block's gradient differs from that of its two parts. The cut is at an odd row, where few sequences
+    end.
+    """
     count = rows.stop - rows.start
     if count < 2:
         return
@@ -53,7 +55,7 @@ def refuse_interaction(loss: Loss, outputs: Sequence[Tensor], gradients: Sequenc
 
 
 def _refuse_other_leaves(total: Tensor, leaves: Sequence[Tensor]) -> None:
-    """Whatever else requires a gradient would not get it: the graph ends within the forward."""
+    """Raise for another tensor that requires a gradient: it would not get one, as the graph ends within the forward."""
     seen, waiting = set(), [total.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -1,12 +1,12 @@
 """One signature for all backends of ``logits_logprobs``."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rl_kernels.backends import implementation
-from rl_kernels.common.arguments import rows_of
+from rl_kernels.common.arguments import ROWS, Rows, rows_of
 
 
 class TokenLogprobs(NamedTuple):
@@ -29,23 +29,24 @@ def logits_logprobs(
     inplace_backward: bool = False,
     backend: str | None = None,
 ) -> TokenLogprobs:
-    """Log-probability, entropy and logsumexp of the distribution that the tokens were drawn from, differentiable.
+    """Log-probability, entropy and logsumexp of the distribution that the tokens were sampled from, differentiable.
 
-    x = softcap·tanh(logit_scale·z/softcap)/temperature (without a cap: logit_scale·z/temperature), over the kept set;
+    x = softcap·tanh(logit_scale·z/softcap)/temperature (without a cap: logit_scale·z/temperature), over allowed
+    tokens;
     lse = log Σᵥ exp xᵥ;  logprob = x[token] − lse;  entropy = −Σᵥ pᵥ log pᵥ.
 
     Args:
         logits: ``[*batch, V]`` in any float dtype; the arithmetic is float32 (float64 for float64 logits). −inf marks
-            a token that cannot be drawn.
+            a token that cannot be sampled.
         tokens: ``[*batch]`` integer token ids, or ``[*batch, K]`` for the log-probabilities of K tokens a row.
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked and take no
             gradient.
         logit_scale: the model's own factor of the logits (Cohere's, Granite's), before the cap.
         softcap: Gemma's logit soft cap, or None.
-        allowed_tokens: the kept set of a truncated sampler: ids ``[*batch, S]`` in any order with −1 for a shorter set,
-            or bool ``[*batch, V]`` or ``[V]``. A token outside it has log-probability −inf and takes no gradient.
-        mask: bool ``[*batch]``; a row where it is False is not computed, has results 0, and takes no gradient whatever
-            it holds.
+        allowed_tokens: those a truncated sampler may draw: ids ``[*batch, S]`` in any order filled with −1, or
+            bool ``[*batch, V]`` or ``[V]``. Any other token has log-probability −inf and takes no gradient.
+        mask: bool ``[*batch]``; where False the row is not computed, its results are 0, and it takes no gradient,
+            whatever it holds.
         inplace_backward: write the gradient over the logits, which costs no memory and leaves them unusable.
         backend: ``"torch"``, ``"triton"`` or ``"reference"`` (rl_fn through XLA, all rows at once). None takes the best
             supported one.
@@ -74,90 +75,76 @@ def logits_logprobs(
         allowed_tokens=allowed_tokens,
         mask=mask,
     )
-    flat = logits.reshape(len(rows.inverse), logits.shape[-1])
-    logprobs, entropy, logsumexp = _forward(
-        flat, rows.tokens, rows.inverse, rows.softcap, rows.allowed_tokens, rows.mask, inplace_backward, backend
-    )
+    flat = logits.reshape(len(rows.inv_temperature), logits.shape[-1])
+    logprobs, entropy, logsumexp = _forward(flat, *rows, inplace_backward, backend)
     return TokenLogprobs(
         logprobs.view(tokens.shape), entropy.view(logits.shape[:-1]), logsumexp.view(logits.shape[:-1])
     )
 
 
-@torch.library.custom_op("rl_kernels::logits_logprobs", mutates_args=())
-def _forward(
-    logits: Tensor,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    inplace_backward: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return implementation("logits_logprobs", logits.device.type, backend).forward(
-        logits, tokens, inverse, softcap, allowed_tokens, mask
-    )
+_BACKWARD = f"{ROWS}, Tensor[] outputs, Tensor[] cotangents, str? backend"
+
+
+@torch.library.custom_op(
+    "rl_kernels::logits_logprobs",
+    mutates_args=(),
+    schema=f"(Tensor logits, {ROWS}, bool inplace_backward, str? backend) -> (Tensor, Tensor, Tensor)",
+)
+def _forward(logits, *arguments):
+    *rows, _, backend = arguments
+    return implementation("logits_logprobs", logits.device.type, backend).forward(logits, Rows(*rows))
 
 
 @_forward.register_fake
-def _(logits, tokens, inverse, softcap, allowed_tokens, mask, inplace_backward, backend):
-    return inverse.new_empty(tokens.shape), torch.empty_like(inverse), torch.empty_like(inverse)
+def _(logits, tokens, inv_temperature, *_):
+    return inv_temperature.new_empty(tokens.shape), torch.empty_like(inv_temperature), torch.empty_like(inv_temperature)
 
 
-@torch.library.custom_op("rl_kernels::logits_logprobs_backward", mutates_args=())
-def _backward(
-    logits: Tensor,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    outputs: list[Tensor],
-    cotangents: list[Tensor],
-    backend: str | None,
-) -> Tensor:
-    gradient = torch.empty_like(logits)
+def _write(logits: Tensor, arguments: tuple[Any, ...], gradient: Tensor) -> None:
+    """dL/dlogits into ``gradient``, which may be the logits' own memory."""
+    *rows, outputs, cotangents, backend = arguments
     run = implementation("logits_logprobs", logits.device.type, backend).backward
-    run(logits, tokens, inverse, softcap, allowed_tokens, mask, tuple(outputs), tuple(cotangents), gradient)
+    run(logits, Rows(*rows), tuple(outputs), tuple(cotangents), gradient)
+
+
+@torch.library.custom_op(
+    "rl_kernels::logits_logprobs_backward", mutates_args=(), schema=f"(Tensor logits, {_BACKWARD}) -> Tensor"
+)
+def _backward(logits, *arguments):
+    gradient = torch.empty_like(logits)
+    _write(logits, arguments, gradient)
     return gradient
 
 
 @_backward.register_fake
-def _(logits, tokens, inverse, softcap, allowed_tokens, mask, outputs, cotangents, backend):
+def _(logits, *_):
     return torch.empty_like(logits)
 
 
-@torch.library.custom_op("rl_kernels::logits_logprobs_backward_", mutates_args=("logits",))
-def _backward_(
-    logits: Tensor,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    outputs: list[Tensor],
-    cotangents: list[Tensor],
-    backend: str | None,
-) -> None:
-    run = implementation("logits_logprobs", logits.device.type, backend).backward
-    run(logits, tokens, inverse, softcap, allowed_tokens, mask, tuple(outputs), tuple(cotangents), logits)
+@torch.library.custom_op(
+    "rl_kernels::logits_logprobs_backward_",
+    mutates_args=("logits",),
+    schema=f"(Tensor(a!) logits, {_BACKWARD}) -> ()",
+)
+def _backward_(logits, *arguments):
+    _write(logits, arguments, logits)
 
 
 def _setup(ctx, inputs, output):
-    logits, tokens, inverse, softcap, allowed_tokens, mask, inplace_backward, backend = inputs
-    ctx.save_for_backward(logits, tokens, inverse, allowed_tokens, mask, *output)
+    logits, tokens, inv_temperature, softcap, allowed_tokens, mask, inplace_backward, backend = inputs
+    ctx.save_for_backward(logits, tokens, inv_temperature, allowed_tokens, mask, *output)
     ctx.softcap, ctx.inplace, ctx.backend = softcap, inplace_backward, backend
 
 
 def _differentiate(ctx, *cotangents):
-    logits, tokens, inverse, allowed_tokens, mask, *outputs = ctx.saved_tensors
-    arguments = (tokens, inverse, ctx.softcap, allowed_tokens, mask, outputs, list(cotangents), ctx.backend)
+    logits, tokens, inv_temperature, allowed_tokens, mask, *outputs = ctx.saved_tensors
+    rows = Rows(tokens, inv_temperature, ctx.softcap, allowed_tokens, mask)
     if ctx.inplace:
         gradient = logits.detach()
-        _backward_(gradient, *arguments)
+        _backward_(gradient, *rows, outputs, list(cotangents), ctx.backend)
     else:
-        gradient = _backward(logits, *arguments)
-    return gradient, None, None, None, None, None, None, None
+        gradient = _backward(logits, *rows, outputs, list(cotangents), ctx.backend)
+    return gradient, *[None] * 7
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)

@@ -6,71 +6,71 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from rl_kernels.common.pallas_helpers import Options, columns, finish, gradient, row_scalars, scaled, single
+from rl_kernels.common.pallas_helpers import Options, columns, finalize_row_state, gradient, row_scalars, scaled, single
 from rl_kernels.common.pallas_tpu_helpers import absorb, grid_parameters, rows_spec
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def run(
-    logits: jax.Array, tokens: jax.Array, scale: jax.Array, kept: jax.Array | None, options: Options
+    logits: jax.Array, tokens: jax.Array, scale: jax.Array, allowed: jax.Array | None, options: Options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities [N, K], entropy [N], logsumexp [N] of logits [N, V]; kept int8 [N, V]."""
-    return _forward(logits, tokens, scale, kept, options)[0]
+    """Log-probabilities [N, K], entropy [N], logsumexp [N] of logits [N, V]; allowed int8 [N, V]."""
+    return _forward(logits, tokens, scale, allowed, options)[0]
 
 
-def _forward(logits, tokens, scale, kept, options):
+def _forward(logits, tokens, scale, allowed, options):
     count, targets = tokens.shape
-    grid = (pl.cdiv(count, options.block_rows), pl.cdiv(options.vocabulary, options.block_entries))
-    tile = pl.BlockSpec((options.block_rows, options.block_entries), lambda n, v: (n, v))
+    grid = (pl.cdiv(count, options.block_tokens), pl.cdiv(options.vocab_size, options.block_vocab))
+    tile = pl.BlockSpec((options.block_tokens, options.block_vocab), lambda n, v: (n, v))
     widths = (1, 1, 1, targets)
 
     def kernel(logits, scale, tokens, *rest):
-        kept, state = (rest[0], rest[1:]) if options.kept else (None, rest)
+        allowed, state = (rest[0], rest[1:]) if options.allowed else (None, rest)
         v = pl.program_id(1)
-        column = columns(v * options.block_entries, logits.shape)
-        x, possible = scaled(logits[...], scale[...], None if kept is None else kept[...] != 0, column, options)
+        column = columns(v * options.block_vocab, logits.shape)
+        x, possible = scaled(logits[...], scale[...], None if allowed is None else allowed[...] != 0, column, options)
         absorb(x, possible, column, single(tokens[...]), v, state)
 
     state = pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=[tile, rows_spec(1, options), rows_spec(targets, options), *([tile] if options.kept else [])],
+        in_specs=[tile, rows_spec(1, options), rows_spec(targets, options), *([tile] if options.allowed else [])],
         out_specs=[rows_spec(width, options) for width in widths],
         out_shape=[jax.ShapeDtypeStruct((count, width), jnp.float32) for width in widths],
         **grid_parameters(options.interpret),
-    )(logits, scale[:, None], tokens, *([kept] if options.kept else []))
+    )(logits, scale[:, None], tokens, *([allowed] if options.allowed else []))
     maximum, total, weighted, target = state
-    outputs = finish((maximum, total, weighted), target)
-    return outputs, (logits, tokens, scale, kept, outputs)
+    outputs = finalize_row_state((maximum, total, weighted), target)
+    return outputs, (logits, tokens, scale, allowed, outputs)
 
 
 def _backward(options, saved, cotangents):
-    logits, tokens, scale, kept, outputs = saved
+    logits, tokens, scale, allowed, outputs = saved
     scalars = row_scalars(outputs, cotangents)
     count, targets = tokens.shape
-    tile = pl.BlockSpec((options.block_rows, options.block_entries), lambda n, v: (n, v))
+    tile = pl.BlockSpec((options.block_tokens, options.block_vocab), lambda n, v: (n, v))
 
     def kernel(logits, scale, tokens, a, b, logsumexp, g, *rest):
-        kept, out = (rest[0], rest[1]) if options.kept else (None, rest[0])
+        allowed, out = (rest[0], rest[1]) if options.allowed else (None, rest[0])
         v = pl.program_id(1)
-        column = columns(v * options.block_entries, logits.shape)
-        x, possible = scaled(logits[...], scale[...], None if kept is None else kept[...] != 0, column, options)
+        column = columns(v * options.block_vocab, logits.shape)
+        x, possible = scaled(logits[...], scale[...], None if allowed is None else allowed[...] != 0, column, options)
         row = a[...], b[...], logsumexp[...]
         dz = gradient(x, possible, scale[...], column, single(tokens[...]), row, single(g[...]), options)
         out[...] = dz.astype(out.dtype)
 
     d_logits = pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(count, options.block_rows), pl.cdiv(options.vocabulary, options.block_entries)),
+        grid=(pl.cdiv(count, options.block_tokens), pl.cdiv(options.vocab_size, options.block_vocab)),
         in_specs=[
             tile,
             *(rows_spec(width, options) for width in (1, targets, 1, 1, 1, targets)),
-            *([tile] if options.kept else []),
+            *([tile] if options.allowed else []),
         ],
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
         **grid_parameters(options.interpret),
-    )(logits, scale[:, None], tokens, *scalars, *([kept] if options.kept else []))
+    )(logits, scale[:, None], tokens, *scalars, *([allowed] if options.allowed else []))
     return d_logits, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""rl_fn's own functions: the answer every other backend is compared with."""
+"""rl_fn's own functions: the definition that other backends are compared with."""
 
 from functools import cache, partial
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rl_kernels.quantize.scheme import SMALLEST_SCALE, Scheme
 
-# Elements of a float32 temporary, of which there are a handful.
+# Elements of a float32 temporary; a handful are alive at once.
 _CHUNK = 1 << 24
 
 
@@ -52,19 +52,19 @@ def _quantize(weight: Tensor, codes: Tensor, scale: Tensor, scheme: Scheme) -> N
         ratio = torch.where(finite, x / divisor.where(finite, 1.0), 0.0).clamp_(*scheme.bounds)
         _store(ratio, codes[rows])
         if scheme.granularity != "tensor":
-            _finish(mine, scheme, codes.dtype)
+            _store_scales(mine, scheme, codes.dtype)
     if scheme.granularity == "tensor":
-        _finish(scale, scheme, codes.dtype)
+        _store_scales(scale, scheme, codes.dtype)
 
 
 def _scale(peak: Tensor, largest: float) -> Tensor:
-    # A divisor on the device: by a number of the host PyTorch multiplies with the inverse.
+    # Divided by a tensor: PyTorch would replace a division by a Python number with a multiplication.
     scale = peak / torch.full_like(peak, largest)
     return scale.masked_fill(scale == 0, SMALLEST_SCALE)
 
 
-def _finish(peak: Tensor, scheme: Scheme, dtype: torch.dtype) -> None:
-    """The largest magnitudes, where the codes needed them, become the scales."""
+def _store_scales(peak: Tensor, scheme: Scheme, dtype: torch.dtype) -> None:
+    """Replace the largest magnitudes, from which the codes were made, by the scales."""
     scale = _scale(peak, scheme.largest)
     if dtype == torch.float8_e4m3fnuz:
         scale = scale * 2.0

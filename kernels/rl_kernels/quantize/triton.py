@@ -38,14 +38,14 @@ def forward(weights: list[Tensor], out: list[Tensor], scales: list[Tensor], sche
             for group, (matrices, programs) in found.items():
                 absmax_kernel[(programs,)](
                     tables[group], likes[group.weight], absmax, len(matrices), ALIGNED=group.aligned,
-                    ROWS=group.height, COLUMNS=group.width, num_warps=warps_of(group),
+                    BLOCK_M=group.height, BLOCK_N=group.width, num_warps=warps_of(group),
                 )  # fmt: skip
         for group, (matrices, programs) in found.items():
             rows, columns = tile_of(group, scheme.granularity)
             quantize_kernel[(programs,)](
                 tables[group], likes[group.weight], codes[group.out], absmax, len(matrices), scheme.largest,
                 GRANULARITY=scheme.granularity, WHOLE=group.whole, FP8=scheme.name == "fp8", NATIVE=converts(device),
-                UNSIGNED_ZERO=group.out == torch.float8_e4m3fnuz, ALIGNED=group.aligned, ROWS=rows, COLUMNS=columns,
+                UNSIGNED_ZERO=group.out == torch.float8_e4m3fnuz, ALIGNED=group.aligned, BLOCK_M=rows, BLOCK_N=columns,
                 BLOCK=scheme.block, num_warps=warps_of(group),
             )  # fmt: skip
 

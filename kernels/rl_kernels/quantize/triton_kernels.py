@@ -87,7 +87,7 @@ def places(address, like, row, column, row_stride, column_stride, ALIGNED: tl.co
 
 @triton.jit
 def absmax_kernel(
-    table, weight_like, absmax, entries, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    table, weight_like, absmax, entries, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """The largest magnitude of each tensor, as its bits: their order is that of the numbers, so that none is lost."""
     program = tl.program_id(0)
@@ -97,8 +97,8 @@ def absmax_kernel(
         columns, row_stride = tl.multiple_of(columns, 16), tl.multiple_of(row_stride, 16)
     local = program - tl.load(field + 9)
     across = tl.load(field + 10)
-    row = (local // across) * ROWS + tl.arange(0, ROWS)
-    column = (local % across) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (local // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = (local % across) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (row < tl.load(field + 3))[:, None] & (column < columns)[None, :]
     place = places(tl.load(field), weight_like, row, column, row_stride, tl.load(field + 6), ALIGNED)
     bits = magnitude_bits(tl.load(place, mask=inside, other=0.0).to(tl.float32))
@@ -136,7 +136,7 @@ def write(codes, address, like, row, column, rows, columns, row_stride, column_s
 def quantize_kernel(
     table, weight_like, code_like, absmax, entries, largest,
     GRANULARITY: tl.constexpr, WHOLE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
-    UNSIGNED_ZERO: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    UNSIGNED_ZERO: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -151,14 +151,14 @@ def quantize_kernel(
     local = program - tl.load(field + 9)
     across = tl.load(field + 10)
     if GRANULARITY == "channel":
-        top, left = local * ROWS, local * 0
-        rows = tl.minimum(rows, top + ROWS)
+        top, left = local * BLOCK_M, local * 0
+        rows = tl.minimum(rows, top + BLOCK_M)
     elif GRANULARITY == "block":
         top, left = (local // across) * BLOCK, (local % across) * BLOCK
         rows, columns = tl.minimum(rows, top + BLOCK), tl.minimum(columns, left + BLOCK)
     else:
-        top, left = (local // across) * ROWS, (local % across) * COLUMNS
-    row, column = top + tl.arange(0, ROWS), left + tl.arange(0, COLUMNS)
+        top, left = (local // across) * BLOCK_M, (local % across) * BLOCK_N
+    row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
 
     if WHOLE:
         x = read(weight, weight_like, row, column, rows, columns, weight_row, weight_column, ALIGNED)
@@ -173,10 +173,10 @@ def quantize_kernel(
         write(codes, out, code_like, row, column, rows, columns, out_row, out_column, ALIGNED)
     else:
         # Too large to hold: in pieces, downwards in a block and along a row, read twice.
-        down = ROWS if GRANULARITY == "block" else 0
-        right = 0 if GRANULARITY == "block" else COLUMNS
-        steps = tl.cdiv(rows - top, ROWS) if GRANULARITY == "block" else tl.cdiv(columns, COLUMNS)
-        peak = tl.zeros([ROWS], tl.int32)
+        down = BLOCK_M if GRANULARITY == "block" else 0
+        right = 0 if GRANULARITY == "block" else BLOCK_N
+        steps = tl.cdiv(rows - top, BLOCK_M) if GRANULARITY == "block" else tl.cdiv(columns, BLOCK_N)
+        peak = tl.zeros([BLOCK_M], tl.int32)
         for step in range(0, steps):
             x = read(
                 weight, weight_like, row + step * down, column + step * right, rows, columns, weight_row,

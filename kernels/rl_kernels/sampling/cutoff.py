@@ -1,28 +1,42 @@
-"""A truncated distribution as a cutoff: every truncation keeps a prefix of the order (value falling, id rising).
+"""A truncated distribution as a cutoff: every truncation allows a prefix of the order (value falling, id rising).
 
-The cutoff is the last entry kept: its value as an integer key and its id. It is found by bisection, which needs no sort
-and ends when one value is left between the bounds; masses are integers, so that no order of summation changes what is
-kept.
+The cutoff is the last token of the prefix: its value as an integer key, and its id. Bisection finds it without a sort,
+and ends when one value is left between the bounds. Masses are integers: no order of summation changes the prefix.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+# The parameters of a custom operation that stand for a `Parameters`, in the order of its fields.
+PARAMETERS = "Tensor temperature, Tensor k, Tensor p, Tensor log_min_p, Tensor seed, Tensor position"
 EMPTY = -0x7F800001
-"""The key of −inf, which is never kept."""
+"""The key of −inf, which is never allowed."""
 UNIT = 2.0**40
-"""The mass of the largest entry; with 2²³ entries the sum still fits into int64."""
+"""The mass of the largest logit; the sum over a vocabulary of 2²³ still fits into int64."""
 DEPTH = 40.0
-"""How far below the largest entry the middle of values is sought: beyond, there is no mass."""
+"""How far below the largest logit the middle of values is sought: there is no mass below."""
 
 
-def tile_width(vocabulary: int) -> int:
-    """Entries of a tile: a function of the vocabulary alone, since the noise of a draw depends on it."""
-    return min(1024, max(32, 1 << (max(1, vocabulary // 16) - 1).bit_length()))
+class Parameters(NamedTuple):
+    """One number a row [B] each: temperature, p and log min_p in float32, k, seed and position in int64."""
+
+    temperature: Tensor
+    k: Tensor
+    p: Tensor
+    log_min_p: Tensor
+    seed: Tensor
+    position: Tensor
+
+
+def tile_width(vocab_size: int) -> int:
+    """Tokens in a tile: a function of the vocabulary alone, since the noise of a draw depends on the tile."""
+    return min(1024, max(32, 1 << (max(1, vocab_size // 16) - 1).bit_length()))
 
 
 def greedy_is_top_1(temperature: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Temperature and k with which greedy rows (temperature 0) need no code of their own."""
+    """Greedy rows, of temperature 0, as top-1 at temperature 1: no other code knows them."""
     greedy = temperature == 0
     return temperature.masked_fill(greedy, 1.0), k.masked_fill(greedy, 1)
 
@@ -39,27 +53,27 @@ def key_value(key: Tensor) -> Tensor:
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
 
 
-def kept(x: Tensor, cutoff: Tensor, last: Tensor) -> Tensor:
-    """Which entries of rows x [R, V] (float32, over temperature) are kept."""
+def allowed(x: Tensor, cutoff: Tensor, last: Tensor) -> Tensor:
+    """Which tokens of rows x [R, V] (float32, over temperature) are allowed."""
     key, column = ordered_key(x), torch.arange(x.shape[-1], device=x.device)
     return (key > cutoff[:, None]) | ((key == cutoff[:, None]) & (column <= last[:, None]))
 
 
 def find(x: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The last entry kept in each row: its key (int64) and its id; `EMPTY` and −1 where nothing is cut off."""
-    key, vocabulary = ordered_key(x), x.shape[-1]
+    """Key (int64) and id of each row's last allowed token; `EMPTY` and −1 where nothing is cut off."""
+    key, vocab_size = ordered_key(x), x.shape[-1]
     maximum = x.amax(-1)
     top = ordered_key(maximum).long()
     cutoff = torch.full_like(top, EMPTY)
     equals = torch.zeros_like(top)
 
-    by_count, by_mass = k < vocabulary, p < 1
+    by_count, by_mass = k < vocab_size, p < 1
     if bool(by_count.any()):
 
         def count(threshold: Tensor) -> Tensor:
             return (key >= threshold[:, None]).sum(-1)
 
-        # Rows that are not cut are searched for nothing.
+        # For rows that are not cut both bounds are the same: they need no step.
         cutoff = _largest(key, count, k, cutoff, torch.where(by_count, top, cutoff))
         equals = torch.where(cutoff > EMPTY, k - count(cutoff + 1), 0)
     if bool(by_mass.any()):
@@ -70,7 +84,7 @@ def find(x: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor) -> tuple[Tensor, Te
 
         at_cutoff = torch.where(key == cutoff[:, None], weight, 0).amax(-1)
         total = mass(cutoff + 1) + equals * at_cutoff
-        # An entry is kept where the mass before it, an integer, is below p·total.
+        # A token is allowed where the mass before it, an integer, is below p·total.
         target = torch.ceil(p.double() * total).long().clamp(min=1)
         found = _largest(key, mass, target, cutoff, torch.where(by_mass, top, cutoff))
         each = torch.where(key == found[:, None], weight, 0).amax(-1).clamp(min=1)
@@ -78,10 +92,10 @@ def find(x: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor) -> tuple[Tensor, Te
         cutoff, equals = torch.where(by_mass, found, cutoff), torch.where(by_mass, fitting, equals)
     lowest = torch.where(log_min_p > float("-inf"), ordered_key(maximum + log_min_p), EMPTY)
     same = key == cutoff[:, None]
-    column = torch.arange(vocabulary, device=x.device)
+    column = torch.arange(vocab_size, device=x.device)
     last = torch.where(same & (same.cumsum(-1) <= equals[:, None]), column, -1).amax(-1)
     raised = lowest > cutoff
-    return torch.where(raised, lowest, cutoff), torch.where(raised, vocabulary, last)
+    return torch.where(raised, lowest, cutoff), torch.where(raised, vocab_size, last)
 
 
 def masses(x: Tensor, maximum: Tensor) -> Tensor:
@@ -92,8 +106,8 @@ def masses(x: Tensor, maximum: Tensor) -> Tensor:
 def _largest(key: Tensor, amount, wanted: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The largest key in [low, high] above or at which there is the amount wanted; low if there is none.
 
-    The bounds move to the nearest entries, so that few steps end it; the middle is by turns one of values, which are
-    spread more evenly, and one of keys, of which there are at most 2³².
+    The bounds move to the nearest keys of the row, so that few steps are needed. The middle is by turns that of the
+    values, which are spread more evenly, and that of the keys, of which there are at most 2³².
     """
     floor, step = key_value(high) - DEPTH, 0
     while bool((low < high).any()):

@@ -6,8 +6,8 @@ The key is a request's seed and the counter what is drawn, so that noise depends
 import torch
 from torch import Tensor
 
-TILES, ENTRIES = 0, 1
-"""The counter's last word: what the noise is for."""
+TILES, TOKENS = 0, 1
+"""The counter's last word: noise for drawing a tile, and for drawing a token of the tile."""
 
 _MASK = 0xFFFFFFFF
 

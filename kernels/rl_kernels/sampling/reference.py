@@ -1,4 +1,5 @@
-"""rl_fn's distribution, drawn from with this operation's noise: the answer every other backend is compared with."""
+"""rl_fn's distribution, drawn from with this operation's noise: the definition that other backends are compared
+with."""
 
 import jax
 import jax.numpy as jnp
@@ -8,32 +9,33 @@ from torch import Tensor
 
 import rl_fn
 from rl_fn.logprobs.row_state import log_softmax
-from rl_kernels.sampling.cutoff import EMPTY, ordered_key
+from rl_kernels.sampling.cutoff import EMPTY, Parameters, ordered_key
 from rl_kernels.sampling.torch import draw, tiled
 
 
-def forward(
-    logits: Tensor, temperature: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor, seed: Tensor, position: Tensor
-) -> tuple[Tensor, ...]:
-    """Tokens, log-probabilities (truncated, full), entropy, kept count, cutoff, last id kept, full logsumexp: [B]."""
+def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+    """Tokens, log-probabilities (truncated, full), entropy, number of allowed tokens, the cutoff's key and id, full
+    logsumexp: [B].
+    """
+    temperature, k, p, log_min_p, seed, position = parameters
     z, heat, count, mass, share = (
         jnp.asarray(value.cpu().numpy()) for value in (logits.float(), temperature, k.int(), p, log_min_p.exp())
     )
     x, *log_p, entropy, logsumexp = (_tensor(value, logits) for value in _distribution(z, heat, count, mass, share))
     token = draw(tiled(x), seed, position)
     drawn, full_drawn = (value.gather(-1, token[:, None]) for value in log_p)
-    kept = x > float("-inf")
-    # Greedy rows hold 0 where their maximum was.
-    scaled = (logits.float() / temperature.where(temperature > 0, 1.0)[:, None]).masked_fill(~kept, float("-inf"))
-    lowest = scaled.masked_fill(~kept, float("inf")).amin(-1)
-    last = torch.where(kept & (scaled == lowest[:, None]), torch.arange(x.shape[-1], device=x.device), -1).amax(-1)
-    empty = ~kept.any(-1) | (logits == float("-inf")).all(-1)
+    allowed = x > float("-inf")
+    # rl_fn's greedy rows hold 0 in place of their maximum.
+    scaled = (logits.float() / temperature.where(temperature > 0, 1.0)[:, None]).masked_fill(~allowed, float("-inf"))
+    lowest = scaled.masked_fill(~allowed, float("inf")).amin(-1)
+    last = torch.where(allowed & (scaled == lowest[:, None]), torch.arange(x.shape[-1], device=x.device), -1).amax(-1)
+    empty = ~allowed.any(-1) | (logits == float("-inf")).all(-1)
     return (
         token.masked_fill(empty, -1),
         drawn[:, 0].masked_fill(empty, float("-inf")),
         full_drawn[:, 0].masked_fill(empty, float("-inf")),
         entropy.masked_fill(empty, 0.0),
-        kept.sum(-1).masked_fill(empty, 0),
+        allowed.sum(-1).masked_fill(empty, 0),
         ordered_key(lowest).long().masked_fill(empty, EMPTY),
         last.masked_fill(empty, -1),
         logsumexp,

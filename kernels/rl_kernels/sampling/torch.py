@@ -1,22 +1,23 @@
-"""Row-chunked PyTorch. Tiles of the vocabulary are drawn by their mass, then an entry of the winning tile: the product
-is the distribution itself, with noise for some hundreds of tiles and one tile instead of a number an entry.
+"""Row-chunked PyTorch. A tile of the vocabulary is drawn by its mass, then a token of that tile. Together that is the
+distribution itself, with noise for some hundred tiles and one tile's tokens instead of the whole vocabulary.
 """
 
 import torch
 from torch import Tensor
 
 from rl_kernels.common.row_state import finite
-from rl_kernels.sampling.cutoff import find, greedy_is_top_1, kept, tile_width
-from rl_kernels.sampling.philox import ENTRIES, TILES, gumbel
+from rl_kernels.sampling.cutoff import Parameters, allowed, find, greedy_is_top_1, tile_width
+from rl_kernels.sampling.philox import TILES, TOKENS, gumbel
 
-# Elements of a chunk's temporaries, a handful of 8 bytes each.
+# Logits of a chunk, which has a handful of temporaries of 8 bytes a logit.
 _CHUNK = 1 << 22
 
 
-def forward(
-    logits: Tensor, temperature: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor, seed: Tensor, position: Tensor
-) -> tuple[Tensor, ...]:
-    """Tokens, log-probabilities (truncated, full), entropy, kept count, cutoff, last id kept, full logsumexp: [B]."""
+def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+    """Tokens, log-probabilities (truncated, full), entropy, number of allowed tokens, the cutoff's key and id, full
+    logsumexp: [B].
+    """
+    temperature, k, p, log_min_p, seed, position = parameters
     heat, count = greedy_is_top_1(temperature, k)
     step = max(1, _CHUNK // max(1, logits.shape[-1]))
     parts = [
@@ -30,20 +31,20 @@ def forward(
 def _rows(logits, temperature, k, p, log_min_p, seed, position):
     x = logits.float() / temperature[:, None]
     cutoff, last = find(x, k, p, log_min_p)
-    inside = kept(x, cutoff, last)
+    inside = allowed(x, cutoff, last)
     full, truncated = tiled(x), tiled(x.masked_fill(~inside, float("-inf")))
     token = draw(truncated, seed, position)
     maximum, log_total, _ = _state(full)
-    _, log_kept, entropy = _state(truncated)
-    # The truncated maximum is the full one, which is always kept.
+    _, log_allowed, entropy = _state(truncated)
+    # The largest logit is always allowed: both distributions have the same maximum.
     shifted = x.gather(-1, token[:, None])[:, 0] - finite(maximum)
-    kept_count = inside.sum(-1)
+    allowed_count = inside.sum(-1)
     return (
-        token.masked_fill(kept_count == 0, -1),
-        shifted - log_kept,
+        token.masked_fill(allowed_count == 0, -1),
+        shifted - log_allowed,
         shifted - log_total,
         entropy,
-        kept_count,
+        allowed_count,
         cutoff,
         last,
         maximum + log_total,
@@ -66,7 +67,7 @@ def draw(tiles: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     tile = (mass + gumbel(seed, position, index[:number], TILES)).argmax(-1)
     won = tiles[torch.arange(count, device=tiles.device), tile]
     first = tile[:, None] * width
-    return (won + gumbel(seed, position, first + index[:width], ENTRIES)).argmax(-1) + first[:, 0]
+    return (won + gumbel(seed, position, first + index[:width], TOKENS)).argmax(-1) + first[:, 0]
 
 
 def _state(tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Triton for NVIDIA and ROCm: the two-level sampler, with one exponential and no noise an entry.
+"""Triton for NVIDIA and ROCm: the two-level sampler, with one exponential and no noise a logit.
 
-tiles_kernel sums up each tile; cutoff_kernel bisects for what is kept, reading only tiles that reach above the
-threshold it tries; tiles_kernel again, of what is kept; draw_kernel draws a tile and an entry of it. A program has one
-row (several in the interpreter, whose price is by the program).
+tiles_kernel sums up each tile. cutoff_kernel finds the cutoff by bisection, and reads only the tiles that reach the
+threshold it tries. tiles_kernel sums up the allowed tokens of each tile. draw_kernel draws a tile, and a token of the
+tile. A program has one row (several in the interpreter, whose time is by the program).
 """
 
 # Triton annotates neither constants passed to kernels nor reductions to scalars as what they are.
@@ -13,29 +13,30 @@ import triton
 from torch import Tensor
 
 from rl_kernels.backends import interpreting
-from rl_kernels.sampling.cutoff import greedy_is_top_1, tile_width
+from rl_kernels.sampling.cutoff import Parameters, greedy_is_top_1, tile_width
 from rl_kernels.sampling.triton_kernels import cutoff_kernel, draw_kernel, tiles_kernel
 
-_ROWS = 512 if interpreting() else 1
+_BLOCK_M = 512 if interpreting() else 1
 
 
-def forward(
-    logits: Tensor, temperature: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor, seed: Tensor, position: Tensor
-) -> tuple[Tensor, ...]:
-    """Tokens, log-probabilities (truncated, full), entropy, kept count, cutoff, last id kept, full logsumexp: [B]."""
-    rows, vocabulary = logits.shape
+def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+    """Tokens, log-probabilities (truncated, full), entropy, number of allowed tokens, the cutoff's key and id, full
+    logsumexp: [B].
+    """
+    rows, vocab_size = logits.shape
+    temperature, k, p, log_min_p, seed, position = parameters
     heat, count = greedy_is_top_1(temperature, k)
-    width = tile_width(vocabulary)
-    tiles = -(-vocabulary // width)
-    each = min(_ROWS, triton.next_power_of_2(max(1, rows)))
-    size = {"ROWS": each, "WIDTH": width}
-    whole = {"ROWS": each, "WIDTH": width, "TILES": triton.next_power_of_2(tiles)}
+    width = tile_width(vocab_size)
+    tiles = -(-vocab_size // width)
+    each = min(_BLOCK_M, triton.next_power_of_2(max(1, rows)))
+    size = {"BLOCK_M": each, "BLOCK_N": width}
+    whole = {"BLOCK_M": each, "BLOCK_N": width, "TILES": triton.next_power_of_2(tiles)}
     programs = triton.cdiv(rows, each)
     full, cut = logits.new_empty(2, 3, rows, tiles, dtype=torch.float32)
     counts = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
     token, number, cutoff, last = (torch.empty_like(seed) for _ in range(4))
     logprob, full_logprob, entropy, logsumexp = (torch.empty_like(temperature) for _ in range(4))
-    shape = (rows, vocabulary, tiles, *logits.stride())
+    shape = (rows, vocab_size, tiles, *logits.stride())
     if rows:
         tiles_kernel[programs, tiles](logits, heat, cutoff, last, *full, counts, *shape, CUT=False, **size)
         cutoff_kernel[(programs,)](logits, heat, full[0], count, p, log_min_p, cutoff, last, *shape, **whole)

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from rl_kernels.backends import implementation
-from rl_kernels.common.arguments import rows_of
-from rl_kernels.common.row_state import finish, finite
+from rl_kernels.common.arguments import OF_PROBLEM, PROBLEM, Problem, rows_of
+from rl_kernels.common.row_state import finalize_row_state, finite
 from rl_kernels.common.scaling import scaled
 from rl_kernels.linear_logprobs.api import (
     FORWARD_WORKSPACE,
     checked_model,
     default_workspace,
+    differentiate,
     from_every_rank,
     gathered,
+    save_for_backward,
 )
 from rl_kernels.logits_logprobs import logits_logprobs
-from rl_kernels.topk_logprobs.largest import NOTHING, merged
+from rl_kernels.topk_logprobs.largest import NO_TOKEN, merged
 
 
 class TopkLogprobs(NamedTuple):
@@ -48,20 +50,20 @@ def topk_logprobs(
 ) -> TopkLogprobs:
     """The k most probable tokens of each row, and their log-probabilities in the whole distribution, differentiable.
 
-    x = softcap·tanh(logit_scale·z/softcap)/temperature, over the kept set;  logprob = x[id] − log Σᵥ exp xᵥ.
+    x = softcap·tanh(logit_scale·z/softcap)/temperature, over the allowed tokens;  logprob = x[id] − log Σᵥ exp xᵥ.
 
     The order is that of the logits, which neither cap nor temperature changes; equal logits go to the lower id, also
     where the cap saturates. What a teacher reports for distillation: ``rl_fn.top_k_distillation`` takes
     ``logprobs`` and ``tokens``.
 
     Args:
-        logits: ``[*batch, V]`` in any float dtype; −inf marks a token that cannot be drawn.
-        k: in 1 … V. Where fewer tokens can be drawn, the lowest other ids follow, with log-probability −inf.
+        logits: ``[*batch, V]`` in any float dtype; −inf marks a token that cannot be sampled.
+        k: in 1 … V. Where fewer tokens can be sampled, the lowest other ids follow, with log-probability −inf.
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked.
         logit_scale: the model's own factor of the logits, before the cap.
         softcap: Gemma's logit soft cap, or None.
-        allowed_tokens: the kept set of a truncated sampler, as ``logits_logprobs`` takes it.
-        mask: bool ``[*batch]``; a row where it is False is not computed: its ids, results and gradient are 0.
+        allowed_tokens: those a truncated sampler may draw, as ``logits_logprobs`` takes it.
+        mask: bool ``[*batch]``; where False the row is not computed: its ids, results and gradient are 0.
         backend: of the search, ``"triton"``, ``"torch"`` or ``"reference"``, and of ``logits_logprobs`` after it. None
             takes the best supported ones.
 
@@ -78,12 +80,12 @@ def topk_logprobs(
     >>> result.tokens.tolist(), [round(x, 4) for x in result.logprobs[0].tolist()]
     ([[1, 2]], [-0.9176, -0.9176])
     """
-    vocabulary = logits.shape[-1]
-    checked(k, vocabulary)
+    vocab_size = logits.shape[-1]
+    checked(k, vocab_size)
     batch = logits.shape[:-1]
     rows = rows_of(
         batch,
-        vocabulary,
+        vocab_size,
         logits.dtype,
         torch.empty(*batch, 0, dtype=torch.int64, device=logits.device),
         temperature=temperature,
@@ -92,7 +94,7 @@ def topk_logprobs(
         allowed_tokens=allowed_tokens,
         mask=mask,
     )
-    flat = logits.detach().reshape(len(rows.inverse), vocabulary)
+    flat = logits.detach().reshape(len(rows.inv_temperature), vocab_size)
     tokens = _topk_ids(flat, rows.allowed_tokens, rows.mask, k, backend).view(*batch, k)
     values = logits_logprobs(
         logits,
@@ -107,10 +109,10 @@ def topk_logprobs(
     return TopkLogprobs(tokens, *values)
 
 
-def checked(k: int, vocabulary: int | None) -> None:
+def checked(k: int, vocab_size: int | None) -> None:
     """Raise for a k that no row can have; ``vocabulary`` is None where it is not known here."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (vocabulary is not None and k > vocabulary):
-        raise ValueError(f"k must be an integer in 1 … {'V' if vocabulary is None else vocabulary}, got {k}")
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (vocab_size is not None and k > vocab_size):
+        raise ValueError(f"k must be an integer in 1 … {'V' if vocab_size is None else vocab_size}, got {k}")
 
 
 @torch.library.custom_op("rl_kernels::topk_ids", mutates_args=())
@@ -143,21 +145,21 @@ def linear_topk_logprobs(
 ) -> TopkLogprobs:
     """``topk_logprobs`` of ``hidden @ weight.T + bias`` without the logits: they exist a block at a time, in float32.
 
-    Beyond results, gradients and k numbers a row it needs ``workspace`` bytes, however many rows there are. The k best
-    of each block join those of the blocks before it, and of the other ranks; the block's part of the logsumexp is taken
-    at the same time, so that the forward computes each logit once.
+    The k best of each block join the k best of the blocks before, and of the other ranks. The block's part of the
+    logsumexp is taken at the same time, so that the forward computes each logit once. Beyond results, gradients and k
+    numbers a row it needs ``workspace`` bytes, however many rows there are.
 
     Args:
         hidden: ``[*batch, H]`` last hidden states, any float dtype.
         weight: ``[V, H]`` output embedding; with ``group`` this rank's rows of it, of any number.
-        k: in 1 … V, with ``group`` V being the ranks' together. Where fewer tokens can be drawn, the lowest other ids
+        k: in 1 … V, with ``group`` V being the ranks' together. Where fewer tokens can be sampled, the lowest other ids
             follow, with log-probability −inf.
         bias: ``[V]``, or this rank's part of it.
         temperature: one positive number, or one for each row (``[*batch]``), whose values are not checked.
         logit_scale: the model's own factor of the logits, before the cap.
         softcap: Gemma's logit soft cap, or None.
-        allowed_tokens: the kept set of a truncated sampler, as ``linear_logprobs`` takes it.
-        mask: bool ``[*batch]``; a row where it is False is not computed: its ids, results and gradient are 0.
+        allowed_tokens: those a truncated sampler may draw, as ``linear_logprobs`` takes it.
+        mask: bool ``[*batch]``; where False the row is not computed: its ids, results and gradient are 0.
         start: id of the weight's first row, for a vocabulary in shards.
         group: the torch.distributed process group whose ranks hold the shards, in any order; every rank gets every
             result, and the gradient of ``hidden`` is summed over the ranks.
@@ -192,50 +194,33 @@ def linear_topk_logprobs(
         allowed_tokens=allowed_tokens,
         mask=mask,
     )
-    logprobs, entropy, logsumexp, tokens = _forward(
-        hidden.reshape(len(rows.inverse), hidden.shape[-1]),
-        weight,
-        bias,
-        rows.inverse,
-        rows.softcap,
-        rows.allowed_tokens,
-        rows.mask,
-        k,
-        start,
-        None if group is None else group.group_name,
-        workspace,
-        backend,
-    )
+    problem = Problem(hidden.reshape(batch.numel(), hidden.shape[-1]), weight, bias, rows, start)
+    name = None if group is None else group.group_name
+    logprobs, entropy, logsumexp, tokens = _forward(*problem.flat(), name, workspace, backend, k)
     return TopkLogprobs(tokens.view(*batch, k), logprobs.view(*batch, k), entropy.view(batch), logsumexp.view(batch))
 
 
-@torch.library.custom_op("rl_kernels::linear_topk_logprobs", mutates_args=())
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    k: int,
-    start: int,
-    group: str | None,
-    workspace: int,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    run = implementation("topk_logprobs", hidden.device.type, backend).forward
-    space = min(workspace, FORWARD_WORKSPACE)
-    state, values, tokens = run(hidden, weight, bias, inverse, softcap, allowed_tokens, mask, k, start, space)
+@torch.library.custom_op(
+    "rl_kernels::linear_topk_logprobs",
+    mutates_args=(),
+    schema=f"({PROBLEM}, str? group, SymInt workspace, str? backend, SymInt k) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(*arguments):
+    problem, (group, workspace, backend, k) = Problem.of(arguments[:OF_PROBLEM]), arguments[OF_PROBLEM:]
+    weight, rows = problem.weight, problem.rows
+    run = implementation("topk_logprobs", weight.device.type, backend).forward
+    state, values, tokens = run(problem, k, min(workspace, FORWARD_WORKSPACE))
+    mask = rows.mask
     if group is not None:
         state = gathered(state, group)
         every = zip(from_every_rank(values, group), from_every_rank(tokens, group), strict=True)
         values, tokens = merged(list(every), k)
-        # Every rank that is too small asks, and where all together are, all of them raise.
-        if len(weight) < k and bool((tokens == NOTHING).any() if mask is None else (tokens[mask] == NOTHING).any()):
+        # A rank whose shard has k tokens knows that there are enough; where the shards together are too small, no rank
+        # has, and all of them raise.
+        if len(weight) < k and bool((tokens == NO_TOKEN).any() if mask is None else (tokens[mask] == NO_TOKEN).any()):
             raise ValueError(f"k is {k}, more than the vocabulary of the group's shards together")
-    _, entropy, logsumexp = finish(state)
-    logprobs = scaled(values, inverse, softcap) - finite(logsumexp)[:, None]
+    _, entropy, logsumexp = finalize_row_state(state)
+    logprobs = scaled(values, rows.inv_temperature, rows.softcap) - finite(logsumexp)[:, None]
     if mask is None:
         return logprobs, entropy, logsumexp, tokens
     left_out = ~mask
@@ -248,39 +233,22 @@ def _forward(
 
 
 @_forward.register_fake
-def _(hidden, weight, bias, inverse, softcap, allowed_tokens, mask, k, start, group, workspace, backend):
-    logprobs = inverse.new_empty(len(inverse), k)
-    return logprobs, torch.empty_like(inverse), torch.empty_like(inverse), torch.empty_like(logprobs, dtype=torch.int64)
+def _(*arguments):
+    like, k = Problem.of(arguments[:OF_PROBLEM]).rows.inv_temperature, arguments[-1]
+    logprobs = like.new_empty(len(like), k)
+    return logprobs, torch.empty_like(like), torch.empty_like(like), torch.empty_like(logprobs, dtype=torch.int64)
 
 
 def _setup(ctx, inputs, output):
-    hidden, weight, bias, inverse, softcap, allowed_tokens, mask, _, start, group, workspace, backend = inputs
+    problem, (*how, _) = Problem.of(inputs[:OF_PROBLEM]), inputs[OF_PROBLEM:]
     *values, tokens = output
     ctx.mark_non_differentiable(tokens)
-    ctx.save_for_backward(hidden, weight, bias, tokens, inverse, allowed_tokens, mask, *values)
-    ctx.settings = softcap, start, group, workspace, backend
+    found = problem._replace(rows=problem.rows._replace(tokens=tokens))
+    save_for_backward(ctx, found, tuple(values), tuple(how))
 
 
 def _differentiate(ctx, *cotangents):
-    hidden, weight, bias, tokens, inverse, allowed_tokens, mask, *values = ctx.saved_tensors
-    softcap, start, group, workspace, backend = ctx.settings
-    d_hidden, d_weight, d_bias = torch.ops.rl_kernels.linear_logprobs_backward(
-        hidden,
-        weight,
-        bias,
-        tokens,
-        inverse,
-        softcap,
-        allowed_tokens,
-        mask,
-        start,
-        group,
-        workspace,
-        values,
-        list(cotangents[:3]),
-        backend,
-    )
-    return d_hidden, d_weight, None if bias is None else d_bias, *[None] * 9
+    return *differentiate(ctx, cotangents[:3]), *[None] * 10
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)

@@ -1,10 +1,10 @@
-"""The k largest entries of a row in an order without ambiguity: by value, then by the lower id."""
+"""The k largest logits of a row in an order without ambiguity: by value, then by the lower id."""
 
 import torch
 from torch import Tensor
 
-# The id of no entry: after every real one where values tie.
-NOTHING = 2**62
+# In place of an id where there is none: it comes after every real id where values tie.
+NO_TOKEN = 2**62
 
 
 def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -12,11 +12,11 @@ def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if z.dtype == torch.float64:
         ordered, columns = z.sort(dim=-1, descending=True, stable=True)
         return ordered[:, :k], columns[:, :k]
-    # torch.topk takes any of equal entries. One integer an entry has no equals: the float's order in the high half, the
+    # torch.topk takes any of equal values. One integer a logit has no equal: the float's order in the high half, the
     # column counted backwards in the low one. Adding 0 turns −0 into 0.
     bits = (z.float() + 0.0).view(torch.int32)
     bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
-    # The sign of NaN is the machine's: inf − inf has it on some and not on others.
+    # NaN has either sign: inf − inf is negative on some machines and positive on others.
     bits.masked_fill_(z.isnan(), 0x7FFFFFFF)
     key = bits.long()
     del bits

@@ -1,73 +1,64 @@
-"""Blocks in PyTorch: every device's backend. On a GPU the search reads logits of a block several times, where the
-product that made them reads the whole weight.
+"""Blocks in PyTorch: the backend of the CPU and of every unknown device.
+
+On a GPU the search reads the logits of a block several times, while the GEMM that made them reads the weight once.
 """
 
 import torch
 from torch import Tensor
 
+from rl_kernels.common.arguments import Problem
 from rl_kernels.common.blocks import blocks, cost, row_blocks, tiles
-from rl_kernels.common.matmul import product
-from rl_kernels.common.row_state import RowState, merge, tile_state
-from rl_kernels.common.scaling import kept_tile, scaled
-from rl_kernels.topk_logprobs.largest import NOTHING, joined, largest
+from rl_kernels.common.matmul import matmul
+from rl_kernels.common.row_state import RowState, empty_state, merge_row_states, tile_state
+from rl_kernels.common.scaling import scaled
+from rl_kernels.common.token_masks import allowed_tile
+from rl_kernels.topk_logprobs.largest import NO_TOKEN, joined, largest
 
-# Elements of a chunk's temporaries, up to 16 bytes each.
+# Logits of a chunk, whose temporaries have up to 16 bytes a logit.
 _CHUNK = 1 << 22
-# Numbers a logit that are alive at once where a block of logits is searched.
+# Numbers a logit that are alive at once while a block of logits is searched.
 _NUMBERS = 7
 
 
 def ids(logits: Tensor, allowed_tokens: Tensor | None, mask: Tensor | None, k: int) -> Tensor:
     """Ids [N, k] of the largest logits, in order; 0 in rows left out."""
-    count, vocabulary = logits.shape
+    count, vocab_size = logits.shape
     found = torch.zeros(count, k, dtype=torch.int64, device=logits.device)
-    for rows in row_blocks(count, mask, max(1, _CHUNK // max(1, vocabulary))):
-        found[rows] = largest(_possible(logits[rows], kept_tile(allowed_tokens, rows, 0, vocabulary)), k)[1]
+    for rows in row_blocks(count, mask, max(1, _CHUNK // max(1, vocab_size))):
+        found[rows] = largest(_possible(logits[rows], allowed_tile(allowed_tokens, rows, 0, vocab_size)), k)[1]
     return found
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    k: int,
-    start: int,
-    workspace: int,
-) -> tuple[RowState, Tensor, Tensor]:
-    """State of the entries start, start + 1, … that ``weight`` holds, and the k largest logits with their ids; where
-    there are fewer entries, −inf and the id of no entry. In rows left out the state of no entry.
+def forward(problem: Problem, k: int, workspace: int) -> tuple[RowState, Tensor, Tensor]:
+    """State of the weight's part of the vocabulary, and the k largest logits with their ids: −inf and ``NO_TOKEN``
+    where there are fewer. In rows left out the empty state.
     """
-    count = len(hidden)
-    no_tokens = torch.empty(count, 0, dtype=torch.int64, device=hidden.device)
-    nothing, empty = torch.zeros_like(inverse), torch.full_like(inverse, float("-inf"))
-    total = RowState(empty, nothing, nothing.clone(), inverse.new_empty(count, 0))
-    values = inverse.new_full((count, k), float("-inf"))
-    found = torch.full((count, k), NOTHING, device=hidden.device)
-    width = inverse.element_size()
-    size = blocks(
-        weight.shape[0], weight.shape[1], workspace, cost(hidden, weight, allowed_tokens, width, _NUMBERS * width)
-    )
-    for rows in row_blocks(count, mask, size.rows):
-        here, state, best = hidden[rows], RowState(*(field[rows] for field in total)), None
-        for first, last in tiles(len(weight), size.entries):
-            z = product(here, weight[first:last].T, inverse.dtype)
+    hidden, weight, bias, rows, start = problem
+    scale, softcap = rows.inv_temperature, rows.softcap
+    total = empty_state(scale, rows.tokens)
+    values = scale.new_full((len(hidden), k), float("-inf"))
+    found = torch.full((len(hidden), k), NO_TOKEN, device=hidden.device)
+    width = scale.element_size()
+    price = cost(hidden, weight, rows.allowed_tokens, width, _NUMBERS * width)
+    size = blocks(weight.shape[0], weight.shape[1], workspace, price)
+    for index in row_blocks(len(hidden), rows.mask, size.tokens):
+        here, state, best = hidden[index], RowState(*(field[index] for field in total)), None
+        for first, last in tiles(len(weight), size.vocab):
+            z = matmul(here, weight[first:last].T, scale.dtype)
             if bias is not None:
                 z += bias[first:last]
-            kept = kept_tile(allowed_tokens, rows, start + first, start + last)
-            values_here, columns = largest(_possible(z, kept), min(k, last - first))
+            allowed = allowed_tile(rows.allowed_tokens, index, start + first, start + last)
+            values_here, columns = largest(_possible(z, allowed), min(k, last - first))
             of_tile = values_here, columns + (start + first)
             best = of_tile if best is None else joined(best, of_tile, k)
-            state = merge(state, tile_state(scaled(z, inverse[rows], softcap, kept), no_tokens[rows]))
+            x = scaled(z, scale[index], softcap, allowed)
+            state = merge_row_states(state, tile_state(x, rows.tokens[index]))
         for field, value in zip(total, state, strict=True):
-            field[rows] = value
+            field[index] = value
         if best is not None:
-            values[rows, : best[0].shape[1]], found[rows, : best[1].shape[1]] = best
+            values[index, : best[0].shape[1]], found[index, : best[1].shape[1]] = best
     return total, values, found
 
 
-def _possible(z: Tensor, kept: Tensor | None) -> Tensor:
-    return z if kept is None else z.masked_fill(~kept, float("-inf"))
+def _possible(z: Tensor, allowed: Tensor | None) -> Tensor:
+    return z if allowed is None else z.masked_fill(~allowed, float("-inf"))

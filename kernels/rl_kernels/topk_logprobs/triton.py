@@ -1,8 +1,9 @@
 """Triton for NVIDIA and ROCm: each logit is read once, by one sweep of a row whose bound rises to the k-th value.
 
-A block of a row adds at most k candidates, whatever ties: there is a place for each, and nothing overflows. Now and
-then the k best of them are kept; the last k are sorted. Nothing waits for the device, but for the number of rows that a
-mask leaves from hidden states. float64, whose order and id do not fit into one integer, is searched as in torch.py.
+A block of a row adds at most k candidates, also where logits tie: each candidate has a place, and none overflows. When
+the places are used up, all candidates but the k best are dropped; the last k are sorted. From hidden states the host
+reads the number of rows that a mask leaves, and otherwise never waits for the device. float64, whose order and id do
+not fit into one integer, is searched as in torch.py.
 """
 
 import torch
@@ -10,34 +11,35 @@ import triton
 from torch import Tensor
 
 from rl_kernels.backends import interpreting
+from rl_kernels.common.arguments import Problem
 from rl_kernels.common.blocks import blocks, cost, row_blocks, tiles
-from rl_kernels.common.matmul import product
+from rl_kernels.common.matmul import matmul
 from rl_kernels.common.row_state import RowState
-from rl_kernels.common.scaling import kept_tile
+from rl_kernels.common.token_masks import allowed_tile
 from rl_kernels.topk_logprobs import torch as in_torch
-from rl_kernels.topk_logprobs.largest import NOTHING
+from rl_kernels.topk_logprobs.largest import NO_TOKEN
 from rl_kernels.topk_logprobs.triton_kernels import keep_kernel, search_kernel
 
-# Bytes of candidates and of kept sets alive at once from logits, however many rows there are.
+# Bytes of candidates and of masks of allowed tokens alive at once, however many rows of logits there are.
 _WORKSPACE = 64 << 20
-# Entries of a block at most, which one program has in registers.
-BLOCK = 2048
-# Candidates that a program has in registers where the best are kept.
-KEPT_BLOCK = 1024
-# Candidates of a row that it should not have many more of.
+# Logits of a block at most, which one program has in registers.
+BLOCK_N = 2048
+# Candidates that a program of `keep` has in registers.
+CANDIDATE_BLOCK = 1024
+# About how many candidates a row should have at most.
 _CANDIDATES = 4096
-# Rows of a program. The interpreter's price is by the program.
-_ROWS = 64 if interpreting() else 1
-# No candidate: below every one.
+# Rows of a program. The interpreter's time is by the program.
+_BLOCK_M = 64 if interpreting() else 1
+# In place of a candidate where there is none: below every candidate.
 _NONE = -(2**63)
 
 
 class Candidates:
-    """Of some rows: ``room`` blocks' candidates beside the k best that were kept before."""
+    """Of some rows: the k best so far, and ``room`` blocks' further candidates."""
 
     def __init__(self, count: int, k: int, room: int, block: int, device: torch.device):
         self.k, self.block, self.capacity = k, block, places(k, room, block)
-        self.rows = min(_ROWS, triton.next_power_of_2(max(1, count)))
+        self.rows = min(_BLOCK_M, triton.next_power_of_2(max(1, count)))
         self.words = torch.empty(count, self.capacity, dtype=torch.int64, device=device)
         self.bounds = torch.full((count,), -(2**31), dtype=torch.int32, device=device)
         self.counts = torch.zeros(count, dtype=torch.int32, device=device)
@@ -45,24 +47,24 @@ class Candidates:
     def search(
         self,
         logits: Tensor,
-        kept: Tensor | None,
+        allowed: Tensor | None,
         first: int,
         last: int,
         identity: int,
         *,
         mask: Tensor | None = None,
         states: Tensor | None = None,
-        inverse: Tensor | None = None,
+        inv_temperature: Tensor | None = None,
         softcap: float | None = None,
         patience: int,
     ) -> None:
-        """Add those of the columns first … last − 1; blocks with more than ``patience`` of them raise the bound."""
+        """Add the candidates among columns first … last − 1; a block with more than ``patience`` raises the bound."""
         nothing = self.bounds
         search_kernel[(triton.cdiv(len(logits), self.rows),)](
             logits,
-            nothing if kept is None else kept.view(torch.uint8),
+            nothing if allowed is None else allowed.view(torch.uint8),
             nothing if mask is None else mask.view(torch.uint8),
-            nothing if inverse is None else inverse,
+            nothing if inv_temperature is None else inv_temperature,
             self.bounds,
             self.counts,
             self.words,
@@ -76,15 +78,15 @@ class Candidates:
             self.capacity,
             logits.stride(0),
             logits.stride(1),
-            0 if kept is None else kept.stride(0),
-            0 if kept is None else kept.stride(1),
+            0 if allowed is None else allowed.stride(0),
+            0 if allowed is None else allowed.stride(1),
             softcap or 1.0,
             STATE=states is not None,
             CAPPED=softcap is not None,
-            KEPT=kept is not None,
+            ALLOWED=allowed is not None,
             MASKED=mask is not None,
-            ROWS=self.rows,
-            BLOCK=self.block,
+            BLOCK_M=self.rows,
+            BLOCK_N=self.block,
             num_warps=8,  # pyright: ignore[reportCallIssue]
         )
 
@@ -99,14 +101,14 @@ class Candidates:
             len(best),
             self.capacity,
             self.k,
-            ROWS=self.rows,
-            BLOCK=KEPT_BLOCK,
+            BLOCK_M=self.rows,
+            BLOCK_N=CANDIDATE_BLOCK,
             num_warps=4,  # pyright: ignore[reportCallIssue]
         )
         return best
 
     def make_room(self) -> None:
-        """Let go of all but the k best."""
+        """Drop all but the k best."""
         self.words[:, : self.k] = self.keep()
 
 
@@ -114,91 +116,84 @@ def ids(logits: Tensor, allowed_tokens: Tensor | None, mask: Tensor | None, k: i
     """Ids [N, k] of the largest logits, in order; 0 in rows left out."""
     if logits.dtype == torch.float64:
         return in_torch.ids(logits, allowed_tokens, mask, k)
-    count, vocabulary = logits.shape
+    count, vocab_size = logits.shape
     found = torch.empty(count, k, dtype=torch.int64, device=logits.device)
-    block = block_size(vocabulary)
-    room = min(triton.cdiv(vocabulary, block), rooms(k, block))
+    block = block_size(vocab_size)
+    room = min(triton.cdiv(vocab_size, block), rooms(k, block))
     bytes_a_row = 8 * (places(k, room, block) + 3 * k)
     if allowed_tokens is not None and allowed_tokens.dtype != torch.bool:
-        bytes_a_row += 2 * vocabulary + 32 * allowed_tokens.shape[1]
+        bytes_a_row += 2 * vocab_size + 32 * allowed_tokens.shape[1]
     for rows in row_blocks(count, None, max(1, _WORKSPACE // bytes_a_row)):
-        here, kept = logits[rows], kept_tile(allowed_tokens, rows, 0, vocabulary)
+        here, allowed = logits[rows], allowed_tile(allowed_tokens, rows, 0, vocab_size)
         candidates = Candidates(len(here), k, room, block, logits.device)
-        for first, last in tiles(vocabulary, room * block):
+        for first, last in tiles(vocab_size, room * block):
             if first:
                 candidates.make_room()
             candidates.search(
-                here, kept, first, last, first, mask=None if mask is None else mask[rows], patience=k // 2
+                here, allowed, first, last, first, mask=None if mask is None else mask[rows], patience=k // 2
             )
         found[rows] = identities(candidates.keep().sort(-1, descending=True).values)
     return found if mask is None else found.masked_fill_(~mask[:, None], 0)
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    k: int,
-    start: int,
-    workspace: int,
-) -> tuple[RowState, Tensor, Tensor]:
-    """State of the entries start, start + 1, … that ``weight`` holds, and the k largest logits with their ids; where
-    there are fewer entries, −inf and the id of no entry. In rows left out the state of no entry.
+def forward(problem: Problem, k: int, workspace: int) -> tuple[RowState, Tensor, Tensor]:
+    """State of the weight's part of the vocabulary, and the k largest logits with their ids: −inf and ``NO_TOKEN``
+    where there are fewer. In rows left out the empty state.
     """
-    if inverse.dtype == torch.float64:
-        return in_torch.forward(hidden, weight, bias, inverse, softcap, allowed_tokens, mask, k, start, workspace)
-    count, vocabulary = len(hidden), len(weight)
-    states = inverse.new_zeros(3, count)
+    hidden, weight, bias, rows, start = problem
+    scales = rows.inv_temperature
+    if scales.dtype == torch.float64:
+        return in_torch.forward(problem, k, workspace)
+    count, vocab_size = len(hidden), len(weight)
+    states = scales.new_zeros(3, count)
     states[0] = float("-inf")
-    values = inverse.new_full((count, k), float("-inf"))
-    found = torch.full((count, k), NOTHING, device=hidden.device)
-    # A quarter is for candidates. A logit is one number, and one byte of a kept set.
-    size = blocks(vocabulary, weight.shape[1], workspace * 3 // 4, cost(hidden, weight, allowed_tokens, 4, 5))
-    block = block_size(size.entries)
-    a_tile = triton.cdiv(size.entries, block)
-    # As many tiles' candidates as take that quarter where the rows are as many as their logits allow.
-    spare = 5 * size.entries // (24 * min(k, block)) - 4
-    room = a_tile * max(1, min(8, spare // a_tile, triton.cdiv(vocabulary, size.entries)))
+    values = scales.new_full((count, k), float("-inf"))
+    found = torch.full((count, k), NO_TOKEN, device=hidden.device)
+    # A quarter of the workspace is for candidates. Each logit has one number, and a byte of the mask of allowed tokens.
+    price = cost(hidden, weight, rows.allowed_tokens, 4, 5)
+    size = blocks(vocab_size, weight.shape[1], workspace * 3 // 4, price)
+    block = block_size(size.vocab)
+    a_tile = triton.cdiv(size.vocab, block)
+    # The candidates of as many tiles as fit into that quarter, at the block's number of tokens.
+    spare = 5 * size.vocab // (24 * min(k, block)) - 4
+    room = a_tile * max(1, min(8, spare // a_tile, triton.cdiv(vocab_size, size.vocab)))
     most = workspace // 4 // (8 * (places(k, room, block) + 3 * k))
-    for rows in row_blocks(count, mask, max(1, min(size.rows, most))):
-        here, state, scale = hidden[rows], states[:, rows].contiguous(), inverse[rows]
+    for index in row_blocks(count, rows.mask, max(1, min(size.tokens, most))):
+        here, state, scale = hidden[index], states[:, index].contiguous(), scales[index]
         candidates, filled = Candidates(len(here), k, room, block, hidden.device), 0
-        for number, (first, last) in enumerate(tiles(vocabulary, size.entries)):
-            # Beside what there is room for: the bound rises most while the entries double.
+        for number, (first, last) in enumerate(tiles(vocab_size, size.vocab)):
+            # Also before tiles 2, 4, 8, …: the bound rises most while the number of logits seen doubles.
             if filled + a_tile > room or (number > 1 and number & (number - 1) == 0):
                 candidates.make_room()
                 filled = 0
-            z = product(here, weight[first:last].T, inverse.dtype)
+            z = matmul(here, weight[first:last].T, scale.dtype)
             if bias is not None:
                 z += bias[first:last]
-            kept = kept_tile(allowed_tokens, rows, start + first, start + last)
-            candidates.search(z, kept, 0, last - first, first, states=state, inverse=scale, softcap=softcap, patience=k)
+            allowed = allowed_tile(rows.allowed_tokens, index, start + first, start + last)
+            more = {"states": state, "inv_temperature": scale, "softcap": rows.softcap, "patience": k}
+            candidates.search(z, allowed, 0, last - first, first, **more)
             filled += a_tile
         best = candidates.keep().sort(-1, descending=True).values
         order = (best >> 32).int()
         none = best == _NONE
-        states[:, rows] = state
-        values[rows] = (order ^ ((order >> 31) & 0x7FFFFFFF)).view(torch.float32).masked_fill_(none, float("-inf"))
-        found[rows] = (identities(best) + start).masked_fill_(none, NOTHING)
-    return RowState(states[0], states[1], states[2], inverse.new_empty(count, 0)), values, found
+        states[:, index] = state
+        values[index] = (order ^ ((order >> 31) & 0x7FFFFFFF)).view(torch.float32).masked_fill_(none, float("-inf"))
+        found[index] = (identities(best) + start).masked_fill_(none, NO_TOKEN)
+    return RowState(states[0], states[1], states[2], scales.new_empty(count, 0)), values, found
 
 
-def block_size(entries: int) -> int:
-    """Entries a program has at a time: a power of two, a function of the vocabulary and the workspace alone."""
-    return min(BLOCK, max(16, triton.next_power_of_2(entries)))
+def block_size(vocab: int) -> int:
+    """Logits a program has at a time: a power of two, a function of the vocabulary and the workspace alone."""
+    return min(BLOCK_N, max(16, triton.next_power_of_2(vocab)))
 
 
 def rooms(k: int, block: int) -> int:
-    """Blocks whose candidates there should be a place for."""
+    """How many blocks' candidates should have a place."""
     return max(1, _CANDIDATES // min(k, block) - 1)
 
 
 def places(k: int, room: int, block: int) -> int:
-    """Candidates that there can be of a row."""
+    """Places for a row's candidates."""
     return k + room * min(k, block)
 
 

@@ -1,7 +1,7 @@
 """The two Triton kernels: candidates from a sweep of rows, and the best of the candidates.
 
 A candidate is one integer: the order of its float in the high half, its id counted backwards in the low one. No two are
-equal, and their order is that of largest.py. Blocks are [entries, rows].
+equal, and their order is that of largest.py. Blocks are [BLOCK_N logits, BLOCK_M rows].
 """
 
 # Triton annotates neither constants passed to kernels nor reductions to scalars as what they are.
@@ -29,25 +29,25 @@ def float_order(value):
 
 
 @triton.jit
-def parting_order(order, k, ROWS: tl.constexpr):
-    """For each row an order that at least k of ``order`` reach and at most k exceed; below all where they are fewer."""
-    least = tl.full([ROWS], _LOWEST, tl.int64)
-    step = tl.full([ROWS], 2**31, tl.int64)
+def parting_order(order, k, BLOCK_M: tl.constexpr):
+    """For each row a number that at least k of ``order`` reach and at most k exceed; below all of fewer than k."""
+    least = tl.full([BLOCK_M], _LOWEST, tl.int64)
+    step = tl.full([BLOCK_M], 2**31, tl.int64)
     while tl.max(step, 0) > 0:
         reached = tl.sum((order >= (least + step).to(tl.int32)[None, :]).to(tl.int32), 0)
         least = tl.where(reached >= k, least + step, least)
-        # Any number between the k-th and the next parts them.
+        # Any number between the k-th and the next will do.
         step = tl.where(reached == k, 0, step >> 1)
     return least.to(tl.int32)
 
 
-# Not compiled again for each k that is 1 or a multiple of 16; where columns are, that lets a thread load 16 bytes.
+# One kernel for every k, whether 1 or a multiple of 16. Columns are specialised: a thread then loads 16 bytes.
 @triton.jit(do_not_specialize=["rows", "identity", "k", "patience", "capacity"])
 def search_kernel(
     logits,
-    kept,
+    allowed,
     mask,
-    inverse,
+    inv_temperature,
     bounds,
     counts,
     candidates,
@@ -61,22 +61,23 @@ def search_kernel(
     capacity,
     row_stride,
     column_stride,
-    kept_row_stride,
-    kept_stride,
+    allowed_row_stride,
+    allowed_stride,
     softcap,
     STATE: tl.constexpr,
     CAPPED: tl.constexpr,
-    KEPT: tl.constexpr,
+    ALLOWED: tl.constexpr,
     MASKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Append each row's candidates among the columns start … stop − 1, at most k of each ``BLOCK``; the first column's
-    id is ``identity``. With ``STATE`` also add the columns to the row's (maximum, sum, weighted sum).
+    """Append each row's candidates among the columns start … stop − 1, at most k of each BLOCK_N; the first column's id
+    is ``identity``. With ``STATE`` also add the columns to the row's (maximum, sum, weighted sum).
 
-    Later columns have higher ids: where k entries reach the bound, none that does not exceed it is among the k best.
+    Later columns have higher ids: once k logits reach the bound, a later one that only equals it is not among the
+    k best.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < rows
     if MASKED:
         live = live & (tl.load(mask + row, mask=live, other=0) != 0)
@@ -84,29 +85,29 @@ def search_kernel(
             return
     bound = tl.load(bounds + row, mask=live, other=_HIGHEST)
     count = tl.load(counts + row, mask=live, other=0)
-    lane = tl.arange(0, BLOCK)
-    # The largest of every BLOCK-th entry. k lanes that reach a bound are k entries that do; and a block has one entry a
-    # lane, so that where at most k lanes exceed a bound, at most k of its entries do.
-    best = tl.full([BLOCK, ROWS], _LOWEST, tl.int32)
+    lane = tl.arange(0, BLOCK_N)
+    # The largest of every BLOCK_N-th logit. Where k lanes reach a bound, k logits do; and a block has one logit a lane:
+    # where at most k lanes exceed a bound, at most k of its logits do.
+    best = tl.full([BLOCK_N, BLOCK_M], _LOWEST, tl.int32)
     if STATE:
-        scale = tl.load(inverse + row, mask=live, other=1.0)
+        scale = tl.load(inv_temperature + row, mask=live, other=1.0)
         maximum = tl.load(states + row, mask=live, other=0.0)
         total = tl.load(states + rows + row, mask=live, other=0.0)
         weighted = tl.load(states + 2 * rows + row, mask=live, other=0.0)
-    for first in range(start, stop, BLOCK):
+    for first in range(start, stop, BLOCK_N):
         column = first + lane
         inside = (column < stop)[:, None] & live[None, :]
         place = row[None, :] * row_stride + column.to(tl.int64)[:, None] * column_stride
         z = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
-        if KEPT:
-            place = row[None, :] * kept_row_stride + column.to(tl.int64)[:, None] * kept_stride
-            z = tl.where(tl.load(kept + place, mask=inside, other=0) != 0, z, float("-inf"))
+        if ALLOWED:
+            place = row[None, :] * allowed_row_stride + column.to(tl.int64)[:, None] * allowed_stride
+            z = tl.where(tl.load(allowed + place, mask=inside, other=0) != 0, z, float("-inf"))
         order = tl.where(inside, float_order(z), _LOWEST)
         best = tl.maximum(best, order)
         chosen = (order > bound[None, :]).to(tl.int32)
         number = tl.sum(chosen, 0)
         if tl.max(number, 0) > patience:
-            parting = parting_order(best, k, ROWS)
+            parting = parting_order(best, k, BLOCK_M)
             above = (order > parting[None, :]).to(tl.int32)
             equal = (order == parting[None, :]).to(tl.int32)
             fitting = tl.cumsum(equal, 0) <= (k - tl.sum(above, 0))[None, :]
@@ -126,7 +127,7 @@ def search_kernel(
     tl.store(bounds + row, bound, mask=live)
     tl.store(counts + row, count, mask=live)
     if STATE:
-        # A maximum passes over NaN; a sum does not.
+        # A maximum ignores NaN; a sum does not.
         tl.store(states + row, tl.where(total == total, maximum, total), mask=live)
         tl.store(states + rows + row, total, mask=live)
         tl.store(states + 2 * rows + row, weighted, mask=live)
@@ -134,31 +135,31 @@ def search_kernel(
 
 @triton.jit(do_not_specialize=["rows", "capacity", "k"])
 def keep_kernel(
-    candidates, bounds, counts, out, rows, capacity, k, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    candidates, bounds, counts, out, rows, capacity, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """The k largest candidates of each row, in the order they came; all where there are no more. ``out`` [rows, k] must
     not be their own memory: a program's threads do not wait for each other's stores.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < rows
     count = tl.load(counts + row, mask=live, other=0)
     most = tl.max(count, 0)
     mine = candidates + (row * capacity)[None, :]
-    least = tl.full([ROWS], _NONE, tl.int64)
+    least = tl.full([BLOCK_M], _NONE, tl.int64)
     bit = tl.where(count > k, 63, -1)
     while tl.max(bit, 0) >= 0:
-        # The sign's bit is set in the least of all integers: to take it away is to add it.
-        middle = least ^ (tl.full([ROWS], 1, tl.int64) << tl.maximum(bit, 0).to(tl.int64))
-        reached = tl.zeros([ROWS], tl.int32)
-        for first in range(0, most, BLOCK):
-            place = (first + tl.arange(0, BLOCK))[:, None]
+        # The least of all integers has the sign's bit set: flipping that bit is adding it.
+        middle = least ^ (tl.full([BLOCK_M], 1, tl.int64) << tl.maximum(bit, 0).to(tl.int64))
+        reached = tl.zeros([BLOCK_M], tl.int32)
+        for first in range(0, most, BLOCK_N):
+            place = (first + tl.arange(0, BLOCK_N))[:, None]
             word = tl.load(mine + place, mask=place < count[None, :], other=_NONE)
             reached += tl.sum((word >= middle[None, :]).to(tl.int32), 0)
         least = tl.where((bit >= 0) & (reached >= k), middle, least)
         bit = tl.where(reached == k, -1, bit - 1)
-    done = tl.zeros([ROWS], tl.int32)
-    for first in range(0, most, BLOCK):
-        place = (first + tl.arange(0, BLOCK))[:, None]
+    done = tl.zeros([BLOCK_M], tl.int32)
+    for first in range(0, most, BLOCK_N):
+        place = (first + tl.arange(0, BLOCK_N))[:, None]
         there = place < count[None, :]
         word = tl.load(mine + place, mask=there, other=_NONE)
         chosen = (there & (word >= least[None, :])).to(tl.int32)

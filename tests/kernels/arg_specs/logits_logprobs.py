@@ -5,10 +5,10 @@ from rl_kernels.logits_logprobs.triton_kernels import backward_kernel, forward_k
 
 def _specification(function, dtype, *, everything):
     """The plain kernel, or the one with every option."""
-    pointers = {"logits": f"*{dtype}", "gradient": f"*{dtype}", "inverse": "*fp32", "a": "*fp32", "b": "*fp32"}
+    pointers = {"logits": f"*{dtype}", "gradient": f"*{dtype}", "inv_temperature": "*fp32", "a": "*fp32", "b": "*fp32"}
     pointers |= {"logsumexp": "*fp32", "entropy": "*fp32"}
-    pointers |= {"kept": "*i32", "mask": "*u8"} if everything else {"kept": "*fp32", "mask": "*fp32"}
-    constants = {"CAPPED": everything, "KEPT": everything, "MASKED": everything, "BLOCK": 4096}
+    pointers |= {"allowed": "*i32", "mask": "*u8"} if everything else {"allowed": "*fp32", "mask": "*fp32"}
+    constants = {"CAPPED": everything, "ALLOWED": everything, "MASKED": everything, "BLOCK_N": 4096}
     unit = {"column_stride": 1, "gradient_column_stride": 1}
     names = function.arg_names
     types = {n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in names if n not in constants | unit}

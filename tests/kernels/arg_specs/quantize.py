@@ -12,7 +12,7 @@ def _specification(function, dtype, out, granularity, width, targets=None, *, wh
     group = Group(torch.bfloat16, torch.int8, height, width, whole, aligned)
     rows, columns = tile_of(group, granularity)
     constants = {"GRANULARITY": granularity, "WHOLE": whole, "FP8": out != "i8", "NATIVE": out == "native fp8"}
-    constants |= {"UNSIGNED_ZERO": out == "fnuz", "ALIGNED": aligned, "ROWS": rows, "COLUMNS": columns, "BLOCK": 128}
+    constants |= {"UNSIGNED_ZERO": out == "fnuz", "ALIGNED": aligned, "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK": 128}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     special = {"table": "*i64", "weight_like": f"*{dtype}", "code_like": "*i8" if out == "i8" else "*u8"}
     special |= {"absmax": "*i32", "largest": "fp32"}

@@ -4,12 +4,12 @@ from rl_kernels.sampling.triton_kernels import cutoff_kernel, draw_kernel, tiles
 
 
 def _specification(function, dtype, **constants):
-    integers = {"rows", "vocabulary", "tiles", "row_stride"}
+    integers = {"rows", "vocab_size", "tiles", "row_stride"}
     longs = {"cutoff", "last", "k", "seed", "position", "token", "number"}
-    constants = {"ROWS": 1, "WIDTH": 1024, "TILES": 128, **constants}
+    constants = {"BLOCK_M": 1, "BLOCK_N": 1024, "TILES": 128, **constants}
     constants = {n: v for n, v in constants.items() if n in function.arg_names} | {"column_stride": 1}
     special = (
-        {"logits": f"*{dtype}", "kept_count": "*i32"} | dict.fromkeys(longs, "*i64") | dict.fromkeys(integers, "i32")
+        {"logits": f"*{dtype}", "allowed_count": "*i32"} | dict.fromkeys(longs, "*i64") | dict.fromkeys(integers, "i32")
     )
     types = {n: special.get(n, "*fp32") for n in function.arg_names if n not in constants}
     aligned = tuple(n for n in types if n not in integers or n == "row_stride")

@@ -8,16 +8,16 @@ from rl_kernels.experimental.triton_matmul.triton_kernels import forward_kernel
 def _specification(dtype, target, *, everything, mixed=False, ragged=False):
     """The plain kernel, or the one with every option."""
     wide = "fp64" if dtype == "fp64" else "fp32"
-    pointers = dict.fromkeys(("inverse", "states", "targets"), f"*{wide}")
+    pointers = dict.fromkeys(("inv_temperature", "states", "targets"), f"*{wide}")
     pointers |= {"hidden": "*bf16" if mixed else f"*{dtype}", "weight": f"*{dtype}", "rows": "*i64", "tokens": "*i64"}
-    pointers |= {"bias": f"*{dtype}", "kept": "*i32"} if everything else {"bias": "*fp32", "kept": "*fp32"}
+    pointers |= {"bias": f"*{dtype}", "allowed": "*i32"} if everything else {"bias": "*fp32", "allowed": "*fp32"}
     tile = configuration(target, {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[dtype], 4097 if ragged else 4096, 128256)
-    constants = {"BIASED": everything, "CAPPED": everything, "KEPT": everything}
-    constants |= {"WIDENED": mixed, "EVEN": not ragged, "GROUP": GROUP, "ROWS": tile.rows}
-    constants |= {"ENTRIES": tile.entries, "FEATURES": tile.features, "hidden_stride": 1, "weight_stride": 1}
+    constants = {"BIASED": everything, "CAPPED": everything, "ALLOWED": everything}
+    constants |= {"WIDENED": mixed, "EVEN": not ragged, "GROUP": GROUP, "BLOCK_M": tile.block_m}
+    constants |= {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "hidden_stride": 1, "weight_stride": 1}
     names = [n for n in forward_kernel.arg_names if n not in constants]
     types = {n: pointers.get(n, "fp32" if n == "softcap" else "i32") for n in names}
-    strides = ("hidden_row_stride", "weight_row_stride", "features", "part_size")
+    strides = ("hidden_row_stride", "weight_row_stride", "hidden_size", "part_size")
     aligned = tuple(n for n in types if n in pointers or (n in strides and not ragged))
     how = {"matrix": dtype not in ("fp32", "fp64"), "warps": tile.warps, "stages": tile.stages}
     return forward_kernel, types, constants, how | {"aligned": aligned, "targets": (target,)}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_kernels import linear_logprobs
+from rl_kernels.common.arguments import Problem, Rows
 from tests.kernels.cases import INF, OPTIONS, N, V, generator, ids, normal
 from tests.kernels.exact import exact
 from tests.kernels.experimental.gluon_emulator import PROGRAMS, Emulated
@@ -122,24 +123,24 @@ def test_offsets_beyond_two_to_the_31(gathers):
 
 
 def test_a_row_does_not_depend_on_the_other_rows_and_shards_merge():
-    from rl_kernels.common.row_state import finish, merge_all
+    from rl_kernels.common.row_state import finalize_row_state, merge_all
 
     hidden, weight, bias = shared.model(torch.bfloat16)
-    inverse, allowed_tokens, tokens = (
+    inv_temperature, allowed_tokens, tokens = (
         torch.linspace(0.5, 2.0, N),
         OPTIONS["allowed_tokens"]["allowed_tokens"],
         ids(N, 3),
     )
 
     def state(rows, first, last):
-        mine = (hidden[rows], weight[first:last], bias[first:last], tokens[rows], inverse[rows], 3.0)
-        return backend.forward(*mine, allowed_tokens[rows], None, first, 4096)
+        mine = Rows(tokens, inv_temperature, 3.0, allowed_tokens, None).take(rows)
+        return backend.forward(Problem(hidden[rows], weight[first:last], bias[first:last], mine, first), 4096)
 
-    whole = finish(state(slice(None), 0, V))
+    whole = finalize_row_state(state(slice(None), 0, V))
     for row in range(N):
-        alone = finish(state(slice(row, row + 1), 0, V))
+        alone = finalize_row_state(state(slice(row, row + 1), 0, V))
         assert all(torch.equal(a[row:][:1], b) for a, b in zip(whole, alone, strict=True))
-    shards = finish(merge_all([state(slice(None), a, b) for a, b in ((0, 5), (5, 5), (5, 30), (30, V))]))
+    shards = finalize_row_state(merge_all([state(slice(None), a, b) for a, b in ((0, 5), (5, 5), (5, 30), (30, V))]))
     for a, b in zip(shards, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

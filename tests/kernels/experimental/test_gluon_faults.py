@@ -48,13 +48,13 @@ FAULTS = {
             "is read cannot become landing",
             # The wait comes after the copy instead of before it.
             (
-                "            # What is under",
-                "            async_copy.wait_group(STAGES - 1)\n            # What is under",
+                "            # Relaxed",
+                "            async_copy.wait_group(STAGES - 1)\n            # Relaxed",
             ),
         ),
         "too few copies": ("range(STAGES - 1):", "range(STAGES - 2):", "is landing cannot become read"),
         "copies under way at the end": ("async_copy.wait_group(0)", "pass", "ends while a copy is under way"),
-        "a mask within a lane": ("features - done)", "features - done - 1)", "some of a lane's elements"),
+        "a mask within a lane": ("hidden_size - done)", "hidden_size - done - 1)", "some of a lane's elements"),
     },
 }
 

@@ -29,13 +29,13 @@ def test_what_it_lacks(monkeypatch, name, unit):
     refused(hidden[:, :19], normal(V, 19).bfloat16(), r"weight with strides \(19, 1\).* of " + f"{unit} elements")
     refused(hidden, weight.T.contiguous().T, r"weight with strides \(1, 37\)")
     refused(hidden[:, :16], weight[:, 1:17], r"weight with strides \(32, 1\) at this address")
-    refused(hidden[:, :0], weight[:, :0], "product over no features")
+    refused(hidden[:, :0], weight[:, :0], "hidden size 0")
 
 
 def test_what_only_the_kernel_without_descriptors_lacks(monkeypatch):
     emulate(monkeypatch, "gfx950")
     hidden, weight, _ = shared.model(torch.bfloat16)
-    refused(hidden[:, :24], weight[:, :24], r"product over 24 features \(multiples of 16\)")
+    refused(hidden[:, :24], weight[:, :24], r"hidden size 24 \(multiples of 16\)")
     stride = 2**22
     far = torch.as_strided(torch.empty(stride + 32, dtype=torch.bfloat16), (2, 32), (stride, 1))
     refused(hidden, far, "weight whose rows begin 4194304 elements apart")

@@ -43,20 +43,26 @@ def temperatures():
 @pytest.mark.parametrize("backend", ["flashinfer", "aiter"])
 def test_the_log_probability_is_that_of_what_was_drawn_from(calls, aiter_calls, logits, backend):
     heat, seeds, places = temperatures(), torch.arange(B) * 7 - 9, torch.arange(B)
-    options = {"temperature": heat, "seed": seeds, "position": places, "return_kept": True, **OPTIONS}
+    options = {"temperature": heat, "seed": seeds, "position": places, "return_allowed_tokens": True, **OPTIONS}
     got, ours = sample(logits, **options, backend=backend), sample(logits, **options, backend="torch")
     # Greedy rows and the row without an entry are not drawn.
     still = (heat == 0) | (torch.arange(B) == 4)
     for a, b in zip(got[:5], ours[:5], strict=True):
         assert torch.equal(a[still], b[still])
-    assert got.kept is not None and ours.kept is not None and torch.equal(got.kept, ours.kept)
+    assert (
+        got.allowed_tokens is not None
+        and ours.allowed_tokens is not None
+        and torch.equal(got.allowed_tokens, ours.allowed_tokens)
+    )
     assert got.tokens.dtype == torch.int64
-    assert torch.equal(got.entropy, ours.entropy) and torch.equal(got.kept_count, ours.kept_count)
-    assert (got.tokens != ours.tokens).any() and (got.kept == got.tokens[:, None]).any(-1)[~still].all()
+    assert torch.equal(got.entropy, ours.entropy) and torch.equal(got.allowed_count, ours.allowed_count)
+    assert (got.tokens != ours.tokens).any() and (got.allowed_tokens == got.tokens[:, None]).any(-1)[~still].all()
     drawn = heat.where(heat > 0, 1.0)
-    kept = logits_logprobs(logits, got.tokens.clamp(min=0), allowed_tokens=got.kept, temperature=drawn).logprobs
+    allowed = logits_logprobs(
+        logits, got.tokens.clamp(min=0), allowed_tokens=got.allowed_tokens, temperature=drawn
+    ).logprobs
     full = logits_logprobs(logits, got.tokens.clamp(min=0), temperature=drawn).logprobs
-    torch.testing.assert_close(got.logprobs[~still], kept[~still], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.logprobs[~still], allowed[~still], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.full_logprobs[~still], full[~still], rtol=1e-5, atol=1e-5)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_kernels import linear_logprobs
+from rl_kernels.common.arguments import Problem, Rows
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
 from tests.kernels.exact import exact, gradients
 from tests.kernels.linear_logprobs.test_backends import H, assert_equal_to_float64, model
@@ -104,7 +105,7 @@ def test_not_a_number_is_not_hidden():
 @pytest.mark.parametrize("entries", [16, 32, 64])
 def test_kept_sets_in_tiles_of_one_and_two_words(monkeypatch, entries):
     whole, allowed_tokens = backend.configuration, torch.rand(N, 100, generator=torch.Generator().manual_seed(3)) < 0.5
-    monkeypatch.setattr(backend, "configuration", lambda *a: whole(*a)._replace(entries=entries))
+    monkeypatch.setattr(backend, "configuration", lambda *a: whole(*a)._replace(block_n=entries))
     hidden, weight, tokens = normal(N, 3, scale=1.0).float(), normal(100, 3, seed=1).float(), ids(N, 2, high=100)
     tokens[0], allowed_tokens[0, tokens[0, 0]] = tokens[0, 0], True
     got = linear_logprobs(hidden, weight, tokens, allowed_tokens=allowed_tokens, backend="triton_matmul")
@@ -149,18 +150,18 @@ def test_a_row_does_not_depend_on_the_other_rows():
 
 def test_a_shard_counts_tokens_and_kept_sets_from_its_start():
     """States of unequal shards, merged, are the whole vocabulary's; so are the shards' gradients put together."""
-    from rl_kernels.common.row_state import finish, merge_all
+    from rl_kernels.common.row_state import finalize_row_state, merge_all
 
     hidden, weight, bias = model()
-    tokens, allowed_tokens, inverse, cuts = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N), [0, 5, 30, V]
+    tokens, allowed_tokens, inv_temperature, cuts = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N), [0, 5, 30, V]
 
     def shard(first, last, run, *more):
-        where = (allowed_tokens, None, first, 4096)
-        return run(hidden, weight[first:last], bias[first:last], tokens, inverse, 3.0, *where, *more)
+        rows = Rows(tokens, inv_temperature, 3.0, allowed_tokens, None)
+        return run(Problem(hidden, weight[first:last], bias[first:last], rows, first), 4096, *more)
 
     states = [shard(a, b, backend.forward) for a, b in pairwise(cuts)]
-    outputs = finish(merge_all(states))
-    for a, b in zip(outputs, finish(shard(0, V, backend.forward)), strict=True):
+    outputs = finalize_row_state(merge_all(states))
+    for a, b in zip(outputs, finalize_row_state(shard(0, V, backend.forward)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     c = (normal(N, 3, seed=5).float(), normal(N, seed=6).float(), normal(N, seed=7).float())
     parts = [shard(a, b, backend.backward, outputs, c) for a, b in pairwise(cuts)]
@@ -184,9 +185,9 @@ def test_configurations_do_not_depend_on_rows_and_cover_every_architecture():
         for width in (2, 4, 8):
             for vocabulary, features in ((1, 1), (128256, 4096)):
                 tile = configuration(name, width, features, vocabulary)
-                assert part_of(vocabulary) % tile.entries == 0 == _PART % tile.entries
-                assert min(tile[:3]) >= 16 and tile.entries <= 64
-    assert configuration("sm_90", 2, 4097, 128256).features == 32 < configuration("sm_90", 2, 4096, 128256).features
+                assert part_of(vocabulary) % tile.block_n == 0 == _PART % tile.block_n
+                assert min(tile[:3]) >= 16 and tile.block_n <= 64
+    assert configuration("sm_90", 2, 4097, 128256).block_k == 32 < configuration("sm_90", 2, 4096, 128256).block_k
     assert configuration("sm_103", 4, 4096, 128256) == configuration("sm_100", 4, 4096, 128256)
     assert configuration("sm_120", 2, 4096, 128256) == configuration("sm_80", 2, 4096, 128256)
     assert configuration("sm_86", 2, 4096, 128256) == configuration("sm_80", 2, 4096, 128256)

@@ -15,11 +15,11 @@ from tests.kernels.exact import exact, gradients
 ROWS, ENTRIES, FEATURES = 21, 300, 19
 BACKENDS = ("pallas", "pallas_gpu", "reference")
 BLOCKS = {
-    ("logits", "pallas"): {"block_rows": 8, "block_entries": 128},
-    ("logits", "pallas_gpu"): {"block_rows": 4, "block_entries": 16},
-    ("linear", "pallas"): {"block_rows": 8, "block_entries": 128},
+    ("logits", "pallas"): {"block_tokens": 8, "block_vocab": 128},
+    ("logits", "pallas_gpu"): {"block_tokens": 4, "block_vocab": 16},
+    ("linear", "pallas"): {"block_tokens": 8, "block_vocab": 128},
     # Backward blocks of 11 × 11.
-    ("linear", "pallas_gpu"): {"block_rows": 16, "block_entries": 16, "workspace": 8 * 121},
+    ("linear", "pallas_gpu"): {"block_tokens": 16, "block_vocab": 16, "workspace": 8 * 121},
 }
 
 
@@ -33,12 +33,12 @@ def masked():
     return mask
 
 
-def kept():
+def allowed():
     """Half of the entries, in row 2 none, and in row 3 one."""
-    kept = torch.rand(ROWS, ENTRIES, generator=generator(9)) < 0.5
-    kept[2:4] = False
-    kept[3, 299] = True
-    return kept
+    allowed = torch.rand(ROWS, ENTRIES, generator=generator(9)) < 0.5
+    allowed[2:4] = False
+    allowed[3, 299] = True
+    return allowed
 
 
 EVERY_ROW = rows(True, torch.bool)
@@ -52,7 +52,7 @@ CASES = {
         "temperature": torch.linspace(0.3, 2.0, ROWS, dtype=torch.float64),
         "softcap": 4.0,
         "logit_scale": 1.5,
-        "allowed_tokens": kept(),
+        "allowed_tokens": allowed(),
         "mask": masked(),
     },
 }

@@ -97,14 +97,14 @@ def test_mapped_over_a_batch(operation, backend):
     def loss(arrays):
         first, *model = arrays
 
-        def one(x, ids, row, kept):
+        def one(x, ids, row, allowed):
             more = dict(zip(("weight", "bias"), model, strict=True)) if operation == "linear" else {}
             out = getattr(in_jax, f"{operation}_logprobs")(
                 x,
                 tokens=ids,
                 softcap=4.0,
                 logit_scale=1.5,
-                allowed_tokens=kept,
+                allowed_tokens=allowed,
                 backend=backend,
                 **row,
                 **more,

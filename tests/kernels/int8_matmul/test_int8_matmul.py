@@ -119,7 +119,7 @@ X, Q, S = torch.ones(2, 4), torch.ones(3, 4, dtype=torch.int8), torch.ones(3)
         ({"x": torch.tensor(1.0)}, r"with at least one axis, got torch\.float32 \(\)"),
         ({"weight_q": Q[:, :3]}, r"weight_q must be int8 \[N, 4\] for x \(2, 4\), got torch\.int8 \(3, 3\)"),
         ({"weight_q": Q.float()}, r"weight_q must be int8 .*, got torch\.float32"),
-        ({"x": X[:, :0], "weight_q": Q[:, :0]}, "from 1 to 131071 features, got 0"),
+        ({"x": X[:, :0], "weight_q": Q[:, :0]}, "a last axis from 1 to 131071, got 0"),
         ({"weight_scale": S[:2]}, r"weight_scale must be float32 \(3,\), \(3, 1\) or one number, .* \(2,\)"),
         ({"weight_scale": S.bfloat16()}, r"weight_scale must be float32 .*, got torch\.bfloat16"),
         ({"bias": S[:2]}, r"bias must be floats \(3,\), got torch\.float32 \(2,\)"),

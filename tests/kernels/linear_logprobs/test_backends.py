@@ -156,8 +156,8 @@ def test_bad_arguments_are_named(change, message):
 
 def test_custom_operation_and_torch_compile():
     hidden, weight, bias = (x.detach().requires_grad_() for x in model())
-    tokens, inverse = ids(N, 1), torch.ones(N)
-    arguments = (hidden, weight, bias, tokens, inverse, None, None, None, 0, None, 1000, "torch")
+    tokens, inv_temperature = ids(N, 1), torch.ones(N)
+    arguments = (hidden, weight, bias, tokens, inv_temperature, None, None, None, 0, None, 1000, "torch")
     torch.library.opcheck(torch.ops.rl_kernels.linear_logprobs.default, arguments)
 
     def loss(h, w):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rl_kernels import linear_logprobs, linear_topk_logprobs
+from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.common.blocks import Cost, blocks
-from rl_kernels.common.row_state import finish
+from rl_kernels.common.row_state import finalize_row_state
 from rl_kernels.linear_logprobs.api import CPU_WORKSPACE, FORWARD_WORKSPACE, GPU_WORKSPACE
 from tests.kernels.cases import ids, normal
 from tests.kernels.live_bytes import LiveBytes
@@ -33,12 +34,13 @@ def peaks(backend, count, *, options):
     """The most bytes alive in a forward and in a backward, beyond inputs and a row's O(1) numbers and dL/dhidden."""
     run = importlib.import_module(f"rl_kernels.linear_logprobs.{backend}")
     hidden, weight = normal(count, H, scale=0.3).float(), normal(V, H, scale=0.3, seed=1).float()
-    tokens, inverse = ids(count, 1, high=V), torch.ones(count)
+    tokens, inv_temperature = ids(count, 1, high=V), torch.ones(count)
     allowed_tokens = torch.arange(8).repeat(count, 1) if "allowed_tokens" in options else None
-    arguments = (hidden, weight, None, tokens, inverse, None, allowed_tokens, None, 0, WORKSPACE)
+    rows = Rows(tokens, inv_temperature, None, allowed_tokens, None)
+    arguments = (Problem(hidden, weight, None, rows, 0), WORKSPACE)
     with LiveBytes() as forward:
         state = run.forward(*arguments)
-    outputs, cotangents = finish(state), (torch.ones(count, 1), torch.ones(count), torch.ones(count))
+    outputs, cotangents = finalize_row_state(state), (torch.ones(count, 1), torch.ones(count), torch.ones(count))
     with LiveBytes() as backward:
         results = run.backward(*arguments, outputs, cotangents)
     assert results[0].shape == hidden.shape
@@ -70,7 +72,8 @@ def test_flat_in_the_number_of_rows(monkeypatch, backend, options):
 @pytest.mark.parametrize("cost", [Cost(6, 6, 0), Cost(4, 10, 4), Cost(20, 12, 8, 9216)])
 def test_a_block_holds_what_fits(vocabulary, features, cost):
     def held(rows, entries):
-        return rows * (entries * cost.logit + features * cost.row + cost.fixed) + features * entries * cost.entry
+        a_row = entries * cost.logit + features * cost.token_unit + cost.token
+        return rows * a_row + features * entries * cost.weight_unit
 
     for workspace in (64 << 20, 512 << 20):
         rows, entries = blocks(vocabulary, features, workspace, cost)

@@ -9,6 +9,7 @@ import torch
 
 from rl_kernels import linear_logprobs
 from rl_kernels.common import matmul
+from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.common.blocks import Blocks
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
 from tests.kernels.exact import exact
@@ -101,17 +102,17 @@ def test_strides():
 
 
 def test_states_of_shards_merge_to_the_whole():
-    from rl_kernels.common.row_state import finish, merge_all
+    from rl_kernels.common.row_state import finalize_row_state, merge_all
 
     hidden, weight, bias = model()
-    tokens, allowed_tokens, inverse = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N)
+    tokens, allowed_tokens, inv_temperature = ids(N, 3), sets(), torch.linspace(0.5, 2.0, N)
 
     def shard(first, last):
-        more = (tokens, inverse, 3.0, allowed_tokens, None, first, 4096)
-        return backend.forward(hidden, weight[first:last], bias[first:last], *more)
+        rows = Rows(tokens, inv_temperature, 3.0, allowed_tokens, None)
+        return backend.forward(Problem(hidden, weight[first:last], bias[first:last], rows, first), 4096)
 
     whole, parts = shard(0, V), merge_all([shard(0, 5), shard(5, 30), shard(30, V)])
-    for a, b in zip(finish(parts), finish(whole), strict=True):
+    for a, b in zip(finalize_row_state(parts), finalize_row_state(whole), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -161,7 +162,7 @@ def test_what_torch_cannot_do_is_found_out_once_and_not_asked_of_it():
     assert matmul._tried(torch.device("cpu"), torch.bfloat16) == matmul.Native(False, False)
     total, a = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bfloat16)
     matmul.accumulate(total, a, a)
-    assert total.tolist() == [[4.0] * 3] * 3 and matmul.product(a, a, torch.float32).dtype == torch.float32
+    assert total.tolist() == [[4.0] * 3] * 3 and matmul.matmul(a, a, torch.float32).dtype == torch.float32
 
 
 def test_a_full_memory_is_not_taken_for_what_torch_cannot_do():

@@ -91,10 +91,10 @@ def test_half_precision(one_pass):
 
 
 def test_the_blocks_are_those_that_the_workspace_has_room_for():
-    assert [fused.sizes(V, H, w or 1 << 30, 4).rows for w in WORKSPACES[:2]] == [1, 2]
+    assert [fused.sizes(V, H, w or 1 << 30, 4).tokens for w in WORKSPACES[:2]] == [1, 2]
     large = fused.sizes(128256, 4096, 1 << 30, 4)
-    numbers = large.rows * (128256 + large.entries + 3 * 4096) + 2 * large.entries * 4096 + 5 * (1 << 22)
-    assert large.entries == 8192 and 0.98 * (1 << 30) < 4 * numbers <= 1 << 30
+    numbers = large.tokens * (128256 + large.vocab + 3 * 4096) + 2 * large.vocab * 4096 + 5 * (1 << 22)
+    assert large.vocab == 8192 and 0.98 * (1 << 30) < 4 * numbers <= 1 << 30
 
 
 @both

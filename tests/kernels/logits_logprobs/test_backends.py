@@ -55,7 +55,7 @@ def test_half_precision_logits_are_read_as_they_are(backend, dtype):
 def test_the_gradient_may_take_the_logits_memory(backend, option):
     options = OPTIONS[option]
     tokens = tokens_for(options)
-    kept, gone = normal(N, V).float(), normal(N, V).float()
+    allowed, gone = normal(N, V).float(), normal(N, V).float()
 
     def gradient(logits, **more):
         leaf = logits.detach().requires_grad_()
@@ -64,11 +64,11 @@ def test_the_gradient_may_take_the_logits_memory(backend, option):
         )
         return gradients(outputs, [c.float() for c in cotangents(None)], [leaf])[0]
 
-    expected = gradient(kept)
+    expected = gradient(allowed)
     actual = gradient(gone, inplace_backward=True)
     assert torch.equal(actual, expected)
     assert torch.equal(gone, expected), "the gradient was written elsewhere"
-    assert torch.equal(kept, normal(N, V).float()), "without inplace_backward the logits stay"
+    assert torch.equal(allowed, normal(N, V).float()), "without inplace_backward the logits stay"
 
 
 def test_the_gradient_of_a_sure_token_is_not_rounded_away():
@@ -91,11 +91,20 @@ def test_the_full_set_as_support_changes_nothing_and_a_set_of_one_is_certain():
 
 
 def test_custom_operation():
-    logits, tokens, inverse = normal(3, 5).float().requires_grad_(), ids(3, 2, high=5), torch.ones(3)
-    arguments = (logits, tokens, inverse, 2.0, None, None, False, "torch")
+    logits, tokens, inv_temperature = normal(3, 5).float().requires_grad_(), ids(3, 2, high=5), torch.ones(3)
+    arguments = (logits, tokens, inv_temperature, 2.0, None, None, False, "torch")
     torch.library.opcheck(torch.ops.rl_kernels.logits_logprobs.default, arguments)
     outputs = [x.detach() for x in torch.ops.rl_kernels.logits_logprobs(*arguments)]
-    backward = (logits.detach(), tokens, inverse, 2.0, None, None, outputs, [torch.ones_like(x) for x in outputs])
+    backward = (
+        logits.detach(),
+        tokens,
+        inv_temperature,
+        2.0,
+        None,
+        None,
+        outputs,
+        [torch.ones_like(x) for x in outputs],
+    )
     torch.library.opcheck(torch.ops.rl_kernels.logits_logprobs_backward.default, (*backward, "torch"))
     torch.library.opcheck(torch.ops.rl_kernels.logits_logprobs_backward_.default, (*backward, "torch"))
 

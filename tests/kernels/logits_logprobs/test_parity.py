@@ -138,10 +138,10 @@ def test_gradcheck(options):
 
 
 def test_gradcheck_beside_impossible_entries():
-    kept = normal(3, 4).requires_grad_()
+    allowed = normal(3, 4).requires_grad_()
     impossible = torch.full((3, 2), -INF, dtype=torch.float64)
     tokens = torch.tensor([0, 3, 1])
-    assert torch.autograd.gradcheck(lambda x: tuple(logits_logprobs(torch.cat([x, impossible], 1), tokens)), (kept,))
+    assert torch.autograd.gradcheck(lambda x: tuple(logits_logprobs(torch.cat([x, impossible], 1), tokens)), (allowed,))
 
 
 @pytest.mark.parametrize("rows_a_chunk", [1, 4, ROWS])

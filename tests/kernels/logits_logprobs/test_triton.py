@@ -6,7 +6,7 @@ import torch
 from rl_kernels import logits_logprobs
 from rl_kernels.common.token_masks import packed
 from tests.kernels.cases import INF, ids, normal
-from tests.kernels.exact import exact, kept_set
+from tests.kernels.exact import allowed_mask, exact
 
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 128, 4095, 4097, 50257])
@@ -60,7 +60,7 @@ def test_row_offsets_beyond_two_to_the_31():
 def test_packed_sets(vocabulary):
     allowed_tokens = torch.randint(-1, vocabulary, (4, 6), generator=torch.Generator().manual_seed(0))
     allowed_tokens[2] = -1
-    as_bool = kept_set(allowed_tokens, vocabulary, 4)
+    as_bool = allowed_mask(allowed_tokens, vocabulary, 4)
     for form in (allowed_tokens, as_bool):
         words = packed(form, vocabulary)
         assert words.dtype == torch.int32 and words.shape == (4, -(-vocabulary // 32))

@@ -52,8 +52,8 @@ def test_an_infinite_logit_is_refused():
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
 def test_an_empty_batch(backend):
-    result = sample(LOGITS[:0], top_k=2, top_p=0.5, seed=0, position=0, return_kept=True, backend=backend)
-    assert result.tokens.shape == (0,) and result.kept is not None and result.kept.shape == (0, 0)
+    result = sample(LOGITS[:0], top_k=2, top_p=0.5, seed=0, position=0, return_allowed_tokens=True, backend=backend)
+    assert result.tokens.shape == (0,) and result.allowed_tokens is not None and result.allowed_tokens.shape == (0, 0)
 
 
 def test_opcheck():

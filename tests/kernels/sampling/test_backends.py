@@ -40,16 +40,16 @@ def rl_fn_kept(logits, temperature, top_k, top_p, min_p, **_):
 def test_set_and_log_probabilities_are_rl_fns(backend, dtype, vocabulary):
     logits, options = normal(24, vocabulary, seed=vocabulary).to(dtype), parameters(24)
     logits[3, : vocabulary // 2] = -INF
-    result = sample(logits, **options, return_kept=True, backend=backend)
+    result = sample(logits, **options, return_allowed_tokens=True, backend=backend)
     x = rl_fn_kept(logits, **options)
-    kept = x > -INF
-    assert result.kept is not None
+    allowed = x > -INF
+    assert result.allowed_tokens is not None
     for row in range(24):
-        ids = result.kept[row]
-        assert ids[ids >= 0].tolist() == kept[row].nonzero()[:, 0].tolist()
-        assert (ids[int(result.kept_count[row]) :] == -1).all()
+        ids = result.allowed_tokens[row]
+        assert ids[ids >= 0].tolist() == allowed[row].nonzero()[:, 0].tolist()
+        assert (ids[int(result.allowed_count[row]) :] == -1).all()
     log_p = torch.log_softmax(x, -1)
-    entropy = -(log_p.exp() * log_p.masked_fill(~kept, 0.0)).sum(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(~allowed, 0.0)).sum(-1)
     heat = options["temperature"]
     warm = torch.log_softmax(logits.double() / heat.where(heat > 0, 1.0).double()[:, None], -1)
     at = result.tokens[:, None]
@@ -65,7 +65,7 @@ def test_backends_draw_the_same_tokens(vocabulary):
     wanted = sample(logits, **options, backend="torch")
     for backend in ("triton", "reference"):
         got = sample(logits, **options, backend=backend)
-        assert torch.equal(got.tokens, wanted.tokens) and torch.equal(got.kept_count, wanted.kept_count)
+        assert torch.equal(got.tokens, wanted.tokens) and torch.equal(got.allowed_count, wanted.allowed_count)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -94,7 +94,7 @@ def test_one_row_a_program_as_on_a_gpu(monkeypatch):
 
     logits, options = normal(5, 70), parameters(5)
     whole = sample(logits, **options, backend="triton")
-    monkeypatch.setattr(importlib.import_module("rl_kernels.sampling.triton"), "_ROWS", 1)
+    monkeypatch.setattr(importlib.import_module("rl_kernels.sampling.triton"), "_BLOCK_M", 1)
     for a, b in zip(sample(logits, **options, backend="triton")[:5], whole[:5], strict=True):
         assert a is not None and b is not None and torch.equal(a, b)
 
@@ -106,24 +106,24 @@ def test_a_real_vocabulary(vocabulary):
     options = {"temperature": 0.8, "seed": torch.tensor([1, 2]), "position": 9}
     for more in ({}, {"min_p": 0.01}, {"top_k": 1}):
         wanted, got = (sample(logits, **options, **more, backend=backend) for backend in ("torch", "triton"))
-        assert torch.equal(got.tokens, wanted.tokens) and torch.equal(got.kept_count, wanted.kept_count)
+        assert torch.equal(got.tokens, wanted.tokens) and torch.equal(got.allowed_count, wanted.allowed_count)
         torch.testing.assert_close(got.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
 
 
 @DRAWING
 def test_greedy_is_the_lowest_id_of_the_largest(backend):
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [-INF, -INF, 0.0, -INF], [-0.0, 0.0, -1.0, 0.0]])
-    result = sample(logits, temperature=0.0, seed=1, position=2, return_kept=True, backend=backend)
-    assert result.tokens.tolist() == [1, 2, 0] and result.kept is not None
+    result = sample(logits, temperature=0.0, seed=1, position=2, return_allowed_tokens=True, backend=backend)
+    assert result.tokens.tolist() == [1, 2, 0] and result.allowed_tokens is not None
     assert result.logprobs.tolist() == result.full_logprobs.tolist() == result.entropy.tolist() == [0.0] * 3
-    assert result.kept.tolist() == [[1], [2], [0]]
+    assert result.allowed_tokens.tolist() == [[1], [2], [0]]
 
 
 @DRAWING
 def test_ties_are_cut_by_id(backend):
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 0.0]])
-    common = {"seed": 0, "position": torch.tensor([0]), "return_kept": True, "backend": backend}
-    for options, kept in (
+    common = {"seed": 0, "position": torch.tensor([0]), "return_allowed_tokens": True, "backend": backend}
+    for options, allowed in (
         ({"top_k": 2}, [1, 2]),
         ({"top_k": 4}, [0, 1, 2, 4]),
         ({"top_p": 0.45}, [1, 2]),
@@ -133,7 +133,7 @@ def test_ties_are_cut_by_id(backend):
         ({"top_k": 2, "min_p": 0.5}, [1, 2]),
     ):
         result = sample(logits, **options, **common)
-        assert result.kept is not None and result.kept.tolist() == [kept], options
+        assert result.allowed_tokens is not None and result.allowed_tokens.tolist() == [allowed], options
 
 
 @DRAWING
@@ -143,20 +143,22 @@ def test_a_row_of_nothing_has_no_token(backend):
     options = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
     for heat in (0.0, 1.0):
         for more in ({}, options):
-            result = sample(logits, temperature=heat, **more, seed=0, position=0, return_kept=True, backend=backend)
-            assert result.tokens.tolist() == [-1, 7, -1] and result.kept_count.tolist() == [0, 1, 0]
+            result = sample(
+                logits, temperature=heat, **more, seed=0, position=0, return_allowed_tokens=True, backend=backend
+            )
+            assert result.tokens.tolist() == [-1, 7, -1] and result.allowed_count.tolist() == [0, 1, 0]
             assert result.logprobs.tolist() == result.full_logprobs.tolist() == [-INF, 0.0, -INF]
-            assert result.entropy.tolist() == [0.0] * 3 and result.kept is not None
-            assert result.kept.tolist() == [[-1], [7], [-1]]
+            assert result.entropy.tolist() == [0.0] * 3 and result.allowed_tokens is not None
+            assert result.allowed_tokens.tolist() == [[-1], [7], [-1]]
 
 
 @DRAWING
 def test_the_trainers_log_probability_is_the_samplers(backend):
     logits, options = normal(40, 90), parameters(40)
     options["temperature"] = options["temperature"].clamp(min=0.3)
-    result = sample(logits, **options, return_kept=True, backend=backend)
+    result = sample(logits, **options, return_allowed_tokens=True, backend=backend)
     heat = options["temperature"]
-    trained = logits_logprobs(logits, result.tokens, temperature=heat, allowed_tokens=result.kept)
+    trained = logits_logprobs(logits, result.tokens, temperature=heat, allowed_tokens=result.allowed_tokens)
     torch.testing.assert_close(trained.logprobs, result.logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(trained.entropy, result.entropy, rtol=0, atol=1e-5)
     full = logits_logprobs(logits, result.tokens, temperature=heat)

@@ -5,7 +5,7 @@ import torch
 
 from rl_kernels import linear_topk_logprobs, logits_logprobs, topk_logprobs
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, masked, normal
-from tests.kernels.exact import exact, gradients, kept_set
+from tests.kernels.exact import allowed_mask, exact, gradients
 from tests.kernels.linear_logprobs.test_backends import H, model
 
 K = 4
@@ -21,7 +21,7 @@ each_backend = pytest.mark.parametrize("backend", ["torch", "triton", "reference
 
 def expected_ids(logits, k, *, allowed_tokens=None, mask=None, **_):
     """By a stable sort: value falling, then id rising; 0 where masked."""
-    z = logits.double().masked_fill(~kept_set(allowed_tokens, logits.shape[1], len(logits)), -INF)
+    z = logits.double().masked_fill(~allowed_mask(allowed_tokens, logits.shape[1], len(logits)), -INF)
     found = z.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return found if mask is None else found.masked_fill(~mask[:, None], 0)
 
@@ -153,7 +153,8 @@ def test_custom_operations_and_torch_compile():
     hidden, weight, bias = (x.detach().requires_grad_() for x in model())
     # Autograd and compilers see one operation; what a backend can do wrong is to change or return its inputs.
     for backend, tests in (("torch", EVERY), ("triton", EVERY[:1])):
-        arguments = (hidden, weight, bias, torch.ones(N), 2.0, None, None, 3, 0, None, 10000, backend)
+        none = torch.empty(N, 0, dtype=torch.long)
+        arguments = (hidden, weight, bias, none, torch.ones(N), 2.0, None, None, 0, None, 10000, backend, 3)
         torch.library.opcheck(torch.ops.rl_kernels.linear_topk_logprobs.default, arguments, test_utils=tests)
         arguments = (normal(3, 5).float(), None, None, 2, backend)
         torch.library.opcheck(torch.ops.rl_kernels.topk_ids.default, arguments, test_utils=tests)

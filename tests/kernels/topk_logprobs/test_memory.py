@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from rl_kernels.common.arguments import Problem, Rows
 from tests.kernels.cases import ids, normal
 from tests.kernels.live_bytes import LiveBytes
 
@@ -18,21 +19,22 @@ class Nothing:
         return lambda *args, **kwargs: None
 
 
-def peak(count, *, kept, backend="torch"):
+def peak(count, *, allowed, backend="torch"):
     run = importlib.import_module(f"rl_kernels.topk_logprobs.{backend}")
     hidden, weight = normal(count, H, scale=0.3).float(), normal(V, H, scale=0.3, seed=1).float()
-    inverse, allowed_tokens = torch.ones(count), torch.arange(8).repeat(count, 1) if kept else None
+    inv_temperature, allowed_tokens = torch.ones(count), torch.arange(8).repeat(count, 1) if allowed else None
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as found:
         for name in ("search_kernel", "keep_kernel") if backend == "triton" else ():
             patch.setattr(run, name, Nothing())
-        run.forward(hidden, weight, None, inverse, None, allowed_tokens, None, K, 0, WORKSPACE)
+        rows = Rows(torch.empty(count, 0, dtype=torch.long), inv_temperature, None, allowed_tokens, None)
+        run.forward(Problem(hidden, weight, None, rows, 0), K, WORKSPACE)
     return found.peak
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("kept", [False, True])
-def test_flat_in_the_number_of_rows(kept, backend):
-    small, large = (peak(count, kept=kept, backend=backend) for count in (48, 144))
+@pytest.mark.parametrize("allowed", [False, True])
+def test_flat_in_the_number_of_rows(allowed, backend):
+    small, large = (peak(count, allowed=allowed, backend=backend) for count in (48, 144))
     # Results: k values of 4 bytes and ids of 8, a state of three numbers.
     a_row = 12 * K + 4 * 3
     assert large - small <= (144 - 48) * a_row < (144 - 48) * 4 * V / 10

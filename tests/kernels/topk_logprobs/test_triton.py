@@ -5,8 +5,9 @@ import importlib
 import pytest
 import torch
 
+from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.common.blocks import Blocks
-from rl_kernels.common.row_state import finish
+from rl_kernels.common.row_state import finalize_row_state
 from tests.kernels.cases import INF, ids, normal
 from tests.kernels.exact import exact
 
@@ -17,8 +18,8 @@ V, BLOCK = 83, 16
 @pytest.fixture
 def small(monkeypatch):
     """Six blocks a row, and room for a few."""
-    monkeypatch.setattr(triton, "BLOCK", BLOCK)
-    monkeypatch.setattr(triton, "KEPT_BLOCK", 64)
+    monkeypatch.setattr(triton, "BLOCK_N", BLOCK)
+    monkeypatch.setattr(triton, "CANDIDATE_BLOCK", 64)
     monkeypatch.setattr(triton, "_CANDIDATES", 12)
 
 
@@ -54,11 +55,11 @@ def test_ids_with_kept_sets_of_either_form_and_masked_rows(monkeypatch):
     z, mask = adversarial()[:n, :width], torch.arange(n) % 4 != 1
     listed = torch.stack([torch.randperm(width, generator=torch.Generator().manual_seed(row))[:7] for row in range(n)])
     listed[::3, 2:] = -1
-    kept = torch.zeros(n, width + 1, dtype=torch.bool).scatter_(1, listed.where(listed >= 0, width), True)[:, :width]
-    wanted = sorted_ids(z.masked_fill(~kept, -INF), 5).masked_fill(~mask[:, None], 0)
+    allowed = torch.zeros(n, width + 1, dtype=torch.bool).scatter_(1, listed.where(listed >= 0, width), True)[:, :width]
+    wanted = sorted_ids(z.masked_fill(~allowed, -INF), 5).masked_fill(~mask[:, None], 0)
     # Four rows at a time, and a kept set whose entries are not neighbours in memory.
     monkeypatch.setattr(triton, "_WORKSPACE", 4 * (8 * (5 * 2 + 15) + 2 * width + 32 * 7))
-    for allowed_tokens in (listed, kept.T.contiguous().T):
+    for allowed_tokens in (listed, allowed.T.contiguous().T):
         assert torch.equal(triton.ids(z, allowed_tokens, mask, 5), wanted)
 
 
@@ -74,9 +75,9 @@ def test_ids_of_one_row_of_no_row_and_of_rows_of_any_stride(dtype):
 @pytest.mark.parametrize("k", [64, 1100])
 def test_ids_with_the_blocks_of_a_gpu(k):
     """Three blocks and a bit, in bfloat16, where many entries tie; at k = 1100 places for two blocks."""
-    z = normal(2, 3 * triton.BLOCK + 77).bfloat16()
+    z = normal(2, 3 * triton.BLOCK_N + 77).bfloat16()
     assert torch.equal(triton.ids(z, None, None, k), sorted_ids(z, k))
-    assert triton.rooms(k, triton.BLOCK) == {64: 63, 1100: 2}[k]
+    assert triton.rooms(k, triton.BLOCK_N) == {64: 63, 1100: 2}[k]
 
 
 def test_row_offsets_beyond_two_to_the_31():
@@ -130,29 +131,31 @@ def test_from_hidden_states_as_torch_in_many_tiles(k, monkeypatch):
     hidden, weight, bias = ids(4, 6, high=3).float(), ids(V, 6, seed=1, high=3).float() - 1, ids(V, seed=2).float() / 8
     allowed_tokens = torch.rand(4, V + 5, generator=torch.Generator().manual_seed(3)) < 0.6
     allowed_tokens[3] = False
-    inverse, kept = torch.tensor([0.5, 1.0, 3.0, 1.0]), []
+    inv_temperature, allowed = torch.tensor([0.5, 1.0, 3.0, 1.0]), []
     monkeypatch.setattr(triton, "blocks", lambda *_: Blocks(3, 24))
     monkeypatch.setattr(
-        triton.Candidates, "keep", lambda self, keep=triton.Candidates.keep: kept.append(0) or keep(self)
+        triton.Candidates, "keep", lambda self, keep=triton.Candidates.keep: allowed.append(0) or keep(self)
     )
-    arguments = (hidden, weight, bias, inverse, 3.0, allowed_tokens, None, k, 5, 1 << 20)
+    rows = Rows(torch.empty(4, 0, dtype=torch.long), inv_temperature, 3.0, allowed_tokens, None)
+    arguments = (Problem(hidden, weight, bias, rows, 5), k, 1 << 20)
     state, values, found = triton.forward(*arguments)
     wanted_state, wanted_values, wanted = in_torch.forward(*arguments)
     assert torch.equal(found, wanted) and torch.equal(values, wanted_values)
     for a, b in zip(state, wanted_state, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-    assert len(kept) == 2 * 4, "four tiles for each of two blocks of rows"
+    assert len(allowed) == 2 * 4, "four tiles for each of two blocks of rows"
 
 
 def test_states_of_extreme_rows():
-    """Gaps of ±90 and more, nothing but −inf, one entry that is possible."""
+    """Gaps of ±90 and more, nothing but −inf, one token that is possible."""
     z = torch.tensor([[90.0, -90.0, 0.0, 89.0], [-INF] * 4, [-INF, 3.0, -INF, -INF], [-1e30, 1e30, 0.0, 1.0]])
     weight = z.T.contiguous()
     # −inf · 0 would be NaN: what is impossible is not kept.
-    arguments = (torch.eye(4), weight.masked_fill(weight == -INF, 0.0), None, torch.ones(4), None, z > -INF, None)
-    state, values, found = triton.forward(*arguments, 4, 0, 1 << 20)
+    rows = Rows(torch.empty(4, 0, dtype=torch.long), torch.ones(4), None, z > -INF, None)
+    problem = Problem(torch.eye(4), weight.masked_fill(weight == -INF, 0.0), None, rows, 0)
+    state, values, found = triton.forward(problem, 4, 1 << 20)
     assert torch.equal(found, sorted_ids(z, 4)) and torch.equal(values, z.gather(1, found))
-    _, entropy, logsumexp = finish(state)
+    _, entropy, logsumexp = finalize_row_state(state)
     _, wanted_entropy, wanted = exact(z, torch.zeros(4, dtype=torch.int64))
     torch.testing.assert_close(logsumexp.double(), wanted, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(entropy.double(), wanted_entropy, rtol=1e-6, atol=1e-6)

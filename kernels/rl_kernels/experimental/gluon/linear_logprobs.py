@@ -1,10 +1,10 @@
-"""Gluon for Hopper (sm_90), Blackwell (sm_100) and CDNA4 (gfx950), for those who ask: Triton's algebra and backward,
-with the forward's tiles copied into a ring of shared buffers and multiplied while the next are on their way.
+"""Gluon for Hopper (sm_90), Blackwell (sm_100) and CDNA4 (gfx950), on request: the forward's tiles are copied into a
+ring of shared buffers, and multiplied while the next ones are on their way. The backward is ``triton``'s.
 
-Never run on a GPU. What is known: the three kernels compile with Triton 3.9 and 3.6 without spills; their source, run
-program by program in an emulator (tests/kernels/gluon_emulator), gives what float64 gives, and no buffer is read before
-it has arrived or overwritten before it was read, in the order that the source says. So indices, masks, phases and
-algebra are shown; the hardware's own synchronisation, fences and layouts are not, nor its speed.
+Never run on a GPU. The three kernels compile with Triton 3.9 and 3.6 without spills. Their source, run program by
+program in an emulator (tests/kernels/experimental/gluon_emulator), gives what float64 gives, reads no buffer before its
+copy has arrived, and overwrites none before it was read. That shows indices, masks, phases and algebra; it does not
+show the hardware's synchronisation, fences and layouts, nor speed.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
+from rl_kernels.common.arguments import Problem
 from rl_kernels.common.row_state import RowState
 from rl_kernels.experimental.gluon import gfx950, sm90, sm100, tma
 from rl_kernels.experimental.gluon.gfx950 import forward_gfx950
-from rl_kernels.experimental.gluon.rows import ALIGNMENT, ENTRIES, FEATURES, ROWS, fits, padded
+from rl_kernels.experimental.gluon.rows import ALIGNMENT, BLOCK_K, BLOCK_M, BLOCK_N, fits, padded
 from rl_kernels.experimental.gluon.sm90 import forward_sm90
 from rl_kernels.experimental.gluon.sm100 import forward_sm100
 from rl_kernels.experimental.on_chip_forward import GROUP
@@ -46,19 +47,9 @@ KERNELS = {
 }
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    workspace: int,
-) -> RowState:
-    """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
+def forward(problem: Problem, workspace: int) -> RowState:
+    """State of the weight's part of the vocabulary; in rows left out the empty state."""
+    hidden, weight, bias, rows, start = problem
     name = architecture(hidden.device)
     lacking = [f"kernel for {name}"] if name not in KERNELS else _lacking(hidden, weight, KERNELS[name])
     if lacking:
@@ -66,63 +57,63 @@ def forward(
             f"linear_logprobs: backend 'gluon' has no {', '.join(lacking)}; backends that have: triton, torch"
         )
     kernel, stages, warps, operands, unit, gathers = KERNELS[name]
-    vocabulary, features = weight.shape
+    vocab_size, hidden_size = weight.shape
 
-    def launch(rows: slice | Tensor, kept: Tensor | None, states: Tensor, targets: Tensor, part: int) -> None:
-        scale = inverse[rows]
-        kernel[(triton.cdiv(len(scale), ROWS) * len(states),)](
-            *operands(hidden, weight, rows),
+    def launch(index: slice | Tensor, allowed: Tensor | None, states: Tensor, targets: Tensor, part: int) -> None:
+        scale = rows.inv_temperature[index]
+        kernel[(triton.cdiv(len(scale), BLOCK_M) * len(states),)](
+            *operands(hidden, weight, index),
             scale if bias is None else bias,
-            tokens[rows],
+            rows.tokens[index],
             scale,
-            scale if kept is None else kept,
+            scale if allowed is None else allowed,
             states,
             targets,
             len(scale),
-            vocabulary,
-            features,
+            vocab_size,
+            hidden_size,
             part,
-            tokens.shape[1],
+            rows.tokens.shape[1],
             start,
             0 if bias is None else bias.stride(0),
-            0 if kept is None else kept.stride(0),
-            softcap or 1.0,
+            0 if allowed is None else allowed.stride(0),
+            rows.softcap or 1.0,
             BIASED=bias is not None,
-            CAPPED=softcap is not None,
-            KEPT=kept is not None,
+            CAPPED=rows.softcap is not None,
+            ALLOWED=allowed is not None,
             GROUP=GROUP,
             STAGES=stages,
-            **own_constants(name, features),
+            **own_constants(name, hidden_size),
             num_warps=warps,
         )
 
-    in_place = fits(hidden, unit) and (gathers or mask is None)
-    copied = 0 if in_place else hidden.element_size() * padded(features, unit)
-    return in_parts(hidden, weight, tokens, inverse, allowed_tokens, mask, start, workspace, launch, copied)
+    in_place = fits(hidden, unit) and (gathers or rows.mask is None)
+    copied = 0 if in_place else hidden.element_size() * padded(hidden_size, unit)
+    return in_parts(problem, workspace, launch, copied)
 
 
-def own_constants(name: str, features: int) -> dict[str, Any]:
+def own_constants(name: str, hidden_size: int) -> dict[str, Any]:
     """What TMA's descriptors say in the other kernels."""
     if name != "gfx950":
         return {}
-    return {"EVEN": features % FEATURES == 0, "ROWS": ROWS, "ENTRIES": ENTRIES, "FEATURES": FEATURES}
+    return {"EVEN": hidden_size % BLOCK_K == 0, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
 
 
 def _lacking(hidden: Tensor, weight: Tensor, on: Architecture) -> list[str]:
     found = []
-    features = weight.shape[1]
+    hidden_size = weight.shape[1]
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16):
         found.append(f"{hidden.dtype} by {weight.dtype} (both bfloat16, or both float16)")
-    if features == 0:
-        found.append("product over no features")
+    if hidden_size == 0:
+        found.append("hidden size 0")
     # A copy of the weight would be as large as what this operation is there to avoid.
     if len(weight) and not fits(weight, on.unit):
         found.append(
             f"weight with strides {weight.stride()} at this address (rows must be contiguous and begin at multiples of "
             f"{on.unit} elements, the first at one of {ALIGNMENT} bytes)"
         )
-    if on.gathers and features % on.unit:
-        found.append(f"product over {features} features (multiples of {on.unit})")
+    if on.gathers and hidden_size % on.unit:
+        found.append(f"hidden size {hidden_size} (multiples of {on.unit})")
     if on.gathers and weight.stride(0) > gfx950.FARTHEST:
         found.append(f"weight whose rows begin {weight.stride(0)} elements apart ({gfx950.FARTHEST} at most)")
     return found

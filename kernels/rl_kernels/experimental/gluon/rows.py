@@ -1,10 +1,10 @@
-"""The tile that the kernels share, and rows that lie where they can be copied from."""
+"""The tile that the kernels share, and whether rows lie where the hardware can copy them from."""
 
 from torch import Tensor
 
-# None was timed. In shared memory a stage of the ring has 48 KiB.
-ROWS, ENTRIES, FEATURES = 128, 256, 64
-# Bytes that are copied at a time, and that they begin at multiples of.
+# Not timed on a GPU. A stage of the ring has 48 KiB of shared memory.
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+# Bytes copied at a time; addresses are multiples of it.
 ALIGNMENT = 16
 
 
@@ -13,11 +13,11 @@ def fits(x: Tensor, unit: int) -> bool:
     return x.stride(1) == 1 and x.stride(0) % unit == 0 == x.data_ptr() % ALIGNMENT
 
 
-def padded(features: int, unit: int) -> int:
+def padded(hidden_size: int, unit: int) -> int:
     """Elements of a row that ends where the next may begin."""
-    return -(-features // unit) * unit
+    return -(-hidden_size // unit) * unit
 
 
 def readable(x: Tensor, unit: int) -> Tensor:
-    """These rows, or a copy that fits."""
+    """These rows, or where they do not fit a copy that does."""
     return x if fits(x, unit) else x.new_empty(len(x), padded(x.shape[1], unit))[:, : x.shape[1]].copy_(x)

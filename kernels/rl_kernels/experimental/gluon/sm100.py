@@ -28,10 +28,10 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.jit
 def multiply(
-    hidden, weight, left, right, arrived, read, sums, step, k, steps, features, row, first, STAGES: gl.constexpr
+    hidden, weight, left, right, arrived, read, sums, step, k, steps, hidden_size, row, first, STAGES: gl.constexpr
 ):
-    """Begin one step's product when its tiles are there; ask for others in place of those of a product that is done."""
-    # Products under way while one waits.
+    """Begin one step's matmul when its tiles have arrived; replace the tiles of a finished matmul."""
+    # Matmuls under way while one waits.
     BEHIND: gl.constexpr = STAGES // 2
     stage = step % STAGES
     mbarrier.wait(arrived.index(stage), step // STAGES & 1)
@@ -41,57 +41,59 @@ def multiply(
     done = step - BEHIND
     if done >= 0:
         mbarrier.wait(read.index(done % STAGES), done // STAGES & 1)
-        fill(hidden, weight, left, right, arrived, done + STAGES, steps, features, row, first, STAGES)
+        fill(hidden, weight, left, right, arrived, done + STAGES, steps, hidden_size, row, first, STAGES)
 
 
-@gluon.jit(do_not_specialize=(*NUMBERS, "features"))
+@gluon.jit(do_not_specialize=(*NUMBERS, "hidden_size"))
 def forward_sm100(
     hidden,
     weight,
     bias,
     tokens,
-    inverse,
-    kept,
+    inv_temperature,
+    allowed,
     states,
     targets,
     count,
-    vocabulary,
-    features,
+    vocab_size,
+    hidden_size,
     part_size,
     target_count,
     start,
     bias_stride,
-    kept_stride,
+    allowed_stride,
     softcap,
     BIASED: gl.constexpr,
     CAPPED: gl.constexpr,
-    KEPT: gl.constexpr,
+    ALLOWED: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """State of a block of rows over one part of the vocabulary; the logits of two tiles are in tensor memory only."""
-    ROWS: gl.constexpr = hidden.block_type.shape[0]
-    FEATURES: gl.constexpr = hidden.block_type.shape[1]
-    ENTRIES: gl.constexpr = weight.block_type.shape[0]
+    BLOCK_M: gl.constexpr = hidden.block_type.shape[0]
+    BLOCK_K: gl.constexpr = hidden.block_type.shape[1]
+    BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     # A tile's state is taken an eighth of its columns at a time: temporaries of all would not fit into registers.
-    WIDTH: gl.constexpr = ENTRIES // 8
+    WIDTH: gl.constexpr = BLOCK_N // 8
     # A thread has one row, which is its lane of tensor memory.
-    gl.static_assert(32 * gl.num_warps() == ROWS)
+    gl.static_assert(32 * gl.num_warps() == BLOCK_M)
     slim: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32, 1], [gl.num_warps(), 1], [0, 1])
     by_row: gl.constexpr = gl.SliceLayout(1, slim)
-    part, begin = place(count, vocabulary, part_size, ROWS, GROUP)
-    row = begin + gl.arange(0, ROWS, layout=by_row)
+    part, begin = place(count, vocab_size, part_size, BLOCK_M, GROUP)
+    row = begin + gl.arange(0, BLOCK_M, layout=by_row)
     real = row < count
     nearest = gl.minimum(row, count - 1).to(gl.int64)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, slim))
-    scale = gl.load(inverse + nearest)
-    maximum = gl.full([ROWS], float("-inf"), gl.float32, layout=by_row)
-    total = gl.full([ROWS], 0.0, gl.float32, layout=by_row)
-    weighted = gl.full([ROWS], 0.0, gl.float32, layout=by_row)
+    scale = gl.load(inv_temperature + nearest)
+    maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=by_row)
+    total = gl.full([BLOCK_M], 0.0, gl.float32, layout=by_row)
+    weighted = gl.full([BLOCK_M], 0.0, gl.float32, layout=by_row)
 
-    left = gl.allocate_shared_memory(hidden.dtype, [STAGES, ROWS, FEATURES], hidden.layout)
-    right = gl.allocate_shared_memory(weight.dtype, [STAGES, ENTRIES, FEATURES], weight.layout)
-    sums = allocate_tensor_memory(gl.float32, [2, ROWS, ENTRIES], TensorMemoryLayout([ROWS, ENTRIES], col_stride=1))
+    left = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_M, BLOCK_K], hidden.layout)
+    right = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
+    sums = allocate_tensor_memory(
+        gl.float32, [2, BLOCK_M, BLOCK_N], TensorMemoryLayout([BLOCK_M, BLOCK_N], col_stride=1)
+    )
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     finished = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -100,17 +102,18 @@ def forward_sm100(
         mbarrier.init(read.index(slot), count=1)
     for which in gl.static_range(2):
         mbarrier.init(finished.index(which), count=1)
-    # The units that copy and multiply have to see the barriers, too.
+    # Makes the barriers visible to the units that copy and multiply.
     fence_async_shared()
     origin = part * part_size
-    a_tile = gl.cdiv(features, FEATURES)
-    tiles = gl.cdiv(gl.minimum(vocabulary - origin, part_size), ENTRIES)
+    a_tile = gl.cdiv(hidden_size, BLOCK_K)
+    tiles = gl.cdiv(gl.minimum(vocab_size - origin, part_size), BLOCK_N)
     steps = tiles * a_tile
     for slot in gl.static_range(STAGES):
-        fill(hidden, weight, left, right, arrived, slot, steps, features, begin, origin, STAGES)
-    # A tile's steps, and the state of the tile before: an eighth of each in turn, so that products are under way.
+        fill(hidden, weight, left, right, arrived, slot, steps, hidden_size, begin, origin, STAGES)
+    # A tile's steps, and the state of the tile before: an eighth of each in turn, so that matmuls are under way
+    # meanwhile.
     for tile in range(tiles + 1):
-        # Every thread has read the sums that this tile's replace.
+        # Every thread has read the sums that this tile overwrites.
         barrier()
         before = tile - 1
         for eighth in gl.static_range(8):
@@ -127,7 +130,7 @@ def forward_sm100(
                         tile * a_tile + k,
                         k,
                         steps,
-                        features,
+                        hidden_size,
                         begin,
                         origin,
                         STAGES,
@@ -139,7 +142,7 @@ def forward_sm100(
                     mbarrier.wait(finished.index(before % 2), before // 2 & 1)
                 maximum, total, weighted = extended(
                     sums.index(before % 2).slice(eighth * WIDTH, WIDTH).load(slim),
-                    origin + before * ENTRIES + eighth * WIDTH,
+                    origin + before * BLOCK_N + eighth * WIDTH,
                     column,
                     maximum,
                     total,
@@ -149,16 +152,16 @@ def forward_sm100(
                     scale,
                     bias,
                     tokens,
-                    kept,
+                    allowed,
                     targets,
-                    vocabulary,
+                    vocab_size,
                     target_count,
                     start,
                     bias_stride,
-                    kept_stride,
+                    allowed_stride,
                     softcap,
                     BIASED,
                     CAPPED,
-                    KEPT,
+                    ALLOWED,
                 )
     store_state(states, part, row, real, count, maximum, total, weighted)

@@ -7,18 +7,18 @@ import triton
 
 
 class Configuration(NamedTuple):
-    """Rows, entries and features of a tile; warps; stages of the pipeline over the features."""
+    """A tile's tokens (M), vocabulary (N) and slice of the hidden size (K); warps; stages of the pipeline over K."""
 
-    rows: int
-    entries: int
-    features: int
+    block_m: int
+    block_n: int
+    block_k: int
     warps: int
     stages: int
 
 
-# By architecture and bytes of an operand (4 also where hidden states and weight differ). None was timed: no GPU was at
-# hand. With Triton 3.9 and 3.6 none spills on sm_80, sm_90, sm_100, gfx90a, gfx942 and gfx950, with no option or with
-# every one, whether or not the features are a multiple of the tile's. The kernel reads the bits of at most 64 entries.
+# By architecture and bytes of an operand (4 also where hidden states and weight differ). None has run on a GPU. With
+# Triton 3.9 and 3.6 none spills on sm_80, sm_90, sm_100, gfx90a, gfx942 and gfx950, with no option or with every one,
+# whether or not the hidden size is a multiple of BLOCK_K. The kernel reads the bits of at most 64 tokens.
 TABLE = {
     ("sm_80", 2): Configuration(128, 64, 32, 8, 3),
     ("sm_80", 4): Configuration(64, 32, 32, 4, 2),
@@ -36,13 +36,13 @@ TABLE = {
     ("cpu", 4): Configuration(16, 16, 16, 1, 1),
     ("cpu", 8): Configuration(16, 16, 16, 1, 1),
 }
-# Every tile's entries divide it, so that no tile crosses from one part of the vocabulary into the next.
+# A multiple of every BLOCK_N: no tile crosses from one part of the vocabulary into the next.
 _PART = 256
 _PARTS = 8
 
 
-def configuration(architecture: str, width: int, features: int, vocabulary: int) -> Configuration:
-    """The table's entry, with tiles no larger than the model."""
+def configuration(architecture: str, width: int, hidden_size: int, vocab_size: int) -> Configuration:
+    """The table's configuration, with tiles no larger than the model."""
     if architecture.startswith("gfx"):
         family = "gfx"
     elif architecture.startswith("sm_"):
@@ -52,18 +52,19 @@ def configuration(architecture: str, width: int, features: int, vocabulary: int)
     else:
         family = architecture
     found = TABLE[family, width]
-    if features % found.features:
-        # Rows that begin anywhere are read an element at a time, from a pointer each: narrower tiles have fewer.
-        found = found._replace(features=min(found.features, 32))
+    if hidden_size % found.block_k:
+        # Rows at any address are read an element at a time, each from a pointer of its own: a narrower tile needs
+        # fewer.
+        found = found._replace(block_k=min(found.block_k, 32))
     return found._replace(
-        entries=min(found.entries, max(16, triton.next_power_of_2(vocabulary))),
-        features=min(found.features, max(16, triton.next_power_of_2(features))),
+        block_n=min(found.block_n, max(16, triton.next_power_of_2(vocab_size))),
+        block_k=min(found.block_k, max(16, triton.next_power_of_2(hidden_size))),
     )
 
 
-def part_of(vocabulary: int) -> int:
-    """Entries of a part of the vocabulary, whose states are merged in order: a function of the vocabulary alone."""
-    return _PART * max(1, triton.cdiv(vocabulary, _PART * _PARTS))
+def part_of(vocab_size: int) -> int:
+    """Size of a part of the vocabulary, whose states are merged in order: a function of the vocabulary alone."""
+    return _PART * max(1, triton.cdiv(vocab_size, _PART * _PARTS))
 
 
 def architecture(device: torch.device) -> str:

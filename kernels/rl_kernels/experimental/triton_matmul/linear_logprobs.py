@@ -1,14 +1,14 @@
-"""Triton for NVIDIA and ROCm: one kernel forward, whose logits are never in memory; backward, a block's logits by a
-matrix product, one fused pass to their gradient, two products.
+"""One Triton kernel forward, matrix product included: the logits never leave the chip. The backward is ``triton``'s.
 
-A row's result does not depend on the other rows: the parts of the vocabulary whose states are merged depend on its size
-alone.
+A token's result does not depend on the other tokens: the parts of the vocabulary whose states are merged depend on its
+size alone.
 """
 
 import torch
 import triton
 from torch import Tensor
 
+from rl_kernels.common.arguments import Problem
 from rl_kernels.common.row_state import RowState
 from rl_kernels.experimental.on_chip_forward import GROUP
 from rl_kernels.experimental.on_chip_forward import forward as in_parts
@@ -19,60 +19,52 @@ from rl_kernels.linear_logprobs.triton import backward
 __all__ = ["backward", "forward"]
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tokens: Tensor,
-    inverse: Tensor,
-    softcap: float | None,
-    allowed_tokens: Tensor | None,
-    mask: Tensor | None,
-    start: int,
-    workspace: int,
-) -> RowState:
-    """State of the entries start, start + 1, … that ``weight`` holds; that of no entry in rows left out."""
-    vocabulary, features = weight.shape
-    width = inverse.element_size() if hidden.dtype != weight.dtype else hidden.element_size()
-    tile = configuration(architecture(hidden.device), width, features, vocabulary)
+def forward(problem: Problem, workspace: int) -> RowState:
+    """State of the weight's part of the vocabulary; in rows left out the empty state."""
+    hidden, weight, bias, rows, start = problem
+    vocab_size, hidden_size = weight.shape
+    scale = rows.inv_temperature
+    width = scale.element_size() if hidden.dtype != weight.dtype else hidden.element_size()
+    tile = configuration(architecture(hidden.device), width, hidden_size, vocab_size)
 
-    def launch(rows: slice | Tensor, kept: Tensor | None, states: Tensor, targets: Tensor, part: int) -> None:
-        index = torch.arange(rows.start, rows.stop, device=hidden.device) if isinstance(rows, slice) else rows
-        forward_kernel[(triton.cdiv(len(index), tile.rows) * len(states),)](
+    def launch(index: slice | Tensor, allowed: Tensor | None, states: Tensor, targets: Tensor, part: int) -> None:
+        if isinstance(index, slice):
+            index = torch.arange(index.start, index.stop, device=hidden.device)
+        forward_kernel[(triton.cdiv(len(index), tile.block_m) * len(states),)](
             hidden,
             weight,
-            inverse if bias is None else bias,
+            scale if bias is None else bias,
             index,
-            tokens,
-            inverse,
-            inverse if kept is None else kept,
+            rows.tokens,
+            scale,
+            scale if allowed is None else allowed,
             states,
             targets,
             len(index),
-            vocabulary,
-            features,
+            vocab_size,
+            hidden_size,
             part,
-            tokens.shape[1],
+            rows.tokens.shape[1],
             start,
             hidden.stride(0),
             hidden.stride(1),
             weight.stride(0),
             weight.stride(1),
             0 if bias is None else bias.stride(0),
-            0 if kept is None else kept.stride(0),
-            softcap or 1.0,
+            0 if allowed is None else allowed.stride(0),
+            rows.softcap or 1.0,
             BIASED=bias is not None,
-            CAPPED=softcap is not None,
-            KEPT=kept is not None,
+            CAPPED=rows.softcap is not None,
+            ALLOWED=allowed is not None,
             # The interpreter multiplies the bits of bfloat16 as integers.
             WIDENED=hidden.dtype != weight.dtype or not hidden.is_cuda,
-            EVEN=features % tile.features == 0,
+            EVEN=hidden_size % tile.block_k == 0,
             GROUP=GROUP,
-            ROWS=tile.rows,
-            ENTRIES=tile.entries,
-            FEATURES=tile.features,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
             num_warps=tile.warps,  # pyright: ignore[reportCallIssue]
             num_stages=tile.stages,  # pyright: ignore[reportCallIssue]
         )
 
-    return in_parts(hidden, weight, tokens, inverse, allowed_tokens, mask, start, workspace, launch)
+    return in_parts(problem, workspace, launch)

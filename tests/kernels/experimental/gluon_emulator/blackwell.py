@@ -66,13 +66,13 @@ class Blackwell(Copying):
     def tcgen05_commit(self, barrier: Barrier):
         """The barrier's phase ends with the last product begun."""
         barrier.begin()
-        barrier.effects.append(partial(self.finish, self.begun))
+        barrier.effects.append(partial(self.finalize_row_state, self.begun))
         barrier.completed += 1
 
-    def finish(self, number: int):
+    def finalize_row_state(self, number: int):
         while self.done < number:
-            a, b, sums, kept = self.under_way.pop(0)
-            sums.data = a.read() @ b.read() + (sums.data if kept else 0)
+            a, b, sums, allowed = self.under_way.pop(0)
+            sums.data = a.read() @ b.read() + (sums.data if allowed else 0)
             sums.under_way -= 1
             for view in (a, b):
                 view.buffer.become("read", "free")
