@@ -1,4 +1,10 @@
-"""Groups of answers: which count, and how ragged groups become dense ones."""
+"""Groups of completions: which count, and how ragged groups become dense ones.
+
+One rule for every function of a group. A completion counts in its group's mean, spread and size if it has a reward and
+`valid` does not exclude it, whatever is left of its tokens; `valid=mask.any(-1)` excludes all without a counted token.
+An invalid completion has advantage 0 and changes nothing, with NaN for a reward too. Where the mask is of the rewards
+themselves (steps, tokens), what is masked has no reward.
+"""
 
 from typing import NamedTuple
 
@@ -20,10 +26,10 @@ class Within(NamedTuple):
     variance: jax.Array
 
 
-def within(x: jax.Array, valid: jax.Array, group_ids: Array | None) -> Within:
+def within(x: jax.Array, valid: jax.Array, group_ids: Array | tuple[Array, ...] | None) -> Within:
     """Return each answer's view of its group; the deviation is zero where invalid.
 
-    Without group_ids the group is the last axis, and nothing of size G² is made.
+    Without group_ids the group is the last axis, and nothing of size G² is made. Several group_ids must all be equal.
     """
     if group_ids is None:
         mean, deviation, count = deviations(x, valid, axis=-1)
@@ -40,7 +46,7 @@ def valid_of(rewards: jax.Array, valid: Array | None) -> jax.Array:
     return jnp.ones(rewards.shape, dtype=bool) if valid is None else as_mask(valid)
 
 
-def peers(valid: jax.Array, group_ids: Array | None) -> jax.Array:
+def peers(valid: jax.Array, group_ids: Array | tuple[Array, ...] | None) -> jax.Array:
     """Return `*batch N N`: at [i, j], whether answer j is a valid member of answer i's group.
 
     A comparison of all pairs: no sort and no scatter, and the order of the answers does not matter. Memory grows with
@@ -49,8 +55,10 @@ def peers(valid: jax.Array, group_ids: Array | None) -> jax.Array:
     counted = jnp.broadcast_to(valid[..., None, :], (*valid.shape, valid.shape[-1]))
     if group_ids is None:
         return counted
-    ids = as_ids(group_ids)
-    return counted & (ids[..., :, None] == ids[..., None, :])
+    for each in group_ids if isinstance(group_ids, tuple) else (group_ids,):
+        ids = as_ids(each)
+        counted = counted & (ids[..., :, None] == ids[..., None, :])
+    return counted
 
 
 def rows_of(x: jax.Array) -> jax.Array:

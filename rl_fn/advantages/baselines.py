@@ -23,17 +23,19 @@ from rl_fn.advantages.group import Rewards, Valid
 Groups = Integer[Array, "*batch G"]
 
 
-def remax_advantages(rewards: Rewards, greedy_rewards: Float[Array, "*batch"]) -> Rewards:
+def remax_advantages(rewards: Rewards, greedy_rewards: Float[Array, "..."], valid: Valid | None = None) -> Rewards:
     """ReMax: the reward of the greedy answer is the baseline.
 
     r − r(greedy)
 
     Args:
         rewards: `*batch G`, of the sampled answers to one prompt.
-        greedy_rewards: `*batch`, of the answer decoded greedily to the same prompt.
+        greedy_rewards: `*batch`, of the answer decoded greedily to the same prompt; or `*batch G`, one for each of the
+            sampled answers, where these are of several prompts.
+        valid: True where an answer exists, `*batch G`; all by default.
 
     Returns:
-        `*batch G`.
+        `*batch G`, zero where invalid.
 
     Raises:
         ValueError: if the shapes do not belong together.
@@ -46,9 +48,12 @@ def remax_advantages(rewards: Rewards, greedy_rewards: Float[Array, "*batch"]) -
     [[0.5, -0.5]]
 
     """
-    has_shape(rewards.shape[:-1], greedy_rewards=greedy_rewards)
+    one_each = greedy_rewards.ndim == rewards.ndim
+    has_shape(rewards.shape if one_each else rewards.shape[:-1], greedy_rewards=greedy_rewards)
+    has_shape(rewards.shape, valid=valid)
     r, greedy = as_float(rewards, greedy_rewards)
-    return r - greedy[..., None]
+    baseline = greedy if one_each else jnp.broadcast_to(greedy[..., None], r.shape)
+    return jnp.where(valid_of(r, valid), r - baseline, 0.0)
 
 
 def opo_advantages(

@@ -63,7 +63,12 @@ def reinforce_pp_advantages(
 
 
 def reinforce_pp_baseline_advantages(
-    rewards: Rewards, mask: Bool[Array, "*batch G T"], *, eps: Number = 1e-8, group_ids: Groups | None = None
+    rewards: Rewards,
+    mask: Bool[Array, "*batch G T"],
+    valid: Valid | None = None,
+    *,
+    eps: Number = 1e-8,
+    group_ids: Groups | None = None,
 ) -> Float[Array, "*batch G T"]:
     """REINFORCE++ with a group baseline: the mean of the group off, then whitened over the batch's tokens.
 
@@ -74,13 +79,14 @@ def reinforce_pp_baseline_advantages(
 
     Args:
         rewards: `*batch G`, one group along the last axis; all that is passed in is the batch.
-        mask: True where a token counts, `*batch G T`. An answer without a counted token does not exist: it is in no
-            mean.
+        mask: True where a token counts, `*batch G T`. An answer without a counted token is in the mean of its group
+            like any other; `valid=mask.any(-1)` leaves it out.
+        valid: True where an answer exists, `*batch G`; all by default.
         eps: ε ≥ 0, added to the variance.
         group_ids: `*batch G`, equal within a group, for ragged groups in any order.
 
     Returns:
-        `*batch G T`, zero where masked. Groups of one and of equal rewards give exactly 0 if all are such.
+        `*batch G T`, zero where masked or invalid. Groups of one and of equal rewards give exactly 0 if all are such.
 
     Raises:
         ValueError: if eps is negative.
@@ -94,10 +100,11 @@ def reinforce_pp_baseline_advantages(
     [[0.866, 0.866], [-0.866, -0.866]]
 
     """
-    has_shape(mask.shape[:-1], rewards=rewards, group_ids=group_ids)
+    has_shape(mask.shape[:-1], rewards=rewards, valid=valid, group_ids=group_ids)
     (r,) = as_float(rewards)
-    counted = as_mask(mask)
-    centred = within(r, jnp.any(counted, axis=-1), group_ids).deviation
+    exists = valid_of(r, valid)
+    counted = as_mask(mask) & exists[..., None]
+    centred = within(r, exists, group_ids).deviation
     return whiten(jnp.broadcast_to(centred[..., None], counted.shape), counted, eps=eps)
 
 

@@ -14,8 +14,12 @@ def groups(shape, valid, group_ids):
             yield row, np.flatnonzero((ids[row] == one) & valid[row])
 
 
-def remax_advantages(rewards, greedy_rewards):
-    return np.stack([f64(rewards)[..., i] - f64(greedy_rewards) for i in range(rewards.shape[-1])], axis=-1)
+def remax_advantages(rewards, greedy_rewards, valid=None):
+    out = np.zeros(rewards.shape)
+    for row in np.ndindex(rewards.shape):
+        if valid is None or valid[row]:
+            out[row] = f64(rewards)[row] - f64(greedy_rewards)[row[: greedy_rewards.ndim]]
+    return out
 
 
 def opo_advantages(rewards, lengths, valid=None, *, group_ids=None):

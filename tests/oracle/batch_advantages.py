@@ -33,12 +33,12 @@ def reinforce_pp_advantages(token_rewards, mask, *, gamma=1.0, eps=1e-8, segment
     return _whitened(returns, mask, eps)
 
 
-def reinforce_pp_baseline_advantages(rewards, mask, *, eps=1e-8, group_ids=None):
+def reinforce_pp_baseline_advantages(rewards, mask, valid=None, *, eps=1e-8, group_ids=None):
     r, centred = f64(rewards), np.zeros(mask.shape)
-    for row, i in _groups(r.shape, mask.any(-1), group_ids):
+    for row, i in _groups(r.shape, valid, group_ids):
         for one in i:
             centred[row][one] = r[row][one] - np.mean(r[row][i])
-    return _whitened(centred, mask, eps)
+    return _whitened(centred, mask if valid is None else mask & valid[..., None], eps)
 
 
 def gdpo_advantages(rewards, weights=None, valid=None, *, eps=1e-6, group_ids=None):

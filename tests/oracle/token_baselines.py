@@ -15,7 +15,26 @@ def _returns(rewards, mask, gamma):
     return out
 
 
-def optimal_token_baseline_advantages(token_rewards, logprobs, sum_squared_probs, mask, *, gamma=1.0):
+def _group_by_group(function, arrays, group_ids):
+    """Each group alone, and its rows put back in their places."""
+    out = np.zeros(arrays[0].shape)
+    for row in np.ndindex(group_ids.shape[:-1]):
+        for one in set(group_ids[row].tolist()):
+            members = group_ids[row] == one
+            out[row][members] = function(*(x[row][members] for x in arrays))
+    return out
+
+
+def optimal_token_baseline_advantages(
+    token_rewards, logprobs, sum_squared_probs, mask, valid=None, *, gamma=1.0, group_ids=None
+):
+    mask = mask if valid is None else mask & valid[..., None]
+    if group_ids is not None:
+        return _group_by_group(
+            lambda *x: optimal_token_baseline_advantages(*x, gamma=gamma),
+            (token_rewards, logprobs, sum_squared_probs, mask),
+            group_ids,
+        )
     r, p, squares = f64(token_rewards), np.exp(f64(logprobs)), f64(sum_squared_probs)
     returns, out = _returns(r, mask, gamma), np.zeros_like(r)
     for row in np.ndindex(r.shape[:-2]):
@@ -31,7 +50,16 @@ def optimal_token_baseline_advantages(token_rewards, logprobs, sum_squared_probs
     return out
 
 
-def step_group_advantages(rewards, state_ids, mask, *, gamma=0.95, weight=1.0, scale="group", eps=1e-6):
+def step_group_advantages(
+    rewards, state_ids, mask, valid=None, *, gamma=0.95, weight=1.0, scale="group", eps=1e-6, group_ids=None
+):
+    exists = mask.any(-1) if valid is None else valid
+    if group_ids is not None:
+        constants = {"gamma": gamma, "weight": weight, "scale": scale, "eps": eps}
+        return _group_by_group(
+            lambda *x: step_group_advantages(*x, **constants), (rewards, state_ids, mask, exists), group_ids
+        )
+    mask = mask & exists[..., None]
     r = f64(rewards)
     returns, out = _returns(r, mask, gamma), np.zeros_like(r)
 
@@ -41,7 +69,7 @@ def step_group_advantages(rewards, state_ids, mask, *, gamma=0.95, weight=1.0, s
 
     for row in np.ndindex(r.shape[:-2]):
         steps = [(i, t) for i, t in np.ndindex(r.shape[-2:]) if mask[row][i][t]]
-        totals = {i: sum(r[row][i][s] for j, s in steps if j == i) for i, _ in steps}
+        totals = {i: sum(r[row][i][s] for j, s in steps if j == i) for i in np.flatnonzero(exists[row])}
         for i, t in steps:
             alike = [returns[row][j][s] for j, s in steps if state_ids[row][j][s] == state_ids[row][i][t]]
             out[row][i][t] = relative(totals[i], list(totals.values())) + weight * relative(returns[row][i][t], alike)

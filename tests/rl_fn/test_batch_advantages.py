@@ -48,17 +48,19 @@ def test_the_baseline_takes_each_groups_offset_off(seed):
     close([BASELINE(rewards + offsets, mask, eps=0.0)], [BASELINE(rewards, mask, eps=0.0)], atol=2e-5)
 
 
-def test_an_answer_without_tokens_is_in_no_mean():
+def test_an_invalid_completion_is_in_no_mean():
     d = Draw(0)
     rewards, mask = d.normal(2, 4), np.ones((2, 4, 3), bool)
     mask[:, 3] = False
+    valid = mask.any(axis=-1)
 
     def weighted(r):
-        return jnp.sum(jnp.cos(jnp.arange(24.0).reshape(2, 4, 3)) * rl_fn.reinforce_pp_baseline_advantages(r, mask))
+        advantages = rl_fn.reinforce_pp_baseline_advantages(r, mask, valid)
+        return jnp.sum(jnp.cos(jnp.arange(24.0).reshape(2, 4, 3)) * advantages)
 
     junk = rewards.copy()
     junk[:, 3] = np.nan, np.inf
-    close([BASELINE(junk, mask)[:, :3]], [BASELINE(rewards[:, :3], mask[:, :3])])
+    close([BASELINE(junk, mask, valid)[:, :3]], [BASELINE(rewards[:, :3], mask[:, :3])])
     slope = np.asarray(quick_jit(jax.grad(weighted))(junk))
     assert np.isfinite(slope).all() and not slope[:, 3].any() and slope[:, :3].all()
 

@@ -197,7 +197,7 @@ class ReMaxAdvantage(PerCompletion):
     def per_completion(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per completion."""
         assert rollouts.greedy_rewards is not None
-        return baselines.remax_advantages(rewards_of(rollouts), rollouts.greedy_rewards)
+        return baselines.remax_advantages(rewards_of(rollouts), rollouts.greedy_rewards, rollouts.valid)
 
 
 @dataclasses.dataclass(frozen=True)

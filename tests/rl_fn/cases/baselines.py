@@ -9,6 +9,12 @@ def _ids(d: Draw):
 
 case("remax_advantages", lambda d: ((d.normal(B, G), d.normal(B)), {}), differentiable=(0, 1))
 case(
+    "remax_advantages[valid]",
+    lambda d: ((d.normal(B, G), d.normal(B, G), d.mask(B, G)), {}),
+    differentiable=(0, 1),
+    mask=2,
+)
+case(
     "opo_advantages",
     lambda d: ((d.normal(B, G), d.integers(9, B, G), d.mask(B, G)), {}),
     differentiable=(0,),

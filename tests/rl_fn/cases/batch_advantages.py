@@ -40,3 +40,8 @@ for _key in ("", "[ragged]"):
 case("reinforce_pp_baseline_advantages[mask]", lambda d: ((d.normal(B, G), d.mask(B, G, T)), {}), mask=1)
 case("gdpo_advantages[mask]", lambda d: ((d.normal(B, 2, G), d.positive(2), d.mask(B, G)), {}), mask=2)
 case("gdpo_advantages[equal weights]", lambda d: ((d.normal(B, 2, G),), {}), differentiable=(0,))
+case(
+    "reinforce_pp_baseline_advantages[valid]",
+    lambda d: ((d.normal(B, G), d.mask(B, G, T), d.mask(B, G)), {}),
+    differentiable=(0,),
+)

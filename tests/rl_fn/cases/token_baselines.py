@@ -32,3 +32,19 @@ for _key, _options in {
         differentiable=(0,),
         mask=2,
     )
+case(
+    "optimal_token_baseline_advantages[ragged]",
+    lambda d: ((*_tokens(d), d.mask(B, G)), {"group_ids": d.integers(2, B, G)}),
+    differentiable=(0,),
+    mask=3,
+    masked=(0, 1, 2),
+)
+case(
+    "step_group_advantages[ragged]",
+    lambda d: (
+        (d.normal(B, G, 5), d.integers(2, B, G, 5), d.mask(B, G, 5), d.mask(B, G)),
+        {"group_ids": d.integers(2, B, G)},
+    ),
+    differentiable=(0,),
+    mask=2,
+)
