@@ -66,7 +66,10 @@ class Rollouts(NamedTuple):
 def counted(rollouts: Rollouts) -> jax.Array:
     """Return the mask without the completions that are not valid."""
     mask = as_mask(rollouts.mask)
-    return mask if rollouts.valid is None else mask & as_mask(rollouts.valid)[..., None]
+    if rollouts.valid is None:
+        return mask
+    valid = as_mask(rollouts.valid)
+    return mask & valid.reshape(*valid.shape, *[1] * (mask.ndim - valid.ndim))
 
 
 def rewards_of(rollouts: Rollouts) -> Array:

@@ -36,8 +36,9 @@ class GiGPOAdvantage(Advantage):
         assert rollouts.rewards is not None and rollouts.state_ids is not None
         mask = counted(rollouts)
         constants = {"gamma": self.gamma, "weight": self.weight, "scale": self.scale, "eps": self.eps}
+        of = {"valid": rollouts.valid, "group_ids": rollouts.group_ids}
         taken = jnp.any(mask, axis=-1)
-        per_step = token.step_group_advantages(rollouts.rewards, rollouts.state_ids, taken, **constants)
+        per_step = token.step_group_advantages(rollouts.rewards, rollouts.state_ids, taken, **of, **constants)
         return on_every_token(per_step, mask)
 
     @property
@@ -87,7 +88,7 @@ class ReinforcePPBaselineAdvantage(Advantage):
 
     def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per token."""
-        of = {"eps": self.eps, "group_ids": rollouts.group_ids}
+        of = {"valid": rollouts.valid, "eps": self.eps, "group_ids": rollouts.group_ids}
         return whitened.reinforce_pp_baseline_advantages(rewards_of(rollouts), counted(rollouts), **of)
 
 
