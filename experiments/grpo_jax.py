@@ -54,7 +54,7 @@ class Config:
     prompts: int = 384
     """Prompts sampled a step."""
     groups: int = 96
-    """Groups trained on a step: of the prompts sampled, those whose answers differ in reward."""
+    """Groups trained on a step: of the prompts sampled, those whose completions differ in reward."""
     samples: int = 4
     objective: Literal["grpo", "dapo", "rloo"] = "dapo"
     kl_coef: float = 0.0
@@ -86,7 +86,7 @@ def encode(text: str) -> list[int]:
 
 
 def problems(rows: Sequence[dict[str, str]], max_new_tokens: int) -> Problems:
-    """Rows as token ids: prompts padded on the left, answers with their end of sequence on the right."""
+    """Rows as token ids: prompts padded on the left, completions with their end of sequence on the right."""
     prompts, answers = [encode(row["prompt"]) for row in rows], [[*encode(row["answer"]), EOS] for row in rows]
     longest = max(map(len, answers))
     if longest > max_new_tokens:
@@ -191,11 +191,11 @@ def run(config: Config) -> dict[str, Any]:
         if step < warm:
             batch = batch_at(train, step, config.warm_start_batch, config.seed)
             state, metrics = learner.supervised(state, batch)
-            run.done(step, "warm start", metrics, state, tokens=batch.answer_mask.sum())
+            run.done(step, "warm start", metrics, state, tokens=batch.completion_mask.sum())
             continue
         if step == warm:
             state = learner.fresh(state.parameters, supervised=False)
-            run.facts["accuracy_before"] = evaluate(state.parameters)
+            run.cached_results["accuracy_before"] = evaluate(state.parameters)
             if objective.kl is not None:
                 # A copy, because updates consume the parameters they are given; on disk too, for --resume.
                 reference = jax.tree.map(lambda x: x.copy(), state.parameters)
@@ -214,7 +214,7 @@ def run(config: Config) -> dict[str, Any]:
     wall, cpu = run.seconds
     packages = ("jax", "flax", "optax", "orbax-checkpoint", "numpy")
     summary = {
-        **run.facts,
+        **run.cached_results,
         "accuracy_after": accuracy_after,
         "held_out": config.held_out,
         "seconds": round(wall, 1),

@@ -1,4 +1,4 @@
-"""The main job: GRPO of a small language model on two-digit arithmetic, to the end.
+"""The main pipeline: GRPO of a small language model on two-digit arithmetic, to the end.
 
 python experiments/quickstart.py            # the same as: rl-fn train grpo
 python experiments/quickstart.py --help     # every option

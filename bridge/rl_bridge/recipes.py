@@ -1,6 +1,7 @@
 """Full configs of known-good runs; start from one with ``dataclasses.replace`` or command-line flags."""
 
-from rl_bridge.pipelines.grpo import GRPOPipeline, ObjectiveConfig
+from rl_bridge.pipelines.grpo import GRPOPipeline
+from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.trainers.grpo import GRPOConfig
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.sft import SFTConfig
@@ -24,10 +25,11 @@ def quickstart() -> GRPOPipeline:
             prompts_per_step=192,
             minibatches=2,
             evaluate_every=20,
-            # At the same cost, four answers to 192 prompts learn faster than eight to 96, and those than sixteen to 48.
+            # At the same cost, four completions of 192 prompts learn faster than eight of 96,
+            # and eight of 96 faster than sixteen of 48.
             sampling=SamplingParams(max_new_tokens=5, n=4),
         ),
         # Five times this rate learns more slowly: the noise of a group's advantage undoes what it teaches.
         optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup=10, final=0.2, beta2=0.99),
-        objective=ObjectiveConfig(algorithm="dapo"),
+        objective=objective_options("dapo"),
     )

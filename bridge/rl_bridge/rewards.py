@@ -1,4 +1,4 @@
-"""Verifiable rewards: the user's function over (completion, row), its answers checked one by one."""
+"""Verifiable rewards: the user's function over (completion, row), each reward checked."""
 
 import importlib.util
 import math

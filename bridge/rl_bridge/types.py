@@ -43,7 +43,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. ``logprobs[t]`` belongs to ``token_ids[t]``, under the distribution it was sampled from."""
+    """One completion. ``logprobs[t]`` belongs to ``token_ids[t]``, under the distribution that sampled it."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -93,7 +93,7 @@ class TokenBatch(NamedTuple):
         return batch._replace(input_ids=self.input_ids[:, left:stop], padding=self.padding - left)
 
     def micro_batches(self, max_tokens: int) -> Iterator["TokenBatch"]:
-        """Consecutive rows, cut so that a piece holds ``max_tokens`` tokens at most, or one row."""
+        """Consecutive rows, cut so that a part holds ``max_tokens`` tokens at most, or one row."""
         rows = max(1, max_tokens // self.input_ids.shape[1])
         for start in range(0, self.input_ids.shape[0], rows):
             yield self.rows(slice(start, start + rows)).trim()

@@ -27,12 +27,12 @@ class TrainState(NamedTuple):
 
 
 class Problems(NamedTuple):
-    """Left-padded prompts ``[B, P]`` and right-padded answers ``[B, T]``, end of sequence included."""
+    """Left-padded prompts ``[B, P]`` and right-padded completions ``[B, T]`` of the rows, end of sequence included."""
 
     prompts: Array
     prompt_mask: Array
-    answers: Array
-    answer_mask: Array
+    completions: Array
+    completion_mask: Array
 
 
 class Rollout(NamedTuple):
@@ -65,7 +65,7 @@ class Learner:
     rollout: Callable[[nnx.State, nnx.State | None, Array, Problems], tuple[Rollout, Metrics]]
     update: Callable[[TrainState, Rollout], tuple[TrainState, Metrics]]
     correct: Callable[[nnx.State, Problems], Array]
-    """1 for each problem whose greedy answer is right."""
+    """1 for each problem whose greedy completion is right."""
     supervised_optimizer: optax.GradientTransformation
     optimizer: optax.GradientTransformation
     mesh: Mesh
@@ -88,9 +88,9 @@ def data_mesh(devices: int | None = None) -> Mesh:
     return Mesh(available[:devices], ("data",))
 
 
-def exact_match(tokens: Array, answers: Array) -> Array:
-    """1 where a completion is the answer to the last token, padding included, else 0."""
-    return jnp.all(tokens == answers, axis=-1).astype(jnp.float32)
+def exact_match(tokens: Array, wanted: Array) -> Array:
+    """1 where a completion is the wanted one to the last token, padding included, else 0."""
+    return jnp.all(tokens == wanted, axis=-1).astype(jnp.float32)
 
 
 def build_learner(
@@ -121,7 +121,7 @@ def build_learner(
     def supervised(state: TrainState, batch: Problems) -> tuple[TrainState, Metrics]:
         def loss(parameters: nnx.State) -> tuple[Array, Metrics]:
             logprobs, _ = completion_logprobs(model(parameters), *batch)
-            value = rl_fn.aggregate(-logprobs, batch.answer_mask, "token-mean")
+            value = rl_fn.aggregate(-logprobs, batch.completion_mask, "token-mean")
             return value, {"nll": value}
 
         return apply(state, loss, supervised_optimizer)
@@ -129,7 +129,7 @@ def build_learner(
     def rollout(
         parameters: nnx.State, reference: nnx.State | None, key: Array, batch: Problems
     ) -> tuple[Rollout, Metrics]:
-        drawn = generate(
+        sampled = generate(
             model(parameters),
             batch.prompts,
             batch.prompt_mask,
@@ -138,8 +138,8 @@ def build_learner(
             samples=size,
             temperature=temperature,
         )
-        tokens, mask, logprobs = (x.reshape(-1, size, x.shape[-1]) for x in drawn)
-        rewards = exact_match(tokens, batch.answers[:, None, :])
+        tokens, mask, logprobs = (x.reshape(-1, size, x.shape[-1]) for x in sampled)
+        rewards = exact_match(tokens, batch.completions[:, None, :])
         advantages = objective.advantages(rl_fn.Rollouts(rewards, mask)).advantages
         # Static shapes: always the same number of groups is trained on. Those with something to learn from come
         # first; where they are too few, the places left are masked and weigh nothing.
@@ -169,7 +169,7 @@ def build_learner(
         )
 
     def correct(parameters: nnx.State, problems: Problems) -> Array:
-        drawn = generate(
+        sampled = generate(
             model(parameters),
             problems.prompts,
             problems.prompt_mask,
@@ -177,7 +177,7 @@ def build_learner(
             max_new_tokens=sampling.max_new_tokens,
             temperature=0.0,
         )
-        return exact_match(drawn.tokens, problems.answers)
+        return exact_match(sampled.tokens, problems.completions)
 
     return Learner(
         supervised=jax.jit(supervised, in_shardings=(whole, data), out_shardings=whole, donate_argnums=0),

@@ -27,7 +27,7 @@ class RunFolder:
         """A finished run of the same name is replaced; an unfinished one is only taken up, never thrown away."""
         self.folder = folder
         self.records: list[dict[str, Any]] = []
-        self.facts: dict[str, Any] = {}
+        self.cached_results: dict[str, Any] = {}
         self._every = checkpoint_every
         config = json.loads(json.dumps(config, default=str))
         unfinished = (folder / "checkpoints").exists() and not (folder / "summary.json").exists()
@@ -67,7 +67,7 @@ class RunFolder:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like(step))
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
         loaded = self._checkpoints.restore(step, args=items)
-        self.facts, self._earlier = loaded["progress"]["facts"], tuple(loaded["progress"]["seconds"])
+        self.cached_results, self._earlier = loaded["progress"]["cached_results"], tuple(loaded["progress"]["seconds"])
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         self.records = [record for record in map(json.loads, lines) if record["step"] < step]
         return loaded["state"], step
@@ -111,7 +111,7 @@ class RunFolder:
 
     def _save(self, step: int, state: Any) -> None:
         self._write_metrics()
-        progress = {"facts": self.facts, "seconds": list(self.seconds)}
+        progress = {"cached_results": self.cached_results, "seconds": list(self.seconds)}
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
         self._checkpoints.save(step, args=items)
 

@@ -39,7 +39,7 @@ def generate(
     """``samples`` completions of each left-padded prompt, the samples of a prompt adjacent: ``[B·samples, T]``.
 
     A prompt is read once and its cache shared out to its samples. The loop ends when every row has ended.
-    Temperature 0 is greedy. Log-probabilities are those of the distribution drawn from.
+    Temperature 0 is greedy. Log-probabilities are those of the distribution sampled from.
     """
     config = model.config
     batch, start = prompts.shape
@@ -51,15 +51,15 @@ def generate(
     )
     rows = batch * samples
 
-    def draw(logits: Array, state: _Loop) -> _Loop:
+    def sample_token(logits: Array, state: _Loop) -> _Loop:
         """Append one token to every row that has not ended."""
-        drawn, drawn_logprobs = rl_fn.sample(jax.random.fold_in(key, state.step), logits, temperature=temperature)
+        sampled, sampled_logprobs = rl_fn.sample(jax.random.fold_in(key, state.step), logits, temperature=temperature)
         alive = ~state.done
-        token = jnp.where(alive, drawn, config.pad_token_id).astype(jnp.int32)
+        token = jnp.where(alive, sampled, config.pad_token_id).astype(jnp.int32)
         completions = Completions(
             state.completions.tokens.at[:, state.step].set(token),
             state.completions.mask.at[:, state.step].set(alive),
-            state.completions.logprobs.at[:, state.step].set(jnp.where(alive, drawn_logprobs, 0.0)),
+            state.completions.logprobs.at[:, state.step].set(jnp.where(alive, sampled_logprobs, 0.0)),
         )
         return state._replace(
             step=state.step + 1,
@@ -71,14 +71,14 @@ def generate(
     def body(state: _Loop) -> _Loop:
         last = jax.lax.dynamic_slice_in_dim(state.completions.tokens, state.step - 1, 1, axis=1)
         hidden, caches = model.hidden(last, state.valid, state.caches, start + state.step - 1)
-        return draw(model.head(hidden[:, -1]), state._replace(caches=caches))
+        return sample_token(model.head(hidden[:, -1]), state._replace(caches=caches))
 
     empty = Completions(
         jnp.full((rows, max_new_tokens), config.pad_token_id, jnp.int32),
         jnp.zeros((rows, max_new_tokens), bool),
         jnp.zeros((rows, max_new_tokens)),
     )
-    first = draw(logits, _Loop(jnp.int32(0), caches, valid, jnp.zeros(rows, bool), empty))
+    first = sample_token(logits, _Loop(jnp.int32(0), caches, valid, jnp.zeros(rows, bool), empty))
     final = jax.lax.while_loop(lambda s: (s.step < max_new_tokens) & ~jnp.all(s.done), body, first)
     return final.completions
 
@@ -96,8 +96,8 @@ def completion_logprobs(
     """Log-probabilities and entropies ``[B·samples, T]`` of the completions of ``B`` prompts, differentiable.
 
     As in ``generate``, the samples of a prompt are adjacent and the prompt is read once for all of them: for short
-    answers in groups that is less than half the work of reading every sequence whole. With ``pallas``, which is what
-    None means on a TPU, the logits exist a tile at a time only.
+    completions in groups that is less than half the work of reading every sequence whole. With ``pallas``, which is
+    what None means on a TPU, the logits exist a tile at a time only.
     """
     batch, start = prompts.shape
     rows, length = tokens.shape

@@ -50,23 +50,23 @@ def test_no_completions():
 
 
 @given(COMPLETIONS, st.integers(1, 60))
-def test_micro_batches_are_the_batch_in_pieces_no_wider_than_needed(completions, max_tokens):
+def test_micro_batches_are_the_batch_in_parts_no_wider_than_needed(completions, max_tokens):
     batch = collate(completions, PAD)
-    pieces = list(batch.micro_batches(max_tokens))
-    assert [row for piece in pieces for row in unpadded(piece)] == unpadded(batch)
-    for piece in pieces:
-        assert len(piece.mask) == 1 or piece.input_ids.numel() <= max_tokens
-        assert bool((piece.padding == 0).any())
-        assert piece.mask.shape[1] == 1 or bool(piece.mask.any(0)[-1])
+    parts = list(batch.micro_batches(max_tokens))
+    assert [row for part in parts for row in unpadded(part)] == unpadded(batch)
+    for part in parts:
+        assert len(part.mask) == 1 or part.input_ids.numel() <= max_tokens
+        assert bool((part.padding == 0).any())
+        assert part.mask.shape[1] == 1 or bool(part.mask.any(0)[-1])
 
 
 def test_masked_tokens_in_the_middle_are_not_cut_off():
-    """A tool's output between two turns is masked for every row of the piece, and what follows it is not."""
+    """A tool's output between two turns is masked for every row of the part, and what follows it is not."""
     batch = collate([completion([2], [3, 4, 5, 6])], PAD)
     mask = torch.tensor([[True, False, True, False]])
-    piece = batch._replace(mask=mask).trim()
-    assert piece.completion_ids.tolist() == [[3, 4, 5]] and piece.mask.tolist() == [[True, False, True]]
-    assert piece.input_ids.tolist() == [[2, 3, 4, 5]]
+    part = batch._replace(mask=mask).trim()
+    assert part.completion_ids.tolist() == [[3, 4, 5]] and part.mask.tolist() == [[True, False, True]]
+    assert part.input_ids.tolist() == [[2, 3, 4, 5]]
 
 
 def test_rows_map_and_devices_reach_every_field_that_is_there():

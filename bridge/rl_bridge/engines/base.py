@@ -31,6 +31,11 @@ class Engine:
         return gather(self._executor.call(method, scatter(args, kwargs, self._executor.size)))
 
     @property
+    def workers(self) -> int:
+        """How many workers this engine has."""
+        return self._executor.size
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._executor.device()

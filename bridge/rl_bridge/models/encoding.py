@@ -1,4 +1,4 @@
-"""Prompts and answers → token ids, once; nothing is ever decoded and encoded again."""
+"""Prompts and completions → token ids, once; nothing is ever decoded and encoded again."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +21,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     return list(ids)
 
 
-def answer_completion(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Completion:
-    """The row's own ``answer``, with the end-of-sequence token, as if it had been sampled."""
+def completion_of_row(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Completion:
+    """The row's ``answer`` and the end-of-sequence token, as if they had been sampled."""
     text = str(row["answer"])
     tokens = [*_encode_text(tokenizer, text, "answer"), tokenizer.eos_token_id]
     return Completion(encode_prompt(tokenizer, row["prompt"]), tokens, [0.0] * len(tokens), text, True)

@@ -4,7 +4,7 @@ import copy
 import platform
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,9 @@ from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
 from rl_bridge.data.reading import read_rows
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import InferenceEngine, TrainEngine
-from rl_bridge.models.encoding import answer_completion
+from rl_bridge.models.encoding import completion_of_row
 from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
-from rl_bridge.pipelines.objective import ObjectiveConfig, require_rewards_alone
+from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm, require_rewards_alone
 from rl_bridge.rewards import Reward, exact_match, load_reward
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.tracking.intervals import confidence_interval
@@ -35,11 +35,11 @@ from rl_bridge.trainers.sft import SFTConfig, SupervisedModule, sft
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOPipeline:
-    """Everything a run depends on. ``data`` None is two-digit addition; ``model`` None a tiny new Qwen2."""
+    """Everything a run depends on. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
 
     grpo: GRPOConfig
     optimizer: OptimizerConfig
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: Algorithm = field(default_factory=ALGORITHMS["dapo"])
     sft: SFTConfig = SFTConfig()
     name: str = "grpo"
     output: Path = Path("runs")
@@ -83,30 +83,30 @@ class GRPOPipeline:
         )
 
 
-def run_grpo(job: GRPOPipeline) -> dict[str, Any]:
-    """Run the job to its end and return the summary that ``summary.json`` holds."""
-    reward = exact_match if job.reward is None else load_reward(job.reward)
-    train_rows, held_out = job_rows(job)
-    objective = prepare(job)
-    if job.model is None:
-        model, tokenizer = new_for_rows([*train_rows, *held_out], seed=job.seed)
+def run_grpo(pipeline: GRPOPipeline) -> dict[str, Any]:
+    """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
+    reward = exact_match if pipeline.reward is None else load_reward(pipeline.reward)
+    train_rows, held_out = rows_of(pipeline)
+    objective = prepare(pipeline)
+    if pipeline.model is None:
+        model, tokenizer = new_for_rows([*train_rows, *held_out], seed=pipeline.seed)
     else:
-        model, tokenizer = load_pretrained(job.model)
-    return train_and_evaluate(job, model, tokenizer, train_rows, held_out, reward, objective)
+        model, tokenizer = load_pretrained(pipeline.model)
+    return train_and_evaluate(pipeline, model, tokenizer, train_rows, held_out, reward, objective)
 
 
-def prepare(job: GRPOPipeline) -> rl_fn.Objective:
+def prepare(pipeline: GRPOPipeline) -> rl_fn.Objective:
     """Threads and seeds of the process, and the objective: what comes before a model is made."""
-    if job.threads is not None:
-        torch.set_num_threads(job.threads)
-    seed_everything(job.seed)
-    objective = job.objective.build()
+    if pipeline.threads is not None:
+        torch.set_num_threads(pipeline.threads)
+    seed_everything(pipeline.seed)
+    objective = pipeline.objective.build()
     require_rewards_alone(objective)
     return objective
 
 
 def train_and_evaluate(
-    job: GRPOPipeline,
+    pipeline: GRPOPipeline,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     train_rows: Sequence[dict],
@@ -115,32 +115,32 @@ def train_and_evaluate(
     objective: rl_fn.Objective,
 ) -> dict[str, Any]:
     """Warm start, reinforcement learning and evaluation of a model in hand."""
-    folder = job.output / job.name if job.resume else free_folder(job.output, job.name)
-    pad, scoring = tokenizer.pad_token_id, job.scoring()
+    folder = pipeline.output / pipeline.name if pipeline.resume else free_folder(pipeline.output, pipeline.name)
+    pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
-    with Run(folder, job, resume=job.resume, checkpoint_every=job.checkpoint_every) as run:
+    with Run(folder, pipeline, resume=pipeline.resume, checkpoint_every=pipeline.checkpoint_every) as run:
         rollout = InferenceEngine(InProcessRollout(copy.deepcopy(model), tokenizer)).build()
         # Supervision has the data's own distribution for a target, which has no temperature.
         warm_start = SupervisedModule(
-            model, job.sft.optimizer, updates=job.sft.steps, scoring=replace(scoring, temperature=1.0)
+            model, pipeline.sft.optimizer, updates=pipeline.sft.steps, scoring=replace(scoring, temperature=1.0)
         )
         supervised = TrainEngine(warm_start).build()
-        stream = RowStream(train_rows, seed=job.seed)
-        sft(run, supervised, stream, lambda row: answer_completion(tokenizer, row), job.sft, pad_token_id=pad)
+        stream = RowStream(train_rows, seed=pipeline.seed)
+        sft(run, supervised, stream, lambda row: completion_of_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
-        before = run.fact("before", lambda: evaluate_both(rollout, held_out, reward, job.grpo))
-        run.say(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")
+        before = run.cached_result("before", lambda: evaluate_both(rollout, held_out, reward, pipeline.grpo))
+        run.print(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")
 
         module = PolicyModule(
             model,
-            job.optimizer,
+            pipeline.optimizer,
             objective,
-            updates=job.grpo.steps * job.grpo.minibatches,
+            updates=pipeline.grpo.steps * pipeline.grpo.minibatches,
             scoring=scoring,
-            first_version=job.sft.steps,
+            first_version=pipeline.sft.steps,
         )
         policy, reference = TrainEngine(module).build(), None
-        if objective.kl is not None or job.track_kl:
+        if objective.kl is not None or pipeline.track_kl:
             reference = TrainEngine(module.reference()).build()
         grpo(
             run,
@@ -149,14 +149,14 @@ def train_and_evaluate(
             stream,
             reward,
             objective,
-            job.grpo,
+            pipeline.grpo,
             held_out=held_out,
             reference=reference,
             pad_token_id=pad,
-            seed=job.seed,
+            seed=pipeline.seed,
         )
         policy.sync_weights(rollout)  # a run resumed after its last step has made none
-        after = evaluate_both(rollout, held_out, reward, job.grpo)
+        after = evaluate_both(rollout, held_out, reward, pipeline.grpo)
         save_pretrained(folder / "model", policy, tokenizer)
         evaluations = [("before", before), ("after", after)]
         write_json(
@@ -172,7 +172,7 @@ def train_and_evaluate(
             "sampled_gain": confidence_interval(after["sampled"]["scores"], before["sampled"]["scores"]),
             "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
-            "seed": job.seed,
+            "seed": pipeline.seed,
             "parameters": sum(p.numel() for p in model.parameters()),
             "objective": objective.explain(),
             "versions": versions(),
@@ -184,18 +184,18 @@ def train_and_evaluate(
 def evaluate_both(
     rollout: InferenceEngine, rows: Sequence[dict], reward: Reward, config: GRPOConfig
 ) -> dict[str, dict[str, Any]]:
-    """Held-out answers, greedy and at the temperature of training."""
+    """Completions of held-out prompts, greedy and at the temperature of training."""
     sampled = evaluate(rollout, rows, reward, config.sampling, temperature=config.sampling.temperature)
     return {"greedy": evaluate(rollout, rows, reward, config.sampling), "sampled": sampled}
 
 
-def job_rows(job: GRPOPipeline) -> tuple[list[dict], list[dict]]:
+def rows_of(pipeline: GRPOPipeline) -> tuple[list[dict], list[dict]]:
     """Rows to train on and rows held out."""
-    fields = ("prompt", "answer") if job.reward is None or job.sft.steps else ("prompt",)
-    rows = arithmetic_rows(["+"]) if job.data is None else read_rows(job.data, fields=fields)
-    if job.eval_data is not None:
-        return rows, read_rows(job.eval_data, fields=fields)
-    return split_rows(rows, job.held_out, job.seed)
+    fields = ("prompt", "answer") if pipeline.reward is None or pipeline.sft.steps else ("prompt",)
+    rows = arithmetic_rows(["+"]) if pipeline.data is None else read_rows(pipeline.data, fields=fields)
+    if pipeline.eval_data is not None:
+        return rows, read_rows(pipeline.eval_data, fields=fields)
+    return split_rows(rows, pipeline.held_out, pipeline.seed)
 
 
 def seed_everything(seed: int) -> None:

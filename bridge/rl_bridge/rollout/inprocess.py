@@ -39,9 +39,9 @@ class InProcessRollout:
         for start in range(0, len(order), together):
             chosen = order[start : start + together]
             rows = self._decode([encoded[i] for i in chosen], seeds[torch.tensor(chosen, device=device)], sampling)
-            answers = [self._completion(encoded[i], *next(rows), version) for i in chosen for _ in range(n)]
-            completions |= {i: answers[k * n : (k + 1) * n] for k, i in enumerate(chosen)}
-        return [answer for i in range(len(prompts)) for answer in completions[i]]
+            made = [self._completion(encoded[i], *next(rows), version) for i in chosen for _ in range(n)]
+            completions |= {i: made[k * n : (k + 1) * n] for k, i in enumerate(chosen)}
+        return [completion for i in range(len(prompts)) for completion in completions[i]]
 
     def update_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over weights. If it fails, this worker refuses to generate until an update succeeds."""

@@ -34,7 +34,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Run:
-    """Use as a context manager. ``steps`` is the loop, ``log`` its record, ``fact`` what is found out once."""
+    """Use as a context manager. ``steps`` is the loop, ``log`` its record, ``cached_result`` what is computed once."""
 
     def __init__(self, folder: Path, config: Any, *, resume: bool = False, checkpoint_every: int = 25) -> None:
         """``resume`` goes on from the newest checkpoint of ``folder``; a new run's folder must not exist yet."""
@@ -43,7 +43,7 @@ class Run:
         self._checkpoints = folder / "checkpoints"
         self._started = time.monotonic()
         self._stop = False
-        self._facts: dict[str, Any] = {}
+        self._cached: dict[str, Any] = {}
         self._resumed = self._load() if resume else None
         if not resume:
             folder.mkdir(parents=True)
@@ -116,16 +116,16 @@ class Run:
                 shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
             self._bar.set_postfix(shown, refresh=False)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line without breaking the progress bar."""
         tqdm.write(text)
 
-    def fact(self, name: str, find_out: Callable[[], Any]) -> Any:
-        """A result that is found out once in a run's life, and remembered by its checkpoints."""
-        if name not in self._facts:
+    def cached_result(self, name: str, compute: Callable[[], Any]) -> Any:
+        """A result that is computed once in a run's life. Its checkpoints keep it."""
+        if name not in self._cached:
             # As JSON has it: a checkpoint is read back without unpickling arbitrary classes.
-            self._facts[name] = json.loads(json.dumps(find_out(), default=str))
-        return self._facts[name]
+            self._cached[name] = json.loads(json.dumps(compute(), default=str))
+        return self._cached[name]
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and draw the curves."""
@@ -147,7 +147,7 @@ class Run:
             "step_of_stage": step,
             "finished": finished,
             "state": {name: holder.training_state() for name, holder in state.items()},
-            "facts": self._facts,
+            "cached_results": self._cached,
             "seconds": self.seconds,
             "metrics_bytes": self._metrics.tell(),
             "logged": self._logged,
@@ -159,7 +159,7 @@ class Run:
         if path is None:
             raise ValueError(f"{self.folder} has no checkpoint to resume from")
         loaded = load_checkpoint(path)
-        self._facts = loaded["facts"]
+        self._cached = loaded["cached_results"]
         return {**loaded, "step": loaded["step_of_stage"]}
 
     def _interrupt(self, *_: object) -> None:

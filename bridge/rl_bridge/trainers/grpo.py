@@ -1,6 +1,6 @@
-"""Policy optimisation with verifiable rewards on groups of answers: GRPO, DAPO, Dr. GRPO, RLOO, by the objective."""
+"""Policy optimisation with verifiable rewards on groups of completions: GRPO, DAPO, RLOO …, by the objective."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from rl_fn import Objective, Rollouts
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig:
-    """One step: ``prompts_per_step`` prompts, ``sampling.n`` answers each, ``minibatches`` updates."""
+    """One step: ``prompts_per_step`` prompts, ``sampling.n`` completions each, ``minibatches`` updates."""
 
     steps: int
     prompts_per_step: int
@@ -26,15 +26,15 @@ class GRPOConfig:
     minibatches: int = 1
     evaluate_every: int = 25
     recompute_old_logprobs: bool = False
-    """False takes π_old from sampling time: exact where the rollout has the trainer's own weights and precision and
-    samples the whole distribution."""
+    """False takes π_old from sampling time. The two are equal where the rollout has the trainer's own weights and
+    precision and samples the whole distribution."""
 
     def __post_init__(self) -> None:
         """Refuse what has no group to compare within."""
         if min(self.steps, self.prompts_per_step, self.minibatches, self.evaluate_every) < 1 or self.sampling.n < 2:
-            raise ValueError(f"counts must be ≥ 1 and a group needs sampling.n ≥ 2 answers, got {self}")
+            raise ValueError(f"counts must be ≥ 1 and a group needs sampling.n ≥ 2 completions, got {self}")
         if self.sampling.temperature == 0:
-            raise ValueError("greedy answers to one prompt are all the same: sampling.temperature must be > 0")
+            raise ValueError("greedy completions of one prompt are all the same: sampling.temperature must be > 0")
         truncated = [name for name in ("top_k", "top_p", "min_p") if getattr(self.sampling, name) is not None]
         if truncated and not self.recompute_old_logprobs:
             # π is of the whole distribution: against a truncated π_old no ratio would start at 1.
@@ -57,47 +57,42 @@ def grpo(
 ) -> None:
     """Sample, score, compare within groups, update; every step is logged, checkpointed when due, and resumable."""
     require_same_scoring(policy, reference, config.sampling)
-    advantages, denominator = from_jax(objective.advantages), from_jax(objective.denominator)
-    selection = from_jax(objective.selection)
+    if objective.over_batch and policy.workers > 1:
+        raise ValueError(
+            f"{objective.name} reads statistics of the whole batch, which is split over {policy.workers} workers: "
+            "train it with one"
+        )
+    advantages_of, selection_of = from_jax(objective.advantages), from_jax(objective.selection)
+    denominator_of = from_jax(objective.denominator)
     state = {"policy": policy, "stream": stream} | ({} if reference is None else {"reference": reference})
     for step in run.steps("grpo", config.steps, state=state):
         policy.sync_weights(rollout)
         rows = stream.take(config.prompts_per_step)
         sampling = replace(config.sampling, seed=seed * 1_000_003 + step)
         completions = rollout.generate([row["prompt"] for row in rows], sampling)
-        answered = [row for row in rows for _ in range(sampling.n)]
-        rewards = torch.tensor(score(reward, [c.text for c in completions], answered)).view(len(rows), -1)
+        row_of_completion = [row for row in rows for _ in range(sampling.n)]
+        scores = score(reward, [c.text for c in completions], row_of_completion)
+        rewards = torch.tensor(scores).view(len(rows), sampling.n)
 
         batch = collate(completions, pad_token_id)
-        read: Any = (rewards, batch.mask.view(*rewards.shape, -1))
-        rollouts = Rollouts(*read)
-        given = advantages(rollouts).advantages
-        selected = selection(rollouts, given)
-        batch = batch._replace(advantages=given.flatten(0, 1), old_logprobs=batch.rollout_logprobs)
+        rollouts = Rollouts(rewards, batch.mask.view(*rewards.shape, -1))
+        advantages = advantages_of(rollouts).advantages
+        computed, counted = selection_of(rollouts, advantages)
+        batch = batch._replace(advantages=advantages.flatten(0, 1), old_logprobs=batch.rollout_logprobs)
         metrics = {"reward": float(rewards.mean()), "tokens": float(batch.mask.sum(1).float().mean())}
+        metrics["informative"] = float(computed.float().mean())
         processed = batch.input_ids.numel()
 
-        computed = selected.rows.flatten()
-        metrics["informative"] = int(computed.sum()) / len(completions)
-        # Tokens that dynamic sampling leaves out are not counted; rows without a gradient are, and are not computed.
-        counted = selected.mask.flatten(0, 1)
-        trained = counted.any(1).nonzero()[:, 0]
-        batch, computed = batch._replace(mask=counted).rows(trained), computed[trained]
-        parts = torch.arange(len(batch.mask)).tensor_split(config.minibatches)
-        counts = [float(denominator(batch.rows(part).mask)) if len(part) else 0.0 for part in parts]
-        minibatches = [batch.rows(part[computed[part]]) for part in parts]
+        parts = list(minibatches_of(computed.flatten(), counted.flatten(0, 1), config.minibatches))
+        denominators = [float(denominator_of(mask)) for _, mask in parts]
+        minibatches = [batch.rows(index) for index, _ in parts]
         if config.recompute_old_logprobs:  # all of them before any update of this step
-            minibatches = [
-                m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))) if len(m.mask) else m
-                for m in minibatches
-            ]
-        for minibatch, count in zip(minibatches, counts, strict=True):
-            if not len(minibatch.mask):  # fewer rows than minibatches, or none with a gradient
-                continue
+            minibatches = [m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))) for m in minibatches]
+        for minibatch, denominator in zip(minibatches, denominators, strict=True):
             if reference is not None:
                 # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
                 minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
-            totals = policy.train_step(NeedParallel(minibatch), count)
+            totals = policy.train_step(NeedParallel(minibatch), denominator)
             metrics |= {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             policy.sync_weights(rollout)
@@ -120,6 +115,19 @@ def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sam
         )
 
 
+def minibatches_of(
+    computed: torch.Tensor, counted: torch.Tensor, count: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut an objective's ``selection`` into ``count`` shares: rows to compute, and the mask that a share counts.
+
+    ``computed`` is [N], ``counted`` is [N, T]. A share without a row to compute has no gradient and makes no update.
+    """
+    for share in counted.any(1).nonzero()[:, 0].tensor_split(count):
+        index = share[computed[share]]
+        if len(index):
+            yield index, counted[share]
+
+
 def evaluate(
     rollout: InferenceEngine,
     rows: Sequence[dict],
@@ -128,7 +136,7 @@ def evaluate(
     *,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
-    """One answer to each of ``rows``, greedy by default: the mean reward, each score, and the first few to read."""
+    """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read."""
     once = replace(sampling, temperature=temperature, n=1, seed=0)
     completions = rollout.generate([row["prompt"] for row in rows], once)
     scores = score(reward, [c.text for c in completions], rows)

@@ -33,28 +33,63 @@ class PolicyModule(CausalLMModule):
         """Add the gradient of Σ per-token losses / ``denominator`` to the parameters' gradients.
 
         ``denominator`` is ``objective.denominator`` of the whole batch, over all micro-batches and workers: the
-        gradient then does not depend on how the batch was cut. Returns undivided metrics, which add up likewise.
+        gradient then does not depend on how the batch was cut. A denominator of 0 (a sum) means 1. Returns undivided
+        metrics, which add up likewise.
         """
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
+        micro_batches = list(batch.micro_batches(self.scoring.micro_batch_tokens))
+        if self.objective.over_batch and len(micro_batches) > 1:
+            return self._step_over_batch(batch, micro_batches, denominator)
         metrics: dict[str, Any] = {}
-        whole = torch.tensor(float(denominator))  # a tensor: a number would be a constant of the program
-        for piece in batch.micro_batches(self.scoring.micro_batch_tokens):
-            logprobs, entropies = self(piece)
-            fields: dict[str, Any] = {
-                "logprobs": logprobs,
-                "old_logprobs": piece.old_logprobs,
-                "advantages": piece.advantages,
-                "mask": piece.mask,
-                "rollout_logprobs": piece.rollout_logprobs,
-                "ref_logprobs": piece.ref_logprobs,
-                # Shown as a metric always; differentiated only where the objective has an entropy bonus.
-                "entropies": entropies if self.objective.entropy is not None else entropies.detach(),
-            }
-            loss, parts = self._share(Batch(**fields), whole)
-            loss.backward()
-            for name, part in parts.items():
-                metrics[name] = metrics.get(name, 0) + detached(part)
+        for part in micro_batches:
+            logprobs, entropies = self(part)
+            for name, value in self._backward(part, logprobs, entropies, denominator).items():
+                metrics[name] = metrics.get(name, 0) + value
+        return metrics
+
+    def _backward(
+        self, batch: TokenBatch, logprobs: torch.Tensor, entropies: torch.Tensor, denominator: float
+    ) -> dict[str, Any]:
+        """Send the loss of these log-probabilities back through them; returns the metrics."""
+        fields: dict[str, Any] = {
+            "logprobs": logprobs,
+            "old_logprobs": batch.old_logprobs,
+            "advantages": batch.advantages,
+            "mask": batch.mask,
+            "rollout_logprobs": batch.rollout_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            # Shown as a metric always; differentiated only where the objective has an entropy bonus.
+            "entropies": entropies if self.objective.entropy is not None else entropies.detach(),
+        }
+        loss, metrics = self._share(Batch(**fields), torch.tensor(denominator))
+        loss.backward()
+        return {name: detached(part) for name, part in metrics.items()}
+
+    def _step_over_batch(self, batch: TokenBatch, micro_batches: list[TokenBatch], denominator: float) -> dict:
+        """``train_step`` of a loss that reads statistics of the whole batch: two forward passes, the same memory.
+
+        The first pass, without a graph, gives the loss every log-probability at once, and the loss gives each of them
+        its gradient. The second pass carries these gradients to the parameters, one micro-batch at a time.
+        """
+        width = batch.mask.shape[1]
+        with torch.no_grad():
+            outputs = [self(part) for part in micro_batches]
+        whole = [
+            torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in column]).requires_grad_()
+            for column in zip(*outputs, strict=True)
+        ]
+        metrics = self._backward(batch, *whole, denominator)
+        first = 0
+        for part in micro_batches:
+            rows, columns = part.mask.shape
+            pairs = [
+                (x, w.grad[first : first + rows, :columns])
+                for x, w in zip(self(part), whole, strict=True)
+                if w.grad is not None
+            ]
+            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+            first += rows
         return metrics
 
 

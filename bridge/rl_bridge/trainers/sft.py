@@ -26,13 +26,13 @@ class SFTConfig:
 
 
 class SupervisedModule(CausalLMModule):
-    """Mean negative log-likelihood of the answers' tokens."""
+    """Mean negative log-likelihood of the rows' own completions."""
 
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
         total: Any = 0
-        for piece in batch.micro_batches(self.scoring.micro_batch_tokens):
-            loss = _aggregate_parts(-self(piece)[0], piece.mask, "token-mean")
+        for part in batch.micro_batches(self.scoring.micro_batch_tokens):
+            loss = _aggregate_parts(-self(part)[0], part.mask, "token-mean")
             (loss.total / denominator).backward()
             total = total + detached(loss)
         return {"nll": total}
@@ -47,7 +47,7 @@ def sft(
     *,
     pad_token_id: int,
 ) -> None:
-    """Train on the rows' answers; every step is logged, checkpointed when due, and resumable."""
+    """Train on the rows' own completions; every step is logged, checkpointed when due, and resumable."""
     for step in run.steps("sft", config.steps, state={"policy": policy, "stream": stream}):
         batch = supervised_batch(stream.take(config.rows_per_step), to_completion, pad_token_id)
         metrics = policy.train_step(NeedParallel(batch), float(batch.mask.sum()))
@@ -58,5 +58,5 @@ def sft(
 def supervised_batch(
     rows: Sequence[dict], to_completion: Callable[[dict], Completion], pad_token_id: int
 ) -> TokenBatch:
-    """The rows' own answers as if they had been sampled."""
+    """The rows' own completions as if they had been sampled."""
     return collate([to_completion(row) for row in rows], pad_token_id)

@@ -23,9 +23,9 @@ def checksum(tensor: torch.Tensor) -> int:
     words = next(octets.view(dtype) for size, dtype in _WORDS if octets.numel() % size == 0)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _CHUNK):
-        piece = words[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start, start + piece.numel(), device=tensor.device)
-        total += mix(places.mul_(signed(GOLDEN)).add_(piece)).sum()
+        block = words[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + block.numel(), device=tensor.device)
+        total += mix(places.mul_(signed(GOLDEN)).add_(block)).sum()
     return int(total)
 
 

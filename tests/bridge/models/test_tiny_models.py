@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.encoding import answer_completion, encode_prompt
+from rl_bridge.models.encoding import completion_of_row, encode_prompt
 from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
 from rl_bridge.models.tiny import tiny_qwen2
 
@@ -49,11 +49,11 @@ def test_prompts_that_are_none_of_these(prompt):
 
 
 def test_an_answer_as_a_completion_ends_with_the_end_of_sequence():
-    completion = answer_completion(TOKENIZER, {"prompt": "ab", "answer": 0})
+    completion = completion_of_row(TOKENIZER, {"prompt": "ab", "answer": 0})
     assert (completion.prompt_ids, completion.token_ids) == ([2, 3], [ALPHABET.index("0") + 2, 1])
     assert completion.finished and len(completion.logprobs) == 2
     with pytest.raises(ValueError, match="the tokenizer cannot encode the answer '7'"):
-        answer_completion(TOKENIZER, {"prompt": "ab", "answer": 7})
+        completion_of_row(TOKENIZER, {"prompt": "ab", "answer": 7})
 
 
 def test_weights_depend_on_the_seed_alone_and_leave_the_global_generator(tokenizer):

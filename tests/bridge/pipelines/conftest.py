@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 
 from rl_bridge.cli import main
@@ -27,15 +29,18 @@ def model_folder(tmp_path_factory):
     return folder
 
 
+def words_of(folder, model_folder, name, *more, **changes):
+    """The words of a command: ``OPTIONS``, into ``folder``, with what is given here on top, the algorithm first."""
+    options = {**OPTIONS, "--output": folder, "--model": model_folder, "--name": name, **changes}
+    algorithm = [word for word in more if word.startswith("objective:")]
+    rest = [word for word in more if word not in algorithm]
+    return ["train", "grpo", *algorithm, *(str(word) for pair in options.items() for word in pair), *rest]
+
+
 @pytest.fixture
 def arguments(tmp_path, model_folder):
-    """The words of a command: ``OPTIONS``, into ``tmp_path``, with what is given here on top."""
-
-    def words(name, *more, **changes):
-        options = {**OPTIONS, "--output": tmp_path, "--model": model_folder, "--name": name, **changes}
-        return ["train", "grpo", *(str(word) for pair in options.items() for word in pair), *more]
-
-    return words
+    """``words_of`` a command that writes into ``tmp_path``."""
+    return functools.partial(words_of, tmp_path, model_folder)
 
 
 @pytest.fixture

@@ -1,8 +1,18 @@
 """What holds in every run, whatever its settings: the wiring of the pipeline, seen from outside."""
 
-import pytest
+import functools
+import json
 
+import numpy as np
+import pytest
+import torch
+
+from rl_bridge.cli import main
+from rl_bridge.models.loading import load_pretrained
+from rl_bridge.trainers.module import OptimizerConfig
+from tests.bridge.pipelines.conftest import words_of
 from tests.bridge.pipelines.results import metrics
+from tests.bridge.pipelines.tracing import REWARD, same, trace_calls
 
 SETTINGS = {
     "plain": {},
@@ -13,29 +23,37 @@ SETTINGS = {
 RECOMPUTED = "--grpo.recompute-old-logprobs"
 
 
-REWARD = """
-def even_digits(completion, row):
-    return sum(character in "02468" for character in completion) + 0.01 * int(row["answer"])
-"""
+# Two steps with a KL penalty, in which every row has a gradient.
+SHORT = {"--sft.steps": 2, "--grpo.steps": 2, "--grpo.minibatches": 1, "--held-out": 8}
+
+
+def short_words(folder, model_folder, *more, **changes):
+    (folder / "reward.py").write_text(REWARD)
+    options = {**SHORT, "--reward": f"{folder / 'reward.py'}:even_digits", **changes}
+    return words_of(folder, model_folder, "run", "objective:grpo", *more, **options)
 
 
 @pytest.fixture
-def short(arguments, tmp_path):
-    """The words of a run of two steps with a KL penalty, in which every row counts."""
+def short(tmp_path, model_folder):
+    """The words of a short run."""
+    return functools.partial(short_words, tmp_path, model_folder)
 
-    def words(name, *more, **changes):
-        options = {"--sft.steps": 2, "--grpo.steps": 2, "--objective.algorithm": "grpo", "--held-out": 8}
-        options |= {"--grpo.minibatches": 1, **changes}
-        (tmp_path / "reward.py").write_text(REWARD)
-        options["--reward"] = f"{tmp_path / 'reward.py'}:even_digits"
-        return arguments(name, *more, **options)
 
-    return words
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, model_folder):
+    """A run at a temperature, with two updates a step and an evaluation after each: its folder and its trace."""
+    folder = tmp_path_factory.mktemp("traced")
+    options = {"--grpo.sampling.temperature": 0.6, "--grpo.minibatches": 2, "--grpo.evaluate-every": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        trace = trace_calls(patch)
+        assert main(short_words(folder, model_folder, **options)) == 0
+    trace.asked = [eval(line) for line in (folder / "asked").read_text().splitlines()]
+    return folder / "run", trace
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_before_the_first_update_policy_reference_and_old_policy_are_one(setting, short, run_to_end):
-    first = metrics(run_to_end(short("run", RECOMPUTED, **SETTINGS[setting])))[2]
+    first = metrics(run_to_end(short(RECOMPUTED, **SETTINGS[setting])))[2]
     assert (first["stage"], first["step"]) == ("grpo", 0)
     assert first["kl"] == 0.0 and first["approx_kl"] == 0.0 and first["ratio_mean"] == 1.0
     assert first["clip_fraction"] == 0.0
@@ -43,7 +61,112 @@ def test_before_the_first_update_policy_reference_and_old_policy_are_one(setting
 
 @pytest.mark.parametrize("setting", ["plain", "cold", "hot"])
 def test_log_probabilities_kept_from_sampling_are_the_policy_s(setting, short, run_to_end):
-    first, second = metrics(run_to_end(short("run", **SETTINGS[setting])))[2:]
+    first, second = metrics(run_to_end(short(**SETTINGS[setting])))[2:]
     assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5) and first["approx_kl"] < 1e-9
     assert first["kl"] == 0.0
-    assert second["kl"] > 1e-8  # and after an update the policy has left its reference
+    assert second["kl"] > 1e-8  # after an update the policy has left its reference
+
+
+def test_the_reference_is_the_policy_of_before_grpo_and_never_moves(traced, model_folder):
+    _, trace = traced
+    assert same(trace.reference_at_start, trace.policy_at_start)
+    assert same(trace.reference_at_start, list(trace.reference.model.parameters()))
+    assert not same(trace.policy_at_start, list(trace.policy.model.parameters()))
+    assert not any(p.requires_grad for p in trace.reference.parameters())
+    loaded, _ = load_pretrained(str(model_folder))
+    assert not same(trace.reference_at_start, list(loaded.parameters()))  # supervision came before
+
+
+def test_completions_come_from_the_trainer_s_present_weights(traced):
+    folder, trace = traced
+    during = [call for call in trace.generated if call[4] is not None]
+    assert len(during) == 2 + 2 + 2 and all(same(rollout, trainer) for *_, rollout, trainer in during)
+    versions = [call[2][0].weights_version for call in trace.generated]
+    assert versions == [2, 2, 2, 4, 4, 6, 6, 6]  # before: sampled and greedy; a step, its evaluation, twice; after
+    saved, _ = load_pretrained(str(folder / "model"))
+    assert same(list(saved.parameters()), trace.generated[-1][3])
+
+
+def test_prompts_that_evaluate_are_not_trained_on_and_all_are_asked(traced):
+    _, trace = traced
+    trained = {prompt for call in trace.training() for prompt in call[0]}
+    held_out = [set(call[0]) for call in trace.evaluation()]
+    assert len(trained) == 8 and len(held_out) == 6
+    assert all(prompts == held_out[0] and len(prompts) == 8 for prompts in held_out)
+    assert not trained & held_out[0]
+
+
+def test_evaluation_is_greedy_but_for_the_sampled_one(traced):
+    _, trace = traced
+    assert [call[1].temperature for call in trace.evaluation()] == [0.6, 0.0, 0.0, 0.0, 0.6, 0.0]
+    assert {call[1].temperature for call in trace.training()} == {0.6}
+    assert len({call[1].seed for call in trace.training()}) == 2
+
+
+def test_each_reward_sees_its_own_row_and_completion(traced):
+    _, trace = traced
+    generated = [
+        (prompt, completion.text)
+        for prompts, sampling, completions, *_ in trace.generated
+        for prompt, completion in zip([p for p in prompts for _ in range(sampling.n)], completions, strict=True)
+    ]
+    assert [(prompt, completion) for prompt, _, completion, _ in trace.asked] == generated
+    assert all(int(answer) == eval(prompt.rstrip("=")) for prompt, answer, *_ in trace.asked)
+
+
+def test_every_row_trains_with_the_advantage_of_its_own_completion(traced):
+    _, trace = traced
+    rewards = {(prompt, completion): reward for prompt, _, completion, reward in trace.asked}
+    wanted = {}
+    for prompts, sampling, completions, *_ in trace.training():
+        for i, prompt in enumerate(prompts):
+            group = completions[i * sampling.n : (i + 1) * sampling.n]
+            scores = np.array([rewards[prompt, c.text] for c in group])
+            for c, advantage in zip(group, (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6), strict=True):
+                wanted[(*c.prompt_ids, *c.token_ids)] = advantage, c.logprobs
+    found = []
+    for batch, denominator in trace.trained:
+        assert denominator == len(batch.mask)  # GRPO's: completions
+        for i, left in enumerate(batch.padding.tolist()):
+            length = int(batch.mask[i].sum())
+            tokens = batch.input_ids[i, left : batch.input_ids.shape[1] - batch.mask.shape[1] + length].tolist()
+            advantage, logprobs = wanted[tuple(tokens)]
+            np.testing.assert_allclose(batch.advantages[i, :length], advantage, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(batch.rollout_logprobs[i, :length], logprobs, rtol=1e-6)
+            assert torch.equal(batch.old_logprobs[i], batch.rollout_logprobs[i])
+            found.append(tuple(tokens))
+    assert len(found) == 2 * 4 * 4 and set(found) == set(wanted) and len(trace.trained) == 4
+
+
+def test_the_summary_compares_the_same_rows_before_and_after(traced):
+    folder, trace = traced
+    summary = json.loads((folder / "summary.json").read_text())
+    scores = [reward for *_, reward in trace.asked]
+    sampled, greedy = np.mean(scores[:8]), np.mean(scores[8:16])
+    assert (summary["accuracy_before"], summary["sampled_before"]) == pytest.approx((greedy, sampled))
+    sampled, greedy = np.mean(scores[-16:-8]), np.mean(scores[-8:])
+    assert (summary["accuracy_after"], summary["sampled_after"]) == pytest.approx((greedy, sampled))
+    assert summary["gain"]["mean"] == pytest.approx(summary["accuracy_after"] - summary["accuracy_before"])
+    assert metrics(folder)[-1]["held_out"] == pytest.approx(summary["accuracy_after"])
+
+
+def test_old_and_reference_log_probabilities_are_of_their_own_weights(short, run_to_end, monkeypatch):
+    trace = trace_calls(monkeypatch)
+    run_to_end(short(RECOMPUTED, **{"--grpo.minibatches": 2, "--grpo.sampling.temperature": 0.7}))
+    for step in (0, 2):
+        for batch, _ in trace.trained[step : step + 2]:
+            reference = trace.reference.token_logprobs(batch)
+            assert torch.equal(batch.ref_logprobs, reference)
+            assert torch.equal(batch.old_logprobs, reference) == (step == 0)
+
+
+@pytest.mark.parametrize(("minibatches", "setting"), [(1, "plain"), (3, "truncated")])
+def test_the_last_learning_rate_is_the_schedule_s_last(minibatches, setting, short, run_to_end):
+    words = short(RECOMPUTED, **{"--grpo.minibatches": minibatches, "--grpo.steps": 4}, **SETTINGS[setting])
+    folder = run_to_end(words)
+    config = json.loads((folder / "config.json").read_text())
+    optimizer, updates = OptimizerConfig(**config["optimizer"]), 4 * minibatches
+    rates = [record["learning_rate"] for record in metrics(folder)[2:]]
+    last_of_step = [minibatches * (step + 1) - 1 for step in range(4)]
+    wanted = [optimizer.learning_rate * optimizer.scale(update, updates) for update in last_of_step]
+    assert rates == pytest.approx(wanted, rel=1e-6)

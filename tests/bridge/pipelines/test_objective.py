@@ -1,54 +1,148 @@
-"""Every recipe by name, every hyper-parameter as an option; what the job has no input for is refused."""
+"""An algorithm is a sub-command with its recipe's constants and the terms that all share."""
 
+import dataclasses
 import inspect
-from dataclasses import fields
-from typing import get_args
 
 import pytest
 import tyro
 
 import rl_fn
-from rl_bridge.pipelines.objective import RECIPES, TERMS, Algorithm, ObjectiveConfig, require_rewards_alone
+from rl_bridge.cli import parse
+from rl_bridge.pipelines.objective import (
+    ALGORITHMS,
+    AggregationOptions,
+    KLOptions,
+    ObjectiveOptions,
+    objective_options,
+    require_rewards_alone,
+)
+from rl_bridge.recipes import quickstart
+from rl_fn import components
 
-# What needs a critic, a teacher, greedy answers, several rewards or steps.
+# What needs a critic, a teacher, greedy completions, several rewards or steps.
 BEYOND = {"ppo", "vapo", "on_policy_distillation", "remax", "gdpo", "gigpo"}
 
 
-def test_every_recipe_and_every_option_is_there():
-    assert set(get_args(Algorithm)) == set(RECIPES)
-    options = {name for recipe in RECIPES.values() for name in inspect.signature(recipe).parameters}
-    assert {field.name for field in fields(ObjectiveConfig)} == options | {"algorithm", *TERMS}
+def built(*words):
+    return parse(quickstart(), words, prog="rl-fn train grpo").objective.build()
 
 
-@pytest.mark.parametrize("algorithm", RECIPES)
+def test_every_recipe_is_there_with_its_own_options_and_the_shared_ones():
+    assert list(ALGORITHMS) == list(rl_fn.recipes.__all__)
+    shared = {option.name for option in dataclasses.fields(ObjectiveOptions)}
+    for name, options in ALGORITHMS.items():
+        own = set(inspect.signature(getattr(rl_fn.recipes, name)).parameters)
+        assert {option.name for option in dataclasses.fields(options)} == own | shared and not own & shared
+        assert options().algorithm == name
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_algorithm_by_name_is_its_recipe(algorithm):
-    objective = tyro.cli(ObjectiveConfig, args=["--algorithm", algorithm]).build()
-    assert objective == RECIPES[algorithm]()
+    objective = built(f"objective:{algorithm}")
+    assert objective == getattr(rl_fn.recipes, algorithm)() == objective_options(algorithm).build()
     if algorithm in BEYOND:
-        with pytest.raises(ValueError, match="this job has one reward per answer"):
+        with pytest.raises(ValueError, match="this pipeline has one reward a completion"):
             require_rewards_alone(objective)
     else:
         require_rewards_alone(objective)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_constant_reaches_its_recipe(algorithm):
+    recipe, words, constants = getattr(rl_fn.recipes, algorithm), [], {}
+    for name, parameter in inspect.signature(recipe).parameters.items():
+        value = other(name, parameter.default)
+        constants[name] = value
+        flag = f"--objective.{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else f"--objective.no-{name.replace('_', '-')}")
+        else:
+            words += [flag, *([str(x) for x in value] if isinstance(value, tuple) else [str(value)])]
+    assert built(f"objective:{algorithm}", *words) == recipe(**constants)
+    assert not constants or recipe(**constants) != recipe()
+
+
+def other(name, default):
+    """Another value than the default that the recipe takes too."""
+    words = {"scale": "none", "behaviour": "old", "level": "token", "divergence": "kl", "alpha": "nonzero"}
+    if isinstance(default, str):
+        return words[name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return default + 1
+    return (0.5, 2.0) if name == "weights" else 3.0 if default is None else default * 0.5 if default else 0.25
+
+
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "changes"),
     [
-        (["--algorithm", "gspo", "--clip-low", "0.1", "--dual-clip", "3"], rl_fn.components.GSPO(0.1, 4e-4, 3.0)),
-        (["--algorithm", "sapo", "--tau-neg", "2"], rl_fn.components.SAPO(1.0, 2.0)),
-        (["--algorithm", "dppo", "--divergence", "kl", "--threshold", "0.05"], rl_fn.components.DPPO(0.05, "kl")),
-        (["--algorithm", "vespo", "--behaviour", "old"], rl_fn.components.VESPO(behaviour="old")),
+        (["--objective.kl.coef", "0.1"], {"kl": components.KL("k3", 0.1)}),
+        (["--objective.kl.coef", "0.1", "--objective.kl.estimator", "k1+"], {"kl": components.KL("k1+", 0.1)}),
+        (["--objective.entropy-coef", "0.01"], {"entropy": components.EntropyBonus(0.01)}),
+        (["--objective.entropy-coef", "0"], {}),
+        (["--objective.correction-cap", "3"], {"correction": components.TIS(3.0)}),
+        (["--objective.aggregation.mode", "token-sum"], {"aggregation": components.Aggregation("token-sum")}),
     ],
 )
-def test_options_reach_the_pieces(words, expected):
-    assert tyro.cli(ObjectiveConfig, args=words).build().loss == expected
+def test_terms_are_replaced_in_any_recipe(words, changes):
+    for algorithm in ("dapo", "sapo"):
+        assert built(f"objective:{algorithm}", *words) == getattr(rl_fn.recipes, algorithm)().replace(**changes)
 
 
-def test_an_option_of_another_algorithm_is_refused():
-    with pytest.raises(ValueError, match=r"sapo does not take these options.*clip_low"):
-        ObjectiveConfig(algorithm="sapo", clip_low=0.1).build()
-    with pytest.raises(ValueError, match="kl_coef in place of reward_kl_coef"):
-        require_rewards_alone(ObjectiveConfig(algorithm="rloo", reward_kl_coef=0.1).build())
-    noise = rl_fn.components.Custom(lambda batch: batch.noise, ("noise",))
-    with pytest.raises(ValueError, match="reads noise, which this job does not have"):
-        require_rewards_alone(rl_fn.recipes.dapo().replace(correction=noise))
+def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
+    grpo, dr_grpo = rl_fn.recipes.grpo(), rl_fn.recipes.dr_grpo(max_completion_length=8.0)
+    assert built("objective:grpo", "--objective.kl.estimator", "k2") == grpo.replace(kl=components.KL("k2", 0.04))
+    assert built("objective:grpo", "--objective.kl.coef", "0") == grpo.replace(kl=None)
+    kept = objective_options(
+        "dr_grpo", max_completion_length=8.0, aggregation=AggregationOptions(max_completion_length=9.0)
+    )
+    assert kept.build() == dr_grpo.replace(aggregation=components.Aggregation("seq-mean-token-sum-norm", 9.0))
+    with pytest.raises(ValueError, match=r"dapo has no KL penalty: give --objective\.kl\.coef"):
+        objective_options("dapo", kl=KLOptions(estimator="k1")).build()
+    with pytest.raises(ValueError, match="unknown algorithm 'nope'; there is: cispo, clip_cov"):
+        objective_options("nope")
+
+
+def test_options_stand_before_and_after_the_algorithm():
+    words = ["--seed", "5", "objective:gspo", "--objective.clip-high", "0.5", "--grpo.steps", "7"]
+    pipeline = parse(quickstart(), words, prog="rl-fn train grpo")
+    assert (pipeline.seed, pipeline.grpo.steps) == (5, 7)
+    assert pipeline.objective.build() == rl_fn.recipes.gspo(clip_high=0.5)
+    assert dataclasses.asdict(pipeline)["objective"]["algorithm"] == "gspo"
+    assert parse(quickstart(), [], prog="rl-fn train grpo") == quickstart()
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (["objective:sapo", "--objective.clip-low", "0.1"], "--objective.clip-low"),
+        (["objective:nope"], "objective:nope"),
+        (["objective:dppo", "--objective.threshold", "big"], "big"),
+    ],
+)
+def test_an_option_of_another_algorithm_is_refused(words, printed, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        built(*words)
+    assert stopped.value.code == 2 and printed in capsys.readouterr().err
+
+
+def test_the_help_of_an_algorithm_is_its_recipe_s(capsys):
+    with pytest.raises(SystemExit):
+        built("objective:sapo", "--help")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--objective.tau-neg" in printed and "--objective.clip-low" not in printed
+    assert inspect.getdoc(rl_fn.recipes.sapo).partition("\n")[0].split(":")[0] in printed
+
+
+def test_what_the_pipeline_has_no_input_for_is_refused():
+    with pytest.raises(ValueError, match=r"computes its advantages from .*old_logprobs, ref_logprobs"):
+        require_rewards_alone(rl_fn.recipes.rloo().replace(reward_kl=components.KL("k1", 0.1)))
+    noisy = components.Custom(lambda batch: batch.noise, required_fields=("noise",))
+    with pytest.raises(ValueError, match="reads noise, which this pipeline does not have"):
+        require_rewards_alone(rl_fn.recipes.dapo().replace(correction=noisy))
+
+
+def test_tyro_is_given_no_type_that_it_cannot_read():
+    for options in ALGORITHMS.values():
+        assert tyro.cli(options, args=[]) == options()

@@ -70,13 +70,12 @@ def die(words, when, version):
 
 
 def test_killed_in_supervision_and_in_grpo(tmp_path, arguments, reward, run_to_end):
-    options = {"--reward": reward, "--objective.algorithm": "grpo", "--objective.kl-coef": 0.05}
-    options["--grpo.minibatches"] = 2
-    whole = result(run_to_end(arguments("whole", **options)))
+    options = {"--reward": reward, "--objective.kl.coef": 0.05, "--grpo.minibatches": 2}
+    whole = result(run_to_end(arguments("whole", "objective:grpo", **options)))
     assert len(whole["metrics"]) == 6 + 8
     assert whole["metrics"][-1]["kl"] > 0 and whole["metrics"][-1]["grad_norm"] > 0
 
-    words, folder = arguments("killed", **options), tmp_path / "killed"
+    words, folder = arguments("killed", "objective:grpo", **options), tmp_path / "killed"
     die(words, "after", 5)  # in step 4 of supervision, the weights updated, nothing of it logged
     assert [(m["stage"], m["step"]) for m in metrics(folder)] == [("sft", step) for step in range(4)]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]

@@ -126,8 +126,8 @@ def test_text_messages_and_ids_are_the_same_prompt(model):
     )
     rollout = InProcessRollout(model, tokenizer)
     forms = ["1+1=", [{"role": "user", "content": "1+1"}], tokenizer("1+1=").input_ids]
-    answers = [rollout.generate([form], SAMPLING) for form in forms]
-    assert answers[0] == answers[1] == answers[2]
+    completions = [rollout.generate([form], SAMPLING) for form in forms]
+    assert completions[0] == completions[1] == completions[2]
 
 
 def test_token_ids_are_used_as_they_are_and_never_made_again(model, tokenizer):

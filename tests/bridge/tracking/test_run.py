@@ -161,7 +161,7 @@ def test_a_fact_is_found_out_once_and_outlives_a_kill(tmp_path):
     def session(*, resume, die_at):
         with Run(tmp_path / "run", Config(), resume=resume, checkpoint_every=1) as run:
             for step in run.steps("stage", 3, state={}):
-                assert run.fact("before", find_out) == {"scores": [0.1, 1.0], "answer": "1.5"}
+                assert run.cached_result("before", find_out) == {"scores": [0.1, 1.0], "answer": "1.5"}
                 run.log(step, {"reward": 1.0})
                 if step == die_at:
                     raise Killed

@@ -177,7 +177,7 @@ SAMPLING = SamplingParams(max_new_tokens=4, n=2)
     ],
 )
 def test_counts_are_checked(options):
-    with pytest.raises(ValueError, match=r"counts must be ≥ 1 and a group needs sampling\.n ≥ 2 answers"):
+    with pytest.raises(ValueError, match=r"counts must be ≥ 1 and a group needs sampling\.n ≥ 2 completions"):
         GRPOConfig(**{"steps": 1, "prompts_per_step": 1, "sampling": SAMPLING} | options)
 
 

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from rl_bridge.models.encoding import answer_completion
+from rl_bridge.models.encoding import completion_of_row
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.trainers.sft import SupervisedModule, supervised_batch
@@ -143,6 +143,6 @@ def test_an_optimizer_that_cannot_train_is_refused(options):
 
 def test_a_supervised_batch_is_the_rows_own_answers(tokenizer):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "5=", "answer": "55"}]
-    batch = supervised_batch(rows, lambda row: answer_completion(tokenizer, row), 0)
+    batch = supervised_batch(rows, lambda row: completion_of_row(tokenizer, row), 0)
     assert tokenizer.batch_decode(batch.input_ids) == ["1+1=2<eos><pad>", "<pad><pad>5=55<eos>"]
     assert batch.mask.tolist() == [[True, True, False], [True, True, True]]

@@ -1,35 +1,66 @@
 """The gradient of a PolicyModule: the one of the formulas, whatever the padding and the cut into micro-batches."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 import rl_fn
 from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.trainers.grpo import minibatches_of
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule, mean
 from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.types import Completion, TokenBatch, collate
-from rl_fn import components as p
+from rl_fn import Rollouts, components
 
 PAD = 0
 NAN, INF = float("nan"), float("inf")
 OBJECTIVES = {
     "grpo": rl_fn.recipes.grpo(),
     "dapo": rl_fn.recipes.dapo(),
-    "entropy": rl_fn.recipes.dapo().replace(entropy=p.EntropyBonus(0.1), correction=p.TIS(1.1)),
+    "entropy": rl_fn.recipes.dapo().replace(entropy=components.EntropyBonus(0.1), correction=components.TIS(1.1)),
+}
+# Statistics of the whole batch decide which tokens these losses and weights act on.
+OVER_BATCH = {
+    "clip_cov": rl_fn.recipes.clip_cov(fraction=0.3, cov_low=-9.0, cov_high=9.0),
+    "kl_cov": rl_fn.recipes.kl_cov(fraction=0.2),
+    "m2po": rl_fn.recipes.m2po(threshold=0.01),
+    "high entropy": rl_fn.recipes.dapo().replace(
+        entropy=components.EntropyBonus(0.1), correction=components.HighEntropyMask(0.3)
+    ),
 }
 
 
+def selected(batch, objective, rewards=(0.0, 1.0, 0.5, 2.0, 2.0, 2.0), count=1):
+    """Rows that each minibatch computes, and its denominator; two groups of three, the second without a signal."""
+    groups = Rollouts(np.array(rewards, np.float32).reshape(2, 3), batch.mask.numpy().reshape(2, 3, -1))
+    advantages = batch.advantages.numpy().reshape(2, 3, -1)
+    computed, counted = (torch.from_numpy(np.array(x)).flatten(0, 1) for x in objective.selection(groups, advantages))
+    return [
+        value
+        for index, mask in minibatches_of(computed, counted, count)
+        for value in (index.tolist(), float(objective.denominator(mask.numpy())))
+    ]
+
+
+def undeclared(batch):
+    """A custom loss that says nothing of itself: advantages against their mean over all tokens."""
+    centred = batch.advantages - batch.advantages.sum() / jnp.sum(batch.mask, dtype=batch.advantages.dtype)
+    return -centred * batch.logprobs
+
+
 def make_batch(rows=6, seed=0):
-    """Unequal prompts and answers; π_old, μ and π_ref of some other model; two rows without advantage."""
+    """Unequal prompts and completions; π_old, μ and π_ref of some other model; two rows without advantage."""
     g = torch.Generator().manual_seed(seed)
 
     def ids(low, high):
         return torch.randint(2, 15, (int(torch.randint(low, high, (1,), generator=g)),), generator=g).tolist()
 
-    answers = [Completion(ids(1, 6), ids(2, 8), [], "", True) for _ in range(rows)]
-    batch = collate([Completion(a.prompt_ids, a.token_ids, [0.0] * len(a.token_ids), "", True) for a in answers], PAD)
+    completions = [Completion(ids(1, 6), ids(2, 8), [], "", True) for _ in range(rows)]
+    batch = collate(
+        [Completion(c.prompt_ids, c.token_ids, [0.0] * len(c.token_ids), "", True) for c in completions], PAD
+    )
 
     def noise(scale):
         return (-2.7 + scale * torch.randn(batch.mask.shape, generator=g)).masked_fill(~batch.mask, 0.0)
@@ -61,11 +92,12 @@ def policies(tokenizer):
 def gradients(policies):
     """The whole gradient and the metrics of a batch."""
 
-    def compute(batch, objective, micro_batch_tokens=10**6, temperature=1.0):
+    def compute(batch, objective, micro_batch_tokens=10**6, temperature=1.0, denominator=None):
         module = policies(objective)
         module.scoring = ScoringConfig(micro_batch_tokens=micro_batch_tokens, temperature=temperature)
         module.zero_grad()
-        metrics = module.train_step(batch, float(objective.denominator(batch.mask.numpy())))
+        whole = float(objective.denominator(batch.mask.numpy())) if denominator is None else denominator
+        metrics = module.train_step(batch, whole)
         gradient = torch.cat([p.grad.flatten() for p in module.model.parameters()])
         return gradient, {name: mean(value) for name, value in metrics.items()}
 
@@ -83,6 +115,32 @@ def assert_close(got, wanted, tolerance=1e-6):
 def test_micro_batches_change_nothing(gradients, name, tokens):
     batch = make_batch()
     assert_close(gradients(batch, OBJECTIVES[name], tokens), gradients(batch, OBJECTIVES[name]))
+
+
+@pytest.mark.parametrize("name", OVER_BATCH)
+@pytest.mark.parametrize("tokens", [1, 25])
+def test_statistics_are_of_the_whole_batch_however_it_is_cut(gradients, name, tokens):
+    batch, objective = make_batch(), OVER_BATCH[name]
+    assert_close(gradients(batch, objective, tokens), gradients(batch, objective))
+
+
+def test_a_custom_loss_gets_the_whole_batch_and_its_rows_without_advantage(gradients):
+    batch, objective = make_batch(), rl_fn.recipes.dapo().replace(loss=undeclared, dynamic_sampling=None)
+    cut = gradients(batch, objective, 25)
+    assert_close(cut, gradients(batch, objective))
+    assert selected(batch, objective)[0] == list(range(6))
+
+
+def test_a_sum_is_not_divided(gradients):
+    batch, objective = make_batch(), rl_fn.recipes.dapo()
+    total = objective.replace(aggregation=components.Aggregation("token-sum"))
+    assert float(total.denominator(batch.mask.numpy())) == 0.0
+    tokens = float(batch.mask.sum())
+    for micro_batch_tokens in (10**6, 25):
+        gradient, metrics = gradients(batch, total, micro_batch_tokens)
+        mean_gradient, mean_metrics = gradients(batch, objective, micro_batch_tokens)
+        torch.testing.assert_close(gradient, tokens * mean_gradient, rtol=1e-4, atol=1e-5)
+        assert metrics["policy_loss"] == pytest.approx(tokens * mean_metrics["policy_loss"], rel=1e-5)
 
 
 def pad(batch, left, right, junk):
@@ -175,8 +233,8 @@ def test_the_gradient_is_that_of_the_formula_in_plain_torch(gradients, new_model
 def test_the_entropy_bonus_and_it_alone_raises_the_entropy(gradients):
     batch = make_batch()._replace(advantages=torch.zeros(6, make_batch().mask.shape[1]))
     assert not gradients(batch, rl_fn.recipes.dapo())[0].any()
-    gradient, _ = gradients(batch, rl_fn.recipes.dapo().replace(entropy=p.EntropyBonus(0.1)))
-    twice, _ = gradients(batch, rl_fn.recipes.dapo().replace(entropy=p.EntropyBonus(0.2)))
+    gradient, _ = gradients(batch, rl_fn.recipes.dapo().replace(entropy=components.EntropyBonus(0.1)))
+    twice, _ = gradients(batch, rl_fn.recipes.dapo().replace(entropy=components.EntropyBonus(0.2)))
     assert gradient.norm() > 1e-4
     torch.testing.assert_close(twice, 2 * gradient)
 
@@ -187,26 +245,51 @@ def test_a_metric_that_is_only_shown_has_no_gradient(gradients):
     assert_close((gradients(batch, rl_fn.recipes.dapo())[0], {}), (gradients(without, rl_fn.recipes.dapo())[0], {}))
 
 
-def rows_with_a_gradient(batch, objective):
-    """The groups are of rows whose rewards differ: dynamic sampling leaves none out."""
-    read = rl_fn.Rollouts(np.arange(6.0, dtype=np.float32)[None], batch.mask.numpy()[None])
-    selected = objective.selection(read, batch.advantages.numpy()[None])
-    assert np.array_equal(selected.mask[0], batch.mask)
-    return torch.as_tensor(np.flatnonzero(selected.rows))
+# Neither KL nor entropy, and no dynamic sampling: the rows of the batch without advantage, 2 and 4, have no gradient.
+PLAIN = rl_fn.recipes.grpo().replace(kl=None)
 
 
-def test_rows_without_advantage_only_rescale_the_gradient(gradients):
-    batch, objective = make_batch(), OBJECTIVES["dapo"]
-    index = rows_with_a_gradient(batch, objective)
-    assert index.tolist() == [0, 1, 3, 5]
-    few, all_rows = gradients(batch.rows(index), objective)[0], gradients(batch, objective)[0]
-    share = float(batch.rows(index).mask.sum() / batch.mask.sum())
-    torch.testing.assert_close(few * share, all_rows, rtol=1e-4, atol=1e-7)
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"])
+def test_leaving_out_rows_without_a_gradient_changes_no_gradient(gradients, mode):
+    batch, objective = make_batch(), PLAIN.replace(aggregation=components.Aggregation(mode))
+    rows, denominator = selected(batch, objective)
+    assert rows == [0, 1, 3, 5]
+    few = gradients(batch.rows(torch.tensor(rows)), objective, denominator=denominator)[0]
+    torch.testing.assert_close(few, gradients(batch, objective)[0], rtol=1e-4, atol=1e-7)
+
+
+def test_dynamic_sampling_and_it_alone_takes_groups_out_of_the_denominator():
+    batch = make_batch()
+    all_tokens, first_group = float(batch.mask.sum()), float(batch.mask[:3].sum())
+    plain, dapo = PLAIN.replace(aggregation=components.Aggregation("token-mean")), rl_fn.recipes.dapo()
+    assert selected(batch, plain) == [[0, 1, 3, 5], all_tokens]
+    assert selected(batch, dapo) == [[0, 1], first_group]
+    assert selected(batch, dapo.replace(dynamic_sampling=None)) == [[0, 1, 3, 5], all_tokens]
 
 
 @pytest.mark.parametrize("name", ["grpo", "entropy"])
 def test_with_kl_or_entropy_every_row_has_a_gradient(name):
-    assert rows_with_a_gradient(make_batch(), OBJECTIVES[name]).tolist() == list(range(6))
+    objective = OBJECTIVES[name].replace(dynamic_sampling=None)
+    assert selected(make_batch(), objective)[0] == list(range(6))
+
+
+@pytest.mark.parametrize("name", OVER_BATCH)
+def test_statistics_of_the_batch_are_of_its_rows_without_advantage_too(name):
+    objective = OVER_BATCH[name].replace(dynamic_sampling=None)
+    assert selected(make_batch(), objective)[0] == list(range(6))
+
+
+def test_minibatches_share_what_is_counted():
+    computed = torch.tensor([True, False, False, True, True, False, False])
+    counted = torch.tensor(
+        [[True, True], [True, False], [True, True], [True, True], [True, True], [False] * 2, [True] * 2]
+    )
+    shares = [(index.tolist(), mask.sum(1).tolist()) for index, mask in minibatches_of(computed, counted, 2)]
+    assert shares == [([0], [2, 1, 2]), ([3, 4], [2, 2, 2])]
+    # The last share has a row that counts and none with a gradient: no update.
+    shares = [(index.tolist(), mask.sum(1).tolist()) for index, mask in minibatches_of(computed, counted, 3)]
+    assert shares == [([0], [2, 1]), ([3], [2, 2]), ([4], [2, 2])]
+    assert [index.tolist() for index, _ in minibatches_of(computed, counted, 9)] == [[0], [3], [4]]
 
 
 @pytest.mark.parametrize("field", ["old_logprobs", "advantages"])

@@ -1,0 +1,80 @@
+"""A run with every call between the algorithm, its engines and the reward written down."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_bridge.engines import InferenceEngine
+from rl_bridge.pipelines import grpo as pipeline
+from rl_bridge.trainers.policy import PolicyModule
+
+# The rewards of a group differ, and each is written down with what it was asked about.
+REWARD = """
+from pathlib import Path
+
+def even_digits(completion, row):
+    reward = sum(character in "02468" for character in completion) + 0.1 * len(completion) + 0.001 * int(row["answer"])
+    with Path(__file__).with_name("asked").open("a") as asked:
+        asked.write(repr((row["prompt"], row["answer"], completion, reward)) + "\\n")
+    return reward
+"""
+
+
+@dataclass
+class Trace:
+    """What happened, in order; ``weights`` are copies made at the time."""
+
+    generated: list[Any] = field(default_factory=list)
+    """(prompts, sampling, completions, the rollout's weights, the trainer's weights or None before GRPO)."""
+    trained: list[Any] = field(default_factory=list)
+    """(batch, denominator) of each update."""
+    asked: list[Any] = field(default_factory=list)
+    """(prompt, answer, completion, reward) of every call of the reward."""
+    reference_at_start: Any = None
+    policy_at_start: Any = None
+    reference: Any = None
+    policy: Any = None
+
+    def training(self):
+        """What was generated to train on."""
+        return [call for call in self.generated if call[1].n > 1]
+
+    def evaluation(self):
+        """What was generated to evaluate."""
+        return [call for call in self.generated if call[1].n == 1]
+
+
+def weights(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def trace_calls(monkeypatch):
+    """The trace that the next run in this process writes."""
+    trace, generate, grpo, step = Trace(), InferenceEngine.generate, pipeline.grpo, PolicyModule.train_step
+
+    def generating(engine, prompts, sampling):
+        completions = generate(engine, prompts, sampling)
+        trainer = None if trace.policy is None else weights(trace.policy.model)
+        trace.generated.append(
+            (list(prompts), sampling, completions, weights(engine._executor._worker._model), trainer)
+        )
+        return completions
+
+    def training(module, batch, denominator):
+        trace.trained.append((batch, denominator))
+        return step(module, batch, denominator)
+
+    def looping(run, policy, rollout, *rest, reference=None, **options):
+        trace.policy, trace.reference = policy._executor._worker, reference._executor._worker
+        trace.policy_at_start, trace.reference_at_start = weights(trace.policy.model), weights(trace.reference.model)
+        return grpo(run, policy, rollout, *rest, reference=reference, **options)
+
+    monkeypatch.setattr(InferenceEngine, "generate", generating)
+    monkeypatch.setattr(PolicyModule, "train_step", training)
+    monkeypatch.setattr(pipeline, "grpo", looping)
+    return trace
