@@ -10,8 +10,8 @@ from typing import Any
 # A minus sign directly after a digit is a subtraction ("5-3"), not the sign of what follows.
 _NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?")
 _WORD = re.compile(r"[^\W_]+(?:['-][^\W_]+)*")
-_DRAWS_PER_ROW = 50
-# Their scorers evaluate the answer as Python (eval, or sympy's parse_expr): a sampled text must never be run.
+_TRIES_PER_ROW = 50
+# Their scorers run the completion as Python (eval, or sympy's parse_expr), which must never be done to sampled text.
 UNSAFE = frozenset(
     [
         "binary_matrix",
@@ -42,9 +42,9 @@ def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def _distinct(task: str, arguments: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
-    # The gym draws problem i of seed s from s + i: near seeds share nearly all problems, so seeds are spread first.
+    # The gym makes problem i of seed s from s + i. Near seeds share nearly all problems, so seeds are spread first.
     start = random.Random(f"{task} {seed}").randrange(2**31)
-    dataset = _gym().create_dataset(task, size=count * _DRAWS_PER_ROW, seed=start, **arguments)
+    dataset = _gym().create_dataset(task, size=count * _TRIES_PER_ROW, seed=start, **arguments)
     entries: dict[str, dict[str, Any]] = {}
     for index in range(len(dataset)):
         if len(entries) == count:
@@ -53,7 +53,7 @@ def _distinct(task: str, arguments: Mapping[str, Any], count: int, seed: int) ->
         entries.setdefault(entry["question"].strip(), entry)
     if len(entries) < count:
         raise ValueError(
-            f"{task} {dict(arguments)} gave {len(entries)} distinct problems in {len(dataset)} draws, wanted {count}"
+            f"{task} {dict(arguments)} gave {len(entries)} distinct problems in {len(dataset)} tries, wanted {count}"
         )
     return list(entries.values())
 
@@ -75,7 +75,9 @@ def reasoning_rows(
     if not arguments or size < len(arguments):
         raise ValueError(f"need at least one task and a row of each, got size={size} for tasks {list(arguments)}")
     if unsafe := UNSAFE & arguments.keys():
-        raise ValueError(f"reasoning-gym scores {sorted(unsafe)} by running the answer as Python: not for sampled text")
+        raise ValueError(
+            f"reasoning-gym scores {sorted(unsafe)} by running completions as Python: not for sampled text"
+        )
     share, rest = divmod(size, len(arguments))
     rows = [
         {
@@ -95,7 +97,7 @@ def reasoning_rows(
 
 
 def extract_answer(completion: str, answer: str) -> str:
-    """What a completion answers, in the form of ``answer``; empty if it has nothing of that form.
+    """The part of a completion that has the form of ``answer``; empty if there is none.
 
     A number: the last one in the completion. One word: the first word. Anything else: the first line, without its
     full stop.
@@ -109,9 +111,9 @@ def extract_answer(completion: str, answer: str) -> str:
 
 
 def reasoning_reward(completion: str, row: Mapping[str, Any]) -> float:
-    """The gym's score in [0, 1] of the answer in ``completion``; some tasks give part of it for a near miss."""
+    """The gym's score in [0, 1] of the result in ``completion``. Some tasks give part of it for a near miss."""
     if row["task"] in UNSAFE:
-        raise ValueError(f"reasoning-gym scores {row['task']} by running the answer as Python: not for sampled text")
+        raise ValueError(f"reasoning-gym scores {row['task']} by running completions as Python: not for sampled text")
     candidate = extract_answer(completion, row["answer"])
     if not candidate:
         return 0.0

@@ -1,4 +1,4 @@
-"""The two facades an algorithm is written against; neither shows a rank."""
+"""The two engines that an algorithm holds. Neither shows in how many processes the workers are."""
 
 from rl_bridge.engines.inference import InferenceEngine
 from rl_bridge.engines.parallel import NeedParallel

@@ -1,4 +1,4 @@
-"""``InferenceEngine``: prompts in, token ids and the log-probabilities they were sampled with out."""
+"""``InferenceEngine``: prompts in; token ids, and the log-probabilities they were sampled with, out."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ from rl_bridge.types import Completion, Prompt, SamplingParams
 
 
 class InferenceEngine(Engine):
-    """A rollout worker (``rl_bridge.rollout``) behind the same face wherever it runs."""
+    """A rollout worker (``rl_bridge.rollout``), called in one way wherever it is."""
 
     movable: tuple[What, ...] = ("weights", "kv_cache")
 

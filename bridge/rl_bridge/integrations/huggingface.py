@@ -52,7 +52,7 @@ def token_logprobs(
         input_ids: ``[B, T]``.
         mask: bool ``[B, T − 1]``: the tokens that count; the others are not computed and have results 0.
         temperature: a number, or ``[B, T − 1]``.
-        allowed_tokens: kept sets of a truncated sampler, ``[B, T − 1, S]`` token ids with −1 for shorter sets.
+        allowed_tokens: ids that a truncated sampler allowed, ``[B, T − 1, S]``, with −1 for shorter sets.
         backend: of ``rl_kernels.linear_logprobs``.
         **inputs: of the model: attention_mask, position_ids, …
     """

@@ -9,74 +9,35 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 
 import rl_fn
+from rl_bridge.pipelines.terms import AggregationOptions, CorrectionOptions, EntropyOptions, KLOptions, with_terms
 from rl_fn import components
 
-NUMBER = float | None
 HERE = ("rewards", "rollout_logprobs", "ref_logprobs", "entropies")
 """What a rollout with one reward a completion gives an objective."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLOptions:
-    """A penalty for leaving the reference. What is None is the recipe's."""
-
-    coef: float | None = None
-    """β; 0 takes the penalty away."""
-    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] | None = None
-    """Of the KL per token; with + it has the gradient of k2."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AggregationOptions:
-    """How losses per token become one number. What is None is the recipe's."""
-
-    mode: str | None = None
-    """One of rl_fn.aggregate's modes."""
-    max_completion_length: float | None = None
-    """Tokens that seq-mean-token-sum-norm divides by."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ObjectiveOptions:
-    """What every algorithm takes. A subclass has the constants of one recipe."""
+    """What every algorithm takes. A subclass has the constants of one recipe besides."""
 
     kl: KLOptions = KLOptions()
+    entropy: EntropyOptions = EntropyOptions()
+    correction: CorrectionOptions = CorrectionOptions()
     aggregation: AggregationOptions = AggregationOptions()
-    entropy_coef: float | None = None
-    """Coefficient of an entropy bonus. None is the recipe's, 0 takes it away."""
-    correction_cap: float | None = None
-    """Cap of importance weights π_old/μ per token against the rollout's log-probabilities. None is the recipe's."""
+    dynamic_sampling: bool | None = None
+    """Leave groups whose rewards are all equal out of the update and of its denominator. None is the recipe's."""
     algorithm: str = field(default="", init=False)
 
     def build(self) -> rl_fn.Objective:
         """The recipe with these constants and terms."""
         shared = {option.name for option in fields(ObjectiveOptions)}
         constants = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in shared}
-        return self._with_terms(getattr(rl_fn.recipes, self.algorithm)(**constants))
-
-    def _with_terms(self, objective: rl_fn.Objective) -> rl_fn.Objective:
-        terms: dict[str, Any] = {}
-        if self.kl != KLOptions():
-            terms["kl"] = self._kl(objective.kl)
-        if self.aggregation != AggregationOptions():
-            given = self.aggregation
-            length = given.max_completion_length
-            terms["aggregation"] = components.Aggregation(
-                objective.aggregation.mode if given.mode is None else given.mode,
-                objective.aggregation.max_completion_length if length is None and given.mode is None else length,
-            )
-        if self.entropy_coef is not None:
-            terms["entropy"] = components.EntropyBonus(self.entropy_coef) if self.entropy_coef else None
-        if self.correction_cap is not None:
-            terms["correction"] = components.TIS(self.correction_cap)
-        return objective.replace(**terms) if terms else objective
-
-    def _kl(self, kl: Any) -> Any:
-        if kl is None and self.kl.coef is None:
-            raise ValueError(f"{self.algorithm} has no KL penalty: give --objective.kl.coef with the estimator")
-        coef = kl.coef if kl is not None and self.kl.coef is None else self.kl.coef
-        estimator = kl.estimator if kl is not None and self.kl.estimator is None else self.kl.estimator
-        return components.KL(estimator or "k3", coef) if coef else None
+        terms = {name: getattr(self, name) for name in ("kl", "entropy", "correction", "aggregation")}
+        objective = with_terms(getattr(rl_fn.recipes, self.algorithm)(**constants), terms)
+        if self.dynamic_sampling is None:
+            return objective
+        sampling = objective.dynamic_sampling or components.DynamicSampling()
+        return objective.replace(dynamic_sampling=sampling if self.dynamic_sampling else None)
 
 
 def _option_type(annotation: Any) -> Any:

@@ -17,7 +17,7 @@ class InProcessRollout:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_batch_rows: int = 1024
     ) -> None:
-        """``model`` becomes this worker's own. Rows beyond ``max_batch_rows`` wait: it bounds the KV cache."""
+        """``model`` becomes this worker's own. Rows beyond ``max_batch_rows`` wait, which bounds the KV cache."""
         self._model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._eos, self._pad = _token_id(tokenizer, "eos_token"), _token_id(tokenizer, "pad_token")

@@ -1,4 +1,4 @@
-"""Is it more than noise: a bootstrap confidence interval of a gain."""
+"""Whether a gain is more than noise: its bootstrap confidence interval."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ def confidence_interval(
 ) -> dict[str, float]:
     """Mean of ``after − before`` over the same rows, with the paired bootstrap's percentile interval.
 
-    The rows are what is resampled: the interval covers the choice of held-out rows, not that of the training seed.
+    Rows are resampled: the interval covers the choice of held-out rows, and not the choice of the training seed.
 
     >>> confidence_interval([1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
     {'mean': 1.0, 'low': 1.0, 'high': 1.0, 'level': 0.95}

@@ -1,1 +1,1 @@
-"""Algorithms and the modules they train. An algorithm sees two engines and no rank."""
+"""Algorithms and the modules that they train. An algorithm holds engines and knows nothing of processes."""

@@ -1,5 +1,6 @@
 """What holds in every run, whatever its settings: the wiring of the pipeline, seen from outside."""
 
+import dataclasses
 import functools
 import json
 
@@ -75,6 +76,12 @@ def test_the_reference_is_the_policy_of_before_grpo_and_never_moves(traced, mode
     assert not any(p.requires_grad for p in trace.reference.parameters())
     loaded, _ = load_pretrained(str(model_folder))
     assert not same(trace.reference_at_start, list(loaded.parameters()))  # supervision came before
+
+
+def test_supervision_has_no_temperature_and_scores_as_the_policy_does_otherwise(traced):
+    _, trace = traced
+    assert trace.policy.scoring.temperature == 0.6 and trace.policy.scoring is trace.reference.scoring
+    assert trace.supervised.scoring == dataclasses.replace(trace.policy.scoring, temperature=1.0)
 
 
 def test_completions_come_from_the_trainer_s_present_weights(traced):

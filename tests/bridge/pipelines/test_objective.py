@@ -10,12 +10,11 @@ import rl_fn
 from rl_bridge.cli import parse
 from rl_bridge.pipelines.objective import (
     ALGORITHMS,
-    AggregationOptions,
-    KLOptions,
     ObjectiveOptions,
     objective_options,
     require_rewards_alone,
 )
+from rl_bridge.pipelines.terms import AggregationOptions, CorrectionOptions, KLOptions
 from rl_bridge.recipes import quickstart
 from rl_fn import components
 
@@ -79,9 +78,21 @@ def other(name, default):
     [
         (["--objective.kl.coef", "0.1"], {"kl": components.KL("k3", 0.1)}),
         (["--objective.kl.coef", "0.1", "--objective.kl.estimator", "k1+"], {"kl": components.KL("k1+", 0.1)}),
-        (["--objective.entropy-coef", "0.01"], {"entropy": components.EntropyBonus(0.01)}),
-        (["--objective.entropy-coef", "0"], {}),
-        (["--objective.correction-cap", "3"], {"correction": components.TIS(3.0)}),
+        (["--objective.kl.coef", "0"], {}),
+        (["--objective.entropy.coef", "0.01"], {"entropy": components.EntropyBonus(0.01)}),
+        (["--objective.entropy.coef", "0"], {}),
+        (["--objective.correction.kind", "none"], {}),
+        (["--objective.correction.kind", "tis"], {"correction": components.TIS()}),
+        (
+            ["--objective.correction.kind", "tis", "--objective.correction.cap", "3"],
+            {"correction": components.TIS(3.0)},
+        ),
+        (
+            ["--objective.correction.kind", "icepop", "--objective.correction.level", "sequence"],
+            {"correction": components.IcePop(level="sequence")},
+        ),
+        (["--objective.dynamic-sampling", "True"], {"dynamic_sampling": components.DynamicSampling()}),
+        (["--objective.dynamic-sampling", "False"], {"dynamic_sampling": None}),
         (["--objective.aggregation.mode", "token-sum"], {"aggregation": components.Aggregation("token-sum")}),
     ],
 )
@@ -98,8 +109,11 @@ def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
         "dr_grpo", max_completion_length=8.0, aggregation=AggregationOptions(max_completion_length=9.0)
     )
     assert kept.build() == dr_grpo.replace(aggregation=components.Aggregation("seq-mean-token-sum-norm", 9.0))
-    with pytest.raises(ValueError, match=r"dapo has no KL penalty: give --objective\.kl\.coef"):
+    with pytest.raises(ValueError, match=r"the objective has no KL penalty: give --objective\.kl\.coef"):
         objective_options("dapo", kl=KLOptions(estimator="k1")).build()
+    for options, refused in (({"kind": "tis", "high": 3.0}, "high"), ({"cap": 2.0, "level": "token"}, "cap, level")):
+        with pytest.raises(ValueError, match=f"does not take {refused}"):
+            objective_options("dapo", correction=CorrectionOptions(**options)).build()
     with pytest.raises(ValueError, match="unknown algorithm 'nope'; there is: cispo, clip_cov"):
         objective_options("nope")
 

@@ -145,7 +145,7 @@ MISTAKES = {
     "form": ({"--reward": "absent"}, "a reward is named FILE.py:function, got 'absent'"),
     "model": ({"--model": "no/such/folder/here"}, "no model can be loaded from 'no/such/folder/here'"),
     "held out": ({"--held-out": 9000}, "cannot hold out 9000 distinct prompts of 8100 rows"),
-    "terms": ({"--objective.kl.estimator": "k1"}, "dapo has no KL penalty: give --objective.kl.coef"),
+    "terms": ({"--objective.kl.estimator": "k1"}, "the objective has no KL penalty: give --objective.kl.coef"),
 }
 
 

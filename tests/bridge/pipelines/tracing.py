@@ -33,6 +33,7 @@ class Trace:
     """(prompt, answer, completion, reward) of every call of the reward."""
     reference_at_start: Any = None
     policy_at_start: Any = None
+    supervised: Any = None
     reference: Any = None
     policy: Any = None
 
@@ -55,7 +56,8 @@ def same(a, b):
 
 def trace_calls(monkeypatch):
     """The trace that the next run in this process writes."""
-    trace, generate, grpo, step = Trace(), InferenceEngine.generate, pipeline.grpo, PolicyModule.train_step
+    trace, generate, step = Trace(), InferenceEngine.generate, PolicyModule.train_step
+    sft, grpo = pipeline.sft, pipeline.grpo
 
     def generating(engine, prompts, sampling):
         completions = generate(engine, prompts, sampling)
@@ -69,6 +71,10 @@ def trace_calls(monkeypatch):
         trace.trained.append((batch, denominator))
         return step(module, batch, denominator)
 
+    def supervising(run, policy, *rest, **options):
+        trace.supervised = policy._executor._worker
+        return sft(run, policy, *rest, **options)
+
     def looping(run, policy, rollout, *rest, reference=None, **options):
         trace.policy, trace.reference = policy._executor._worker, reference._executor._worker
         trace.policy_at_start, trace.reference_at_start = weights(trace.policy.model), weights(trace.reference.model)
@@ -76,5 +82,6 @@ def trace_calls(monkeypatch):
 
     monkeypatch.setattr(InferenceEngine, "generate", generating)
     monkeypatch.setattr(PolicyModule, "train_step", training)
+    monkeypatch.setattr(pipeline, "sft", supervising)
     monkeypatch.setattr(pipeline, "grpo", looping)
     return trace
