@@ -3,7 +3,7 @@
 import inspect
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import tyro
@@ -26,6 +26,8 @@ class ObjectiveOptions:
     aggregation: AggregationOptions = AggregationOptions()
     dynamic_sampling: bool | None = None
     """Leave groups whose rewards are all equal out of the update and of its denominator. None is the recipe's."""
+    dual_clip: float | None = None
+    """Bound of a clipped loss where the advantage is negative, above 1. None is the recipe's."""
     algorithm: str = field(default="", init=False)
 
     def build(self) -> rl_fn.Objective:
@@ -34,10 +36,14 @@ class ObjectiveOptions:
         constants = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in shared}
         terms = {name: getattr(self, name) for name in ("kl", "entropy", "correction", "aggregation")}
         objective = with_terms(getattr(rl_fn.recipes, self.algorithm)(**constants), terms)
-        if self.dynamic_sampling is None:
-            return objective
-        sampling = objective.dynamic_sampling or components.DynamicSampling()
-        return objective.replace(dynamic_sampling=sampling if self.dynamic_sampling else None)
+        if self.dynamic_sampling is not None:
+            sampling = objective.dynamic_sampling or components.DynamicSampling()
+            objective = objective.replace(dynamic_sampling=sampling if self.dynamic_sampling else None)
+        if self.dual_clip is not None:
+            if "dual_clip" not in {constant.name for constant in fields(objective.loss)}:
+                raise ValueError(f"the loss of {self.algorithm} has no dual_clip: {objective.loss}")
+            objective = objective.replace(loss=replace(objective.loss, dual_clip=self.dual_clip))
+        return objective
 
 
 def _option_type(annotation: Any) -> Any:

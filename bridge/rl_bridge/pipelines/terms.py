@@ -52,22 +52,24 @@ class CorrectionOptions(TermOptions):
     """Importance weights π_old/μ against the log-probabilities that the rollout kept."""
 
     kind: Literal["none", "tis", "icepop"] | None = None
-    """tis: truncated at cap. icepop: 0 outside of [low, high]."""
+    """tis: truncated at cap. icepop: 0 outside of [low, high]. none takes the recipe's away."""
     cap: float | None = None
     low: float | None = None
     high: float | None = None
     level: Level | None = None
     """A weight for each token, or for each completion."""
 
-    def component(self, _: Any) -> Any:
-        """The term in place of the recipe's; the component's own defaults for what is not given."""
+    def component(self, correction: Any) -> Any:
+        """The weights, times the recipe's own ``correction`` (M2PO's mask); their defaults for what is not given."""
         kinds = {"tis": (components.TIS, {"cap", "level"}), "icepop": (components.IcePop, {"low", "high", "level"})}
         constants = {name: value for name, value in self.given().items() if name != "kind"}
-        kind, takes = kinds.get(self.kind or "none", (lambda: None, set()))
+        kind, takes = kinds.get(self.kind or "none", (None, set()))
         if not constants.keys() <= takes:
             given = ", ".join(sorted(constants.keys() - takes))
             raise ValueError(f"--objective.correction.kind {self.kind} does not take {given}")
-        return kind(**constants)
+        if kind is None or correction is None:
+            return None if kind is None else kind(**constants)
+        return components.Product((correction, kind(**constants)))
 
 
 @dataclass(frozen=True, kw_only=True)

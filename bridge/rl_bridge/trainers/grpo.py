@@ -75,7 +75,8 @@ def grpo(
         rewards = torch.tensor(scores).view(len(rows), sampling.n)
 
         batch = collate(completions, pad_token_id)
-        rollouts = Rollouts(rewards, batch.mask.view(*rewards.shape, -1))
+        of_group: Any = (rewards, batch.mask.view(*rewards.shape, -1))
+        rollouts = Rollouts(*of_group)
         advantages = advantages_of(rollouts).advantages
         computed, counted = selection_of(rollouts, advantages)
         batch = batch._replace(advantages=advantages.flatten(0, 1), old_logprobs=batch.rollout_logprobs)

@@ -75,17 +75,17 @@ class PolicyModule(CausalLMModule):
         width = batch.mask.shape[1]
         with torch.no_grad():
             outputs = [self(part) for part in micro_batches]
-        whole = [
+        logprobs, entropies = (
             torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in column]).requires_grad_()
             for column in zip(*outputs, strict=True)
-        ]
-        metrics = self._backward(batch, *whole, denominator)
+        )
+        metrics = self._backward(batch, logprobs, entropies, denominator)
         first = 0
         for part in micro_batches:
             rows, columns = part.mask.shape
             pairs = [
                 (x, w.grad[first : first + rows, :columns])
-                for x, w in zip(self(part), whole, strict=True)
+                for x, w in zip(self(part), (logprobs, entropies), strict=True)
                 if w.grad is not None
             ]
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])

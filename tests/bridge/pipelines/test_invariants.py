@@ -145,6 +145,16 @@ def test_every_row_trains_with_the_advantage_of_its_own_completion(traced):
     assert len(found) == 2 * 4 * 4 and set(found) == set(wanted) and len(trace.trained) == 4
 
 
+def test_a_run_resumed_after_its_last_step_evaluates_the_trained_weights(short, run_to_end, monkeypatch):
+    folder = run_to_end(short())
+    (folder / "summary.json").unlink()
+    trace = trace_calls(monkeypatch)
+    run_to_end(short("--resume"))
+    saved, _ = load_pretrained(str(folder / "model"))
+    assert not trace.trained and [call[1].n for call in trace.generated] == [1, 1]
+    assert all(same(list(saved.parameters()), call[3]) for call in trace.generated)
+
+
 def test_the_summary_compares_the_same_rows_before_and_after(traced):
     folder, trace = traced
     summary = json.loads((folder / "summary.json").read_text())

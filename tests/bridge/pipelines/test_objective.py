@@ -104,6 +104,12 @@ def test_terms_are_replaced_in_any_recipe(words, changes):
 def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
     grpo, dr_grpo = rl_fn.recipes.grpo(), rl_fn.recipes.dr_grpo(max_completion_length=8.0)
     assert built("objective:grpo", "--objective.kl.estimator", "k2") == grpo.replace(kl=components.KL("k2", 0.04))
+    m2po = rl_fn.recipes.m2po()
+    both = components.Product((m2po.correction, components.TIS(1.5)))
+    tis = CorrectionOptions(kind="tis", cap=1.5)
+    assert objective_options("m2po", correction=tis).build() == m2po.replace(correction=both)
+    dual = rl_fn.recipes.gspo().loss
+    assert built("objective:gspo", "--objective.dual-clip", "3").loss == dataclasses.replace(dual, dual_clip=3.0)
     assert built("objective:grpo", "--objective.kl.coef", "0") == grpo.replace(kl=None)
     kept = objective_options(
         "dr_grpo", max_completion_length=8.0, aggregation=AggregationOptions(max_completion_length=9.0)
@@ -114,6 +120,8 @@ def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
     for options, refused in (({"kind": "tis", "high": 3.0}, "high"), ({"cap": 2.0, "level": "token"}, "cap, level")):
         with pytest.raises(ValueError, match=f"does not take {refused}"):
             objective_options("dapo", correction=CorrectionOptions(**options)).build()
+    with pytest.raises(ValueError, match="the loss of sapo has no dual_clip"):
+        objective_options("sapo", dual_clip=3.0).build()
     with pytest.raises(ValueError, match="unknown algorithm 'nope'; there is: cispo, clip_cov"):
         objective_options("nope")
 
