@@ -73,6 +73,13 @@ COMMANDS = [
         "goes on with the short run",
     ),
     Command(".venv/bin/rl-fn train grpo --help"),
+    Command(
+        ".venv/bin/rl-fn train grpo objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01",
+        ".venv/bin/rl-fn train grpo objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01 "
+        f"--name gspo {TINY}",
+        "minutes",
+    ),
+    Command(".venv/bin/rl-fn train grpo objective:gspo --help"),
     Command("rl-fn train grpo", "rl-fn train grpo --help", "the quickstart again"),
     Command(
         ".venv/bin/rl-fn train grpo --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id "
