@@ -111,12 +111,14 @@ def _scan_of_symbolic_length(
     decay: jax.Array | None, inputs: jax.Array, init: jax.Array, cuts: jax.Array | None, *, reverse: bool
 ) -> jax.Array:
     """Run `scan` where the length is a symbol of jax.export, and how many steps to write out is not known."""
-    edge = slice(-1, None) if reverse else slice(0, 1)
-    at_edge = [None if x is None else x[..., edge] for x in (decay, cuts)]
-    first = _carried_in(*at_edge, init[..., None]) + inputs[..., edge]
-    inputs = jnp.concatenate([inputs[..., :-1], first] if reverse else [first, inputs[..., 1:]], axis=-1)
-    steps = (decay, inputs, cuts)
-    return jax.lax.associative_scan(_composed, steps, reverse=reverse, axis=inputs.ndim - 1)[1]
+    # A step in front that gives init, whatever comes before it.
+    extra = (jnp.ones_like(init), init, jnp.zeros_like(init, dtype=bool))
+    steps: list[jax.Array | None] = []
+    for one, x in zip(extra, (decay, inputs, cuts), strict=True):
+        both = (x, one[..., None].astype(x.dtype)) if x is not None else ()
+        steps.append(jnp.concatenate(both if reverse else both[::-1], axis=-1) if both else None)
+    totals = jax.lax.associative_scan(_composed, tuple(steps), reverse=reverse, axis=inputs.ndim - 1)[1]
+    return totals[..., :-1] if reverse else totals[..., 1:]
 
 
 def segment_totals(x: jax.Array, segment_ids: Array | None) -> jax.Array:

@@ -46,52 +46,87 @@ def bind(
     return jax.tree.unflatten(tree, associative_scan_p.bind(*leaves, combine=closed, axis=axis, reverse=reverse))
 
 
+Combine = Callable[..., Sequence[Tensor]]
+
+
+def restricted(combine: Any, wanted: Sequence[int]) -> tuple[tuple[int, ...], Any]:
+    """Which results the wanted ones are made of, on the left, and `combine` for these alone."""
+    jaxpr, kept = combine.jaxpr, tuple(wanted)
+    count = len(jaxpr.outvars)
+    while True:
+        needed, equations = {id(jaxpr.outvars[i]) for i in kept}, []
+        for eqn in reversed(jaxpr.eqns):
+            if needed.intersection(map(id, eqn.outvars)):
+                needed.update(map(id, eqn.invars))
+                equations.append(eqn)
+        grown = tuple(i for i in range(count) if i in kept or id(jaxpr.invars[i]) in needed)
+        if grown == kept:
+            break
+        kept = grown
+    invars = [*(jaxpr.invars[i] for i in kept), *jaxpr.invars[count:]]
+    body = jaxpr.replace(invars=invars, outvars=[jaxpr.outvars[i] for i in kept], eqns=equations[::-1])
+    return kept, jex_core.ClosedJaxpr(body, combine.consts)
+
+
 def associative_scan(
-    combine: Callable[..., Sequence[Tensor]], elements: Sequence[Tensor], axis: int, reverse: bool
+    combine: Combine,
+    elements: Sequence[Tensor],
+    axis: int,
+    reverse: bool,
+    wanted: Sequence[int] | None = None,
+    last: Combine | None = None,
 ) -> list[Tensor]:
     """The inclusive scan by `combine(*left, *right)`, which takes slices of any size along `axis`.
 
+    `last(*wanted of left, *right)` is `combine` for the results that are wanted, where not all are.
+    """
+    wanted = range(len(elements)) if wanted is None else wanted
+    size = elements[0].shape[axis]
+    if size < 2:
+        return [elements[i] for i in wanted]
+    parts = [x.split((size - 1, 1) if reverse else (1, size - 1), axis) for x in elements]
+    init = [parts[i][-1 if reverse else 0] for i in wanted]
+    rest = [part[0 if reverse else 1] for part in parts]
+    results = _from(init, combine, last or combine, rest, axis, reverse)
+    return [torch.cat((x, i) if reverse else (i, x), axis) for i, x in zip(init, results, strict=True)]
+
+
+def _from(
+    init: Sequence[Tensor], combine: Combine, last: Combine, elements: Sequence[Tensor], axis: int, reverse: bool
+) -> list[Tensor]:
+    """The scan that goes on from `init`.
+
     Every block of BLOCK positions is run through at once; then the blocks' ends, by the same function; then each block
-    is combined with what comes before it. Blocks are counted in the order of the scan; the last may be shorter.
+    is combined with what comes before it.
     """
     size = elements[0].shape[axis]
-    if size == 0:
-        return list(elements)
-
-    def first(x: Tensor, count: int) -> Tensor:
-        return x.narrow(axis, x.shape[axis] - count if reverse else 0, count)
-
-    def after(x: Tensor, count: int) -> Tensor:
-        return x.narrow(axis, 0 if reverse else count, x.shape[axis] - count)
-
     width = min(size, BLOCK)
-    places = [size - 1 - i if reverse else i for i in range(width)]
-    columns = [[_every(x, axis, place % width, width) for x in elements] for place in places]
-    states = [columns[0]]
-    for column in columns[1:]:
-        states.append(list(combine(*(first(x, column[0].shape[axis]) for x in states[-1]), *column)))
-    blocks = size // width
-    joined = []
-    for parts in zip(*states, strict=True):
-        whole = [first(part, blocks) for part in parts]
-        pieces = [torch.stack(whole[::-1] if reverse else whole, axis + 1).flatten(axis, axis + 1)]
-        surplus = [after(part, blocks) for part in parts[: size - blocks * width]]
-        joined.append(torch.cat([*surplus[::-1], *pieces] if reverse else [*pieces, *surplus], axis))
-    if size <= BLOCK:
-        return joined
-    ends = associative_scan(combine, states[-1], axis, reverse)
-    before = [first(_repeated(x, axis, BLOCK), size - BLOCK) for x in ends]
-    later = combine(*before, *(after(x, BLOCK) for x in joined))
-    pairs = zip(joined, later, strict=True)
-    return [torch.cat([b, first(a, BLOCK)] if reverse else [first(a, BLOCK), b], axis) for a, b in pairs]
+    blocks = -(-size // width)
+    surplus = blocks * width - size
+    if surplus:  # behind the last element in the order of the scan, where nothing reads it
+        elements = [_padded(x, axis, surplus, reverse) for x in elements]
+    columns = [x.unflatten(axis, (blocks, width)).unbind(axis + 1) for x in elements]
+    places = list(zip(*columns, strict=True))[:: -1 if reverse else 1]
+    results: list[Sequence[Tensor]] = []
+    if blocks == 1:
+        for place in places:
+            results.append(last(*(results[-1] if results else init), *place))
+    else:
+        states: list[Sequence[Tensor]] = [places[0]]
+        for place in places[1:]:
+            states.append(combine(*states[-1], *place))
+        ends = _from(init, combine, last, states[-1], axis, reverse)
+        before = [
+            torch.cat((x.narrow(axis, 1, blocks - 1), i) if reverse else (i, x.narrow(axis, 0, blocks - 1)), axis)
+            for i, x in zip(init, ends, strict=True)
+        ]
+        results = [last(*before, *state) for state in states]
+    if reverse:
+        results.reverse()
+    joined = [torch.stack(column, axis + 1).flatten(axis, axis + 1) for column in zip(*results, strict=True)]
+    return [x.narrow(axis, surplus if reverse else 0, size) for x in joined] if surplus else joined
 
 
-def _every(x: Tensor, axis: int, start: int, step: int) -> Tensor:
-    return x[(slice(None),) * axis + (slice(start, None, step),)]
-
-
-def _repeated(x: Tensor, axis: int, times: int) -> Tensor:
-    """Every entry along the axis, `times` times in a row."""
-    shape = list(x.shape)
-    shape.insert(axis + 1, times)
-    return x.unsqueeze(axis + 1).expand(shape).flatten(axis, axis + 1)
+def _padded(x: Tensor, axis: int, count: int, front: bool) -> Tensor:
+    zeros = x.new_zeros([count if i == axis else n for i, n in enumerate(x.shape)])
+    return torch.cat((zeros, x) if front else (x, zeros), axis)

@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rl_bridge.functional import sizes, trace
+from rl_bridge.functional.contraction import without_autocast
 from rl_bridge.functional.dtypes import jax_dtype, wide_types
 from rl_bridge.functional.guards import refuse_fork
 from rl_bridge.functional.program import Program
@@ -91,7 +92,8 @@ class _Lowering:
             if shapes is not None:
                 _bound(self._programs)
                 self._programs[static, shapes] = program
-        return program(*tensors)
+        with without_autocast(tensors[0].device.type):
+            return program(*tensors)
 
     def _find(self, static: Any, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor]) -> Program:
         who = f"from_jax({self.name})"

@@ -87,6 +87,7 @@ class Builder:
         root = parent.root if parent else self
         self.root: Builder = root
         self.inside_rule = inside_rule or (parent is not None and parent.inside_rule)  # of a custom derivative
+        self.used: set[Any] = set()  # the variables that the jaxpr at hand reads
         self.statements: list[_Statement] = []
         self.seen: dict[str, tuple[str, ...]] = {}
         self.sums: dict[str, tuple[str, tuple[int, ...], int]] = {}  # operand, axes, rank of each sum
@@ -216,7 +217,10 @@ class Builder:
 
         env.update(zip(jaxpr.constvars, map(self.constant, closed.consts), strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
+        atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+        used = {atom for atom in atoms if not isinstance(atom, jex_core.Literal)}
         for eqn in jaxpr.eqns:
+            self.used = used
             lower = RULES.get(eqn.primitive.name)
             if lower is None:
                 raise NotImplementedError(

@@ -110,6 +110,17 @@ def gather(operand: Tensor, indices: Tensor, how: Indexing, sizes: tuple[int, ..
     return torch.where(valid.reshape(view), result, torch.full((), fill, dtype=result.dtype, device=result.device))
 
 
+def slice_at(operand: Tensor, start: int, count: int, how: Indexing, sizes: tuple[int, ...], fill: Any) -> Tensor:
+    """lax.gather of one slice whose `count` index components are all the number `start`: a view, if it is in range."""
+    starts = [start if dim in how.indexed else 0 for dim in range(operand.dim())]
+    if not all(0 <= at <= n - size for at, n, size in zip(starts, operand.shape, sizes, strict=True)):
+        indices = torch.full((count,), start, dtype=torch.long, device=operand.device)
+        return gather(operand, indices, how, sizes, fill)
+    for dim, (at, size) in enumerate(zip(starts, sizes, strict=True)):
+        operand = operand.narrow(dim, at, size) if size != operand.shape[dim] else operand
+    return operand.squeeze(how.collapsed) if how.collapsed else operand
+
+
 _REDUCE = {"mul": "prod", "min": "amin", "max": "amax"}
 
 

@@ -8,7 +8,7 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from rl_bridge.functional import control
-from rl_bridge.functional.associative_scan import associative_scan
+from rl_bridge.functional.associative_scan import associative_scan, restricted
 from rl_bridge.functional.dtypes import is_float, torch_dtype
 from rl_bridge.functional.emitter import Builder, Value, rule
 
@@ -141,7 +141,13 @@ def _while(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
 
 @rule("associative_scan")
 def _associative_scan(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
-    combine = b.function(eqn.params["combine"], [None] * (2 * len(xs)))
+    combine, axis, reverse = (eqn.params[name] for name in ("combine", "axis", "reverse"))
+    wanted, last = restricted(combine, [i for i, var in enumerate(eqn.outvars) if var in b.used])
+    functions = [b.function(closed, [None] * len(closed.jaxpr.invars)) for closed in (combine, last)]
     elements = "".join(f"{b.full(x)}, " for x in xs)
     run = b.bind("scan", associative_scan)
-    return _results(b, eqn, f"{run}({combine}, ({elements}), {eqn.params['axis']}, {eqn.params['reverse']})")
+    names = b.emit(f"{run}({functions[0]}, ({elements}), {axis}, {reverse}, {wanted}, {functions[1]})", len(wanted))
+    results = list(xs)  # nothing reads what is not wanted
+    for i, name in zip(wanted, names, strict=True):
+        results[i] = Value(name, xs[i].shape, xs[i].dtype, xs[i].shape, aliases_input=True)
+    return results

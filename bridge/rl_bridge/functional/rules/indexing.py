@@ -36,8 +36,11 @@ def _gather(b: Builder, eqn: Any, x: Value, indices: Value) -> Value:
         tuple(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)),
         _mode(p["mode"]),
     )
-    call = f"{b.bind('gather', torch_gather.gather)}({b.full(x)}, {b.full(indices)}, {b.bind('how', how)}, "
-    return b.out(f"{call}{b.shape(p['slice_sizes'])}, {_fill(p['fill_value'], x.dtype)})", eqn)
+    rest = f"{b.bind('how', how)}, {b.shape(p['slice_sizes'])}, {_fill(p['fill_value'], x.dtype)}"
+    if indices.is_number and len(indices.shape) == 1:  # x[..., 1:] of a symbolic size is a gather at a known place
+        call = f"{b.bind('slice', torch_gather.slice_at)}({b.full(x)}, {indices.code}, {indices.shape[0]}"
+        return b.out(f"{call}, {rest})", eqn, alias=x.aliases_input)
+    return b.out(f"{b.bind('gather', torch_gather.gather)}({b.full(x)}, {b.full(indices)}, {rest})", eqn)
 
 
 @rule(

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_bridge.functional.contraction import contract
 from rl_bridge.functional.dtypes import is_float, torch_dtype
 from rl_bridge.functional.emitter import Builder, Value, rule
 
@@ -111,5 +112,5 @@ def _dot_general(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
     result += [c for j, c in enumerate(right) if j not in (*contract_y, *batch_y)]
     dtype = torch_dtype(eqn.outvars[0].aval.dtype)
     operands = [b.full(v) if v.dtype == eqn.outvars[0].aval.dtype else f"{b.full(v)}.to({dtype})" for v in (x, y)]
-    equation = f"{''.join(left)},{''.join(right)}->{''.join(result)}"
-    return b.out(f"torch.einsum('{equation}', {operands[0]}, {operands[1]})", eqn)
+    letters = tuple("".join(x) for x in (left, right, result))
+    return b.out(f"{b.bind('contract', contract)}({letters}, {operands[0]}, {operands[1]})", eqn)
