@@ -33,8 +33,8 @@ def markup(text: str, names: frozenset[str] = frozenset()) -> str:
 
 
 def equation(paragraph: str, names: frozenset[str] = frozenset()) -> str:
-    """A block of HTML with one line for each part of the equation; a semicolon and two spaces end a part."""
+    """A block of HTML with one line for each part of the equation; two spaces behind a comma or semicolon end one."""
     # A line of the docstring that ends in a semicolon ends a part too; any other goes on in the next line.
-    parts = re.split(r";(?:\s{2,}|\n)", paragraph)
+    parts = re.split(r"[;,]\s{2,}|;\n", paragraph)
     lines = "".join(f"<span>{markup(' '.join(part.split()), names)}</span>" for part in parts if part.strip())
     return f'<div class="equation" role="math">{lines}</div>'

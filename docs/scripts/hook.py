@@ -13,9 +13,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.scripts import reference, torch_reference
 from docs.scripts.equations import equation
 from docs.scripts.pictures import TITLES, pictures
-from docs.scripts.reference import pages
 from rl_fn import recipes
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,8 @@ def linked(text: str, source: PurePosixPath) -> set[PurePosixPath]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is made by the code, and what docs/ links to elsewhere in the repository."""
-    made: dict[str, str | bytes] = {f"reference/{name}": text for name, text in pages().items()}
+    references = reference.pages() | torch_reference.pages()
+    made: dict[str, str | bytes] = {f"reference/{name}": text for name, text in references.items()}
     made |= pictures()
     waiting = [(file.content_string, source_of(file.src_uri)) for file in files.documentation_pages()]
     while waiting:

@@ -79,7 +79,7 @@ def _items(body: str) -> Iterator[tuple[str, str]]:
         yield name, text
 
 
-def _section(title: str, body: str, links: dict[str, str]) -> list[str]:
+def _part(title: str, body: str, links: dict[str, str]) -> list[str]:
     lines = [f"**{TITLES[title]}**", ""]
     if title in ("Args:", "Raises:"):
         lines += [f"- `{name}` – {_escaped(text, links)}" for name, text in _items(body)]
@@ -92,35 +92,43 @@ def signature(path: str, x: Callable[..., Any]) -> str:
     """The call with its defaults, without annotations: shapes stand beside the arguments."""
     parameters = inspect.signature(x).parameters.values()
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters if not p.name.startswith("_")]
-    one_line = f"{path}{inspect.Signature(plain)}"
-    if len(one_line) <= 88:
-        return one_line
     words = [str(p) for p in plain]
     keyword = next((i for i, p in enumerate(plain) if p.kind is p.KEYWORD_ONLY), None)
-    if keyword is not None:
+    if keyword is not None and not any(p.kind is p.VAR_POSITIONAL for p in plain):
         words.insert(keyword, "*")
-    return f"{path}(\n" + "".join(f"    {word},\n" for word in words) + ")"
+    return call(path, words)
 
 
-def describe(path: str, name: str, x: Any, links: dict[str, str]) -> str:
-    """One public name as Markdown."""
-    parts = paragraphs(x)
+def call(path: str, words: list[str]) -> str:
+    """A call on one line, or with one argument a line where it is long."""
+    one_line = f"{path}({', '.join(words)})"
+    return one_line if len(one_line) <= 88 else f"{path}(\n" + "".join(f"    {word},\n" for word in words) + ")"
+
+
+def section(name: str, parts: list[str], call: str, source: str, links: dict[str, str], terms: list[str] | None) -> str:
+    """One public name as Markdown, from its docstring's paragraphs; with `terms`, the second is an equation in them."""
     lines = [f"## `{name}` {{ #{name} }}", "", _escaped(" ".join(parts[0].split()), links), ""]
-    keywords = frozenset({*inspect.signature(x).parameters, *rl_fn.__all__})
     rest = parts[1:]
-    if inspect.isroutine(x) and name not in PROCEDURES and not path.startswith("rl_fn.dialects"):
-        lines += [equation(rest.pop(0), keywords), ""]
-    lines += ["```python", signature(path, x), "```", ""]
+    if terms is not None:
+        lines += [equation(rest.pop(0), frozenset({*terms, *rl_fn.__all__})), ""]
+    lines += ["```python", call, "```", ""]
     for part in rest:
         title = next((s for s in SECTIONS if part.startswith(s)), None)
         if title is not None:
-            lines += _section(title, part.removeprefix(title), links)
+            lines += _part(title, part.removeprefix(title), links)
         elif part.startswith(">>>"):
             lines += ["**Example**", "", "```pycon", part, "```", ""]
         else:
             lines += [_escaped(" ".join(part.split()), links), ""]
-    source = Path(inspect.getsourcefile(inspect.unwrap(x)) or "").relative_to(ROOT)
-    return "\n".join([*lines, f'<p class="source">{source.as_posix()}</p>', ""])
+    return "\n".join([*lines, f'<p class="source">{source}</p>', ""])
+
+
+def describe(path: str, name: str, x: Any, links: dict[str, str]) -> str:
+    """One public name of rl_fn as Markdown."""
+    has_equation = inspect.isroutine(x) and name not in PROCEDURES and not path.startswith("rl_fn.dialects")
+    terms = [*inspect.signature(x).parameters] if has_equation else None
+    source = Path(inspect.getsourcefile(inspect.unwrap(x)) or "").relative_to(ROOT).as_posix()
+    return section(name, paragraphs(x), signature(path, x), source, links, terms)
 
 
 def title(page: str) -> str:

@@ -1,15 +1,18 @@
 """The site's pages are made of the code: no public name is without an entry, no recipe without a picture."""
 
+import inspect
 import re
 
 import numpy as np
 import pytest
 
 import rl_fn
-from docs.scripts import objectives
+import rl_kernels
+from docs.scripts import objectives, torch_reference
 from docs.scripts.equations import equation
 from docs.scripts.pictures import CLOSE, curves, thumbnail
 from docs.scripts.reference import PROCEDURES, anchors, entries, pages, paragraphs
+from rl_bridge import functional
 from rl_fn import components, recipes
 
 PAGES = pages()
@@ -79,3 +82,12 @@ def test_the_picture_of_a_recipe_shows_its_gradient(name):
 def test_a_picture_is_a_drawing_with_two_curves():
     svg = thumbnail("grpo").decode()
     assert svg.startswith("<?xml") and svg.count('id="line2d') >= 4
+
+
+@pytest.mark.parametrize("package", [rl_kernels, functional], ids=["rl_kernels", "functional"])
+def test_what_needs_torch_is_read_from_the_sources(package):
+    page = torch_reference.pages()[f"{package.__name__.split('.')[-1]}.md"]
+    assert re.findall(r"^## `(\w+)`", page, flags=re.MULTILINE) == package.__all__
+    for name in package.__all__:
+        for parameter in inspect.signature(getattr(package, name)).parameters:
+            assert parameter in page.split(f"{{ #{name} }}")[1].split("\n## ")[0], (name, parameter)
