@@ -74,7 +74,10 @@ benchmark-bridge: $(STAMP)
 
 # The mutation score, hours on one core; MUTATION="--sample 600 --seed 7" for an estimate.
 mutation: $(STAMP)
+	$(BIN)/python -m tests.mutation --by-hand $(MUTATION)
+	$(BIN)/python -m tests.mutation --package rl_bridge --by-hand $(MUTATION)
 	$(BIN)/python -m tests.mutation $(MUTATION)
+	$(BIN)/python -m tests.mutation --package rl_bridge $(MUTATION)
 
 benchmark-core: $(PEERS)
 	.venv-peers/bin/python experiments/benchmarks/core.py

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.mutation import by_hand
 from tests.mutation.mutants import Mutant, mutants
 
 
@@ -47,6 +48,21 @@ class Package:
             self.trees[file] = tree
             self.mutants |= {mutant.id: mutant for mutant in found}
         self._closures: dict[tuple[str, str], list[types.FunctionType]] | None = None
+
+    def add(self, entries: list[dict[str, str]], root: Path) -> list[Mutant]:
+        """The faults that are written by hand, as mutants of this package."""
+        found = []
+        for entry in entries:
+            file = (root / entry["file"]).relative_to(self.folder).as_posix()
+            source = (root / entry["file"]).read_text(encoding="utf-8")
+            found.append(by_hand.mutant(entry, self.trees[file], source, file))
+        self.mutants |= {mutant.id: mutant for mutant in found}
+        return found
+
+    def source(self, mutant: Mutant) -> str:
+        """The text of the mutant's file with the mutant in it."""
+        with mutant.set():
+            return ast.unparse(self.trees[mutant.file])
 
     def module(self, file: str) -> types.ModuleType:
         parts = file.removesuffix(".py").removesuffix("__init__").strip("/").split("/")
@@ -134,8 +150,9 @@ class Package:
 
     def _constant(self, mutant: Mutant) -> Callable[[], None]:
         """The other constants of the file that are made of this one are made again."""
-        body, new = self.trees[mutant.file].body, {}
+        new: dict[str, Any] = {}
         with mutant.set():
+            body = self.trees[mutant.file].body
             first = self._statement(mutant, body)[0]
             for node in body:
                 if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -162,9 +179,9 @@ class Package:
 
     def _class_attribute(self, mutant: Mutant) -> Callable[[], None]:
         """A dataclass's default is in the class and among the defaults of its __init__."""
-        classes = [n for n in self.trees[mutant.file].body if isinstance(n, ast.ClassDef)]
-        body = next(n.body for n in classes if n.name == mutant.owner)
         with mutant.set():
+            classes = [n for n in self.trees[mutant.file].body if isinstance(n, ast.ClassDef)]
+            body = next(n.body for n in classes if n.name == mutant.owner)
             name, node = self._statement(mutant, body)
             new = self._value(mutant, node)
         cls = getattr(self.module(mutant.file), mutant.owner)

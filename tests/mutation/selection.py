@@ -7,7 +7,7 @@ from pathlib import Path
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 # Generated over the table of cases: only the case in the test's id says which function it is about.
-GENERATED = ("test_laws.py", "test_oracle.py")
+GENERATED = tuple(f"test_{law}.py" for law in ("laws", "oracle", "gradients", "ties", "adversarial", "not_a_number"))
 
 
 def identifiers(node: ast.AST) -> set[str]:

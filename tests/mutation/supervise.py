@@ -15,7 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tests.mutation import forked
 from tests.mutation.mutants import Mutant
+from tests.mutation.patch import Package
 from tests.mutation.worker import ROOT, serve
 
 # The tests of rl_fn: its own folder and the doctests.
@@ -105,17 +107,16 @@ class Worker:
 class Store:
     """Results on disk, valid as long as the files they were made from are unchanged."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, folder: Path = ROOT / "rl_fn", tests: Path = ROOT / "tests/rl_fn") -> None:
         self.path = path
         self.data: dict[str, Any] = {"results": {}}
         if path.exists():
             self.data = json.loads(path.read_text(encoding="utf-8"))
-        folder = ROOT / "rl_fn"
         self.sources = {p.relative_to(folder).as_posix(): digest([p]) for p in folder.rglob("*.py")}
         support = [*(ROOT / "tests/oracle").glob("*.py"), *(ROOT / "tests/rl_fn/cases").glob("*.py")]
         support += [ROOT / f"tests/rl_fn/{name}.py" for name in ("laws", "registry", "recipe_batches")]
         self.support = digest(support)
-        self.all_tests = digest((ROOT / "tests/rl_fn").rglob("*.py")) + self.support
+        self.all_tests = digest(tests.rglob("*.py")) + self.support
 
     def test_key(self, nodeid: str) -> str:
         path = ROOT / nodeid.split("::")[0]
@@ -203,6 +204,65 @@ class Crew:
                 self.store.put(mutant, status, by, seconds, ran, self.budget(mutant))
         self.store.save()
         return worker
+
+
+class Forks:
+    """Threads that each have one process fork a child for every mutant (forked.py), until none is left."""
+
+    def __init__(self, package: Package, store: Store, budget: Budget, progress: tqdm) -> None:
+        self.package, self.store, self.budget, self.progress = package, store, budget, progress
+        self.lock, self.stopping = threading.Lock(), threading.Event()
+
+    def drive(self, waiting: queue.SimpleQueue[Mutant]) -> None:
+        context = multiprocessing.get_context("spawn")
+        connection, child = context.Pipe()
+        folder = self.package.folder.relative_to(ROOT).as_posix()
+        compiled = str(self.store.path.with_name("compiled"))
+        process = context.Process(target=forked.serve, args=(child, folder, compiled), daemon=True)
+        process.start()
+        child.close()
+        connection.recv()
+        try:
+            while not self.stopping.is_set():
+                try:
+                    mutant = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                with self.lock:  # one tree for all threads
+                    source = self.package.source(mutant)
+                connection.send((mutant.file, source, self.budget(mutant)))
+                status, by, seconds, ran = connection.recv()
+                if status == "broken":
+                    raise RuntimeError(by)
+                with self.lock:
+                    self.store.put(mutant, status, by, seconds, ran, self.budget(mutant))
+                    self.store.save()
+                    self.progress.update()
+        finally:
+            connection.send(None)
+            process.join(10)
+
+
+def run_forked(package: Package, mutants: list[Mutant], store: Store, processes: int, budget: Budget) -> set[str]:
+    """Every mutant that has no valid result yet, each in a process of its own."""
+    waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+    todo = [mutant for mutant in mutants if store.result(mutant, budget(mutant)) is None]
+    for mutant in todo:
+        waiting.put(mutant)
+    with tqdm(total=len(todo), desc="mutants", mininterval=5) as progress:
+        forks = Forks(package, store, budget, progress)
+        threads = [threading.Thread(target=forks.drive, args=(waiting,)) for _ in range(min(processes, len(todo)))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            forks.stopping.set()
+            for thread in threads:
+                thread.join()
+            raise
+    return {mutant.id for mutant in mutants if store.result(mutant, budget(mutant)) is None}
 
 
 def run(mutants: list[Mutant], store: Store, processes: int, examples: int, budget: Budget) -> set[str]:

@@ -62,6 +62,7 @@ class Plugin:
         items[:] = [item for item in items if not any(word in item.nodeid for word in EXCLUDED)]
 
     def pytest_runtestloop(self, session: Any) -> bool:
+        from tests.mutation import by_hand
         from tests.mutation.patch import Package
         from tests.mutation.selection import Selection
 
@@ -75,6 +76,7 @@ class Plugin:
             if isinstance(x, functools._lru_cache_wrapper)
         ]
         self.package = Package(ROOT / "rl_fn", "rl_fn")
+        self.package.add(by_hand.read("rl_fn"), ROOT)
         self.selection = Selection(list(self.items), ROOT, self.package.trees)
         self.connection.send(("ready", sorted(self.items)))
         while (request := self.connection.recv()) is not None:

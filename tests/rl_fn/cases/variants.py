@@ -183,6 +183,13 @@ case(
     differentiable=(0,),
 )
 
+case(
+    "maxrl_advantages[negative]",
+    lambda d: ((d.uniform(-1.0, -0.1, B, G), d.mask(B, G)), {}),
+    differentiable=(0,),
+    mask=1,
+)
+
 case("overlong_penalty[shorter]", lambda d: ((d.integers(30, B, G),), {"max_length": 12, "buffer": 8}))
 case(
     "group_filter[high]",
