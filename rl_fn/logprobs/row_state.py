@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from rl_fn._numerics import POSITIVE, Array, Number, as_float, as_ids, as_mask, has_shape, numbers, per_row, same_shape
+from rl_fn._numerics import (
+    ANY,
+    POSITIVE,
+    Array,
+    Number,
+    as_float,
+    as_ids,
+    as_mask,
+    has_shape,
+    numbers,
+    per_row,
+    same_shape,
+)
 
 Logits = Float[Array, "*batch V"]
 
@@ -119,7 +131,8 @@ def row_state(
     base = jnp.where(maximum != -jnp.inf, maximum, 0.0)
     shifted = jnp.where(allowed, x - base[..., None], 0.0)
     e = jnp.where(allowed, jnp.exp(shifted), 0.0)
-    local = as_ids(tokens) - start
+    ids = as_ids(tokens)
+    local = ids - numbers(ids.dtype, ANY, start=start)[0]
     inside = (local >= 0) & (local < x.shape[-1])
     index = jnp.where(inside, local, 0)[..., None]
     target = jnp.take_along_axis(x, index, axis=-1)[..., 0]
