@@ -1,5 +1,7 @@
 """Around the group's advantages: which groups are worth training on, and a penalty for answers that grow too long."""
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Float, Real
 
@@ -12,22 +14,22 @@ def group_filter(
     rewards: Rewards,
     valid: Valid | None = None,
     *,
-    low: Number = 0.0,
-    high: Number = 1.0,
+    low: Number = -math.inf,
+    high: Number = math.inf,
     group_ids: Groups | None = None,
 ) -> Valid:
     """DAPO's dynamic sampling as a mask: keep the groups that carry a gradient.
 
-    keep where low < mean of the group < high and not all of its rewards are equal
+    keep where not all rewards of the group are equal, and low < mean of the group < high
 
-    With rewards of 0 and 1 and the default bounds the two say the same: some answer is right and some is wrong. The
-    bounds also drop groups that are nearly solved or nearly hopeless.
+    Without bounds any two different rewards will do: 0 and 1, DAPO's −1 and 1, or those of a reward model. The bounds,
+    in units of the reward, drop groups that are nearly solved or nearly hopeless as well.
 
     Args:
         rewards: `*batch G`, one group along the last axis.
         valid: True where an answer exists, `*batch G`; all by default.
-        low: the group's mean reward must exceed it.
-        high: the group's mean reward must stay below it.
+        low: the group's mean reward must exceed it; no bound by default.
+        high: the group's mean reward must stay below it; no bound by default.
         group_ids: `*batch G`, equal within a group, for ragged groups in any order.
 
     Returns:
@@ -40,7 +42,7 @@ def group_filter(
         Yu et al. (DAPO), arXiv 2503.14476 (dynamic sampling).
 
     >>> import jax.numpy as jnp
-    >>> group_filter(jnp.array([[1.0, 0.0], [1.0, 1.0]])).tolist()
+    >>> group_filter(jnp.array([[1.0, -1.0], [1.0, 1.0]])).tolist()
     [[True, True], [False, False]]
 
     """

@@ -137,6 +137,9 @@ def vtrace(
     ρₜ = min(ρ̄, π/μ), cₜ = λ min(c̄, π/μ). On-policy with ρ̄ = c̄ = 1, v is the λ-return. ρ̄ decides which policy's value
     the targets converge to (π's only without truncation), c̄ only how fast: the paper assumes ρ̄ ≥ c̄.
 
+    λ is IMPALA's (its remark 2): it shortens the traces, and the advantage looks ahead to vₜ₊₁ whatever λ is. For λ < 1
+    rlax's advantages are others: they look ahead to λvₜ₊₁ + (1 − λ)Vₜ₊₁.
+
     Args:
         rewards: per-token rewards, `*batch T`.
         values: V, `*batch T`.

@@ -5,7 +5,7 @@ import numpy as np
 from tests.oracle.base import f64
 
 
-def group_filter(rewards, valid=None, *, low=0.0, high=1.0, group_ids=None):
+def group_filter(rewards, valid=None, *, low=-np.inf, high=np.inf, group_ids=None):
     r = f64(rewards)
     exists = np.ones(r.shape, bool) if valid is None else valid
     out = np.zeros(r.shape, bool)

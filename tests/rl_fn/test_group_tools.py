@@ -9,9 +9,12 @@ from tests.rl_fn.registry import Draw
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_kept_are_exactly_the_groups_with_an_advantage(seed):
+@pytest.mark.parametrize(("wrong", "right"), [(0.0, 1.0), (-1.0, 1.0), (-7.0, -2.0), (3.0, 50.0)])
+def test_kept_are_exactly_the_groups_with_an_advantage(seed, wrong, right):
+    """Whatever the rewards stand for: DAPO's are −1 and 1."""
     d = Draw(seed)
-    rewards, valid = d.integers(2, 12, 3).astype(np.float32), d.rng.random((12, 3)) < 0.8
+    rewards = np.where(d.integers(2, 12, 3) == 1, np.float32(right), np.float32(wrong))
+    valid = d.rng.random((12, 3)) < 0.8
     kept = np.asarray(rl_fn.group_filter(rewards, valid))
     informative = np.asarray(rl_fn.grpo_advantages(rewards, valid)).any(axis=-1, keepdims=True)
     np.testing.assert_array_equal(kept, informative & valid)

@@ -31,7 +31,7 @@ DEFAULTS = {
     "reinforce_pp_baseline_advantages": {"eps": 1e-8},
     "gdpo_advantages": {"eps": 1e-6},
     "passk_advantages": {"scale": True, "eps": 1e-6},
-    "group_filter": {"low": 0.0, "high": 1.0},
+    "group_filter": {"low": -INF, "high": INF},
     "optimal_token_baseline_advantages": {"gamma": 1.0},
     "step_group_advantages": {"gamma": 0.95, "weight": 1.0, "eps": 1e-6},
     "ppo_clip": PPO,
