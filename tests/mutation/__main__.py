@@ -24,7 +24,11 @@ BRIDGE_TOP = ("checkpoint.py", "rewards.py", "types.py", "splitmix64.py")
 
 def chosen_of(package: Package, options: argparse.Namespace) -> list:
     if options.by_hand:
-        chosen = package.add(by_hand.read(options.package), ROOT)
+        entries = by_hand.read(options.package)
+        for entry in entries:
+            if reason := by_hand.wrong(entry, ROOT):
+                print(f"not planted, {reason}: {entry}", file=sys.stderr)
+        chosen = package.add([entry for entry in entries if not by_hand.wrong(entry, ROOT)], ROOT)
     else:
         chosen = list(package.mutants.values())
         if options.package == "rl_bridge":

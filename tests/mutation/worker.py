@@ -76,7 +76,7 @@ class Plugin:
             if isinstance(x, functools._lru_cache_wrapper)
         ]
         self.package = Package(ROOT / "rl_fn", "rl_fn")
-        self.package.add(by_hand.read("rl_fn"), ROOT)
+        self.package.add([x for x in by_hand.read("rl_fn") if not by_hand.wrong(x, ROOT)], ROOT)
         self.selection = Selection(list(self.items), ROOT, self.package.trees)
         self.connection.send(("ready", sorted(self.items)))
         while (request := self.connection.recv()) is not None:
