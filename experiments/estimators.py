@@ -167,17 +167,17 @@ def objectives() -> dict[str, rl_fn.Objective]:
     """What differs between the group methods, one thing at a time."""
     plain = rl_fn.recipes.reinforce()
     centred = rl_fn.components.GRPOAdvantage(scale="none")
-    per_answer = rl_fn.components.Aggregation("seq-mean-token-mean")
+    per_completion = rl_fn.components.Aggregation("seq-mean-token-mean")
     return {
         "REINFORCE, no baseline": plain,
         "RLOO": plain.replace(advantage=rl_fn.components.RLOOAdvantage()),
         "r − mean": plain.replace(advantage=centred),
         "(r − mean)/std": plain.replace(advantage=rl_fn.components.GRPOAdvantage()),
-        "r − mean, per-answer token mean": plain.replace(advantage=centred, aggregation=per_answer),
+        "r − mean, per-completion token mean": plain.replace(advantage=centred, aggregation=per_completion),
         "r − mean, token mean (DAPO's)": plain.replace(
             advantage=centred, aggregation=rl_fn.components.Aggregation("token-mean")
         ),
-        "GRPO (std, per-answer token mean)": rl_fn.recipes.grpo(kl_coef=0.0),
+        "GRPO (std, per-completion token mean)": rl_fn.recipes.grpo(kl_coef=0.0),
         "Dr. GRPO (÷ horizon)": rl_fn.recipes.dr_grpo(max_completion_length=LENGTH),
     }
 

@@ -63,7 +63,7 @@ Retrace leaves the token's own weight out; the clipped importance baseline corre
 
 Two prompts of different difficulty, rewards of 0 and 1. RLOO is unbiased; r − mean is RLOO times (G − 1)/G, the same
 direction. The std turns no prompt's own gradient as long as rewards are 0 or 1, but weights prompts against each other;
-dividing by an answer's length turns the gradient itself: it is that of another objective.""",
+dividing by a completion's length turns the gradient itself: it is that of another objective.""",
     "off_policy": """## Rollouts from another distribution than the trainer's
 
 RLOO with weights π/μ, or with tokens or sequences left out (the last five rows, which weight nothing). Only the whole

@@ -91,7 +91,7 @@ def test_group_methods():
     assert rows["r − mean"].scale == pytest.approx(3 / 4) and rows["r − mean"].cosine == pytest.approx(1)
     horizon = rows["Dr. GRPO (÷ horizon)"]
     assert horizon.cosine == pytest.approx(1) and horizon.scale == pytest.approx(3 / 4 / estimators.LENGTH)
-    for name in ("(r − mean)/std", "r − mean, per-answer token mean", "GRPO (std, per-answer token mean)"):
+    for name in ("(r − mean)/std", "r − mean, per-completion token mean", "GRPO (std, per-completion token mean)"):
         assert rows[name].cosine < 1 - 1e-6
     assert rows["RLOO"].deviation < rows["REINFORCE, no baseline"].deviation
 

@@ -15,9 +15,16 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example_runs(number):
-    exec(compile(EXAMPLES[number], f"README.md example {number}", "exec"), {})
+BLOCKS = [
+    (document, number, code)
+    for document, text in DOCUMENTS.items()
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+]
+
+
+@pytest.mark.parametrize(("document", "number", "code"), BLOCKS, ids=[f"{block[0]}-{block[1]}" for block in BLOCKS])
+def test_example_runs(document, number, code):
+    exec(compile(code, f"{document} example {number}", "exec"), {})
 
 
 def test_the_first_page_is_one_screen():
