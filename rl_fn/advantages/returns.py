@@ -28,7 +28,10 @@ from rl_fn.recurrence import following_recurrence, linear_recurrence, next_count
 
 
 class Advantages(NamedTuple):
-    """Per-token advantages and the returns that a critic regresses on, both `*batch T`, zero where masked."""
+    """Per-token advantages and the returns that a critic regresses on, both `*batch T`, zero where masked.
+
+    An Objective without a critic has no returns: they are None.
+    """
 
     advantages: Tokens
     returns: Tokens

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Integer
 
-from rl_fn._numerics import Array, Mask, Segments, Tokens, as_float, as_mask, require
+from rl_fn._numerics import Array, Mask, Segments, Tokens, as_float, as_mask, has_shape, same_shape
 
 
 class Batch(NamedTuple):
@@ -94,22 +94,15 @@ def on_last_token(per_completion: Array, mask: Array) -> jax.Array:
     """Return `*batch G T`: each completion's number on its last counted token, else 0."""
     where = as_mask(mask)
     (r,) = as_float(per_completion)
-    fits(r, where)
+    has_shape(where.shape[:-1], **{"one number for each row of the mask": r})
     later = jnp.cumsum(where[..., ::-1], axis=-1)[..., ::-1]
     return jnp.where(where & (later == 1), r[..., None], 0.0)
 
 
 def on_every_token(per_completion: Array, mask: Array) -> jax.Array:
     """Return `*batch G T`: each completion's number on its counted tokens, else 0."""
-    fits(per_completion, mask)
+    has_shape(mask.shape[:-1], **{"one number for each row of the mask": per_completion})
     return jnp.where(as_mask(mask), jnp.asarray(per_completion)[..., None], 0.0)
-
-
-def fits(per_completion: Array, mask: Array) -> None:
-    """Raise ValueError unless there is one number for each row of the mask: none is broadcast."""
-    shape = tuple(mask.shape[:-1])
-    given = tuple(per_completion.shape)
-    require(given == shape, f"need one number for each row of the mask, {shape} of {mask.shape}, got {given}")
 
 
 _NOT_FLOAT = ("mask", "segment_ids", "correct")
@@ -119,9 +112,7 @@ def sanitised(batch: Batch) -> Batch:
     """Return the batch in one dtype, zero where masked: what is there can then reach no value and no gradient."""
     mask = as_mask(batch.mask)
     given = {name: value for name, value in batch._asdict().items() if value is not None}
-    for name, value in given.items():
-        same = tuple(value.shape) == tuple(mask.shape)
-        require(same, f"every field of a Batch has the mask's shape {mask.shape}; {name} has {tuple(value.shape)}")
+    same_shape(**{"mask": mask, **given})
     floats = [name for name in given if name not in _NOT_FLOAT]
     arrays = as_float(*(given[name] for name in floats))
     kept = {name: jnp.where(mask, x, 0.0) for name, x in zip(floats, arrays, strict=True)}

@@ -126,6 +126,9 @@ class Objective:
             require(
                 not missing, f"{self.name} has advantage={self.advantage}, which needs Rollouts.{field}; it is None"
             )
+        for field in ("valid", "group_ids"):
+            taken = getattr(rollouts, field) is None or getattr(self.advantage, f"takes_{field}")
+            require(taken, f"{self.name}: {self.advantage} does not take Rollouts.{field}")
         packed = rollouts.segment_ids is not None and not self.advantage.accepts_packed
         require(
             not packed,

@@ -182,7 +182,7 @@ def test_rewards_of_another_shape_are_refused():
             None, zeros == 0, token_rewards=zeros, values=zeros, segment_ids=np.zeros((1, 4), np.int32)
         )
         rl_fn.recipes.vapo().advantages(read)
-    with pytest.raises(ValueError, match="need one number for each row of the mask"):
+    with pytest.raises(ValueError, match="one number for each row of the mask must have shape"):
         rl_fn.recipes.grpo().advantages(rl_fn.Rollouts(np.ones(4, np.float32), mask))
 
 

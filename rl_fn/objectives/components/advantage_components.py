@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import Array, Number, as_float, require
+from rl_fn._numerics import AT_LEAST_ONE, NOT_NEGATIVE, Array, Number, as_float, require
 from rl_fn.advantages import baselines, group, passk, whitened
 from rl_fn.advantages.returns import Advantages
 from rl_fn.objectives.batch import Rollouts, counted, on_every_token, rewards_of
-from rl_fn.objectives.components.component import Component, shown
+from rl_fn.objectives.components.component import Component, check_numbers, shown
 
 
 class Advantage(Component):
@@ -21,6 +21,8 @@ class Advantage(Component):
     per_token: advantages may differ inside a completion. critic: it reads values and gives a critic its returns.
     token_rewards: it takes Rollouts.token_rewards in place of rewards.
     takes_penalty: Rollouts.penalties are taken off what it reads. accepts_packed: it takes Rollouts.segment_ids.
+    takes_valid: what Rollouts.valid leaves out has advantage 0 and changes nothing for the others.
+    takes_group_ids: it takes Rollouts.group_ids, or compares nothing within groups.
     """
 
     required_fields: tuple[str, ...] = ("rewards",)
@@ -30,6 +32,8 @@ class Advantage(Component):
     token_rewards: bool = False
     takes_penalty: bool = False
     accepts_packed: bool = False
+    takes_valid: bool = False
+    takes_group_ids: bool = False
 
     def __call__(self, rollouts: Rollouts) -> Advantages:
         """Return advantages and returns per token; returns are None without a critic."""
@@ -46,6 +50,8 @@ class PerCompletion(Advantage):
     function: ClassVar[Callable[..., jax.Array]]
     per_token = False
     takes_penalty = True
+    takes_valid = True
+    takes_group_ids = True
 
     def __post_init__(self) -> None:
         # The function's own checks of its hyper-parameters, when the component is made and not at the first rollout.
@@ -67,17 +73,17 @@ class PerCompletion(Advantage):
 
 @dataclasses.dataclass(frozen=True)
 class CustomAdvantage(PerCompletion):
-    """Any function of rewards `*batch G` that returns one number per completion; it sees no valid and no group_ids."""
+    """Any function of rewards `*batch G` that returns one number per completion."""
 
     of_rewards: Callable[[Any], jax.Array]
+    takes_valid = False
+    takes_group_ids = False
 
     def __post_init__(self) -> None:
         """Nothing is known of the function before it is called."""
 
     def per_completion(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per completion."""
-        unseen = rollouts.valid is None and rollouts.group_ids is None
-        require(unseen, f"{self.explain()} is a function of rewards alone: it cannot leave out what is not valid")
         return self.of_rewards(rewards_of(rollouts))
 
     def explain(self) -> str:
@@ -152,7 +158,8 @@ class PassKAdvantage(PerCompletion):
     equation = "(mean R of the sets of {k} with the completion − mean R)/(std of R), R = the set's best r"
 
     def __post_init__(self) -> None:
-        require(self.k >= 1, f"k must be at least 1, got {self.k}")
+        # More than a group's size is refused at the call.
+        check_numbers(AT_LEAST_ONE, k=self.k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +196,7 @@ class ReMaxAdvantage(PerCompletion):
     """The reward of the greedy completion is the baseline, see remax_advantages."""
 
     required_fields = ("rewards", "greedy_rewards")
+    takes_group_ids = False
     equation = "r − r(greedy)"
 
     def __post_init__(self) -> None:
@@ -210,7 +218,7 @@ class GDPOAdvantage(PerCompletion):
     takes_penalty = False
 
     def __post_init__(self) -> None:
-        require(self.eps >= 0, f"eps must not be negative, got {self.eps}")
+        check_numbers(NOT_NEGATIVE, eps=self.eps)
 
     def per_completion(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per completion."""

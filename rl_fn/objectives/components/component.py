@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from rl_fn._numerics import require
+from rl_fn._numerics import Number, Range, numbers, require
 from rl_fn.aggregation import MODES
 from rl_fn.objectives.batch import Batch
 
@@ -24,6 +24,11 @@ def shown(value: Any) -> str:
     if isinstance(value, Tracer):
         return "(traced)"
     return value if isinstance(value, str) else f"{float(value):g}"
+
+
+def check_numbers(legal: Range, **values: Number | None) -> None:
+    """Raise ValueError for a constant outside its range; None is no constant, and what is traced is not looked at."""
+    numbers(jnp.dtype(jnp.float32), legal, **{name: value for name, value in values.items() if value is not None})
 
 
 def describe(component: Any) -> str:

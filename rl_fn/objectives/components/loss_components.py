@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import Array, Number, require
+from rl_fn._numerics import NOT_NEGATIVE, Array, Number, numbers
 from rl_fn.objectives.batch import Batch
 from rl_fn.objectives.components.component import BehaviourLoss, FunctionLoss, Several, describe
 from rl_fn.policy_losses import covariance, ppo, regularised, token_level
@@ -293,9 +293,9 @@ class PositiveExample(FunctionLoss):
     @staticmethod
     def function(logprobs: Array, correct: Array, mask: Array, *, coef: Number) -> jax.Array:
         """−coef · log π where correct."""
-        require(not isinstance(coef, float | int) or coef >= 0, f"coef must not be negative, got {coef}")
         logprobs = jnp.asarray(logprobs)
-        return ppo.reinforce(logprobs, jnp.asarray(correct).astype(logprobs.dtype) * coef, mask)
+        (weight,) = numbers(logprobs.dtype, NOT_NEGATIVE, coef=coef)
+        return ppo.reinforce(logprobs, jnp.asarray(correct).astype(logprobs.dtype) * weight, mask)
 
     def arrays(self, batch: Batch) -> tuple[Any, ...]:
         """Return the positional arguments of the function."""

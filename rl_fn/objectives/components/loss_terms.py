@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from rl_fn import aggregation, rewards, value_losses
-from rl_fn._numerics import Array, Number, require
+from rl_fn._numerics import NOT_NEGATIVE, POSITIVE, Array, Number, require
 from rl_fn.divergences import estimators as divergences
 from rl_fn.objectives.batch import Batch, Rollouts
-from rl_fn.objectives.components.component import Component
+from rl_fn.objectives.components.component import Component, check_numbers
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 KL_EQUATIONS = {"k1": "d", "k2": "d²/2", "k3": "e^(−d) + d − 1", "abs": "|d|"}
@@ -54,7 +54,7 @@ class KL(Component):
 
     def __post_init__(self) -> None:
         require(self.estimator in KL_ESTIMATORS, f"estimator must be one of {KL_ESTIMATORS}, got {self.estimator!r}")
-        require(self.coef >= 0, f"the KL coefficient must not be negative, got {self.coef}")
+        check_numbers(NOT_NEGATIVE, coef=self.coef)
 
     def estimate(self, batch: Batch) -> jax.Array:
         """Return the estimate per token, without the coefficient."""
@@ -82,7 +82,7 @@ class EntropyBonus(Component):
     equation = "−{coef}·H"
 
     def __post_init__(self) -> None:
-        require(self.coef >= 0, f"the entropy coefficient must not be negative, got {self.coef}")
+        check_numbers(NOT_NEGATIVE, coef=self.coef)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ValueLoss(Component):
     clip: Number | None = None
 
     def __post_init__(self) -> None:
-        require(self.clip is None or self.clip > 0, f"clip must be positive, got {self.clip}")
+        check_numbers(POSITIVE, clip=self.clip)
 
     @property
     def required_fields(self) -> tuple[str, ...]:

@@ -4,13 +4,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from rl_fn import distillation
-from rl_fn._numerics import Array, Number, require
+from rl_fn._numerics import NOT_NEGATIVE, POSITIVE, UNIT, Array, Number, require
 from rl_fn.advantages import token, whitened
 from rl_fn.advantages.returns import Advantages, gae, length_adaptive_lambda, whiten
 from rl_fn.objectives.batch import Rollouts, counted, on_every_token, rewards_of, token_rewards_of
 from rl_fn.objectives.components.advantage_components import Advantage
+from rl_fn.objectives.components.component import check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +26,13 @@ class GiGPOAdvantage(Advantage):
     required_fields = ("rewards", "state_ids")
     rewards_shape = "*batch G S"
     per_token = False
+    takes_valid = True
 
     def __post_init__(self) -> None:
-        require(0 <= self.gamma <= 1, f"gamma must be in [0, 1], got {self.gamma}")
+        check_numbers(UNIT, gamma=self.gamma)
         scales = token.STEP_SCALES
         require(self.scale in scales, f"scale must be one of {scales}, got {self.scale!r}")
-        require(self.eps >= 0, f"eps must not be negative, got {self.eps}")
+        check_numbers(NOT_NEGATIVE, eps=self.eps)
 
     def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
         """Return a step's advantage on each of its tokens."""
@@ -57,16 +60,18 @@ class ReinforcePPAdvantage(Advantage):
     eps: Number = 1e-8
     token_rewards = True
     takes_penalty = True
+    takes_valid = True
+    takes_group_ids = True
     equation = "(G − mean)/√(var + {eps}) over the batch's tokens, Gₜ = rₜ + {gamma} Gₜ₊₁"
 
     def __post_init__(self) -> None:
-        require(0 <= self.gamma <= 1, f"gamma must be in [0, 1], got {self.gamma}")
-        require(self.eps >= 0, f"eps must not be negative, got {self.eps}")
+        check_numbers(UNIT, gamma=self.gamma)
+        check_numbers(NOT_NEGATIVE, eps=self.eps)
 
     @property
     def per_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Discounting makes a difference between the first token and the last."""
-        return self.gamma < 1
+        return isinstance(self.gamma, Tracer) or bool(self.gamma < 1)
 
     def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per token."""
@@ -81,10 +86,12 @@ class ReinforcePPBaselineAdvantage(Advantage):
     eps: Number = 1e-8
     per_token = False
     takes_penalty = True
+    takes_valid = True
+    takes_group_ids = True
     equation = "(d − mean)/√(var + {eps}) over the batch's tokens, d = r − mean of the group"
 
     def __post_init__(self) -> None:
-        require(self.eps >= 0, f"eps must not be negative, got {self.eps}")
+        check_numbers(NOT_NEGATIVE, eps=self.eps)
 
     def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per token."""
@@ -99,9 +106,11 @@ class DistillationAdvantage(Advantage):
     clip: Number | None = None
     required_fields = ("old_logprobs", "teacher_logprobs")
     rewards_shape = "none"
+    takes_valid = True
+    takes_group_ids = True
 
     def __post_init__(self) -> None:
-        require(self.clip is None or self.clip > 0, f"clip must be positive, got {self.clip}")
+        check_numbers(POSITIVE, clip=self.clip)
 
     def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per token."""
@@ -126,10 +135,12 @@ class GAE(Advantage):
     critic = True
     token_rewards = True
     takes_penalty = True
+    takes_valid = True
+    takes_group_ids = True
     accepts_packed = True
 
     def __post_init__(self) -> None:
-        require(0 <= self.gamma <= 1 and 0 <= self.lam <= 1, f"gamma and lam must be in [0, 1], got {self}")
+        check_numbers(UNIT, gamma=self.gamma, lam=self.lam)
 
     def __call__(self, rollouts: Rollouts) -> Advantages:
         """Return advantages and returns per token."""
@@ -157,7 +168,7 @@ class LengthAdaptiveGAE(GAE):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.alpha > 0, f"alpha must be positive, got {self.alpha}")
+        check_numbers(POSITIVE, alpha=self.alpha)
 
     def estimate(self, rewards: Array, values: Array, mask: Array, segment_ids: Array | None) -> Advantages:
         """Return advantages and returns from rewards per token."""
