@@ -1,10 +1,12 @@
 """Imports go one way, and importing a package loads nothing heavy."""
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -142,3 +144,24 @@ def test_files_are_short():
     files = [path for _, path in _files()] + [p for f in ("tests", "experiments") for p in (ROOT / f).rglob("*.py")]
     long = {str(path.relative_to(ROOT)): n for path in files if (n := len(path.read_text().splitlines())) > 330}
     assert long == {}
+
+
+def test_no_file_name_stands_twice_in_rl_fn():
+    """A file is found by its name alone; neither does one bear the name of a folder."""
+    files = [path for path in (ROOT / "rl_fn").rglob("*.py") if path.name != "__init__.py"]
+    folders = [path.parent.name for path in (ROOT / "rl_fn").rglob("__init__.py")]
+    names = Counter([*(path.stem for path in files), *folders])
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_init_of_each_family_lists_its_public_names():
+    """And nothing else: what is imported there is in __all__, in alphabetical order."""
+    for path in sorted((ROOT / "rl_fn").rglob("__init__.py")):
+        module = importlib.import_module(".".join(path.parent.relative_to(ROOT).parts))
+        imported = {
+            alias.asname or alias.name
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        assert set(module.__all__) == imported, path

@@ -102,50 +102,7 @@ def completions(read: rl_fn.Rollouts, shape: str, chosen: slice) -> rl_fn.Rollou
     return rl_fn.Rollouts(**out)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_completion_that_is_not_valid_changes_nothing_for_the_others(name):
-    objective = PLAIN[name]
-    shape = objective.advantage.rewards_shape
-    read = rollouts(objective, 4, group=6)
-    few = completions(read, shape, slice(0, 4))
-    rewards = np.array(read.rewards)
-    rewards[(..., slice(4, None)) if shape != "*batch G S" else (slice(None), slice(4, None))] = np.nan
-    failed = np.arange(6) >= 4
-    valid = np.broadcast_to(~failed if shape != "*batch G S" else ~failed[:, None], read.mask.shape[:-1])
-    got = objective.advantages(read._replace(rewards=rewards, valid=valid))
-    expected = objective.advantages(few)
-    for one, other in zip(got, expected, strict=True):
-        if other is not None:
-            np.testing.assert_allclose(one[:, :4], other, rtol=2e-5, atol=2e-6)
-            assert not np.asarray(one)[:, 4:].any()
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in RECIPES if PLAIN[name].advantage.takes_group_ids and not PLAIN[name].advantage.critic]
-)
-def test_ragged_groups_are_each_group_alone(name):
-    """Groups of 4 side by side on one axis, shuffled, with ids; all in one batch, as whitening is over the batch."""
-    objective = PLAIN[name]
-    read = rollouts(objective, 5)
-    expected = advantages(objective, read)
-    order = np.random.default_rng(5).permutation(8)
-
-    def flat(x: np.ndarray | None) -> np.ndarray | None:
-        return None if x is None else x.reshape(1, 8, *x.shape[2:])[:, order]
-
-    rewards = read.rewards if objective.advantage.rewards_shape != "*batch R G" else np.swapaxes(read.rewards, 1, 2)
-    tokens = ("mask", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
-    side = {field: flat(getattr(read, field)) for field in tokens}
-    side_rewards = flat(rewards)
-    if rewards is not read.rewards:
-        side_rewards = np.swapaxes(side_rewards, 1, 2)
-    ids = flat(np.repeat(np.arange(2, dtype=np.int32), 4).reshape(2, 4))
-    got = objective.advantages(rl_fn.Rollouts(side_rewards, **side, group_ids=ids)).advantages
-    np.testing.assert_allclose(got, flat(np.asarray(expected)), rtol=2e-5, atol=2e-6)
-
-
-# What compares the rewards of a group; the others are not there: OPO's lengths are weights, REINFORCE++ averages over
-# tokens, and so does REINFORCE++-baseline, whose group mean is of the completions that have one.
+# What compares the rewards of a group and nothing else: OPO's lengths are weights, REINFORCE++ averages over tokens.
 COMPARES = ("GRPO", "RLOO", "GPG", "MaxRL", "GRPOPassK", "GDPO")
 
 

@@ -196,7 +196,6 @@ class ReMaxAdvantage(PerCompletion):
     """The reward of the greedy completion is the baseline, see remax_advantages."""
 
     required_fields = ("rewards", "greedy_rewards")
-    takes_group_ids = False
     equation = "r − r(greedy)"
 
     def __post_init__(self) -> None:

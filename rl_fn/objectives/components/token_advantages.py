@@ -27,6 +27,7 @@ class GiGPOAdvantage(Advantage):
     rewards_shape = "*batch G S"
     per_token = False
     takes_valid = True
+    takes_group_ids = True
 
     def __post_init__(self) -> None:
         check_numbers(UNIT, gamma=self.gamma)
