@@ -1,10 +1,12 @@
 """README.md is one screen and its examples run; targets, links and paths of all documents exist."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import rl_fn
 from tests.repository.families import PAGE, page
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,14 @@ def test_links_and_paths_exist(document):
 
 def test_the_table_of_families_is_what_the_code_says():
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.repository.families writes it anew"
+
+
+def test_the_numbers_of_names_are_right():
+    functions = [name for name in rl_fn.__all__ if inspect.isfunction(getattr(rl_fn, name))]
+    for text in (README, (ROOT / "docs/index.md").read_text(encoding="utf-8")):
+        assert {int(n) for n in re.findall(r"(\d+)\s+functions", text)} <= {len(functions)}
+        assert {int(n) for n in re.findall(r"(\d+)\s+algorithms", text)} == {len(rl_fn.recipes.__all__)}
+    assert "functions (" in README
 
 
 def test_nothing_is_left_to_fill_in():
