@@ -184,7 +184,7 @@ def entropy(logits: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
         `*batch`, between 0 and log V, finite (gradient too) for a truncated distribution.
 
     Raises:
-        TypeError: if logits are not floating point (with annotations checked).
+        TypeError: if logits are no array (from JAX).
 
     Reference:
         Shannon, A Mathematical Theory of Communication (1948), section 6.
