@@ -1,14 +1,13 @@
 """What generated code calls: the few operations that are not one torch operation."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from rl_bridge.functional.associative_scan import associative_scan
 from rl_bridge.functional.dtypes import torch_dtype
 
 
@@ -62,7 +61,7 @@ def absolute(x: Tensor) -> Tensor:
 
 
 def sign(x: Tensor) -> Tensor:
-    return torch.where(torch.isnan(x), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x)
+    return torch.where(torch.isnan(x), x.detach(), torch.sign(x)) if x.is_floating_point() else torch.sign(x)
 
 
 def round_away(x: Tensor) -> Tensor:
@@ -84,14 +83,15 @@ def clamp(low: Tensor, x: Tensor, high: Tensor) -> Tensor:
 
 
 def integer_divide(a: Tensor, b: Tensor) -> Tensor:
-    """Truncating, and -1 where XLA divides by zero (torch would raise on the CPU)."""
-    zero = b == 0
-    return torch.where(zero, torch.full_like(b, -1), torch.div(a, b.masked_fill(zero, 1), rounding_mode="trunc"))
+    """Truncating. By 0 it is -1 as in XLA; neither 0 nor -1 is left to the CPU, where min / -1 ends the process."""
+    quotient = torch.div(a, b.masked_fill((b == 0) | (b == -1), 1), rounding_mode="trunc")
+    return torch.where(b == 0, torch.full_like(b, -1), torch.where(b == -1, -quotient, quotient))
 
 
 def integer_remainder(a: Tensor, b: Tensor) -> Tensor:
-    zero = b == 0
-    return torch.where(zero, a, torch.fmod(a, b.masked_fill(zero, 1)))
+    """The sign is a's; by 0 it is a, as in XLA."""
+    remainder = torch.fmod(a, b.masked_fill((b == 0) | (b == -1), 1))
+    return torch.where(b == 0, a, remainder)
 
 
 def select(which: Tensor, *cases: Tensor) -> Tensor:
@@ -148,9 +148,38 @@ def argument(x: Tensor, axis: int, largest: bool, dtype: torch.dtype) -> Tensor:
 
 
 def cumulative_extremum(x: Tensor, axis: int, largest: bool, reverse: bool) -> Tensor:
-    """Not torch.cummax: torch.cummax gives the whole gradient of a tie to one of its entries, JAX shares it."""
+    """In JAX's order of operations, which decides how a tie shares its gradient (torch.cummax gives all to one)."""
     pick = torch.maximum if largest else torch.minimum
-    return associative_scan(lambda a, b: (pick(a, b),), [x], axis, reverse)[0]
+    x = torch.flip(x, (axis,)) if reverse else x
+    (result,) = _scan_forward(lambda a, b: (pick(a, b),), [x], axis)
+    return torch.flip(result, (axis,)) if reverse else result
+
+
+def _scan_forward(combine: Callable[..., Sequence[Tensor]], elements: list[Tensor], axis: int) -> list[Tensor]:
+    size = elements[0].shape[axis]
+    if size < 2:
+        return elements
+
+    def cut(x: Tensor, start: int, stop: int, step: int = 1) -> Tensor:
+        return x[(slice(None),) * axis + (slice(start, stop, step),)]
+
+    pairs = size // 2
+    left, right = [cut(e, 0, 2 * pairs, 2) for e in elements], [cut(e, 1, size, 2) for e in elements]
+    odd = _scan_forward(combine, list(combine(*left, *right)), axis)
+    later = (size + 1) // 2 - 1  # even positions after the first
+    if later:
+        even = combine(*[cut(o, 0, later) for o in odd], *[cut(e, 2, size, 2) for e in elements])
+        even = [torch.cat([cut(e, 0, 1), tail], axis) for e, tail in zip(elements, even, strict=True)]
+    else:
+        even = [cut(e, 0, 1) for e in elements]
+    return [_interleave(e, o, axis, size) for e, o in zip(even, odd, strict=True)]
+
+
+def _interleave(even: Tensor, odd: Tensor, axis: int, size: int) -> Tensor:
+    pairs = size // 2
+    head = even.narrow(axis, 0, pairs)
+    woven = torch.stack([head, odd], axis + 1).flatten(axis, axis + 1)
+    return torch.cat([woven, even.narrow(axis, pairs, 1)], axis) if size % 2 else woven
 
 
 # -- order -----------------------------------------------------------------------------------------------------------

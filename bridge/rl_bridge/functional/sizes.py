@@ -96,17 +96,22 @@ def symbolic(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> Iterator[tu
 def _questions_answered(kind: Any, scope: Any, verdicts: Verdicts) -> Iterator[None]:
     """JAX's symbolic dimensions of this scope, with a definite answer to every comparison; other scopes keep JAX's."""
     originals = {name: getattr(kind, name) for name in _RELATIONS}
-    scan = jax.lax.associative_scan
+    multiply, scan = kind.__rmul__, jax.lax.associative_scan
+
+    def repeated(self: Any, other: Any) -> Any:
+        return _refuse_number(self) if isinstance(other, (list, tuple)) else multiply(self, other)
+
     try:
         for name, relation in _RELATIONS.items():
             setattr(kind, name, _comparison(originals[name], kind, scope, relation, verdicts))
-        kind.__index__ = _refuse_number
+        kind.__index__, kind.__rmul__ = _refuse_number, repeated
         jax.lax.associative_scan = functools.partial(associative_scan.bind, scan, scope, threading.get_ident())
         yield
     finally:
         for name, original in originals.items():
             setattr(kind, name, original)
         del kind.__index__
+        kind.__rmul__ = multiply
         jax.lax.associative_scan = scan
 
 

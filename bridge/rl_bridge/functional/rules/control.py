@@ -18,7 +18,7 @@ def closed(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else jex_core.ClosedJaxpr(jaxpr, ())
 
 
-@rule("pjit", "jit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_lin_call")
+@rule("jit", "remat2")
 def _call(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     return b.run(closed(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]), xs)
 

@@ -95,14 +95,14 @@ def _total_order(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
 def _div(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
     if is_float(x.dtype):
         return b.elementwise("{0} / {1}", (x, y), eqn)
-    if y.literal:
+    if y.literal and y.literal != -1:
         return b.elementwise("torch.div({0}, {1}, rounding_mode='trunc')", (x, y), eqn, tensors=(0,))
     return b.elementwise("rt.integer_divide({0}, {1})", (x, y), eqn, tensors=(0, 1))
 
 
 @rule("rem")
 def _rem(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
-    if is_float(x.dtype) or y.literal:
+    if is_float(x.dtype) or (y.literal and y.literal != -1):
         return b.elementwise("torch.fmod({0}, {1})", (x, y), eqn, tensors=(0,))
     return b.elementwise("rt.integer_remainder({0}, {1})", (x, y), eqn, tensors=(0, 1))
 
@@ -185,7 +185,7 @@ def _stop_gradient(b: Builder, eqn: Any, x: Value) -> Value:
     return Value(b.emit(f"{x.code}.detach()")[0], x.shape, x.dtype, x.held, aliases_input=x.aliases_input)
 
 
-@rule("copy", "copy_p", "device_put", "sharding_constraint", "optimization_barrier")
+@rule("copy", "device_put", "sharding_constraint", "optimization_barrier")
 def _identity(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     return list(xs)
 

@@ -43,9 +43,7 @@ def _gather(b: Builder, eqn: Any, x: Value, indices: Value) -> Value:
     return b.out(f"{b.bind('gather', torch_gather.gather)}({b.full(x)}, {b.full(indices)}, {rest})", eqn)
 
 
-@rule(
-    *(f"scatter{form}" for form in ("", "-add", "-sub", "-mul", "-min", "-max", "_add", "_sub", "_mul", "_min", "_max"))
-)
+@rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(b: Builder, eqn: Any, x: Value, indices: Value, updates: Value) -> Value:
     d = eqn.params["dimension_numbers"]
     how = torch_gather.Indexing(
@@ -55,7 +53,7 @@ def _scatter(b: Builder, eqn: Any, x: Value, indices: Value, updates: Value) -> 
         tuple(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True)),
         _mode(eqn.params["mode"]),
     )
-    kind = eqn.primitive.name.removeprefix("scatter").lstrip("-_") or "set"
+    kind = eqn.primitive.name.removeprefix("scatter").lstrip("-") or "set"
     if kind == "set" and eqn.params["update_jaxpr"] is not None and len(_body(eqn.params["update_jaxpr"]).eqns):
         raise NotImplementedError("from_jax does not lower scatter with a function of its own (x.at[...].apply)")
     call = f"{b.bind('scatter', torch_gather.scatter)}({b.full(x)}, {b.full(indices)}, {b.full(updates)}, "

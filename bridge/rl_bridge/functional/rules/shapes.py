@@ -52,11 +52,6 @@ def _squeeze(b: Builder, eqn: Any, x: Value) -> Value:
     return Value(code, shape, x.dtype, tuple(held), aliases_input=x.aliases_input)
 
 
-@rule("expand_dims")
-def _expand_dims(b: Builder, eqn: Any, x: Value) -> Value:
-    return b.out(f"{b.full(x)}.reshape({b.shape(tuple(eqn.outvars[0].aval.shape))})", eqn, alias=x.aliases_input)
-
-
 @rule("transpose")
 def _transpose(b: Builder, eqn: Any, x: Value) -> Value:
     permutation = tuple(eqn.params["permutation"])
