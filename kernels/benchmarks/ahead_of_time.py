@@ -68,6 +68,10 @@ class Kernel:
     """Arguments that are multiples of 16, pointers included."""
     bulk: bool = False
     """Whether copies into shared memory that pass through no register (TMA; AMD's to the LDS) are expected."""
+    load: int = 0
+    """Bytes that a thread must load from global memory in one instruction; 0 where that was not looked at."""
+    store: int = 0
+    """Likewise stored."""
 
 
 def kernels() -> list[Kernel]:
@@ -114,7 +118,19 @@ def compiled(kernel: Kernel, target: str) -> dict[str, Any]:
     """Compile one kernel for one target and read what came out."""
     result = triton.compile(source(kernel), target=TARGETS[target], options=_options(kernel))
     row = {"kernel": kernel.name, "target": target, "ir": digest(kernel, target), "shared": result.metadata.shared}
-    return row | (nvidia(result.asm) if target.startswith("sm_") else amd(result.asm))
+    row |= nvidia(result.asm) if target.startswith("sm_") else amd(result.asm)
+    return row | {name: widest(result.asm, name) for name in ("load", "store") if getattr(kernel, name)}
+
+
+def widest(asm: Any, what: str) -> int:
+    """Bytes of the widest access to global memory, "load" or "store", of one thread."""
+    if "ptx" in asm:
+        letters = {"load": "ld", "store": "st"}[what]
+        found = re.findall(rf"\b{letters}\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)\b", asm["ptx"])
+        return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
+    words = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "byte": 1, "ubyte": 1}
+    found = re.findall(rf"\b(?:global|buffer|flat)_{what}_(\w+)", asm["amdgcn"])
+    return max((words.get(word, 0) for word in found), default=0)
 
 
 def committed(results: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -169,6 +185,9 @@ def faults(row: dict[str, Any], kernel: Kernel) -> list[str]:
         found.append(f"{row['shared']} bytes of shared memory, {SHARED[row['target']]} there are")
     if kernel.matrix and not row["matrix"]:
         found.append("no matrix instruction")
+    for name in ("load", "store"):
+        if row.get(name, 0) < getattr(kernel, name):
+            found.append(f"{name}s of {row.get(name, 0)} bytes, {getattr(kernel, name)} expected")
     if kernel.bulk and not row.get("bulk"):
         found.append("no copy into shared memory that passes through no register")
     return found

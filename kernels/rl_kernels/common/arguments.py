@@ -87,7 +87,10 @@ def rows_of(
         raise ValueError(f"mask must be bool {tuple(batch)}, got {mask.dtype} {tuple(mask.shape)}")
     count = batch.numel()
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    inv_temperature = logit_scale / torch.as_tensor(temperature, dtype=exact, device=tokens.device)
+    if not isinstance(temperature, Tensor):
+        # Filled on the device: a tensor of a Python number would be a copy, for which the host waits.
+        temperature = torch.full((), float(temperature), dtype=exact, device=tokens.device)
+    inv_temperature = logit_scale / temperature.to(device=tokens.device, dtype=exact)
     return Rows(
         tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).long().contiguous(),
         inv_temperature.expand(batch).reshape(count).contiguous(),

@@ -84,8 +84,19 @@ def tiles(vocab_size: int, vocab: int) -> Iterator[tuple[int, int]]:
 
 
 def row_blocks(count: int, mask: Tensor | None, size: int) -> Iterator[slice | Tensor]:
-    """Rows a block at a time; with a mask only those that count, whose number the host reads from the device."""
+    """Rows a block of at most ``size`` at a time, as few blocks as that takes, of about one size.
+
+    With a mask only the rows that count, whose number the host reads from the device.
+    """
     if mask is None:
-        yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
+        step = balanced(count, size)
+        yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
     else:
-        yield from mask.nonzero()[:, 0].split(size)
+        index = mask.nonzero()[:, 0]
+        yield from index.split(balanced(len(index), size))
+
+
+def balanced(count: int, size: int) -> int:
+    """Rows of a block: a short last block would read and write all of dL/dweight for a few rows."""
+    even = -(-count // max(1, -(-count // size)))
+    return max(1, even if size < _UNIT else min(size, -(-even // _UNIT) * _UNIT))

@@ -9,6 +9,7 @@ from torch import Tensor
 from rl_kernels.backends import implementation
 from rl_kernels.common.arguments import OF_PROBLEM, PROBLEM, Problem, Rows, rows_of
 from rl_kernels.common.row_state import RowState, finalize_row_state, merge_all
+from rl_kernels.linear_logprobs.backward import Gradients, Needed
 from rl_kernels.logits_logprobs import TokenLogprobs
 
 # Bytes with which the GEMMs of a block are nearly as fast as large ones. The backward's blocks are larger, since each
@@ -38,7 +39,8 @@ def linear_logprobs(
     lse = log Σᵥ exp xᵥ;  logprob = x[token] − lse;  entropy = −Σᵥ pᵥ log pᵥ.
 
     Beyond the results the forward needs 64 MiB. The backward computes each block again; beyond the gradients (the
-    weight's once more in float32) it needs ``workspace`` bytes. Neither grows with the number of tokens.
+    weight's once more in float32) it needs ``workspace`` bytes. Neither grows with the number of tokens. A gradient
+    that is not needed, as of a frozen weight, is neither computed nor allocated.
 
     Args:
         hidden: ``[*batch, H]`` last hidden states, any float dtype.
@@ -174,27 +176,24 @@ def _(*arguments):
 @torch.library.custom_op(
     "rl_kernels::linear_logprobs_backward",
     mutates_args=(),
-    schema=f"({PROBLEM}, {_HOW}, Tensor[] outputs, Tensor[] cotangents) -> {_TENSORS}",
+    schema=f"({PROBLEM}, {_HOW}, Tensor[] outputs, Tensor[] cotangents, bool[] needed) -> {_TENSORS}",
 )
 def _backward(*arguments):
     problem, how = Problem.of(arguments[:OF_PROBLEM]), arguments[OF_PROBLEM:]
-    group, workspace, backend, outputs, cotangents = how
+    group, workspace, backend, outputs, cotangents, needed = how
     run = implementation("linear_logprobs", problem.hidden.device.type, backend).backward
-    d_hidden, d_weight, d_bias = run(problem, workspace, tuple(outputs), tuple(cotangents))
-    if group is not None:
-        dist.all_reduce(d_hidden, group=ranks_of(group))
-    # A custom operation returns tensors only: an empty one stands for the gradient of no bias.
-    return d_hidden, d_weight, d_weight.new_empty(0) if d_bias is None else d_bias
+    found = run(problem, workspace, tuple(outputs), tuple(cotangents), Needed(*needed))
+    if group is not None and found[0] is not None:
+        dist.all_reduce(found[0], group=ranks_of(group))
+    # A custom operation returns tensors only: an empty one stands for a gradient that is not needed.
+    return tuple(problem.weight.new_empty(0) if x is None else x for x in found)
 
 
 @_backward.register_fake
 def _(*arguments):
-    hidden, weight, bias, *_ = arguments
-    return (
-        torch.empty_like(hidden),
-        torch.empty_like(weight),
-        weight.new_empty(0) if bias is None else torch.empty_like(bias),
-    )
+    needed, weight = arguments[-1], arguments[1]
+    pairs = zip(arguments[:3], needed, strict=True)
+    return tuple(torch.empty_like(x) if x is not None and wish else weight.new_empty(0) for x, wish in pairs)
 
 
 def save_for_backward(ctx: Any, problem: Problem, outputs: tuple[Tensor, ...], how: tuple[Any, ...]) -> None:
@@ -204,13 +203,15 @@ def save_for_backward(ctx: Any, problem: Problem, outputs: tuple[Tensor, ...], h
     ctx.numbers, ctx.how = (softcap, start), how
 
 
-def differentiate(ctx: Any, cotangents: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of hidden states, weight and bias, from what `save_for_backward` kept."""
+def differentiate(ctx: Any, cotangents: tuple[Tensor, ...]) -> Gradients:
+    """The gradients of hidden states, weight and bias that are needed, from what `save_for_backward` kept."""
     hidden, weight, bias, tokens, inv_temperature, allowed_tokens, mask, *outputs = ctx.saved_tensors
     softcap, start = ctx.numbers
     problem = Problem(hidden, weight, bias, Rows(tokens, inv_temperature, softcap, allowed_tokens, mask), start)
-    d_hidden, d_weight, d_bias = _backward(*problem.flat(), *ctx.how, outputs, list(cotangents))
-    return d_hidden, d_weight, None if bias is None else d_bias
+    needed = [bool(wish) for wish in ctx.needs_input_grad[:3]]
+    found = _backward(*problem.flat(), *ctx.how, outputs, list(cotangents), needed)
+    d_hidden, d_weight, d_bias = (x if wish else None for x, wish in zip(found, needed, strict=True))
+    return d_hidden, d_weight, d_bias
 
 
 def _setup(ctx, inputs, output):

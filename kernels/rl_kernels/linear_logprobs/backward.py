@@ -15,6 +15,17 @@ from rl_kernels.common.token_masks import allowed_tile
 # Log-probabilities [N, K], entropy [N] and logsumexp [N]; or the cotangents of the three.
 Results = tuple[Tensor, Tensor, Tensor]
 
+# dL/dhidden, dL/dweight and dL/dbias, None where it is not needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Needed(NamedTuple):
+    """Which gradients the backward computes: a frozen head needs none of its weight, which is a third of the GEMMs."""
+
+    hidden: bool = True
+    weight: bool = True
+    bias: bool = True
+
 
 class Block(NamedTuple):
     """What belongs to a block of R rows by W tokens of the vocabulary, beside its logits.
@@ -39,11 +50,18 @@ Dlogits = Callable[[Tensor, Block], Tensor]
 
 
 def backward(
-    problem: Problem, workspace: int, outputs: Results, cotangents: Results, dlogits: Dlogits, numbers: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    problem: Problem,
+    workspace: int,
+    outputs: Results,
+    cotangents: Results,
+    needed: Needed,
+    dlogits: Dlogits,
+    numbers: int,
+) -> Gradients:
     """dL/dhidden (of these tokens of the vocabulary), dL/dweight, dL/dbias, summed in float32 (float64 for float64).
 
-    ``numbers`` is how many of the arithmetic's numbers ``dlogits`` holds at once for each logit.
+    ``numbers`` is how many of the arithmetic's numbers ``dlogits`` holds at once for each logit. The blocks do not
+    depend on ``needed``: a gradient has the same bits whether or not others are computed beside it.
     """
     hidden, weight, bias, rows, start = problem
     logprobs, entropy, logsumexp = outputs
@@ -52,9 +70,9 @@ def backward(
     g = g.masked_fill(logprobs == float("-inf"), 0.0)
     scalars = coefficients(g, h, z, entropy)
     dtype = rows.inv_temperature.dtype
-    d_hidden = torch.zeros_like(hidden)
-    d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-    d_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+    d_hidden = torch.zeros_like(hidden) if needed.hidden else None
+    d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needed.weight else None
+    d_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias is not None and needed.bias else None
     width = rows.inv_temperature.element_size()
     # A GEMM of half-precision operands takes dL/dlogits in half precision: a copy beside the logits, half as wide.
     narrow = weight.dtype if native(hidden, weight).matmul else dtype
@@ -63,7 +81,7 @@ def backward(
     size = blocks(len(weight), weight.shape[1], workspace, price)
     for index in row_blocks(len(hidden), rows.mask, size.tokens):
         here, mine = hidden[index], rows.take(index)
-        sums = torch.zeros(here.shape, dtype=dtype, device=here.device)
+        sums = torch.zeros(here.shape, dtype=dtype, device=here.device) if needed.hidden else None
         ours = Coefficients(scalars.a[index], scalars.b[index])
         own = token_gradients(ours, g[index], mine.tokens, logprobs[index])
         base = finite(logsumexp[index])
@@ -80,11 +98,18 @@ def backward(
                 narrow,
             )
             dz = dlogits(matmul(here, weight[first:last].T, dtype), block)
-            accumulate(sums, dz, weight[first:last])
-            accumulate(d_weight[first:last], dz.T, here)
+            if sums is not None:
+                accumulate(sums, dz, weight[first:last])
+            if d_weight is not None:
+                accumulate(d_weight[first:last], dz.T, here)
             if d_bias is not None:
                 d_bias[first:last] += dz.sum(0, dtype=dtype)
             # Freed before the next block's logits are made.
             del dz, block
-        d_hidden[index] = sums.to(hidden.dtype)
-    return d_hidden, d_weight.to(weight.dtype), None if bias is None or d_bias is None else d_bias.to(bias.dtype)
+        if d_hidden is not None and sums is not None:
+            d_hidden[index] = sums.to(hidden.dtype)
+    return (
+        d_hidden,
+        None if d_weight is None else d_weight.to(weight.dtype),
+        None if bias is None or d_bias is None else d_bias.to(bias.dtype),
+    )

@@ -7,7 +7,7 @@ from torch import Tensor
 import rl_fn
 from rl_kernels.common.arguments import Problem
 from rl_kernels.common.row_state import RowState
-from rl_kernels.linear_logprobs.backward import Results
+from rl_kernels.linear_logprobs.backward import Gradients, Needed, Results
 from rl_kernels.logits_logprobs.reference import allowed_mask, as_array, as_tensor, masked, token_results
 
 
@@ -34,28 +34,30 @@ def forward(problem: Problem, workspace: int) -> RowState:
     return RowState(*(as_tensor(field, hidden.device) for field in (*row[:3], target)))
 
 
-def backward(
-    problem: Problem, workspace: int, outputs: Results, cotangents: Results
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def backward(problem: Problem, workspace: int, outputs: Results, cotangents: Results, needed: Needed) -> Gradients:
     """dL/dhidden, dL/dweight, dL/dbias by jax.vjp, of a whole vocabulary."""
     hidden, weight, bias, rows, _ = problem
+    whole = _arrays(hidden, weight, bias)
+    asked = [
+        number for number, (array, wish) in enumerate(zip(whole, needed, strict=True)) if wish and array is not None
+    ]
     ids, temperature, allowed, counted = _arguments(problem)
 
-    def values(h, w, b):
+    def values(*some):
+        h, w, b = (some[asked.index(n)] if n in asked else array for n, array in enumerate(whole))
         x = _logits(h if counted is None else jnp.where(counted[:, None], h, 0.0), w, b)
         return masked(token_results(x, ids, temperature, rows.softcap, allowed), counted)
 
     def pulled(arrays, c):
         return jax.vjp(values, *arrays)[1](c)
 
-    gradients = jax.jit(pulled)(_arrays(hidden, weight, bias), tuple(as_array(c) for c in cotangents))
-    d_hidden, d_weight, d_bias = (None if x is None else as_tensor(x, hidden.device) for x in gradients)
-    assert d_hidden is not None and d_weight is not None
-    return (
-        d_hidden.to(hidden.dtype),
-        d_weight.to(weight.dtype),
-        None if bias is None or d_bias is None else d_bias.to(bias.dtype),
-    )
+    pulled_back = jax.jit(pulled)(tuple(whole[n] for n in asked), tuple(as_array(c) for c in cotangents))
+    found: list[Tensor | None] = [None, None, None]
+    for n, gradient in zip(asked, pulled_back, strict=True):
+        like = (hidden, weight, bias)[n]
+        assert like is not None
+        found[n] = as_tensor(gradient, hidden.device).to(like.dtype)
+    return found[0], found[1], found[2]
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> jax.Array:

@@ -69,9 +69,14 @@ def _scaled(
 
 
 def _store(dx: Tensor, tokens: Tensor, own: Tensor) -> None:
-    """The tokens' own gradients, where the tile holds the token."""
-    row, k = ((tokens >= 0) & (tokens < dx.shape[-1])).nonzero(as_tuple=True)
-    dx[row, tokens[row, k]] = own[row, k]
+    """The tokens' own gradients, where the tile holds the token; elsewhere column 0 is stored as it was.
+
+    One of the K at a time: two of them may be meant for one column.
+    """
+    inside, column = (tokens >= 0) & (tokens < dx.shape[-1]), tokens.clamp(0, dx.shape[-1] - 1)
+    for k in range(tokens.shape[1]):
+        at, here = column[:, k : k + 1], inside[:, k : k + 1]
+        dx.scatter_(1, at, torch.where(here, own[:, k : k + 1], dx.gather(1, at)))
 
 
 backward = partial(in_blocks, dlogits=_dlogits, numbers=_NUMBERS)

@@ -37,28 +37,28 @@ def forward(problem: Problem, workspace: int) -> RowState:
         for first, last in tiles(len(weight), size.vocab):
             logits = matmul(here, weight[first:last].T, scale.dtype)
             allowed = allowed_tile(rows.allowed_tokens, index, start + first, start + last)
-            state_kernel[(len(here),)](
-                logits,
-                scale if allowed is None else allowed.view(torch.uint8),
-                scale if bias is None else bias,
-                tokens,
-                scale,
-                *state,
-                start + first,
-                first,
-                last - first,
-                logits.stride(0),
-                0 if allowed is None else allowed.stride(0),
-                0 if allowed is None else allowed.stride(1),
-                0 if bias is None else bias.stride(0),
-                tokens.shape[1],
-                rows.softcap or 1.0,
-                BIASED=bias is not None,
-                CAPPED=rows.softcap is not None,
-                ALLOWED=allowed is not None,
-                BLOCK_N=block,
-                num_warps=8,  # pyright: ignore[reportCallIssue]
-            )
+            with torch.cuda.device_of(logits):
+                state_kernel[(len(here),)](
+                    logits,
+                    scale if allowed is None else allowed.view(torch.uint8),
+                    scale if bias is None else bias[first:last],
+                    tokens,
+                    scale,
+                    *state,
+                    start + first,
+                    last - first,
+                    logits.stride(0),
+                    0 if allowed is None else allowed.stride(0),
+                    0 if allowed is None else allowed.stride(1),
+                    0 if bias is None else bias.stride(0),
+                    tokens.shape[1],
+                    rows.softcap or 1.0,
+                    BIASED=bias is not None,
+                    CAPPED=rows.softcap is not None,
+                    ALLOWED=allowed is not None,
+                    BLOCK_N=block,
+                    num_warps=8,  # pyright: ignore[reportCallIssue]
+                )
             # Freed before the next block's logits are made.
             del logits, allowed
         for field, value in zip(total, state, strict=True):
@@ -76,31 +76,32 @@ def _dlogits(logits: Tensor, block: Block) -> Tensor:
     count, vocab = logits.shape
     gradient = logits if logits.dtype == block.dtype else torch.empty_like(logits, dtype=block.dtype)
     width = min(BLOCK_N, triton.next_power_of_2(vocab))
-    dlogits_kernel[(count, triton.cdiv(vocab, width))](
-        logits,
-        gradient,
-        scale if allowed is None else allowed.view(torch.uint8),
-        scale if bias is None else bias,
-        block.tokens,
-        block.own,
-        scale,
-        block.coefficients.a,
-        block.coefficients.b,
-        block.logsumexp,
-        vocab,
-        logits.stride(0),
-        gradient.stride(0),
-        0 if allowed is None else allowed.stride(0),
-        0 if allowed is None else allowed.stride(1),
-        0 if bias is None else bias.stride(0),
-        block.tokens.shape[1],
-        block.softcap or 1.0,
-        BIASED=bias is not None,
-        CAPPED=block.softcap is not None,
-        ALLOWED=allowed is not None,
-        BLOCK_N=width,
-        num_warps=8,  # pyright: ignore[reportCallIssue]
-    )
+    with torch.cuda.device_of(logits):
+        dlogits_kernel[(count, triton.cdiv(vocab, width))](
+            logits,
+            gradient,
+            scale if allowed is None else allowed.view(torch.uint8),
+            scale if bias is None else bias,
+            block.tokens,
+            block.own,
+            scale,
+            block.coefficients.a,
+            block.coefficients.b,
+            block.logsumexp,
+            vocab,
+            logits.stride(0),
+            gradient.stride(0),
+            0 if allowed is None else allowed.stride(0),
+            0 if allowed is None else allowed.stride(1),
+            0 if bias is None else bias.stride(0),
+            block.tokens.shape[1],
+            block.softcap or 1.0,
+            BIASED=bias is not None,
+            CAPPED=block.softcap is not None,
+            ALLOWED=allowed is not None,
+            BLOCK_N=width,
+            num_warps=8,  # pyright: ignore[reportCallIssue]
+        )
     return gradient
 
 

@@ -6,7 +6,8 @@ import triton.language as tl
 from rl_kernels.common.triton_helpers import absorbed, softcap_slope, softcapped
 
 
-@triton.jit(do_not_specialize=["start", "bias_start", "vocab", "target_count"])
+# The width of a block is specialised: where it is a multiple of 16, a thread loads and stores several numbers at once.
+@triton.jit(do_not_specialize=["start", "target_count"])
 def state_kernel(
     logits,
     allowed,
@@ -18,7 +19,6 @@ def state_kernel(
     weighted,
     targets,
     start,
-    bias_start,
     vocab,
     row_stride,
     allowed_row_stride,
@@ -41,7 +41,7 @@ def state_kernel(
         inside = column < vocab
         z = tl.load(z_row + column, mask=inside, other=float("-inf"))
         if BIASED:
-            z += tl.load(bias + (bias_start + column) * bias_stride, mask=inside, other=0.0).to(z.dtype)
+            z += tl.load(bias + column * bias_stride, mask=inside, other=0.0).to(z.dtype)
         possible = z != float("-inf")
         if ALLOWED:
             possible = possible & (tl.load(allowed_row + column * allowed_stride, mask=inside, other=0) != 0)
@@ -56,7 +56,7 @@ def state_kernel(
         if (token >= 0) & (token < vocab):
             z = tl.load(z_row + token)
             if BIASED:
-                z += tl.load(bias + (bias_start + token) * bias_stride).to(z.dtype)
+                z += tl.load(bias + token * bias_stride).to(z.dtype)
             possible = z != float("-inf")
             if ALLOWED:
                 possible = possible & (tl.load(allowed_row + token * allowed_stride) != 0)
@@ -64,7 +64,7 @@ def state_kernel(
             tl.store(targets + row * target_count + k, tl.where(possible, x, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["vocab", "target_count"])
+@triton.jit(do_not_specialize=["target_count"])
 def dlogits_kernel(
     logits,
     gradient,

@@ -28,24 +28,25 @@ def forward(logits: Tensor, rows: Rows) -> Results:
     count, vocab_size = logits.shape
     entropy, logsumexp = torch.empty_like(scale), torch.empty_like(scale)
     for index, allowed in _parts(count, vocab_size, allowed_tokens):
-        forward_kernel[(index.stop - index.start,)](
-            logits[index],
-            scale[index],
-            scale if allowed is None else allowed,
-            scale if mask is None else mask[index].view(torch.uint8),
-            entropy[index],
-            logsumexp[index],
-            vocab_size,
-            logits.stride(0),
-            logits.stride(1),
-            0 if allowed is None else allowed.stride(0),
-            softcap or 1.0,
-            CAPPED=softcap is not None,
-            ALLOWED=allowed is not None,
-            MASKED=mask is not None,
-            BLOCK_N=block_size(vocab_size),
-            num_warps=8,  # pyright: ignore[reportCallIssue]
-        )
+        with torch.cuda.device_of(logits):
+            forward_kernel[(index.stop - index.start,)](
+                logits[index],
+                scale[index],
+                scale if allowed is None else allowed,
+                scale if mask is None else mask[index].view(torch.uint8),
+                entropy[index],
+                logsumexp[index],
+                vocab_size,
+                logits.stride(0),
+                logits.stride(1),
+                0 if allowed is None else allowed.stride(0),
+                softcap or 1.0,
+                CAPPED=softcap is not None,
+                ALLOWED=allowed is not None,
+                MASKED=mask is not None,
+                BLOCK_N=block_size(vocab_size),
+                num_warps=8,  # pyright: ignore[reportCallIssue]
+            )
     target = scaled(logits.gather(1, tokens), scale, softcap, allowed_at(allowed_tokens, tokens))
     logprobs = target - finite(logsumexp)[:, None]
     return logprobs if mask is None else logprobs.masked_fill_(~mask[:, None], 0.0), entropy, logsumexp
@@ -63,28 +64,29 @@ def backward(logits: Tensor, rows: Rows, outputs: Results, cotangents: Results, 
     block = block_size(vocab_size)
     base = finite(logsumexp)
     for index, allowed in _parts(count, vocab_size, allowed_tokens):
-        backward_kernel[(index.stop - index.start, triton.cdiv(vocab_size, block))](
-            logits[index],
-            gradient[index],
-            scale[index],
-            scale if allowed is None else allowed,
-            scale if mask is None else mask[index].view(torch.uint8),
-            row.a[index],
-            row.b[index],
-            base[index],
-            vocab_size,
-            logits.stride(0),
-            logits.stride(1),
-            gradient.stride(0),
-            gradient.stride(1),
-            0 if allowed is None else allowed.stride(0),
-            softcap or 1.0,
-            CAPPED=softcap is not None,
-            ALLOWED=allowed is not None,
-            MASKED=mask is not None,
-            BLOCK_N=block,
-            num_warps=8,  # pyright: ignore[reportCallIssue]
-        )
+        with torch.cuda.device_of(logits):
+            backward_kernel[(index.stop - index.start, triton.cdiv(vocab_size, block))](
+                logits[index],
+                gradient[index],
+                scale[index],
+                scale if allowed is None else allowed,
+                scale if mask is None else mask[index].view(torch.uint8),
+                row.a[index],
+                row.b[index],
+                base[index],
+                vocab_size,
+                logits.stride(0),
+                logits.stride(1),
+                gradient.stride(0),
+                gradient.stride(1),
+                0 if allowed is None else allowed.stride(0),
+                softcap or 1.0,
+                CAPPED=softcap is not None,
+                ALLOWED=allowed is not None,
+                MASKED=mask is not None,
+                BLOCK_N=block,
+                num_warps=8,  # pyright: ignore[reportCallIssue]
+            )
     own = token_gradients(Coefficients(row.a, row.b), g, tokens, logprobs)
     own = own * slope(logprobs + base[:, None], scale, softcap)
     gradient.scatter_(1, tokens, (own if mask is None else own.masked_fill(~mask[:, None], 0.0)).to(gradient.dtype))

@@ -32,7 +32,7 @@ def sample(
     seed: int | Tensor,
     position: int | Tensor,
     return_allowed_tokens: bool = False,
-    check: bool = True,
+    check: bool | None = None,
     backend: str | None = None,
 ) -> SampledTokens:
     """Draw one token a row from softmax(min_p(top_p(top_k(logits/temperature)))), each step renormalised.
@@ -52,8 +52,8 @@ def sample(
         position: tells draws of one request apart, usually the token's place: a number or int64 ``[B]``.
         return_allowed_tokens: also return the ids that could be sampled, ``[B, max allowed_count]``, rising, −1 at the
             end: the ``allowed_tokens`` of ``logits_logprobs``. The host waits for the device.
-        check: raise for logits that are NaN or +inf, or overflow over the temperature. The host waits for the device;
-            without the check such a row's results mean nothing.
+        check: raise for logits that are NaN or +inf, or overflow over the temperature, for which the host waits for the
+            device. None checks on a CPU only. Unchecked, such a row has token −1 and log-probabilities NaN.
         backend: ``"torch"``, ``"triton"`` or ``"reference"`` (rl_fn's distribution and this operation's noise); or
             where it is installed ``"flashinfer"`` or ``"aiter"`` of ``rl_kernels.experimental``, whose files state
             their limits. None takes the best supported one.
@@ -78,9 +78,12 @@ def sample(
         if isinstance(value, Tensor):
             if value.shape not in ((), logits.shape[:1]):
                 raise ValueError(f"{name} must be a number or [{len(logits)}], got {tuple(value.shape)}")
-        elif not valid(value):
+            return value.to(device=logits.device, dtype=dtype).expand(len(logits)).contiguous()
+        if not valid(value):
             raise ValueError(f"{name} must be {condition}, got {value}")
-        return torch.as_tensor(value, device=logits.device).to(dtype).expand(len(logits)).contiguous()
+        # Filled on the device: a tensor of a Python number would be a copy, for which the host waits.
+        number = float(value) if dtype.is_floating_point else value
+        return torch.full((len(logits),), number, dtype=dtype, device=logits.device)  # pyright: ignore[reportArgumentType]
 
     def integer(value):
         return isinstance(value, int) and -(2**63) <= value < 2**63
@@ -96,9 +99,12 @@ def sample(
         row("position", position, torch.int64, integer, "an integer of 64 bits"),
     )
     tokens, logprobs, full, entropy, count, cutoff, last, logsumexp = _sample(logits, *parameters, backend)
-    if check and bool(logsumexp.isnan().any()):
-        bad = logsumexp.isnan().nonzero()[:, 0].tolist()
+    undefined = logsumexp.isnan()
+    if (logits.device.type == "cpu" if check is None else check) and bool(undefined.any()):
+        bad = undefined.nonzero()[:, 0].tolist()
         raise ValueError(f"logits that are NaN, +inf or overflow over the temperature, in rows {bad[:8]}")
+    tokens = tokens.masked_fill(undefined, -1)
+    logprobs, full = (x.masked_fill(undefined, float("nan")) for x in (logprobs, full))
     ids = None
     if return_allowed_tokens:
         heat, _ = greedy_is_top_1(parameters.temperature, parameters.k)

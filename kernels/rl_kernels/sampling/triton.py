@@ -38,12 +38,13 @@ def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
     logprob, full_logprob, entropy, logsumexp = (torch.empty_like(temperature) for _ in range(4))
     shape = (rows, vocab_size, tiles, *logits.stride())
     if rows:
-        tiles_kernel[programs, tiles](logits, heat, cutoff, last, *full, counts, *shape, CUT=False, **size)
-        cutoff_kernel[(programs,)](logits, heat, full[0], count, p, log_min_p, cutoff, last, *shape, **whole)
-        tiles_kernel[programs, tiles](logits, heat, cutoff, last, *cut, counts, *shape, CUT=True, **size)
-        draw_kernel[(programs,)](
-            logits, heat, cutoff, last, *full, *cut, counts, seed, position, token, logprob, full_logprob, entropy,
-            number, logsumexp, *shape, **whole,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            tiles_kernel[programs, tiles](logits, heat, cutoff, last, *full, counts, *shape, CUT=False, **size)
+            cutoff_kernel[(programs,)](logits, heat, full[0], count, p, log_min_p, cutoff, last, *shape, **whole)
+            tiles_kernel[programs, tiles](logits, heat, cutoff, last, *cut, counts, *shape, CUT=True, **size)
+            draw_kernel[(programs,)](
+                logits, heat, cutoff, last, *full, *cut, counts, seed, position, token, logprob, full_logprob, entropy,
+                number, logsumexp, *shape, **whole,
+            )  # fmt: skip
     full_logprob.masked_fill_(temperature == 0, 0.0).masked_fill_(number == 0, float("-inf"))
     return token, logprob, full_logprob, entropy, number, cutoff, last, logsumexp

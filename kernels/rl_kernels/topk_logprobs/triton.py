@@ -60,51 +60,53 @@ class Candidates:
     ) -> None:
         """Add the candidates among columns first … last − 1; a block with more than ``patience`` raises the bound."""
         nothing = self.bounds
-        search_kernel[(triton.cdiv(len(logits), self.rows),)](
-            logits,
-            nothing if allowed is None else allowed.view(torch.uint8),
-            nothing if mask is None else mask.view(torch.uint8),
-            nothing if inv_temperature is None else inv_temperature,
-            self.bounds,
-            self.counts,
-            self.words,
-            nothing if states is None else states,
-            len(logits),
-            first,
-            last,
-            identity,
-            self.k,
-            patience,
-            self.capacity,
-            logits.stride(0),
-            logits.stride(1),
-            0 if allowed is None else allowed.stride(0),
-            0 if allowed is None else allowed.stride(1),
-            softcap or 1.0,
-            STATE=states is not None,
-            CAPPED=softcap is not None,
-            ALLOWED=allowed is not None,
-            MASKED=mask is not None,
-            BLOCK_M=self.rows,
-            BLOCK_N=self.block,
-            num_warps=8,  # pyright: ignore[reportCallIssue]
-        )
+        with torch.cuda.device_of(logits):
+            search_kernel[(triton.cdiv(len(logits), self.rows),)](
+                logits,
+                nothing if allowed is None else allowed.view(torch.uint8),
+                nothing if mask is None else mask.view(torch.uint8),
+                nothing if inv_temperature is None else inv_temperature,
+                self.bounds,
+                self.counts,
+                self.words,
+                nothing if states is None else states,
+                len(logits),
+                first,
+                last,
+                identity,
+                self.k,
+                patience,
+                self.capacity,
+                logits.stride(0),
+                logits.stride(1),
+                0 if allowed is None else allowed.stride(0),
+                0 if allowed is None else allowed.stride(1),
+                softcap or 1.0,
+                STATE=states is not None,
+                CAPPED=softcap is not None,
+                ALLOWED=allowed is not None,
+                MASKED=mask is not None,
+                BLOCK_M=self.rows,
+                BLOCK_N=self.block,
+                num_warps=8,  # pyright: ignore[reportCallIssue]
+            )
 
     def keep(self) -> Tensor:
         """The k best of each row, in no order."""
         best = torch.full((len(self.words), self.k), _NONE, dtype=torch.int64, device=self.words.device)
-        keep_kernel[(triton.cdiv(len(best), self.rows),)](
-            self.words,
-            self.bounds,
-            self.counts,
-            best,
-            len(best),
-            self.capacity,
-            self.k,
-            BLOCK_M=self.rows,
-            BLOCK_N=CANDIDATE_BLOCK,
-            num_warps=4,  # pyright: ignore[reportCallIssue]
-        )
+        with torch.cuda.device_of(best):
+            keep_kernel[(triton.cdiv(len(best), self.rows),)](
+                self.words,
+                self.bounds,
+                self.counts,
+                best,
+                len(best),
+                self.capacity,
+                self.k,
+                BLOCK_M=self.rows,
+                BLOCK_N=CANDIDATE_BLOCK,
+                num_warps=4,  # pyright: ignore[reportCallIssue]
+            )
         return best
 
     def make_room(self) -> None:
@@ -146,7 +148,7 @@ def forward(problem: Problem, k: int, workspace: int) -> tuple[RowState, Tensor,
         return in_torch.forward(problem, k, workspace)
     count, vocab_size = len(hidden), len(weight)
     states = scales.new_zeros(3, count)
-    states[0] = float("-inf")
+    states[0].fill_(float("-inf"))
     values = scales.new_full((count, k), float("-inf"))
     found = torch.full((count, k), NO_TOKEN, device=hidden.device)
     # A quarter of the workspace is for candidates. Each logit has one number, and a byte of the mask of allowed tokens.

@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels import linear_logprobs
 from rl_kernels.common.arguments import Problem, Rows
+from rl_kernels.linear_logprobs.backward import Needed
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
 from tests.kernels.exact import exact, gradients
 from tests.kernels.linear_logprobs.test_backends import H, assert_equal_to_float64, model
@@ -164,8 +165,8 @@ def test_a_shard_counts_tokens_and_kept_sets_from_its_start():
     for a, b in zip(outputs, finalize_row_state(shard(0, V, backend.forward)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     c = (normal(N, 3, seed=5).float(), normal(N, seed=6).float(), normal(N, seed=7).float())
-    parts = [shard(a, b, backend.backward, outputs, c) for a, b in pairwise(cuts)]
-    d_hidden, d_weight, d_bias = shard(0, V, backend.backward, outputs, c)
+    parts = [shard(a, b, backend.backward, outputs, c, Needed()) for a, b in pairwise(cuts)]
+    d_hidden, d_weight, d_bias = shard(0, V, backend.backward, outputs, c, Needed())
     torch.testing.assert_close(sum(p[0] for p in parts), d_hidden, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.cat([p[1] for p in parts]), d_weight, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.cat([p[2] for p in parts]), d_bias, rtol=1e-5, atol=1e-5)

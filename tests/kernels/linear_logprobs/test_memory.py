@@ -11,9 +11,10 @@ import torch
 
 from rl_kernels import linear_logprobs, linear_topk_logprobs
 from rl_kernels.common.arguments import Problem, Rows
-from rl_kernels.common.blocks import Cost, blocks
+from rl_kernels.common.blocks import Cost, blocks, row_blocks
 from rl_kernels.common.row_state import finalize_row_state
 from rl_kernels.linear_logprobs.api import CPU_WORKSPACE, FORWARD_WORKSPACE, GPU_WORKSPACE
+from rl_kernels.linear_logprobs.backward import Needed
 from tests.kernels.cases import ids, normal
 from tests.kernels.live_bytes import LiveBytes
 
@@ -42,7 +43,7 @@ def peaks(backend, count, *, options):
         state = run.forward(*arguments)
     outputs, cotangents = finalize_row_state(state), (torch.ones(count, 1), torch.ones(count), torch.ones(count))
     with LiveBytes() as backward:
-        results = run.backward(*arguments, outputs, cotangents)
+        results = run.backward(*arguments, outputs, cotangents, Needed())
     assert results[0].shape == hidden.shape
     return forward.peak, backward.peak
 
@@ -57,15 +58,16 @@ class NotLaunched:
 def test_flat_in_the_number_of_rows(monkeypatch, backend, options):
     for kernel in ("state_kernel", "dlogits_kernel"):
         monkeypatch.setattr(importlib.import_module("rl_kernels.linear_logprobs.triton"), kernel, NotLaunched())
-    small, large = (peaks(backend, count, options=options) for count in (48, 144))
-    rows = 144 - 48
-    # The state is four numbers a row; the backward's gradient H, and a handful of cotangents.
+    small, large = (peaks(backend, count, options=options) for count in (600, 1200))
+    rows = 1200 - 600
+    # So many rows that the blocks, which are of about one size, are as large as they may be. The state is four numbers
+    # a row; the backward's gradient H, and a handful of cotangents.
     assert large[0] - small[0] <= 4 * rows * 5
     assert large[1] - small[1] <= 4 * rows * (H + 10)
     # As much as one row of logits more would be V numbers.
     assert 4 * rows * (H + 10) < 4 * rows * V / 10
-    assert large[0] <= WORKSPACE + 4 * 144 * 5
-    assert large[1] <= WORKSPACE + 4 * 144 * (H + 10) + 4 * V * H
+    assert large[0] <= WORKSPACE + 4 * 1200 * 5
+    assert large[1] <= WORKSPACE + 4 * 1200 * (H + 10) + 4 * V * H
 
 
 @pytest.mark.parametrize(("vocabulary", "features"), [(128256, 4096), (152064, 3584), (300, 12), (1, 1), (0, 4)])
@@ -107,3 +109,22 @@ def test_the_forward_takes_64_mib_at_most(monkeypatch):
         linear_topk_logprobs(hidden, weight, 2, workspace=asked, backend="torch")
         assert seen == {"linear_logprobs": given, "topk_logprobs": given}
     assert FORWARD_WORKSPACE == 64 << 20 < GPU_WORKSPACE == 512 << 20
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "wanted"),
+    [
+        (8192, 7680, [4096, 4096]),
+        (8192, 3200, [2816, 2816, 2560]),
+        (7, 4, [4, 3]),
+        (12, 5, [4, 4, 4]),
+        (5, 9, [5]),
+        (0, 4, []),
+    ],
+)
+def test_blocks_of_rows_are_of_about_one_size(count, size, wanted):
+    """7680 and 512 rows would read and write all of dL/dweight for the last 512."""
+    assert [rows.stop - rows.start for rows in row_blocks(count, None, size)] == wanted
+    mask = torch.arange(2 * count) % 2 == 1
+    found = [len(rows) for rows in row_blocks(2 * count, mask, size)]
+    assert [n for n in found if n] == wanted

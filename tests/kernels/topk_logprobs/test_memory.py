@@ -34,11 +34,11 @@ def peak(count, *, allowed, backend="torch"):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("allowed", [False, True])
 def test_flat_in_the_number_of_rows(allowed, backend):
-    small, large = (peak(count, allowed=allowed, backend=backend) for count in (48, 144))
+    small, large = (peak(count, allowed=allowed, backend=backend) for count in (600, 1200))
     # Results: k values of 4 bytes and ids of 8, a state of three numbers.
     a_row = 12 * K + 4 * 3
-    assert large - small <= (144 - 48) * a_row < (144 - 48) * 4 * V / 10
-    assert large <= WORKSPACE + 144 * a_row
+    assert large - small <= (1200 - 600) * a_row < (1200 - 600) * 4 * V / 10
+    assert large <= WORKSPACE + 1200 * a_row
 
 
 def test_from_logits_in_chunks(monkeypatch):

@@ -61,31 +61,32 @@ def forward(problem: Problem, workspace: int) -> RowState:
 
     def launch(index: slice | Tensor, allowed: Tensor | None, states: Tensor, targets: Tensor, part: int) -> None:
         scale = rows.inv_temperature[index]
-        kernel[(triton.cdiv(len(scale), BLOCK_M) * len(states),)](
-            *operands(hidden, weight, index),
-            scale if bias is None else bias,
-            rows.tokens[index],
-            scale,
-            scale if allowed is None else allowed,
-            states,
-            targets,
-            len(scale),
-            vocab_size,
-            hidden_size,
-            part,
-            rows.tokens.shape[1],
-            start,
-            0 if bias is None else bias.stride(0),
-            0 if allowed is None else allowed.stride(0),
-            rows.softcap or 1.0,
-            BIASED=bias is not None,
-            CAPPED=rows.softcap is not None,
-            ALLOWED=allowed is not None,
-            GROUP=GROUP,
-            STAGES=stages,
-            **own_constants(name, hidden_size),
-            num_warps=warps,
-        )
+        with torch.cuda.device_of(hidden):
+            kernel[(triton.cdiv(len(scale), BLOCK_M) * len(states),)](
+                *operands(hidden, weight, index),
+                scale if bias is None else bias,
+                rows.tokens[index],
+                scale,
+                scale if allowed is None else allowed,
+                states,
+                targets,
+                len(scale),
+                vocab_size,
+                hidden_size,
+                part,
+                rows.tokens.shape[1],
+                start,
+                0 if bias is None else bias.stride(0),
+                0 if allowed is None else allowed.stride(0),
+                rows.softcap or 1.0,
+                BIASED=bias is not None,
+                CAPPED=rows.softcap is not None,
+                ALLOWED=allowed is not None,
+                GROUP=GROUP,
+                STAGES=stages,
+                **own_constants(name, hidden_size),
+                num_warps=warps,
+            )
 
     in_place = fits(hidden, unit) and (gathers or rows.mask is None)
     copied = 0 if in_place else hidden.element_size() * padded(hidden_size, unit)

@@ -30,41 +30,42 @@ def forward(problem: Problem, workspace: int) -> RowState:
     def launch(index: slice | Tensor, allowed: Tensor | None, states: Tensor, targets: Tensor, part: int) -> None:
         if isinstance(index, slice):
             index = torch.arange(index.start, index.stop, device=hidden.device)
-        forward_kernel[(triton.cdiv(len(index), tile.block_m) * len(states),)](
-            hidden,
-            weight,
-            scale if bias is None else bias,
-            index,
-            rows.tokens,
-            scale,
-            scale if allowed is None else allowed,
-            states,
-            targets,
-            len(index),
-            vocab_size,
-            hidden_size,
-            part,
-            rows.tokens.shape[1],
-            start,
-            hidden.stride(0),
-            hidden.stride(1),
-            weight.stride(0),
-            weight.stride(1),
-            0 if bias is None else bias.stride(0),
-            0 if allowed is None else allowed.stride(0),
-            rows.softcap or 1.0,
-            BIASED=bias is not None,
-            CAPPED=rows.softcap is not None,
-            ALLOWED=allowed is not None,
-            # The interpreter multiplies the bits of bfloat16 as integers.
-            WIDENED=hidden.dtype != weight.dtype or not hidden.is_cuda,
-            EVEN=hidden_size % tile.block_k == 0,
-            GROUP=GROUP,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            num_warps=tile.warps,  # pyright: ignore[reportCallIssue]
-            num_stages=tile.stages,  # pyright: ignore[reportCallIssue]
-        )
+        with torch.cuda.device_of(hidden):
+            forward_kernel[(triton.cdiv(len(index), tile.block_m) * len(states),)](
+                hidden,
+                weight,
+                scale if bias is None else bias,
+                index,
+                rows.tokens,
+                scale,
+                scale if allowed is None else allowed,
+                states,
+                targets,
+                len(index),
+                vocab_size,
+                hidden_size,
+                part,
+                rows.tokens.shape[1],
+                start,
+                hidden.stride(0),
+                hidden.stride(1),
+                weight.stride(0),
+                weight.stride(1),
+                0 if bias is None else bias.stride(0),
+                0 if allowed is None else allowed.stride(0),
+                rows.softcap or 1.0,
+                BIASED=bias is not None,
+                CAPPED=rows.softcap is not None,
+                ALLOWED=allowed is not None,
+                # The interpreter multiplies the bits of bfloat16 as integers.
+                WIDENED=hidden.dtype != weight.dtype or not hidden.is_cuda,
+                EVEN=hidden_size % tile.block_k == 0,
+                GROUP=GROUP,
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+                BLOCK_K=tile.block_k,
+                num_warps=tile.warps,  # pyright: ignore[reportCallIssue]
+                num_stages=tile.stages,  # pyright: ignore[reportCallIssue]
+            )
 
     return in_parts(problem, workspace, launch)

@@ -1,0 +1,116 @@
+"""What every launch and every call on a GPU needs, seen on a CPU: the tensors' device is current at each launch of a
+Triton kernel, nothing is copied from the host, and the host does not wait.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rl_kernels import (
+    int8_matmul,
+    linear_logprobs,
+    linear_topk_logprobs,
+    logits_logprobs,
+    quantize_,
+    sample,
+    topk_logprobs,
+)
+from tests.kernels.cases import N, V, ids, normal
+from tests.kernels.registry import each_backend
+
+H = 16
+
+
+def linear(backend):
+    hidden, weight = (x.float().requires_grad_() for x in (normal(N, H, scale=1.0), normal(V, H, seed=1)))
+    linear_logprobs(hidden, weight, ids(N), temperature=0.7, backend=backend).logprobs.sum().backward()
+
+
+def logits(backend):
+    leaf = normal(N, V).float().requires_grad_()
+    logits_logprobs(leaf, ids(N), temperature=0.7, softcap=5.0, backend=backend).entropy.sum().backward()
+
+
+def top_k(backend):
+    topk_logprobs(normal(N, V).float(), 3, temperature=0.7, backend=backend)
+    top_k_of_hidden(backend)
+
+
+def top_k_of_hidden(backend):
+    linear_topk_logprobs(normal(N, H).float(), normal(V, H, seed=1).float(), 3, backend=backend)
+
+
+def sampled(backend):
+    sample(normal(N, V).float(), temperature=0.7, seed=1, position=2, check=False, backend=backend)
+
+
+def quantized(backend):
+    out, scales = torch.empty(N, V, dtype=torch.int8), torch.empty(N, 1)
+    quantize_([normal(N, V).float()], [out], [scales], backend=backend)
+
+
+def multiplied(backend):
+    codes, scale = ids(V, H, high=100).to(torch.int8), torch.ones(V)
+    int8_matmul(normal(N, H).float(), codes, scale, backend=backend)
+
+
+CALLS = {
+    "linear_logprobs": linear,
+    "logits_logprobs": logits,
+    "topk_logprobs": top_k,
+    "sampling": sampled,
+    "quantize": quantized,
+    "int8_matmul": multiplied,
+}
+
+
+@each_backend(*CALLS)
+def test_the_tensors_device_is_current_at_every_launch(monkeypatch, operation, backend):
+    """A kernel launched for a tensor on cuda:1 while cuda:0 is current reads another device's memory."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    guarded, launches = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        guarded.append(tensor.device)
+        yield
+        guarded.pop()
+
+    def launched(self, *arguments, whole=interpreter.GridExecutor.__call__, **options):
+        launches.append((self.fn.__name__, list(guarded)))
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    CALLS[operation](backend)
+    assert bool(launches) == backend.startswith("triton")
+    assert not [name for name, devices in launches if not devices]
+
+
+# Of the torch operations: a tensor made of a Python number is a copy from the host, the others wait for the device.
+COPIES, WAITS = {"aten::lift_fresh"}, {"aten::nonzero", "aten::item", "aten::_local_scalar_dense"}
+
+
+@pytest.mark.parametrize("call", [linear, logits, top_k_of_hidden, sampled])
+def test_nothing_is_copied_from_the_host_and_nothing_waited_for(call):
+    """Without a mask, in the backend that a GPU takes. Triton's interpreter copies arguments: kernels are left out."""
+    with kernels_left_out(), profile(activities=[ProfilerActivity.CPU]) as seen:
+        call("triton")
+    assert {event.key for event in seen.key_averages()} & (COPIES | WAITS) == set()
+
+
+@contextlib.contextmanager
+def kernels_left_out():
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", lambda *arguments, **options: None)
+        yield
+
+
+def test_the_copies_and_waits_are_seen():
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        torch.as_tensor(0.7).item()
+        torch.ones(3).nonzero()
+    assert {event.key for event in seen.key_averages()} >= COPIES | WAITS
