@@ -1,4 +1,4 @@
-"""What the seam costs: PPO's loss from rl_fn through from_jax against the same loss written by hand in torch.
+"""What interop costs: PPO's loss from rl_fn through from_jax against the same loss written by hand in torch.
 
 python experiments/benchmarks/from_jax_ppo.py    # or: make benchmark-bridge
 

@@ -1,4 +1,4 @@
-"""The seam between JAX and PyTorch: one formula, three ways to run it. See docs/bridge.md."""
+"""Interop of JAX and PyTorch: one formula, three ways to run it. See docs/bridge.md."""
 
 from rl_bridge.functional.call import from_jax
 from rl_bridge.functional.torch_in_jax import to_jax

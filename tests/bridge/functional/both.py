@@ -1,4 +1,4 @@
-"""What the seam's tests share: the same NumPy arguments through JAX and through from_jax, values and gradients."""
+"""What the interop tests share: the same NumPy arguments through JAX and through from_jax, values and gradients."""
 
 import functools
 from collections.abc import Callable, Sequence

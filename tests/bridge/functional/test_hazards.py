@@ -1,4 +1,4 @@
-"""What may not cross the seam is refused by name; what may crosses unharmed."""
+"""What may not cross between JAX and torch is refused by name; what may crosses unharmed."""
 
 import dataclasses
 import multiprocessing
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rl_bridge.functional import from_jax, through_xla
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0]])
-SEAMS = pytest.mark.parametrize("seam", [from_jax, through_xla])
+INTEROP = pytest.mark.parametrize("interop", [from_jax, through_xla])
 
 
 class Pair(NamedTuple):
@@ -62,19 +62,19 @@ def test_dtensor_is_refused_over_dlpack_and_whole_through_from_jax():
         torch.distributed.destroy_process_group()
 
 
-@SEAMS
-def test_float64_is_refused_and_int64_narrowed_if_it_fits(seam):
+@INTEROP
+def test_float64_is_refused_and_int64_narrowed_if_it_fits(interop):
     with pytest.raises(TypeError, match=r"float64 would be narrowed.*jax_enable_x64"):
-        seam(jnp.sin)(X.double())
-    assert seam(lambda i: i + 1)(torch.tensor([2, 3])).dtype == torch.int32
+        interop(jnp.sin)(X.double())
+    assert interop(lambda i: i + 1)(torch.tensor([2, 3])).dtype == torch.int32
     with pytest.raises(ValueError, match="beyond int32"):
-        seam(lambda i: i + 1)(torch.tensor([2**40]))
+        interop(lambda i: i + 1)(torch.tensor([2**40]))
 
 
-@SEAMS
-def test_a_write_after_the_call_does_not_reach_it(seam):
+@INTEROP
+def test_a_write_after_the_call_does_not_reach_it(interop):
     x = X.clone()
-    result = seam(lambda x: (x, x * 2.0, x.T))(x)
+    result = interop(lambda x: (x, x * 2.0, x.T))(x)
     x.zero_()
     for actual, expected in zip(result, (X, X * 2.0, X.T), strict=True):
         torch.testing.assert_close(actual, expected)
@@ -82,27 +82,27 @@ def test_a_write_after_the_call_does_not_reach_it(seam):
     assert not x.any()
 
 
-@SEAMS
+@INTEROP
 @pytest.mark.parametrize(
     "x", [X.T, X[:, ::2], X[0, 0].expand(2, 3), X.flip(0)[1:], torch.as_strided(X, (2, 2), (0, 1)), X[:0]]
 )
-def test_any_strides(seam, x):
-    torch.testing.assert_close(seam(lambda x: x * 2.0 + 1.0)(x), x * 2.0 + 1.0)
+def test_any_strides(interop, x):
+    torch.testing.assert_close(interop(lambda x: x * 2.0 + 1.0)(x), x * 2.0 + 1.0)
 
 
-@SEAMS
-def test_leaf_and_intermediate_gradients(seam):
+@INTEROP
+def test_leaf_and_intermediate_gradients(interop):
     leaf = X.clone().requires_grad_()
     inner = leaf * 3.0
     inner.retain_grad()
-    seam(lambda x: jnp.sum(x * x))(inner).backward()
+    interop(lambda x: jnp.sum(x * x))(inner).backward()
     torch.testing.assert_close(inner.grad, 6.0 * X)
     torch.testing.assert_close(leaf.grad, 18.0 * X)
 
 
-@SEAMS
-def test_no_grad_and_inference_mode(seam):
-    double = seam(lambda x: x * 2.0 + jnp.arange(3.0)[None])
+@INTEROP
+def test_no_grad_and_inference_mode(interop):
+    double = interop(lambda x: x * 2.0 + jnp.arange(3.0)[None])
     x = X.clone().requires_grad_()
     with torch.no_grad():
         assert not double(x).requires_grad
@@ -124,21 +124,21 @@ def test_functional_transforms():
     torch.testing.assert_close(torch.func.vmap(from_jax(lambda x: x - jnp.max(x)))(X), X - X.amax(1, keepdim=True))
 
 
-@SEAMS
-def test_trees_none_and_static_arguments(seam):
+@INTEROP
+def test_trees_none_and_static_arguments(interop):
     def fn(pair, names, *, settings, mode):
         assert pair.mask is None and mode == "up"
         return {"scaled": pair.values * settings.scale, "rest": (names["a"] + 1.0, None, mode)}
 
-    result = seam(fn)(Pair(X, None), {"a": X[0]}, settings=Settings(2.0), mode="up")
+    result = interop(fn)(Pair(X, None), {"a": X[0]}, settings=Settings(2.0), mode="up")
     torch.testing.assert_close(result["scaled"], 2.0 * X)
     assert result["rest"][1] is None and result["rest"][2] == "up"
-    assert torch.equal(seam(fn)(Pair(X, None), {"a": X[0]}, settings=Settings(3.0), mode="up")["scaled"], 3.0 * X)
+    assert torch.equal(interop(fn)(Pair(X, None), {"a": X[0]}, settings=Settings(3.0), mode="up")["scaled"], 3.0 * X)
 
 
-@SEAMS
-def test_numpy_arrays_and_numbers_are_constants(seam):
-    fn = seam(lambda x, array, number: x * array + number)
+@INTEROP
+def test_numpy_arrays_and_numbers_are_constants(interop):
+    fn = interop(lambda x, array, number: x * array + number)
     torch.testing.assert_close(fn(X, np.float32([1, 2, 3])[None], 0.5), X * torch.tensor([1.0, 2.0, 3.0]) + 0.5)
     torch.testing.assert_close(fn(X, np.float32([3, 2, 1])[None], 1.5), X * torch.tensor([3.0, 2.0, 1.0]) + 1.5)
     with pytest.raises(TypeError, match="without a torch tensor"):

@@ -1,4 +1,4 @@
-"""Every recipe through the seam: advantages, loss, metrics and gradient as JAX computes them."""
+"""Every recipe through from_jax: advantages, loss, metrics and gradient as JAX computes them."""
 
 import jax
 import numpy as np

@@ -18,8 +18,8 @@ NAMES = [name for name, case in CASES.items() if not case.random]
 # through_xla hands the whole function to XLA, whatever its options: in the fast profile one case of each is enough.
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 ONE_EACH = NAMES if THOROUGH else sorted({CASES[name].name: name for name in NAMES}.values())
-SEAMS = [pytest.param(from_jax, name, id=f"from_jax-{name}") for name in NAMES]
-SEAMS += [pytest.param(through_xla, name, id=f"through_xla-{name}") for name in ONE_EACH]
+INTEROP = [pytest.param(from_jax, name, id=f"from_jax-{name}") for name in NAMES]
+INTEROP += [pytest.param(through_xla, name, id=f"through_xla-{name}") for name in ONE_EACH]
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +47,13 @@ def expected(name):
     return result_and_gradient(name, split(*CASES[name].make(0))[0])
 
 
-@pytest.mark.parametrize(("seam", "name"), SEAMS)
-def test_value_and_gradient(seam, name):
+@pytest.mark.parametrize(("interop", "name"), INTEROP)
+def test_value_and_gradient(interop, name):
     function, arguments, places = bound(name)
     if not any(isinstance(x, np.ndarray) for x in jax.tree.leaves(arguments)):
         pytest.skip("takes no array")
     value, gradient = expected(name)
-    lowered = seam(function)
+    lowered = interop(function)
     tensors = [jax.tree.map(to_torch, x) for x in arguments]
     assert_same(lowered(*tensors), value)
     active = [tensors[i].requires_grad_() for i in places]
