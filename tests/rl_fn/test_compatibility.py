@@ -1,4 +1,4 @@
-"""Any piece in any slot: the objective works, or it is refused with the reason and the remedy."""
+"""Any component in any slot: the objective works, or it is refused with the reason and the remedy."""
 
 import inspect
 import itertools
@@ -17,7 +17,7 @@ from tests.rl_fn.registry import RECIPES
 GSPO, GAE = rl_fn.components.GSPO(), rl_fn.components.GAE()
 KL = rl_fn.components.KL("k1", 0.1)
 TIS, ICEPOP = rl_fn.components.TIS(), rl_fn.components.IcePop()
-# The arguments that a piece has no default for.
+# The arguments that a component has no default for.
 ARGUMENTS = {
     "KL": ("k3", 0.1),
     "Aggregation": ("seq-mean-token-sum-norm", 16.0),
@@ -28,7 +28,7 @@ ARGUMENTS = {
     "Sum": ((rl_fn.components.PPOClip(), rl_fn.components.PositiveExample()),),
     "Product": ((TIS, rl_fn.components.M2POMask()),),
 }
-PIECES = {
+COMPONENTS = {
     name: getattr(components, name)(*ARGUMENTS.get(name, ()))
     for name in components.__all__
     if inspect.isclass(getattr(components, name)) and name not in ("Advantage", "PerToken", "Custom", "CustomAdvantage")
@@ -36,7 +36,11 @@ PIECES = {
 
 
 def _of(*modules):
-    return {name: piece for name, piece in PIECES.items() if type(piece).__module__.split(".")[-1] in modules}
+    return {
+        name: component
+        for name, component in COMPONENTS.items()
+        if type(component).__module__.split(".")[-1] in modules
+    }
 
 
 LOSSES = _of("loss_components")

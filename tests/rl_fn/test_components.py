@@ -1,6 +1,6 @@
-"""Every piece, with constants that are not the defaults, is the independent float64 version of its equation.
+"""Every component, with constants that are not the defaults, is the independent float64 version of its equation.
 
-A piece without a row here fails the first test.
+A component without a row here fails the first test.
 """
 
 import numpy as np
@@ -94,7 +94,7 @@ def on_tokens(per_answer, mask):
 
 
 def last(rewards, mask):
-    """The reward on the last counted token of each answer."""
+    """The reward on the last counted token of each completion."""
     out = np.zeros(mask.shape)
     for place in np.ndindex(rewards.shape):
         counted = np.flatnonzero(mask[place])
@@ -103,7 +103,7 @@ def last(rewards, mask):
     return out
 
 
-def answers(name, **constants):
+def completions(name, **constants):
     return lambda r, values: on_tokens(ORACLE[name](r.rewards, **constants), r.mask)
 
 
@@ -124,17 +124,17 @@ STEP = {"gamma": 0.8, "weight": 0.6, "scale": "none", "eps": 1e-3}
 ADVANTAGE_VALUES = {
     "GRPOAdvantage": (
         rl_fn.components.GRPOAdvantage("batch", 0.1),
-        answers("grpo_advantages", scale="batch", eps=0.1),
+        completions("grpo_advantages", scale="batch", eps=0.1),
     ),
-    "RLOOAdvantage": (rl_fn.components.RLOOAdvantage(), answers("rloo_advantages")),
+    "RLOOAdvantage": (rl_fn.components.RLOOAdvantage(), completions("rloo_advantages")),
     "RawReward": (rl_fn.components.RawReward(0.3), lambda r, values: on_tokens(r.rewards - 0.3, r.mask)),
     "GPGAdvantage": (
         rl_fn.components.GPGAdvantage(2.0, "nonzero"),
-        answers("gpg_advantages", norm=2.0, alpha="nonzero"),
+        completions("gpg_advantages", norm=2.0, alpha="nonzero"),
     ),
-    "MaxRLAdvantage": (rl_fn.components.MaxRLAdvantage(), answers("maxrl_advantages")),
-    "PassKAdvantage": (rl_fn.components.PassKAdvantage(2), answers("passk_analytic_advantages", k=2)),
-    "GRPOPassKAdvantage": (rl_fn.components.GRPOPassKAdvantage(False), answers("passk_advantages", scale=False)),
+    "MaxRLAdvantage": (rl_fn.components.MaxRLAdvantage(), completions("maxrl_advantages")),
+    "PassKAdvantage": (rl_fn.components.PassKAdvantage(2), completions("passk_analytic_advantages", k=2)),
+    "GRPOPassKAdvantage": (rl_fn.components.GRPOPassKAdvantage(False), completions("passk_advantages", scale=False)),
     "OPOAdvantage": (
         rl_fn.components.OPOAdvantage(),
         lambda r, values: on_tokens(ORACLE["opo_advantages"](r.rewards, r.mask.sum(-1)), r.mask),
@@ -181,8 +181,8 @@ def test_every_piece_has_a_row():
 
 @pytest.mark.parametrize("name", LOSS_VALUES | WEIGHTS)
 def test_a_loss_or_a_weight_is_its_equation(name):
-    piece, expected = (LOSS_VALUES | WEIGHTS)[name]
-    got = np.asarray(piece(BATCH))
+    component, expected = (LOSS_VALUES | WEIGHTS)[name]
+    got = np.asarray(component(BATCH))
     assert got.any() and got.dtype == np.float32
     np.testing.assert_allclose(
         np.where(BATCH.mask, got, 0.0), np.where(BATCH.mask, expected, 0.0), rtol=2e-5, atol=2e-6
@@ -191,8 +191,8 @@ def test_a_loss_or_a_weight_is_its_equation(name):
 
 @pytest.mark.parametrize("name", ADVANTAGE_VALUES)
 def test_an_advantage_is_its_equation(name):
-    piece, expected = ADVANTAGE_VALUES[name]
-    objective = rl_fn.recipes.dapo().replace(advantage=piece, dynamic_sampling=None)
+    component, expected = ADVANTAGE_VALUES[name]
+    objective = rl_fn.recipes.dapo().replace(advantage=component, dynamic_sampling=None)
     read = rollouts(objective, 22)
     got = np.asarray(advantages(objective, read))
     assert got.any()

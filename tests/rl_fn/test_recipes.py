@@ -27,11 +27,11 @@ from tests.rl_fn.registry import RECIPES, Draw
 OVER_BATCH = {"clip_cov", "kl_cov", "m2po"}
 # At ratio 1 the gradient is not REINFORCE's.
 NOT_REINFORCE = {
-    "luspo": "an answer weighs by its length",
+    "luspo": "a completion weighs by its length",
     "clip_cov": "tokens of high covariance are dropped at any ratio",
-    "vapo": "the language-model loss on correct answers is added",
+    "vapo": "the language-model loss on correct completions is added",
 }
-# A group of one is refused: it has no others, or fewer answers than a set.
+# A group of one is refused: it has no others, or fewer completions than a set.
 NEEDS_A_GROUP = {"rloo": "group of at least 2", "passk": "between 1 and the group's size"}
 
 
@@ -138,8 +138,8 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
     objective = OBJECTIVES[name]
     of = batch(objective, 10)
     # Large enough for Clip-Cov to find tokens of high covariance.
-    answers = Draw(10).normal(len(of.mask), 1, scale=3.0)
-    of = of._replace(advantages=np.where(of.mask, answers, 0.0).astype(np.float32))
+    completions = Draw(10).normal(len(of.mask), 1, scale=3.0)
+    of = of._replace(advantages=np.where(of.mask, completions, 0.0).astype(np.float32))
     of = of._replace(logprobs=of.old_logprobs, rollout_logprobs=of.old_logprobs)
     if name == "kl_cov":
         # Its |log ρ| has a kink at ratio 1, where the derivative is a matter of convention.

@@ -1,4 +1,4 @@
-"""The pieces' constants: defaults, what is refused and what on the boundary is not, and what a piece says of itself."""
+"""The constants of components: defaults, what is refused and what on the boundary is not, and what they declare."""
 
 import dataclasses
 from typing import Any
@@ -77,9 +77,9 @@ def made(kind: str, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [kind.__name__ for kind in KINDS])
 def test_defaults_are_these(kind):
-    piece, given = made(kind), REQUIRED.get(kind, {})
-    names = [field.name for field in dataclasses.fields(piece) if field.name not in given]
-    assert {name: getattr(piece, name) for name in names} == DEFAULTS.get(kind, {})
+    component, given = made(kind), REQUIRED.get(kind, {})
+    names = [field.name for field in dataclasses.fields(component) if field.name not in given]
+    assert {name: getattr(component, name) for name in names} == DEFAULTS.get(kind, {})
 
 
 NOT_NEGATIVE, POSITIVE, UNIT = ([-0.01], [0.0]), ([0.0, -1.0], [0.01]), ([-0.01, 1.01], [0.0, 1.0])

@@ -52,8 +52,8 @@ def clip(log_ratio, low, high, dual=math.inf):
     return np.where(A < 0, np.minimum(loss, -dual * A), loss)
 
 
-def gradient(piece, of=BATCH):
-    return jax.grad(lambda x: jnp.sum(jnp.where(of.mask, piece(of._replace(logprobs=x)), 0.0)))(of.logprobs)
+def gradient(component, of=BATCH):
+    return jax.grad(lambda x: jnp.sum(jnp.where(of.mask, component(of._replace(logprobs=x)), 0.0)))(of.logprobs)
 
 
 def test_the_batch_reaches_every_branch():
@@ -113,13 +113,13 @@ def test_a_trust_region_with_two_thresholds(divergence):
     outside = np.where(A > 0, (p > q) & (distance > 0.1), (p < q) & (distance > 0.2))
     weight = np.where(outside, 0.0, np.minimum(p / q, 1.5))
     constants = (("low", 0.2), ("high", 0.1), ("ratio_cap", 1.5), ("divergence", divergence))
-    piece = TokenLoss(trusted_reinforce, constants)
+    component = TokenLoss(trusted_reinforce, constants)
     assert set(outside[MASK & (A > 0)]) == set(outside[MASK & (A < 0)]) == {True, False}
-    close(piece(BATCH), -weight * A * NEW, rtol=1e-4)
-    close(gradient(piece), -weight * A, rtol=1e-4)
+    close(component(BATCH), -weight * A * NEW, rtol=1e-4)
+    close(gradient(component), -weight * A, rtol=1e-4)
     # With an advantage of 0 nothing is learnt; a probability of 1 is not the logarithm of 0.
     sure = BATCH._replace(logprobs=jnp.zeros_like(BATCH.logprobs), advantages=jnp.ones_like(BATCH.advantages))
-    assert np.isfinite(gradient(piece, sure)).all()
+    assert np.isfinite(gradient(component, sure)).all()
 
 
 def test_a_token_on_the_threshold_is_inside():
@@ -298,9 +298,9 @@ def test_aggregations_of_rows_and_of_the_padded_width():
 
 @pytest.mark.parametrize("apart", ["kl", "entropy", "both"])
 def test_terms_that_are_averaged_apart(apart):
-    tokens, answers = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
+    tokens, completions = Aggregation("token-mean"), Aggregation("seq-mean-token-mean")
     objective = Objective(
-        "it", RawReward(), Reinforce(), answers, kl=BoundedKL("k2", 0.3), entropy=EntropyBonus(0.2), strict=False
+        "it", RawReward(), Reinforce(), completions, kl=BoundedKL("k2", 0.3), entropy=EntropyBonus(0.2), strict=False
     )
     objective = objective.replace(
         kl_aggregation=tokens if apart != "entropy" else None, entropy_aggregation=tokens if apart != "kl" else None

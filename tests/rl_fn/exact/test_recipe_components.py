@@ -1,4 +1,4 @@
-"""Which pieces a recipe is made of, with the constants of its paper and with others."""
+"""Which components a recipe is made of, with the constants of its paper and with others."""
 
 import inspect
 
