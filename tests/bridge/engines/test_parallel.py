@@ -124,6 +124,7 @@ class Worker:
 def test_an_engine_of_three_workers_is_called_like_one(monkeypatch):
     monkeypatch.setitem(__import__("rl_bridge.executors", fromlist=["_"])._EXECUTORS, "three", ThreeWorkers)
     engine = TrainEngine(Worker, executor="three").build()
+    assert engine.workers == 3
     rows = torch.arange(8.0)
     result = engine.see(NeedParallel(rows), scale=2)
     assert torch.equal(result["rows"], 2 * rows) and result["scale"] == 2

@@ -40,11 +40,17 @@ def short(tmp_path, model_folder):
     return functools.partial(short_words, tmp_path, model_folder)
 
 
+# Eight rows are held out, and the two steps go once through the other eight.
+PROBLEMS = [{"prompt": f"{a}+{2 * a}=", "answer": 3 * a} for a in range(16)]
+
+
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory, model_folder):
     """A run at a temperature, with two updates a step and an evaluation after each: its folder and its trace."""
     folder = tmp_path_factory.mktemp("traced")
-    options = {"--grpo.sampling.temperature": 0.6, "--grpo.minibatches": 2, "--grpo.evaluate-every": 1}
+    (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, PROBLEMS)))
+    options = {"--data": folder / "problems.jsonl"}
+    options |= {"--grpo.sampling.temperature": 0.6, "--grpo.minibatches": 2, "--grpo.evaluate-every": 1}
     with pytest.MonkeyPatch.context() as patch:
         trace = trace_calls(patch)
         assert main(short_words(folder, model_folder, **options)) == 0
@@ -98,7 +104,7 @@ def test_prompts_that_evaluate_are_not_trained_on_and_all_are_asked(traced):
     _, trace = traced
     trained = {prompt for call in trace.training() for prompt in call[0]}
     held_out = [set(call[0]) for call in trace.evaluation()]
-    assert len(trained) == 8 and len(held_out) == 6
+    assert len(held_out) == 6 and trained == {row["prompt"] for row in PROBLEMS} - held_out[0]
     assert all(prompts == held_out[0] and len(prompts) == 8 for prompts in held_out)
     assert not trained & held_out[0]
 

@@ -120,6 +120,7 @@ def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
     for options, refused in (({"kind": "tis", "high": 3.0}, "high"), ({"cap": 2.0, "level": "token"}, "cap, level")):
         with pytest.raises(ValueError, match=f"does not take {refused}"):
             objective_options("dapo", correction=CorrectionOptions(**options)).build()
+    assert KLOptions(coef=0.5).component(components.KL("k1", 0.1)) == components.KL("k1", 0.5)
     with pytest.raises(ValueError, match="the loss of sapo has no dual_clip"):
         objective_options("sapo", dual_clip=3.0).build()
     with pytest.raises(ValueError, match="unknown algorithm 'nope'; there is: cispo, clip_cov"):

@@ -44,6 +44,8 @@ class FakeRollout:
 class FakePolicy:
     """Counts updates; its log-probabilities are minus the number of updates so far, less one."""
 
+    workers = 1
+
     def __init__(self):
         self.events, self.batches, self.updates = [], [], 0
 
@@ -148,6 +150,14 @@ def test_the_reference_is_asked_about_every_row():
     assert len(policy.batches[0][0].mask) == 12
     assert set(policy.batches[0][0].ref_logprobs.unique().tolist()) == {-42.0}
     assert run.state.keys() == {"policy", "stream", "reference"}
+
+
+def test_statistics_of_the_batch_are_not_split_over_workers(monkeypatch):
+    run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)
+    monkeypatch.setattr(FakePolicy, "workers", 2)
+    run_loop(longest_is_best, rl_fn.recipes.dapo(), steps=1)
+    with pytest.raises(ValueError, match="kl_cov reads statistics of the whole batch, which is split over 2 workers"):
+        run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)
 
 
 def test_a_bad_reward_names_the_row_of_its_completion():
