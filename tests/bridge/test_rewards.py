@@ -93,3 +93,12 @@ def test_a_row_must_come_with_each_completion():
 )
 def test_exact_match(completion, answer, wanted):
     assert exact_match(completion, {"answer": answer}) == wanted
+
+
+def test_the_second_of_two_files_of_one_name_is_its_own_module(tmp_path):
+    """Run by run, the file of the name may be another one: classes look their own module up by name."""
+    for folder, value in (("first", 1.0), ("second", 2.0)):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "same_name.py"
+        file.write_text(f"import sys\nVALUE = {value}\ndef own(c, row):\n    return sys.modules[__name__].VALUE\n")
+        assert load_reward(f"{file}:own")("", {}) == value

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.mutation import by_hand, equivalents
+from tests.mutation import equivalents
 from tests.mutation.equivalents import joined
 from tests.mutation.mutants import mutants
 from tests.mutation.patch import Package
@@ -220,12 +220,3 @@ def test_an_explanation_is_given_once(tmp_path, entries, wrong):
     (tmp_path / "list.toml").write_text(f'[[equivalent]]\n{keys}\nreason = "{reason}"\n' * entries)
     with pytest.raises(ValueError, match=wrong):
         equivalents.read(tmp_path / "list.toml")
-
-
-PLANTED = [pytest.param(entry, id=f"{entry['file']}-{i}") for i, entry in enumerate(by_hand.read(""))]
-
-
-@pytest.mark.parametrize("entry", PLANTED)
-def test_a_fault_written_by_hand_can_be_planted(entry):
-    """Stale: the code was changed; write the fault anew, or drop it where such a mistake cannot be made any more."""
-    assert by_hand.wrong(entry, ROOT) == ""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.splitmix64 import GOLDEN, MASK, mix, signed
 from rl_bridge.types import SamplingParams
-from rl_bridge.weights import checksum, named_weights, receive_weights
+from rl_bridge.weights import checksum, named_weights, receive_weights, replace_parameters
 
 transfer = importlib.import_module("rl_bridge.weights.transfer")
 WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.int8: 1}
@@ -166,3 +166,24 @@ def test_stale_weights_are_refused_and_the_newer_ones_stay(new_model, tokenizer)
         rollout.update_weights(named_weights(new_model(seed=2)), 4)
     assert rollout.weights_version() == 5
     rollout.update_weights(named_weights(new_model(seed=1)), 5)  # the same again is no step back
+
+
+def test_a_receiver_has_a_copy_and_its_parameters_stay_the_same_objects(new_model):
+    sender, receiver = new_model(seed=1), new_model(seed=2)
+    held = {name: (parameter, parameter.data_ptr()) for name, parameter in receiver.named_parameters()}
+    receive_weights(receiver, named_weights(sender))
+    before = {name: parameter.clone() for name, parameter in receiver.named_parameters()}
+    with torch.no_grad():
+        for parameter in sender.parameters():
+            parameter.add_(1.0)
+    for name, parameter in receiver.named_parameters():
+        assert (parameter is held[name][0], parameter.data_ptr()) == (True, held[name][1])
+        assert torch.equal(parameter, before[name])
+
+
+def test_a_frozen_parameter_stays_frozen_on_another_device(new_model):
+    model = new_model()
+    frozen = next(model.parameters()).requires_grad_(False)
+    replaced = replace_parameters(model, torch.device("meta"))
+    assert not replaced[frozen].requires_grad
+    assert all(new.requires_grad for old, new in replaced.items() if old is not frozen)
