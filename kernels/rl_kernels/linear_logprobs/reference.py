@@ -45,7 +45,7 @@ def backward(problem: Problem, workspace: int, outputs: Results, cotangents: Res
 
     def values(*some):
         h, w, b = (some[asked.index(n)] if n in asked else array for n, array in enumerate(whole))
-        x = _logits(h if counted is None else jnp.where(counted[:, None], h, 0.0), w, b)
+        x = _logits(h if counted is None else jnp.where(counted[:, None], h, 0.0), w, b)  # pyright: ignore[reportArgumentType]
         return masked(token_results(x, ids, temperature, rows.softcap, allowed), counted)
 
     def pulled(arrays, c):

@@ -83,7 +83,7 @@ def sample(
             raise ValueError(f"{name} must be {condition}, got {value}")
         # Filled on the device: a tensor of a Python number would be a copy, for which the host waits.
         number = float(value) if dtype.is_floating_point else value
-        return torch.full((len(logits),), number, dtype=dtype, device=logits.device)  # pyright: ignore[reportArgumentType]
+        return torch.full((len(logits),), number, dtype=dtype, device=logits.device)
 
     def integer(value):
         return isinstance(value, int) and -(2**63) <= value < 2**63

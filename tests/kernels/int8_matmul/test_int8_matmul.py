@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from rl_kernels import int8_matmul, quantize_
+from tests.kernels.registry import backends
 from tests.oracle.lookup import ORACLE
 
-BACKENDS = ("torch", "triton", "reference")
+BACKENDS = backends("int8_matmul")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 

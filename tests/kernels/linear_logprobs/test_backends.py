@@ -6,9 +6,10 @@ import torch
 from rl_kernels import linear_logprobs, logits_logprobs
 from tests.kernels.cases import OPTIONS, N, V, ids, normal, tokens_for
 from tests.kernels.exact import exact, gradients
+from tests.kernels.registry import backends
 
 H = 19
-BACKENDS = ["torch", "reference"]
+BACKENDS = backends("linear_logprobs")
 each_option = pytest.mark.parametrize("option", list(OPTIONS))
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 # Smaller than a row of logits, one that cuts both ways, and the default.
@@ -78,7 +79,7 @@ def test_logits_are_never_rounded_to_the_operands_precision():
     assert error < 1e-5 < 1e-3 < rounded
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_rounds_nothing(backend, dtype):
     def everything():

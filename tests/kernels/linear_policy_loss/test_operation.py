@@ -9,6 +9,7 @@ from rl_kernels.linear_policy_loss import fused
 from tests.kernels.cases import OPTIONS, N, V, ids, normal, tokens_for
 from tests.kernels.exact import exact
 from tests.kernels.live_bytes import LiveBytes
+from tests.kernels.registry import backends
 
 H = 19
 # Blocks of 1, 2 and all rows.
@@ -80,7 +81,7 @@ def test_any_cut_into_blocks(workspace, option, targets):
     assert_equal_to_float64(OPTIONS[option], targets=targets, biased=False, workspace=workspace, fused=True)
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("backend", backends("linear_policy_loss"))
 def test_other_backends(backend):
     assert_equal_to_float64(OPTIONS["everything"], backend=backend, fused=True)
 

@@ -6,8 +6,9 @@ import torch
 from rl_kernels import logits_logprobs
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, tokens_for
 from tests.kernels.exact import exact, gradients
+from tests.kernels.registry import backends
 
-BACKENDS = ["torch", "triton", "reference"]
+BACKENDS = backends("logits_logprobs")
 each_option = pytest.mark.parametrize("option", list(OPTIONS))
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from rl_kernels import logits_logprobs
+from tests.kernels.registry import backends
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("backend", backends("logits_logprobs"))
 @pytest.mark.parametrize("option", [{}, {"softcap": 3.0}, {"allowed_tokens": torch.tensor([[0, 5, 4]] * 4)}])
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # how the interpreter takes a maximum
 def test_not_a_number_stays_in_its_row(backend, option):

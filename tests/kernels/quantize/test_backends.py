@@ -7,6 +7,7 @@ import torch
 
 from rl_kernels import quantize_
 from tests.kernels.quantize.cases import FN, FNUZ, SCHEMES, bits, buffers, normal, weights
+from tests.kernels.registry import backends
 from tests.oracle.lookup import ORACLE
 
 
@@ -23,14 +24,14 @@ def rl_fns(name):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", [b for b in backends("quantize") if b != "reference"])
 def test_codes_and_scales_are_rl_fns(backend, name):
     out, scales = quantized(weights(), name, backend)
     for i, (got, wanted) in enumerate(zip(bits(out + scales), bits(rl_fns(name)[0] + rl_fns(name)[1]), strict=True)):
         assert torch.equal(got, wanted), i
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("backend", backends("quantize"))
 def test_codes_and_scales_are_the_definition(backend):
     """rl_fn's oracle, a loop over elements, without rl_fn."""
     w = normal(20, 36)
@@ -44,7 +45,7 @@ def test_codes_and_scales_are_the_definition(backend):
         assert torch.equal(found, torch.from_numpy(scale))
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("backend", backends("quantize"))
 def test_what_is_not_finite_has_scale_nan_and_codes_0_and_zeros_the_smallest_scale(backend):
     (codes, zeros), (scale, smallest) = quantized([weights()[0], weights()[-1]], "int8 channel", backend)
     bad = torch.tensor([row in (7, 9, 11) for row in range(20)])
@@ -53,7 +54,7 @@ def test_what_is_not_finite_has_scale_nan_and_codes_0_and_zeros_the_smallest_sca
     assert (smallest == 2.0**-23).all() and not zeros.any()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", [b for b in backends("quantize") if b != "reference"])
 def test_subnormal_numbers_are_numbers(backend):
     w = torch.tensor([[1e-40, -3e-41, 0.0, 0.0], [1e-36, -3e-37, 2e-38, 1e-39]])
     for name, oracle in (("int8 channel", "quantize_int8"), ("fp8 channel", "quantize_fp8")):
@@ -63,7 +64,7 @@ def test_subnormal_numbers_are_numbers(backend):
         assert torch.equal(found, torch.from_numpy(scale))
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("backend", backends("quantize"))
 def test_fnuz_dequantises_to_the_same_numbers(backend):
     w = [torch.cat([normal(6, 40), -1e-9 * torch.ones(6, 1)], 1)]
     (fn,), (scale,) = quantized(w, "fp8 channel", backend)
@@ -73,7 +74,7 @@ def test_fnuz_dequantises_to_the_same_numbers(backend):
     assert (fn.view(torch.uint8) == 0x80).any() and not fnuz.float().isnan().any()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("backend", backends("quantize"))
 def test_buffers_may_be_parts_of_larger_ones(backend):
     """Two projections in one matrix, as engines have them, and columns of a wider one; what is beside them stays."""
     w = [normal(5, 24, seed=1), normal(7, 24, seed=2)]

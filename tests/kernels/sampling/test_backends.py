@@ -5,9 +5,10 @@ import torch
 
 import rl_fn
 from rl_kernels import logits_logprobs, sample
+from tests.kernels.registry import backends
 
 INF = float("inf")
-BACKENDS = ("torch", "triton", "reference")
+BACKENDS = backends("sampling")
 DRAWING = pytest.mark.parametrize("backend", BACKENDS)
 
 

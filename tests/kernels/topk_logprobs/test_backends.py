@@ -7,6 +7,7 @@ from rl_kernels import linear_topk_logprobs, logits_logprobs, topk_logprobs
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, masked, normal
 from tests.kernels.exact import allowed_mask, exact, gradients
 from tests.kernels.linear_logprobs.test_backends import H, model
+from tests.kernels.registry import backends
 
 K = 4
 # The reference is the definition in other words: a few options show that it is wired as the others are. In Triton's
@@ -16,7 +17,7 @@ CASES += [("triton", o) for o in ("plain", "softcap", "nothing counts", "bool al
 CASES += [("reference", o) for o in ("temperatures", "bool allowed_tokens", "everything")]
 each_case = pytest.mark.parametrize(("backend", "option"), CASES)
 EVERY = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-each_backend = pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+each_backend = pytest.mark.parametrize("backend", backends("topk_logprobs"))
 
 
 def expected_ids(logits, k, *, allowed_tokens=None, mask=None, **_):
