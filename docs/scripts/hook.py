@@ -110,3 +110,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 def on_page_content(html: str, **_: Any) -> str:
     """Wide tables scroll inside the page."""
     return html.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
+
+
+def on_post_page(output: str, *, page: Page, **_: Any) -> str:
+    """Refuse a page that would load something from the network."""
+    foreign = re.findall(r"<(?:script|img|link\s+rel=\"?stylesheet)[^>]*\s(?:src|href)=\"?(https?://[^\s\">]+)", output)
+    if foreign:
+        raise ValueError(f"{page.file.src_uri} loads {foreign} from the network")
+    return output
