@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from rl_bridge.cli import main
+from rl_bridge.data.arithmetic import split_rows
+from rl_bridge.data.stream import RowStream
 from rl_bridge.models.loading import load_pretrained
 from rl_bridge.trainers.module import OptimizerConfig
-from tests.bridge.pipelines.conftest import words_of
+from tests.bridge.pipelines.conftest import OPTIONS, words_of
 from tests.bridge.pipelines.results import metrics
 from tests.bridge.pipelines.tracing import REWARD, same, trace_calls
 
@@ -41,6 +43,7 @@ def short(tmp_path, model_folder):
 
 
 # Eight rows are held out, and the two steps go once through the other eight.
+SEED = 5
 PROBLEMS = [{"prompt": f"{a}+{2 * a}=", "answer": 3 * a} for a in range(16)]
 
 
@@ -50,7 +53,7 @@ def traced(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("traced")
     (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, PROBLEMS)))
     options = {"--data": folder / "problems.jsonl"}
-    options |= {"--grpo.sampling.temperature": 0.6, "--grpo.minibatches": 2, "--grpo.evaluate-every": 1}
+    options |= {"--seed": SEED, "--grpo.sampling.temperature": 0.6, "--grpo.minibatches": 2, "--grpo.evaluate-every": 1}
     with pytest.MonkeyPatch.context() as patch:
         trace = trace_calls(patch)
         assert main(short_words(folder, model_folder, **options)) == 0
@@ -109,11 +112,20 @@ def test_prompts_that_evaluate_are_not_trained_on_and_all_are_asked(traced):
     assert not trained & held_out[0]
 
 
+def test_the_order_of_prompts_and_their_samples_are_the_seed_s(traced):
+    _, trace = traced
+    train, _ = split_rows(PROBLEMS, 8, SEED)
+    stream = RowStream(train, seed=SEED)
+    stream.take(2 * OPTIONS["--sft.rows-per-step"])
+    prompts = [[row["prompt"] for row in stream.take(4)] for _ in range(2)]
+    assert [call[0] for call in trace.training()] == prompts
+    assert [call[1].seed for call in trace.training()] == [SEED * 1_000_003, SEED * 1_000_003 + 1]
+
+
 def test_evaluation_is_greedy_but_for_the_sampled_one(traced):
     _, trace = traced
     assert [call[1].temperature for call in trace.evaluation()] == [0.6, 0.0, 0.0, 0.0, 0.6, 0.0]
     assert {call[1].temperature for call in trace.training()} == {0.6}
-    assert len({call[1].seed for call in trace.training()}) == 2
 
 
 def test_each_reward_sees_its_own_row_and_completion(traced):
@@ -185,8 +197,9 @@ def test_old_and_reference_log_probabilities_are_of_their_own_weights(short, run
 
 @pytest.mark.parametrize(("minibatches", "setting"), [(1, "plain"), (3, "truncated")])
 def test_the_last_learning_rate_is_the_schedule_s_last(minibatches, setting, short, run_to_end):
-    words = short(RECOMPUTED, **{"--grpo.minibatches": minibatches, "--grpo.steps": 4}, **SETTINGS[setting])
-    folder = run_to_end(words)
+    # The objective's own KL term asks for a reference, whether or not the KL is to be shown.
+    words = short(RECOMPUTED, "--no-track-kl", **{"--grpo.minibatches": minibatches, "--grpo.steps": 4})
+    folder = run_to_end([*words, *(str(word) for pair in SETTINGS[setting].items() for word in pair)])
     config = json.loads((folder / "config.json").read_text())
     optimizer, updates = OptimizerConfig(**config["optimizer"]), 4 * minibatches
     rates = [record["learning_rate"] for record in metrics(folder)[2:]]

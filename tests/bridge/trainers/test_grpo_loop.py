@@ -110,6 +110,11 @@ def test_a_step_samples_scores_compares_and_updates():
     assert "held_out" not in run.records[0] and run.records[1]["held_out"] == 0.0
 
 
+def test_every_so_often_and_after_the_last_step_it_evaluates():
+    run, _, _ = run_loop(longest_is_best, steps=3)
+    assert ["held_out" in record for record in run.records] == [False, True, True]
+
+
 def test_groups_without_a_difference_are_left_out():
     run, policy, _ = run_loop(first_prompt_alone, steps=1)
     assert len(policy.batches[0][0].mask) == 4
