@@ -52,7 +52,8 @@ def traced(tmp_path_factory, model_folder):
     """A run at a temperature, with two updates a step and an evaluation after each: its folder and its trace."""
     folder = tmp_path_factory.mktemp("traced")
     (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, PROBLEMS)))
-    options = {"--data": folder / "problems.jsonl"}
+    # A rate at which two steps change what the policy says.
+    options = {"--data": folder / "problems.jsonl", "--optimizer.learning-rate": 0.02, "--optimizer.warmup": 0}
     options |= {"--seed": SEED, "--grpo.sampling.temperature": 0.6, "--grpo.minibatches": 2, "--grpo.evaluate-every": 1}
     with pytest.MonkeyPatch.context() as patch:
         trace = trace_calls(patch)
@@ -181,7 +182,9 @@ def test_the_summary_compares_the_same_rows_before_and_after(traced):
     assert (summary["accuracy_before"], summary["sampled_before"]) == pytest.approx((greedy, sampled))
     sampled, greedy = np.mean(scores[-16:-8]), np.mean(scores[-8:])
     assert (summary["accuracy_after"], summary["sampled_after"]) == pytest.approx((greedy, sampled))
-    assert summary["gain"]["mean"] == pytest.approx(summary["accuracy_after"] - summary["accuracy_before"])
+    for gain, kind in (("gain", "accuracy"), ("sampled_gain", "sampled")):
+        difference = summary[f"{kind}_after"] - summary[f"{kind}_before"]
+        assert abs(difference) > 1e-3 and summary[gain]["mean"] == pytest.approx(difference)
     assert metrics(folder)[-1]["held_out"] == pytest.approx(summary["accuracy_after"])
 
 
