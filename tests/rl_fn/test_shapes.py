@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import rl_fn
+from tests.rl_fn.hyper_parameters import CONTROLLERS, COUNTS, NUMERIC, TRACED, call_of
 from tests.rl_fn.registry import CASES
-from tests.rl_fn.test_hyper_parameters import CONTROLLERS, COUNTS, NUMERIC, TRACED, _call
 
 # Where another shape is legal in a case without other arrays of that axis: the axis, and what may become of it.
 EVERY = ("one", "dropped", "longer")
@@ -154,7 +154,7 @@ def test_another_shape_is_refused(name, as_installed):
 @pytest.mark.parametrize("name", sorted({name for name, _ in TRACED}))
 def test_a_number_is_no_array(name, as_installed):
     """Seventeen of them belong to no row."""
-    call, own, others = _call(name)
+    call, own, others = call_of(name)
     for p in own:
         many = np.ones(17, np.int32 if (name, p) in COUNTS else np.float32)
         with pytest.raises(ValueError, match="must be a number"):

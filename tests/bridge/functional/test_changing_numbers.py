@@ -11,9 +11,9 @@ import torch
 import rl_fn
 from rl_bridge.functional import from_jax
 from tests.bridge.functional.both import to_torch
+from tests.rl_fn.hyper_parameters import COUNTS, WITH_NUMBERS, call_of, other_value
 from tests.rl_fn.laws import close
 from tests.rl_fn.registry import CASES, CONSTRUCTORS
-from tests.rl_fn.test_hyper_parameters import COUNTS, WITH_NUMBERS, _call, _other
 
 
 def _counting(function: Any) -> tuple[Any, list[None]]:
@@ -37,12 +37,12 @@ NAMES = [name for name in WITH_NUMBERS if name not in CONSTRUCTORS and name not 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_values_are_one_program(name):
-    call, own, others = _call(name)
+    call, own, others = call_of(name)
     arrays = {p: jax.tree.map(to_torch, x) for p, x in others.items()}
     traced, traces = _counting(call)
     constant = from_jax(call)
     made = []
-    for numbers in (own, {p: _other(name, p, x) for p, x in own.items()}):
+    for numbers in (own, {p: other_value(name, p, x) for p, x in own.items()}):
         dtypes = {p: torch.int32 if (name, p) in COUNTS else torch.float32 for p in numbers}
         tensors = {p: torch.tensor(x, dtype=dtypes[p]) for p, x in numbers.items()}
         close(_leaves(traced(**arrays, **tensors)), _leaves(constant(**arrays, **numbers)), rtol=1e-4, atol=1e-5)
