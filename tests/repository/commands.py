@@ -126,18 +126,19 @@ COMMANDS = [
     Command("python kernels/benchmarks/limits.py --tflops 790 --gbs 4300"),
     Command(
         "python kernels/benchmarks/linear_logprobs.py",
-        "python kernels/benchmarks/linear_logprobs.py --groups 1 --features 16 --vocabulary 64 --turns 1 --name short",
+        "python kernels/benchmarks/linear_logprobs.py --groups 1 --features 16 --vocabulary 64 --turns 1 --name short "
+        "--only 'ours, torch'",
         "minutes",
     ),
-    Command("make mutation", "make mutation MUTATION='--files rewards.py --sample 2 --out '$SCRATCH/mutation", "hours"),
+    Command("make mutation", "python -m tests.mutation --files rewards.py --sample 2 --out $SCRATCH/mutation", "hours"),
     Command(
         'make mutation MUTATION="--sample 600 --seed 7"',
-        'make mutation MUTATION="--sample 2 --seed 7 --out $SCRATCH/mutation2"',
+        "python -m tests.mutation --sample 2 --seed 7 --out $SCRATCH/mutation2",
         "an hour",
     ),
     Command(
         'make mutation MUTATION="--files sampling.py"',
-        'make mutation MUTATION="--files value_losses.py --sample 2 --out $SCRATCH/mutation3"',
+        "python -m tests.mutation --files value_losses.py --sample 2 --out $SCRATCH/mutation3",
         "minutes",
     ),
     Command("make install-smollm2"),
