@@ -122,6 +122,13 @@ def test_groups_without_a_difference_are_left_out():
     assert run.records[0]["informative"] == pytest.approx(1 / 3)
 
 
+def test_without_dynamic_sampling_they_are_not_computed_and_still_count():
+    run, policy, _ = run_loop(first_prompt_alone, rl_fn.recipes.grpo().replace(kl=None), steps=1)
+    [(batch, denominator)] = policy.batches
+    assert len(batch.mask) == 4 and denominator == 12.0  # GRPO counts completions
+    assert run.records[0]["informative"] == pytest.approx(1 / 3)
+
+
 def test_a_step_without_any_difference_makes_no_update():
     run, policy, _ = run_loop(lambda completion, row: 1.0, reference=FakePolicy())
     assert "train" not in policy.events and policy.updates == 0
