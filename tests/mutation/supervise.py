@@ -113,14 +113,26 @@ class Store:
         if path.exists():
             self.data = json.loads(path.read_text(encoding="utf-8"))
         self.sources = {p.relative_to(folder).as_posix(): digest([p]) for p in folder.rglob("*.py")}
+        self.of_rl_fn = tests == ROOT / "tests/rl_fn"
         support = [*(ROOT / "tests/oracle").glob("*.py"), *(ROOT / "tests/rl_fn/cases").glob("*.py")]
         support += [ROOT / f"tests/rl_fn/{name}.py" for name in ("laws", "registry", "recipe_batches")]
-        self.support = digest(support)
+        self.support = digest(support) if self.of_rl_fn else ""
         self.all_tests = digest(tests.rglob("*.py")) + self.support
+
+    def _helpers(self, path: Path) -> str:
+        """The files of tests that a test file imports, directly or not; those of rl_fn share theirs."""
+        if self.of_rl_fn:
+            return self.support
+        found, waiting = set(), [path]
+        while waiting:
+            near = {p for p in forked.imported(waiting.pop(), ROOT) if p.is_relative_to(ROOT / "tests")} - found
+            found |= near
+            waiting += near
+        return digest(found | {p for p in (folder / "conftest.py" for folder in path.parents) if p.exists()})
 
     def test_key(self, nodeid: str) -> str:
         path = ROOT / nodeid.split("::")[0]
-        return digest([path], docstrings=not path.name.startswith("test_")) + self.support
+        return digest([path], docstrings=not path.name.startswith("test_")) + self._helpers(path)
 
     def save(self) -> None:
         write_atomically(self.path, json.dumps(self.data))

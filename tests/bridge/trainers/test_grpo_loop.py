@@ -177,6 +177,18 @@ def test_a_bad_reward_names_the_row_of_its_completion():
         run_loop(lambda completion, row: math.nan)
 
 
+def test_each_completion_is_rewarded_by_the_row_of_its_prompt():
+    asked = []
+
+    def reward(completion, row):
+        asked.append((completion, row["prompt"]))
+        return 0.0
+
+    run_loop(reward, steps=1)
+    prompts = [row["prompt"] for row in RowStream(ROWS, 0).take(3)]
+    assert asked[:12] == [(f"{prompt}/{s}", prompt) for prompt in prompts for s in range(4)]
+
+
 def test_evaluation_shows_scores_and_samples():
     rollout = FakeRollout()
     result = evaluate(rollout, ROWS * 2, lambda c, row: float(row["answer"]), SamplingParams(max_new_tokens=4, n=3))

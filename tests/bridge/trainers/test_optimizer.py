@@ -22,3 +22,17 @@ def test_the_config_is_the_optimisers(new_model):
     # After one update the first moment is (1 − β₁) of the clipped gradient.
     moment = module.optimizer.state[first]["exp_avg"]
     torch.testing.assert_close(moment, torch.full_like(first, 0.3 * 2.0 / size), rtol=1e-3, atol=0.0)
+
+
+def test_moments_follow_a_parameter_that_another_takes_the_place_of(new_model):
+    module = CausalLMModule(new_model(), OptimizerConfig(learning_rate=1e-3), updates=4)
+    for place, parameter in enumerate(module.model.parameters()):
+        parameter.grad = torch.full_like(parameter, 1.0 + place)
+    module.optimizer_step()
+    before = [module.optimizer.state[parameter]["exp_avg"] for parameter in module.model.parameters()]
+    for device in ("meta", "cpu"):
+        module.move("weights", torch.device(device))
+        state = module.optimizer.state
+        assert len(state) == len(before)
+        for parameter, moment in zip(module.model.parameters(), before, strict=True):
+            assert state[parameter]["exp_avg"] is moment

@@ -124,6 +124,14 @@ def test_statistics_are_of_the_whole_batch_however_it_is_cut(gradients, name, to
     assert_close(gradients(batch, objective, tokens), gradients(batch, objective))
 
 
+@pytest.mark.parametrize("name", OVER_BATCH)
+def test_statistics_are_of_both_of_two_micro_batches(gradients, name):
+    batch, objective = make_batch(), OVER_BATCH[name]
+    half = 3 * batch.input_ids.shape[1]
+    assert [len(part.mask) for part in batch.micro_batches(half)] == [3, 3]
+    assert_close(gradients(batch, objective, half), gradients(batch, objective))
+
+
 def test_a_custom_loss_gets_the_whole_batch_and_its_rows_without_advantage(gradients):
     batch, objective = make_batch(), rl_fn.recipes.dapo().replace(loss=undeclared, dynamic_sampling=None)
     cut = gradients(batch, objective, 25)
