@@ -171,6 +171,9 @@ def run(config: Config) -> dict[str, Any]:
     estimator = "k2" if config.objective == "rloo" else "k3"
     kl = rl_fn.components.KL(estimator, config.kl_coef) if config.kl_coef else None
     objective = RECIPES[config.objective]().replace(kl=kl)
+    if config.groups < config.prompts:
+        # More prompts are sampled than are trained on: dynamic sampling chooses, whatever the recipe.
+        objective = objective.replace(dynamic_sampling=rl_fn.components.DynamicSampling())
     graph, parameters = nnx.split(starting_model(config), nnx.Param)
     learner = new_learner(config, graph, objective, mesh)
     warm, total = config.supervised_steps, config.supervised_steps + config.steps

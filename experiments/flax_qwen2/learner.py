@@ -140,12 +140,14 @@ def build_learner(
         )
         tokens, mask, logprobs = (x.reshape(-1, size, x.shape[-1]) for x in sampled)
         rewards = exact_match(tokens, batch.completions[:, None, :])
-        advantages = objective.advantages(rl_fn.Rollouts(rewards, mask)).advantages
-        # Static shapes: always the same number of groups is trained on. Those with something to learn from come
-        # first; where they are too few, the places left are masked and weigh nothing.
-        informative = jnp.any(advantages != 0, axis=(1, 2))
-        chosen = jnp.argsort(~informative)[:groups]
-        kept = mask[chosen] & informative[chosen][:, None, None]
+        rollouts = rl_fn.Rollouts(rewards, mask)
+        advantages = objective.advantages(rollouts).advantages
+        # Static shapes: always the same number of groups is trained on. Those that the objective counts come first;
+        # where they are too few, the places left are masked and weigh nothing.
+        counted = objective.selection(rollouts, advantages).mask
+        trained = jnp.any(counted, axis=(1, 2))
+        chosen = jnp.argsort(~trained)[:groups]
+        kept = counted[chosen]
         prompts, prompt_mask = batch.prompts[chosen], batch.prompt_mask[chosen]
         tokens, kept, logprobs, advantages = (
             x.reshape(-1, x.shape[-1]) for x in (tokens[chosen], kept, logprobs[chosen], advantages[chosen])
@@ -158,7 +160,7 @@ def build_learner(
             )
         metrics = {
             "reward": jnp.mean(rewards),
-            "informative": jnp.mean(informative.astype(jnp.float32)),
+            "informative": jnp.mean(trained.astype(jnp.float32)),
             "tokens": jnp.sum(mask.astype(jnp.int32)),
         }
         return Rollout(prompts, prompt_mask, tokens, kept, logprobs, advantages, ref_logprobs), metrics
