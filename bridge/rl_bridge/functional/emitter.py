@@ -220,6 +220,8 @@ class Builder:
         atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
         used = {atom for atom in atoms if not isinstance(atom, jex_core.Literal)}
         for eqn in jaxpr.eqns:
+            if not eqn.outvars:  # JAX hands on what a loop or a branch returns unchanged; statements are pure
+                continue
             self.used = used
             lower = RULES.get(eqn.primitive.name)
             if lower is None:

@@ -124,8 +124,11 @@ def slice_at(operand: Tensor, start: int, count: int, how: Indexing, sizes: tupl
 _REDUCE = {"mul": "prod", "min": "amin", "max": "amax"}
 
 
-def scatter(operand: Tensor, indices: Tensor, updates: Tensor, how: Indexing, kind: str) -> Tensor:
-    """lax.scatter and its reducing forms; an update out of range goes to a spare entry behind the operand."""
+def scatter(operand: Tensor, indices: Tensor, updates: Tensor, how: Indexing, kind: str, unique: bool) -> Tensor:
+    """lax.scatter and its reducing forms; an update out of range goes to a spare entry behind the operand.
+
+    `unique`: no entry is written twice. JAX has a gradient of scatter-mul for such indices alone.
+    """
     shape = operand.shape
     window = [d for d in range(len(shape)) if d not in how.collapsed and d not in [o for o, _ in how.batch]]
     sizes = [1] * len(shape)
@@ -145,7 +148,9 @@ def scatter(operand: Tensor, indices: Tensor, updates: Tensor, how: Indexing, ki
     linear = linear.expand(updates.shape).reshape(-1)
     values = updates.reshape(-1)
     flat = torch.cat([operand.reshape(-1), operand.new_zeros(1)])
-    if kind in _REDUCE:
+    if kind == "mul" and unique:  # torch's gradient of a product divides by the update, which may be 0 or infinite
+        flat = flat * torch.ones_like(flat).index_put((linear,), values)
+    elif kind in _REDUCE:
         flat = flat.scatter_reduce(0, linear, values, _REDUCE[kind])
     else:
         values = -values if kind == "sub" else values

@@ -70,15 +70,24 @@ def round_away(x: Tensor) -> Tensor:
 
 
 def cbrt(x: Tensor) -> Tensor:
-    return torch.sign(x) * torch.abs(x) ** (1 / 3)
+    # Not sign(x) * |x| ** (1/3): its derivative at 0 is 0 * inf, and JAX's is inf.
+    root = torch.where(x < 0, -x, x) ** (1 / 3)
+    return torch.where(x < 0, -root, root)
+
+
+def remainder(x: Tensor, y: Tensor) -> Tensor:
+    """fmod, whose float32 form for vectors on the CPU is NaN where x / y overflows; in float64 no digit is lost."""
+    if x.device.type == "cpu":
+        return torch.fmod(x.double(), y.double()).to(x.dtype)
+    return torch.fmod(x, y)
 
 
 def clamp(low: Tensor, x: Tensor, high: Tensor) -> Tensor:
     result = torch.minimum(torch.maximum(x, low), high)
     if not x.is_floating_point():
         return result
-    # At a bound torch gives the gradient to x or shares it; lax.clamp drops it.
-    outside = torch.where(x < low, low, torch.where(x > high, high, result.detach()))
+    # At a bound torch gives the gradient to x or shares it; lax.clamp drops it, and that of bounds that are equal too.
+    outside = torch.where((x < low) & (low < high), low, torch.where(x > high, high, result.detach()))
     return torch.where((x > low) & (x < high), x, outside)
 
 

@@ -1,5 +1,6 @@
 """A number that changes from step to step is a zero-dimensional tensor: one program for all values, with a gradient."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -68,3 +69,44 @@ def test_the_documents_examples_have_gradients():
     )
     assert abs(expected) > 0
     np.testing.assert_allclose(clip.grad.numpy(), expected, rtol=1e-5)
+
+
+OBJECTIVE = rl_fn.recipes.grpo()
+
+
+def _dpo(a, b, c, d, number):
+    return rl_fn.dpo(a[0], b[0], c[0], d[0], beta=number)
+
+
+def _ppo_clip(a, b, c, d, number):
+    return rl_fn.ppo_clip(a, b, c, clip_low=number, clip_high=2 * number)
+
+
+def _gae(a, b, c, d, number):
+    return rl_fn.gae(a, b, d == d, lam=number)
+
+
+def _kl_coef(a, b, c, d, number):
+    batch = rl_fn.Batch(logprobs=-abs(a), old_logprobs=-abs(b), ref_logprobs=-abs(c), advantages=d, mask=d == d)
+    return dataclasses.replace(OBJECTIVE, kl=rl_fn.components.KL(coef=number)).parts(batch)[0]
+
+
+@pytest.mark.parametrize("function", [_dpo, _ppo_clip, _gae, _kl_coef])
+def test_a_step_a_value_is_one_program(function):
+    """docs/bridge.md: a number that changes from step to step; as a Python number it computes the same."""
+    rng = np.random.default_rng(3)
+    arrays = [torch.from_numpy(rng.normal(size=(2, 3)).astype(np.float32)) for _ in range(4)]
+    traces = []
+
+    def counted(*arguments):
+        traces.append(None)
+        return function(*arguments)
+
+    step, constant, totals = from_jax(counted), from_jax(function), []
+    for value in (0.05, 0.1, 0.25, 0.4):
+        traced, fixed = step(*arrays, torch.tensor(value)), constant(*arrays, value)
+        for x, y in zip(jax.tree.leaves(traced), jax.tree.leaves(fixed), strict=True):
+            np.testing.assert_allclose(x.numpy(), y.numpy(), rtol=1e-6, atol=1e-7)
+        totals.append(sum(x.sum().item() for x in jax.tree.leaves(traced)))
+    assert len(traces) == 1
+    assert len(set(totals)) == len(totals)  # the number is in the result

@@ -102,7 +102,9 @@ def _div(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
 
 @rule("rem")
 def _rem(b: Builder, eqn: Any, x: Value, y: Value) -> Value:
-    if is_float(x.dtype) or (y.literal and y.literal != -1):
+    if is_float(x.dtype):
+        return b.elementwise("rt.remainder({0}, {1})", (x, y), eqn, tensors=(0, 1))
+    if y.literal and y.literal != -1:
         return b.elementwise("torch.fmod({0}, {1})", (x, y), eqn, tensors=(0,))
     return b.elementwise("rt.integer_remainder({0}, {1})", (x, y), eqn, tensors=(0, 1))
 

@@ -57,7 +57,7 @@ def _scatter(b: Builder, eqn: Any, x: Value, indices: Value, updates: Value) -> 
     if kind == "set" and eqn.params["update_jaxpr"] is not None and len(_body(eqn.params["update_jaxpr"]).eqns):
         raise NotImplementedError("from_jax does not lower scatter with a function of its own (x.at[...].apply)")
     call = f"{b.bind('scatter', torch_gather.scatter)}({b.full(x)}, {b.full(indices)}, {b.full(updates)}, "
-    return b.out(f"{call}{b.bind('how', how)}, {kind!r})", eqn)
+    return b.out(f"{call}{b.bind('how', how)}, {kind!r}, {bool(eqn.params['unique_indices'])})", eqn)
 
 
 def _body(jaxpr: Any) -> Any:
