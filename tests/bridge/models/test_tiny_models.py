@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_bridge.models.characters import character_tokenizer
@@ -54,6 +55,13 @@ def test_an_answer_as_a_completion_ends_with_the_end_of_sequence():
     assert completion.finished and len(completion.logprobs) == 2
     with pytest.raises(ValueError, match="the tokenizer cannot encode the answer '7'"):
         completion_of_row(TOKENIZER, {"prompt": "ab", "answer": 7})
+
+
+def test_special_tokens_are_before_the_prompt_alone():
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    completion = completion_of_row(tokenizer, {"prompt": "ab", "answer": "ba"})
+    assert (completion.prompt_ids, completion.token_ids) == ([0, 2, 3], [3, 2, 1])
 
 
 def test_weights_depend_on_the_seed_alone_and_leave_the_global_generator(tokenizer):

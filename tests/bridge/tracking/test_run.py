@@ -104,6 +104,21 @@ def test_what_a_run_leaves_behind(whole):
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step-00000010", "step-00000012"]
 
 
+def test_seconds_are_of_all_sessions(tmp_path):
+    now = 100.0
+    with patch("rl_bridge.tracking.run.time", SimpleNamespace(monotonic=lambda: now)):
+        with Run(tmp_path / "run", Config(), checkpoint_every=1) as run:
+            for step in run.steps("only", 2, state={}):
+                now += 3.0
+                if step == 1:
+                    break
+        now = 5000.0
+        with Run(tmp_path / "run", Config(), resume=True) as run:
+            for _ in run.steps("only", 2, state={}):
+                now += 4.0
+            assert run.seconds == 3.0 + 4.0
+
+
 @pytest.mark.parametrize(
     ("kill_at", "resumed_at"),
     [
