@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -150,14 +151,13 @@ class Server:
         self.stamp += 2
         os.utime(path, (self.stamp, self.stamp))
 
-    def run(
-        self, file: str, source: str, seconds: float, tests: list[str] | None = None
-    ) -> tuple[str, str, float, int]:
-        """Status, the test that failed first, seconds by the clock, and how many tests ran."""
+    def run(self, file: str, source: str, seconds: float, first: Sequence[str] = ()) -> tuple[str, str, float, int]:
+        """Status, the test that failed first, seconds by the clock, how many tests ran; the files ``first`` first."""
         path = self.folder / self.package / file
         original = path.read_text(encoding="utf-8")
         doctests = [path.relative_to(self.folder).as_posix()] if ">>>" in original else []
-        chosen = [*doctests, *self.reach.of(path)] if tests is None else tests
+        near = self.reach.of(path)
+        chosen = [*doctests, *(test for test in first if test in near), *(test for test in near if test not in first)]
         if not chosen:
             return "uncovered", "", 0.0, 0
         outcome, log = self.folder / "outcome.txt", self.folder / "log.txt"

@@ -9,6 +9,7 @@ import queue
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,15 @@ class Store:
         entry = {"status": status, "by": by, "seconds": round(seconds, 3), "ran": ran, "test": key, "budget": budget}
         self.data["results"]["|".join(mutant.name)] = entry | {"source": self.sources[mutant.file]}
 
+    def killers(self, file: str) -> list[str]:
+        """Test files that killed mutants of this file, and then of its folder, the most frequent first."""
+        counts: Counter[str] = Counter()
+        for name, entry in self.data["results"].items():
+            other = name.split("|", 1)[0]
+            if entry["by"] and Path(other).parent == Path(file).parent:
+                counts[entry["by"].split("::")[0]] += 1000 if other == file else 1
+        return [test for test, _ in counts.most_common()]
+
 
 def groups_of(mutants: list[Mutant]) -> Iterator[list[Mutant]]:
     """Neighbours together, so that the test that killed one is tried first on the next."""
@@ -242,7 +252,8 @@ class Forks:
                     return
                 with self.lock:  # one tree for all threads
                     source = self.package.source(mutant)
-                connection.send((mutant.file, source, self.budget(mutant)))
+                    killers = self.store.killers(mutant.file)
+                connection.send((mutant.file, source, self.budget(mutant), killers))
                 status, by, seconds, ran = connection.recv()
                 if status == "broken":
                     raise RuntimeError(by)
