@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import export
+from jax import core, export
 
 from rl_bridge.functional import associative_scan
 
@@ -59,6 +59,7 @@ class Verdicts:
         self.names = tuple(f"s{i}" for i in range(len(sizes)))
         self._values = {**FUNCTIONS, **dict(zip(self.names, sizes, strict=True))}
         self._answers: dict[str, bool] = {}
+        self.interning = False  # whether JAX looks up an abstract array, and asks for identity instead of equality
         # Symbols are at least 2 and all different: these answers are known without being asked.
         self._trivial = {f"{name}{rest} == 0" for name in self.names for rest in ("", " - 1")}
         self._trivial |= {f"{a} - {b} == 0" for a in self.names for b in self.names}
@@ -97,11 +98,23 @@ def _questions_answered(kind: Any, scope: Any, verdicts: Verdicts) -> Iterator[N
     """JAX's symbolic dimensions of this scope, with a definite answer to every comparison; other scopes keep JAX's."""
     originals = {name: getattr(kind, name) for name in _RELATIONS}
     multiply, scan = kind.__rmul__, jax.lax.associative_scan
+    arrays: Any = core.ShapedArray
+    intern = arrays._create
 
     def repeated(self: Any, other: Any) -> Any:
         return _refuse_number(self) if isinstance(other, (list, tuple)) else multiply(self, other)
 
+    # JAX keeps one object for equal abstract arrays, in a table that may compare keys of different hashes. A symbol
+    # that equals its size at hand would be found under the number: the program would be wrong for every other size.
+    def interned(*arguments: Any) -> Any:
+        verdicts.interning = True
+        try:
+            return intern(*arguments)
+        finally:
+            verdicts.interning = False
+
     try:
+        arrays._create = staticmethod(interned)
         for name, relation in _RELATIONS.items():
             setattr(kind, name, _comparison(originals[name], kind, scope, relation, verdicts))
         kind.__index__, kind.__rmul__ = _refuse_number, repeated
@@ -113,6 +126,7 @@ def _questions_answered(kind: Any, scope: Any, verdicts: Verdicts) -> Iterator[N
         del kind.__index__
         kind.__rmul__ = multiply
         jax.lax.associative_scan = scan
+        arrays._create = staticmethod(intern)
 
 
 def _comparison(
@@ -120,7 +134,7 @@ def _comparison(
 ) -> Callable[..., bool]:
     def compare(self: Any, other: Any) -> bool:
         same_scope = isinstance(other, (int, np.integer)) or (isinstance(other, kind) and other.scope is scope)
-        if self.scope is not scope or not same_scope:
+        if self.scope is not scope or not same_scope or verdicts.interning:
             return original(self, other)
         difference = self - other
         if isinstance(difference, (int, np.integer)) or associative_scan.SLICE in str(difference):
