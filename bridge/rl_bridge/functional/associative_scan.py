@@ -50,7 +50,7 @@ Combine = Callable[..., Sequence[Tensor]]
 
 
 def restricted(combine: Any, wanted: Sequence[int]) -> tuple[tuple[int, ...], Any]:
-    """Which results the wanted ones are made of, on the left, and `combine` for these alone."""
+    """The left operands that the wanted results depend on, by number, and `combine` for these alone."""
     jaxpr, kept = combine.jaxpr, tuple(wanted)
     count = len(jaxpr.outvars)
     while True:

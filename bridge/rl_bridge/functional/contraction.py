@@ -15,7 +15,7 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Contraction(torch.autograd.Function):
-    """An einsum of two operands; its gradients are einsums, for which the program's own region comes too early."""
+    """An einsum of two operands. Its gradients run after the program, so each turns autocast off by itself."""
 
     generate_vmap_rule = True
 

@@ -38,9 +38,9 @@ class _Custom(torch.autograd.Function):
 def custom(
     forward: Function, backward: Function, results: int, floats: int, wanted: tuple[bool, ...], *arguments: Tensor
 ) -> Sequence[Tensor]:
-    """`forward` gives the results, floating ones first, and then the residuals; `backward` wants those and cotangents.
+    """`forward` returns the results, floating ones first, then the residuals.
 
-    `wanted` says which arguments have a gradient.
+    `backward` takes the residuals and the cotangents; `wanted` says which arguments have a gradient.
     """
     return _Custom.apply(forward, backward, results, floats, wanted, *arguments)  # pyright: ignore[reportReturnType]
 

@@ -70,7 +70,7 @@ def round_away(x: Tensor) -> Tensor:
 
 
 def cbrt(x: Tensor) -> Tensor:
-    # Not sign(x) * |x| ** (1/3): its derivative at 0 is 0 * inf, and JAX's is inf.
+    # sign(x) * |x| ** (1/3) would have the derivative 0 * inf at 0; JAX's is inf.
     root = torch.where(x < 0, -x, x) ** (1 / 3)
     return torch.where(x < 0, -root, root)
 
