@@ -1,11 +1,14 @@
-"""The backends that tests run: all that are registered and can run here. To register a backend is to have it tested."""
+"""The backends that tests run, and where: all that are registered and can run here. To register one is to test it."""
 
 import pytest
 import torch
 
-from rl_kernels.backends import BACKENDS, runnable
+from rl_kernels.backends import BACKENDS, interpreting, runnable
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter reads the CPU's memory. On a machine with a GPU it runs with TRITON_INTERPRET=1 only.
+DEVICE = "cuda" if torch.cuda.is_available() and not interpreting() else "cpu"
+# What imitates a GPU on a CPU: an emulator, a patched GEMM, a count of the interpreter's launches.
+imitates_a_gpu = pytest.mark.skipif(DEVICE != "cpu", reason="imitates a GPU on a CPU: run with TRITON_INTERPRET=1")
 
 
 def backends(operation: str) -> list[str]:
@@ -21,3 +24,14 @@ def each_backend(*operations: str):
         return pytest.mark.parametrize("backend", backends(operations[0]))
     pairs = [(operation, backend) for operation in operations for backend in backends(operation)]
     return pytest.mark.parametrize(("operation", "backend"), pairs)
+
+
+def unasked(operation: str, device: str = DEVICE) -> str:
+    """The backend that is taken here when none is asked for, by docs/kernels.md."""
+    return "triton" if device == "cuda" and operation != "int8_matmul" else "torch"
+
+
+def asked_and_runs(operation: str):
+    """Parametrise over ``asked`` and ``runs``: each backend by name, and None with what it takes here."""
+    pairs = [(name, name) for name in backends(operation)]
+    return pytest.mark.parametrize(("asked", "runs"), [*pairs, (None, unasked(operation))])

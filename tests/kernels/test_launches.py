@@ -3,12 +3,15 @@ Triton kernel, nothing is copied from the host, and the host does not wait.
 """
 
 import contextlib
+import importlib
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rl_kernels import (
+from rl_kernels.backends import interpreting
+from tests.kernels.cases import N, V, ids, normal
+from tests.kernels.operations import (
     int8_matmul,
     linear_logprobs,
     linear_topk_logprobs,
@@ -17,7 +20,6 @@ from rl_kernels import (
     sample,
     topk_logprobs,
 )
-from tests.kernels.cases import N, V, ids, normal
 from tests.kernels.registry import each_backend
 
 H = 16
@@ -56,6 +58,13 @@ def multiplied(backend):
     int8_matmul(normal(N, H).float(), codes, scale, backend=backend)
 
 
+def launcher():
+    """What every launch of a Triton kernel goes through, in the interpreter and compiled: a class and its method."""
+    if interpreting():
+        return importlib.import_module("triton.runtime.interpreter").GridExecutor, "__call__"
+    return importlib.import_module("triton.runtime.jit").JITFunction, "run"
+
+
 CALLS = {
     "linear_logprobs": linear,
     "logits_logprobs": logits,
@@ -69,7 +78,6 @@ CALLS = {
 @each_backend(*CALLS)
 def test_the_tensors_device_is_current_at_every_launch(monkeypatch, operation, backend):
     """A kernel launched for a tensor on cuda:1 while cuda:0 is current reads another device's memory."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
     guarded, launches = [], []
 
     @contextlib.contextmanager
@@ -78,12 +86,14 @@ def test_the_tensors_device_is_current_at_every_launch(monkeypatch, operation, b
         yield
         guarded.pop()
 
-    def launched(self, *arguments, whole=interpreter.GridExecutor.__call__, **options):
+    whole = getattr(*launcher())
+
+    def launched(self, *arguments, **options):
         launches.append((self.fn.__name__, list(guarded)))
         return whole(self, *arguments, **options)
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(*launcher(), launched)
     CALLS[operation](backend)
     assert bool(launches) == backend.startswith("triton")
     assert not [name for name, devices in launches if not devices]
@@ -103,9 +113,8 @@ def test_nothing_is_copied_from_the_host_and_nothing_waited_for(call):
 
 @contextlib.contextmanager
 def kernels_left_out():
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", lambda *arguments, **options: None)
+        patch.setattr(*launcher(), lambda *arguments, **options: None)
         yield
 
 

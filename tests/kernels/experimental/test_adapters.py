@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rl_kernels import backends, linear_logprobs, sample
+from rl_kernels import backends
 from rl_kernels.doctor import doctor
+from tests.kernels.operations import linear_logprobs, sample
 
 WHERE = {"liger": "linear_logprobs", "flashinfer": "sampling", "aiter": "sampling"}
 each = pytest.mark.parametrize("backend", list(WHERE))
@@ -47,8 +48,8 @@ def test_installed_on_the_right_machine_but_not_asked_for(monkeypatch, fresh, ba
 
 
 def test_the_operations_refuse_them_here():
-    with pytest.raises(NotImplementedError, match="linear_logprobs: backend 'liger' cannot run on cpu here"):
+    with pytest.raises(NotImplementedError, match=r"linear_logprobs: backend 'liger' cannot run on .* here"):
         linear_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), backend="liger")
     for backend in ("flashinfer", "aiter"):
-        with pytest.raises(NotImplementedError, match=f"sampling: backend '{backend}' cannot run on cpu here"):
+        with pytest.raises(NotImplementedError, match=rf"sampling: backend '{backend}' cannot run on .* here"):
             sample(torch.zeros(1, 3), seed=0, position=0, backend=backend)

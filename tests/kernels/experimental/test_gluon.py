@@ -5,14 +5,16 @@ import importlib
 import pytest
 import torch
 
-from rl_kernels import linear_logprobs
 from rl_kernels.common.arguments import Problem, Rows
 from tests.kernels.cases import INF, OPTIONS, N, V, generator, ids, normal
 from tests.kernels.exact import exact
 from tests.kernels.experimental.gluon_emulator import PROGRAMS, Emulated
 from tests.kernels.linear_logprobs import test_backends as shared
+from tests.kernels.operations import linear_logprobs
+from tests.kernels.registry import imitates_a_gpu
 
 pytest.importorskip("triton.experimental.gluon")
+pytestmark = imitates_a_gpu
 backend = importlib.import_module("rl_kernels.experimental.gluon.linear_logprobs")
 
 

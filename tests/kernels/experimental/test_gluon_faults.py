@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from rl_kernels import linear_logprobs
 from tests.kernels.cases import N, ids, normal
 from tests.kernels.experimental.gluon_emulator import Hazard
+from tests.kernels.operations import linear_logprobs
+from tests.kernels.registry import imitates_a_gpu
 
 pytest.importorskip("triton.experimental.gluon")
 from tests.kernels.experimental.test_gluon import emulate
+
+pytestmark = imitates_a_gpu
 
 NOTHING = "(lambda *a: None)("
 # What is replaced by what in the source, and what the emulator says of it.

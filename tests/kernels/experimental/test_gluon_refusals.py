@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from rl_kernels import backends, linear_logprobs
+from rl_kernels import backends
 from tests.kernels.cases import N, V, ids, normal
 from tests.kernels.linear_logprobs import test_backends as shared
+from tests.kernels.operations import linear_logprobs
+from tests.kernels.registry import imitates_a_gpu
 
 pytest.importorskip("triton.experimental.gluon")
 from tests.kernels.experimental.test_gluon import backend, emulate
+
+pytestmark = imitates_a_gpu
 
 # Without its cache.
 refusal = backends.refusal.__wrapped__

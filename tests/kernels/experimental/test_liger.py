@@ -5,10 +5,10 @@ import importlib
 import pytest
 import torch
 
-from rl_kernels import linear_logprobs
 from tests.kernels.cases import N, V, ids, masked, normal, sets
 from tests.kernels.exact import exact, gradients
 from tests.kernels.experimental.stand_ins import install, scaled_cross_entropy
+from tests.kernels.operations import linear_logprobs
 
 H = 19
 

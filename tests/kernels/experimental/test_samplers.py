@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rl_kernels import logits_logprobs, sample
 from tests.kernels.cases import INF, normal
 from tests.kernels.experimental.stand_ins import install, random_sample_outer_exponential, sampling_from_logits
+from tests.kernels.operations import logits_logprobs, sample
 
 B, V = 40, 37
 OPTIONS = {"top_k": 6, "top_p": 0.9, "min_p": 0.01}

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rl_kernels import linear_logprobs
 from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.linear_logprobs.backward import Needed
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
 from tests.kernels.exact import exact, gradients
 from tests.kernels.linear_logprobs.test_backends import H, assert_equal_to_float64, model
+from tests.kernels.operations import at_device, linear_logprobs
 
 backend = importlib.import_module("rl_kernels.experimental.triton_matmul.linear_logprobs")
 
@@ -158,7 +158,7 @@ def test_a_shard_counts_tokens_and_kept_sets_from_its_start():
 
     def shard(first, last, run, *more):
         rows = Rows(tokens, inv_temperature, 3.0, allowed_tokens, None)
-        return run(Problem(hidden, weight[first:last], bias[first:last], rows, first), 4096, *more)
+        return at_device(run)(Problem(hidden, weight[first:last], bias[first:last], rows, first), 4096, *more)
 
     states = [shard(a, b, backend.forward) for a, b in pairwise(cuts)]
     outputs = finalize_row_state(merge_all(states))

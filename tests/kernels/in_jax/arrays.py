@@ -13,7 +13,7 @@ from tests.kernels.exact import exact, gradients
 
 # No multiple of any block, and several blocks of each kind.
 ROWS, ENTRIES, FEATURES = 21, 300, 19
-BACKENDS = ("pallas", "pallas_gpu", "reference")
+BACKENDS = in_jax.BACKENDS
 BLOCKS = {
     ("logits", "pallas"): {"block_tokens": 8, "block_vocab": 128},
     ("logits", "pallas_gpu"): {"block_tokens": 4, "block_vocab": 16},

@@ -67,7 +67,7 @@ def test_what_cannot_run_is_refused(monkeypatch, ran, device, backend, message):
     assert not ran
 
 
-@pytest.mark.parametrize("backend", ["pallas", "pallas_gpu", "reference"])
+@pytest.mark.parametrize("backend", in_jax.BACKENDS)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

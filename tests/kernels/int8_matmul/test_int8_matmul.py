@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_kernels import int8_matmul, quantize_
-from tests.kernels.registry import backends
+from tests.kernels.operations import int8_matmul, placed, quantize_
+from tests.kernels.registry import DEVICE, asked_and_runs, backends
 from tests.oracle.lookup import ORACLE
 
 BACKENDS = backends("int8_matmul")
@@ -124,7 +124,7 @@ X, Q, S = torch.ones(2, 4), torch.ones(3, 4, dtype=torch.int8), torch.ones(3)
         ({"weight_scale": S[:2]}, r"weight_scale must be float32 \(3,\), \(3, 1\) or one number, .* \(2,\)"),
         ({"weight_scale": S.bfloat16()}, r"weight_scale must be float32 .*, got torch\.bfloat16"),
         ({"bias": S[:2]}, r"bias must be floats \(3,\), got torch\.float32 \(2,\)"),
-        ({"bias": S.to("meta")}, "bias must be on cpu as x is, got meta"),
+        ({"bias": S.to("meta")}, f"bias must be on {DEVICE}.* as x is, got meta"),
         ({"half_range": 126.0}, r"half_range must be within \[127, 128\], got 126"),
     ],
 )
@@ -139,9 +139,7 @@ def test_a_gradient_is_refused_and_said_why():
         y.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("asked", "runs"), [("torch", "torch"), ("reference", "reference"), ("triton", "triton"), (None, "torch")]
-)
+@asked_and_runs("int8_matmul")
 def test_the_backend_that_runs_is_the_one_asked_for(monkeypatch, asked, runs):
     ran = []
     for name in BACKENDS:
@@ -151,9 +149,9 @@ def test_the_backend_that_runs_is_the_one_asked_for(monkeypatch, asked, runs):
     assert ran == [runs]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
 def test_opcheck(backend):
-    torch.library.opcheck(torch.ops.rl_kernels.int8_matmul.default, (X, Q, S, S, 127.5, backend))
+    torch.library.opcheck(torch.ops.rl_kernels.int8_matmul.default, placed((X, Q, S, S, 127.5, backend)))
 
 
 def test_under_torch_compile():

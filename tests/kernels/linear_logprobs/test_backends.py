@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rl_kernels import linear_logprobs, logits_logprobs
 from tests.kernels.cases import OPTIONS, N, V, ids, normal, tokens_for
 from tests.kernels.exact import exact, gradients
-from tests.kernels.registry import backends
+from tests.kernels.operations import linear_logprobs, logits_logprobs, placed
+from tests.kernels.registry import DEVICE, backends
 
 H = 19
 BACKENDS = backends("linear_logprobs")
@@ -89,7 +89,7 @@ def test_autocast_rounds_nothing(backend, dtype):
         return [*(x.detach() for x in out), *torch.autograd.grad(loss, (hidden, weight, bias))]
 
     plain = everything()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         under = everything()
     for a, b in zip(under, plain, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
@@ -159,7 +159,7 @@ def test_custom_operation_and_torch_compile():
     hidden, weight, bias = (x.detach().requires_grad_() for x in model())
     tokens, inv_temperature = ids(N, 1), torch.ones(N)
     arguments = (hidden, weight, bias, tokens, inv_temperature, None, None, None, 0, None, 1000, "torch")
-    torch.library.opcheck(torch.ops.rl_kernels.linear_logprobs.default, arguments)
+    torch.library.opcheck(torch.ops.rl_kernels.linear_logprobs.default, placed(arguments))
 
     def loss(h, w):
         out = linear_logprobs(h, w, tokens[:, 0], temperature=0.8)

@@ -5,11 +5,11 @@ import importlib
 import pytest
 import torch
 
-from rl_kernels import linear_logprobs, linear_policy_loss, linear_topk_logprobs
 from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.linear_logprobs.backward import Needed
 from tests.kernels.cases import N, V, ids, normal
 from tests.kernels.live_bytes import LiveBytes
+from tests.kernels.operations import linear_logprobs, linear_policy_loss, linear_topk_logprobs, placed
 from tests.kernels.registry import each_backend
 
 H = 19
@@ -69,12 +69,13 @@ def test_a_frozen_weight_has_no_gradient_in_memory_and_no_matmul(monkeypatch):
     monkeypatch.setattr(shared, "accumulate", count)
     hidden, weight = normal(5, size).bfloat16(), normal(vocab, size, seed=1).bfloat16()
     rows = Rows(ids(5, 1, high=vocab), torch.ones(5), None, None, None)
-    outputs = cotangents = (torch.ones(5, 1), torch.ones(5), torch.ones(5))
+    outputs = cotangents = placed((torch.ones(5, 1), torch.ones(5), torch.ones(5)))
+    problem = placed(Problem(hidden, weight, None, rows, 0))
 
     def backward(needed):
         calls.clear()
         with LiveBytes() as memory:
-            run.backward(Problem(hidden, weight, None, rows, 0), 1, outputs, cotangents, needed)
+            run.backward(problem, 1, outputs, cotangents, needed)
         return memory.peak, len(calls)
 
     (trained, every), (frozen, some) = backward(Needed()), backward(Needed(weight=False))

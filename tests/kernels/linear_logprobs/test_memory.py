@@ -9,7 +9,6 @@ import importlib
 import pytest
 import torch
 
-from rl_kernels import linear_logprobs, linear_topk_logprobs
 from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.common.blocks import Cost, blocks, row_blocks
 from rl_kernels.common.row_state import finalize_row_state
@@ -17,6 +16,8 @@ from rl_kernels.linear_logprobs.api import CPU_WORKSPACE, FORWARD_WORKSPACE, GPU
 from rl_kernels.linear_logprobs.backward import Needed
 from tests.kernels.cases import ids, normal
 from tests.kernels.live_bytes import LiveBytes
+from tests.kernels.operations import linear_logprobs, linear_topk_logprobs, placed
+from tests.kernels.registry import DEVICE
 
 V, H, WORKSPACE = 300, 12, 8 << 10
 
@@ -38,10 +39,11 @@ def peaks(backend, count, *, options):
     tokens, inv_temperature = ids(count, 1, high=V), torch.ones(count)
     allowed_tokens = torch.arange(8).repeat(count, 1) if "allowed_tokens" in options else None
     rows = Rows(tokens, inv_temperature, None, allowed_tokens, None)
-    arguments = (Problem(hidden, weight, None, rows, 0), WORKSPACE)
+    arguments = placed((Problem(hidden, weight, None, rows, 0), WORKSPACE))
     with LiveBytes() as forward:
         state = run.forward(*arguments)
-    outputs, cotangents = finalize_row_state(state), (torch.ones(count, 1), torch.ones(count), torch.ones(count))
+    outputs = finalize_row_state(state)
+    cotangents = placed((torch.ones(count, 1), torch.ones(count), torch.ones(count)))
     with LiveBytes() as backward:
         results = run.backward(*arguments, outputs, cotangents, Needed())
     assert results[0].shape == hidden.shape
@@ -104,7 +106,11 @@ def test_the_forward_takes_64_mib_at_most(monkeypatch):
 
         monkeypatch.setattr(module, "forward", forward)
     hidden, weight = normal(3, H).float(), normal(V, H, seed=1).float()
-    for asked, given in ((None, CPU_WORKSPACE), (1 << 30, 64 << 20), (5000, 5000)):
+    for asked, given in (
+        (None, CPU_WORKSPACE if DEVICE == "cpu" else FORWARD_WORKSPACE),
+        (1 << 30, 64 << 20),
+        (5000, 5000),
+    ):
         linear_logprobs(hidden, weight, ids(3, high=V), workspace=asked, backend="torch")
         linear_topk_logprobs(hidden, weight, 2, workspace=asked, backend="torch")
         assert seen == {"linear_logprobs": given, "topk_logprobs": given}

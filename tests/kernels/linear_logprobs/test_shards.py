@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_kernels import linear_logprobs
 from tests.kernels.cases import OPTIONS, N, V, ids, normal
 from tests.kernels.exact import gradients
+from tests.kernels.operations import linear_logprobs
 
 H = 19
 CUTS = [0, 5, 30, V]

@@ -7,13 +7,14 @@ import importlib
 import pytest
 import torch
 
-from rl_kernels import linear_logprobs
 from rl_kernels.common import matmul
 from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.common.blocks import Blocks
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
 from tests.kernels.exact import exact
 from tests.kernels.linear_logprobs.test_backends import assert_equal_to_float64, model
+from tests.kernels.operations import at_device, linear_logprobs
+from tests.kernels.registry import imitates_a_gpu
 
 backend = importlib.import_module("rl_kernels.linear_logprobs.triton")
 
@@ -109,7 +110,7 @@ def test_states_of_shards_merge_to_the_whole():
 
     def shard(first, last):
         rows = Rows(tokens, inv_temperature, 3.0, allowed_tokens, None)
-        return backend.forward(Problem(hidden, weight[first:last], bias[first:last], rows, first), 4096)
+        return at_device(backend.forward)(Problem(hidden, weight[first:last], bias[first:last], rows, first), 4096)
 
     whole, parts = shard(0, V), merge_all([shard(0, 5), shard(5, 30), shard(30, V)])
     for a, b in zip(finalize_row_state(parts), finalize_row_state(whole), strict=True):
@@ -140,6 +141,7 @@ class AsOnAGpu:
             monkeypatch.setattr(importlib.import_module(f"rl_kernels.{module}"), "native", own)
 
 
+@imitates_a_gpu
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_products_that_only_a_gpu_has(monkeypatch, accumulate):
     """The branch for a GPU's half precision: values as exact, gradients of dL/dlogits in the operands' precision."""
@@ -173,6 +175,7 @@ def test_a_full_memory_is_not_taken_for_what_torch_cannot_do():
         matmul._gives(1.0, full)
 
 
+@imitates_a_gpu
 def test_error_of_gradients_in_a_gpus_half_precision(monkeypatch):
     """docs/kernels.md: up to 1.5 times that of float32 gradients rounded once, since dL/dlogits is rounded, too."""
     hidden = torch.randn(1024, 64, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -5,7 +5,7 @@ import torch
 
 import rl_fn
 from rl_bridge.functional import from_jax
-from rl_kernels import linear_policy_loss
+from tests.kernels.operations import linear_policy_loss
 
 B, T, H, V = 3, 6, 16, 53
 EXTRA = {"kl": rl_fn.components.KL("k3", 0.1), "entropy": rl_fn.components.EntropyBonus(0.01)}

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_kernels import linear_policy_loss
 from rl_kernels.linear_policy_loss import fused
 from tests.kernels.cases import OPTIONS, N, V, ids, normal, tokens_for
 from tests.kernels.exact import exact
 from tests.kernels.live_bytes import LiveBytes
-from tests.kernels.registry import backends
+from tests.kernels.operations import linear_policy_loss, placed
+from tests.kernels.registry import DEVICE, backends
 
 H = 19
 # Blocks of 1, 2 and all rows.
@@ -144,7 +144,7 @@ def test_a_loss_without_a_gradient():
 def test_autocast_rounds_nothing(one_pass):
     hidden, weight, _ = (x.requires_grad_() for x in model())
     totals = [linear_policy_loss(hidden, weight, ids(N), local_loss(), fused=one_pass)[0]]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         totals.append(linear_policy_loss(hidden, weight, ids(N), local_loss(), fused=one_pass)[0])
     expected, actual = (torch.autograd.grad(total, (hidden, weight)) for total in totals)
     assert torch.equal(*totals) and all(map(torch.equal, actual, expected))
@@ -175,9 +175,9 @@ def test_memory_is_flat_in_the_number_of_rows():
     vocabulary, features, workspace = 300, 12, 64 << 10
 
     def peak(count):
-        hidden, weight = normal(count, features).float(), normal(vocabulary, features, seed=1).float()
+        hidden, weight = placed((normal(count, features).float(), normal(vocabulary, features, seed=1).float()))
         hidden.requires_grad_(), weight.requires_grad_()
-        tokens = ids(count, high=vocabulary)
+        tokens = placed(ids(count, high=vocabulary))
         with LiveBytes() as memory:
             total, _ = linear_policy_loss(
                 hidden, weight, tokens, lambda *a: -a[0].sum() - a[1].sum(), fused=True, workspace=workspace

@@ -5,12 +5,16 @@ import importlib
 import pytest
 import torch
 
-from rl_kernels import backends, logits_logprobs
+from rl_kernels import backends
+from tests.kernels import registry
+from tests.kernels.operations import logits_logprobs
+from tests.kernels.registry import asked_and_runs
 
+BACKENDS = registry.backends("logits_logprobs")
 LOGITS, TOKENS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
 
 
-@pytest.mark.parametrize("backend", [None, "torch", "reference"])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
@@ -36,13 +40,11 @@ def test_an_unknown_backend_raises_and_names_those_there_are():
         logits_logprobs(LOGITS, TOKENS, backend="cuda")
 
 
-@pytest.mark.parametrize(
-    ("asked", "runs"), [("torch", "torch"), ("reference", "reference"), ("triton", "triton"), (None, "torch")]
-)
+@asked_and_runs("logits_logprobs")
 def test_the_backend_that_runs_is_the_one_asked_for(monkeypatch, asked, runs):
     ran = []
-    for name in ("torch", "triton", "reference"):
-        module = importlib.import_module(f"rl_kernels.logits_logprobs.{name}")
+    for name in BACKENDS:
+        module = importlib.import_module(backends.BACKENDS["logits_logprobs"][name])
         monkeypatch.setattr(module, "forward", lambda *a, f=module.forward, n=name: (ran.append(n), f(*a))[1])
     logits_logprobs(LOGITS, TOKENS, backend=asked)
     assert ran == [runs]

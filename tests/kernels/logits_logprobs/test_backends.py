@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rl_kernels import logits_logprobs
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, tokens_for
 from tests.kernels.exact import exact, gradients
-from tests.kernels.registry import backends
+from tests.kernels.operations import logits_logprobs, placed, returned
+from tests.kernels.registry import DEVICE, backends
 
 BACKENDS = backends("logits_logprobs")
 each_option = pytest.mark.parametrize("option", list(OPTIONS))
@@ -56,20 +56,20 @@ def test_half_precision_logits_are_read_as_they_are(backend, dtype):
 def test_the_gradient_may_take_the_logits_memory(backend, option):
     options = OPTIONS[option]
     tokens = tokens_for(options)
-    allowed, gone = normal(N, V).float(), normal(N, V).float()
+    allowed, gone = placed((normal(N, V).float(), normal(N, V).float()))
 
     def gradient(logits, **more):
         leaf = logits.detach().requires_grad_()
         outputs = logits_logprobs(
             leaf * 1.0 if not more else leaf.view(N, V), tokens, **options, **more, backend=backend
         )
-        return gradients(outputs, [c.float() for c in cotangents(None)], [leaf])[0]
+        return returned(gradients(outputs, [c.float() for c in cotangents(None)], [leaf])[0])
 
     expected = gradient(allowed)
     actual = gradient(gone, inplace_backward=True)
     assert torch.equal(actual, expected)
-    assert torch.equal(gone, expected), "the gradient was written elsewhere"
-    assert torch.equal(allowed, normal(N, V).float()), "without inplace_backward the logits stay"
+    assert torch.equal(returned(gone), expected), "the gradient was written elsewhere"
+    assert torch.equal(returned(allowed), normal(N, V).float()), "without inplace_backward the logits stay"
 
 
 def test_the_gradient_of_a_sure_token_is_not_rounded_away():
@@ -92,8 +92,8 @@ def test_the_full_set_as_support_changes_nothing_and_a_set_of_one_is_certain():
 
 
 def test_custom_operation():
-    logits, tokens, inv_temperature = normal(3, 5).float().requires_grad_(), ids(3, 2, high=5), torch.ones(3)
-    arguments = (logits, tokens, inv_temperature, 2.0, None, None, False, "torch")
+    logits, tokens, inv_temperature = placed((normal(3, 5).float(), ids(3, 2, high=5), torch.ones(3)))
+    arguments = (logits.requires_grad_(), tokens, inv_temperature, 2.0, None, None, False, "torch")
     torch.library.opcheck(torch.ops.rl_kernels.logits_logprobs.default, arguments)
     outputs = [x.detach() for x in torch.ops.rl_kernels.logits_logprobs(*arguments)]
     backward = (
@@ -127,5 +127,5 @@ def test_under_torch_compile_and_checkpointing_and_autocast():
     expected = gradient(loss)
     assert torch.equal(gradient(torch.compile(loss, fullgraph=True, backend="aot_eager")), expected)
     assert torch.equal(gradient(lambda x: checkpoint(loss, x, use_reentrant=False)), expected)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         assert torch.equal(gradient(loss), expected)

@@ -5,7 +5,7 @@ backend, and in no other row's.
 import pytest
 import torch
 
-from rl_kernels import logits_logprobs
+from tests.kernels.operations import logits_logprobs
 from tests.kernels.registry import backends
 
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import rl_fn
-from rl_kernels import logits_logprobs
+from tests.kernels.operations import logits_logprobs
+from tests.kernels.registry import backends
 
 # Not an import statement: the function has the name of its folder.
 torch_backend = importlib.import_module("rl_kernels.logits_logprobs.torch")
+BACKENDS = backends("logits_logprobs")
+OTHERS = [backend for backend in BACKENDS if backend != "torch"]
 INF = float("inf")
 ROWS, V = 13, 11
 
@@ -68,8 +71,9 @@ CASES = {
     ("name", "dtype", "backend"),
     [
         *((name, dtype, "torch") for name in CASES for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-        *((name, torch.float32, "reference") for name in CASES if name != "batch"),
-        ("temperatures", torch.bfloat16, "reference"),
+        # Float32 alone is enough of a backend that is compiled or interpreted anew for each case.
+        *((name, torch.float32, backend) for backend in OTHERS for name in CASES if name != "batch"),
+        *(("temperatures", torch.bfloat16, backend) for backend in OTHERS),
     ],
 )
 def test_values_are_those_of_float64_on_the_same_bits(name, dtype, backend):
@@ -166,7 +170,7 @@ def test_a_chunk_smaller_than_a_row_still_takes_the_row(monkeypatch):
     np.testing.assert_allclose(logits_logprobs(logits, tokens).logprobs, exact(logits, tokens)[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_do_not_matter(backend):
     stored = normal(V, 6, ROWS).float()
     logits, tokens = stored.permute(2, 1, 0)[::2], ids(6, 7).T
@@ -188,7 +192,7 @@ def test_the_gradient_of_a_view_goes_through():
 
 
 @pytest.mark.parametrize(
-    ("shape", "backend"), [((0,), "torch"), ((0, 5), "torch"), ((3, 0), "torch"), ((0, 5), "reference")]
+    ("shape", "backend"), [((0,), "torch"), ((3, 0), "torch"), *(((0, 5), backend) for backend in BACKENDS)]
 )
 def test_no_rows(shape, backend):
     for value in logits_logprobs(torch.zeros(*shape, V), torch.zeros(shape, dtype=torch.long), backend=backend):

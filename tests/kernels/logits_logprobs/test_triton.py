@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rl_kernels import logits_logprobs
 from rl_kernels.common.token_masks import packed
 from tests.kernels.cases import INF, ids, normal
 from tests.kernels.exact import allowed_mask, exact
+from tests.kernels.operations import at_device, logits_logprobs, placed, returned
 
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 128, 4095, 4097, 50257])
@@ -36,11 +36,11 @@ def test_rows_whose_whole_first_blocks_are_impossible():
 def test_strided_logits_and_gradient(inplace):
     stored = normal(11, 2, 5).float()  # vocabulary first, every second row
     tokens = ids(5, high=11)
-    leaf = stored.clone()[:, 0].T.requires_grad_()
+    leaf = placed(stored.clone())[:, 0].T.requires_grad_()
     assert leaf.stride() == (1, 10)
     out = logits_logprobs(leaf, tokens, softcap=2.0, inplace_backward=inplace, backend="triton")
-    (gradient,) = torch.autograd.grad(out.entropy.sum(), leaf)
-    double = leaf.detach().double().requires_grad_() if not inplace else stored[:, 0].T.double().requires_grad_()
+    (gradient,) = returned(torch.autograd.grad(out.entropy.sum(), leaf))
+    double = stored[:, 0].T.double().requires_grad_()
     (wanted,) = torch.autograd.grad(exact(double, tokens, softcap=2.0)[1].sum(), double)
     torch.testing.assert_close(gradient.double(), wanted, rtol=1e-5, atol=1e-6)
 
@@ -62,7 +62,7 @@ def test_packed_sets(vocabulary):
     allowed_tokens[2] = -1
     as_bool = allowed_mask(allowed_tokens, vocabulary, 4)
     for form in (allowed_tokens, as_bool):
-        words = packed(form, vocabulary)
+        words = at_device(packed)(form, vocabulary)
         assert words.dtype == torch.int32 and words.shape == (4, -(-vocabulary // 32))
         bits = (words[:, :, None] >> torch.arange(32)) & 1
         assert torch.equal(bits.view(4, -1)[:, :vocabulary].bool(), as_bool)

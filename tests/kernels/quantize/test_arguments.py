@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import rl_kernels.quantize.api as operation
-from rl_kernels import quantize_
+from tests.kernels.operations import placed, quantize_
+from tests.kernels.registry import DEVICE, asked_and_runs, backends
 
 W, CODES, SCALES = torch.ones(4, 6), torch.empty(4, 6, dtype=torch.int8), torch.empty(4, 1)
 FP8 = torch.empty(4, 6, dtype=torch.float8_e4m3fn)
@@ -33,8 +34,8 @@ FP8 = torch.empty(4, 6, dtype=torch.float8_e4m3fn)
         ({"scales": [SCALES, SCALES.double()]}, r"scales\[1\] must be contiguous float32, got torch\.float64"),
         ({"scales": [SCALES, torch.empty(8)[::2]]}, r"scales\[1\] must be contiguous float32, .* strides \(2,\)"),
         ({"scales": [SCALES, SCALES[:3]]}, r"scales\[1\] must have shape \(4, 1\) for channel .*, got \(3, 1\)"),
-        ({"scales": [SCALES, torch.empty(4, device="meta")]}, r"scales\[1\] must be on cpu .*, got meta"),
-        ({"out": [CODES.to("meta"), CODES]}, r"out\[0\] must be on cpu as weights\[0\] is, got meta"),
+        ({"scales": [SCALES, torch.empty(4, device="meta")]}, r"scales\[1\] must be on " + DEVICE + r".*, got meta"),
+        ({"out": [CODES.to("meta"), CODES]}, r"out\[0\] must be on " + DEVICE + r".* as weights\[0\] is, got meta"),
     ],
 )
 def test_bad_arguments_are_named(change, message):
@@ -54,22 +55,20 @@ def test_an_unknown_backend_raises_and_names_those_there_are():
         quantize_([W], [CODES], [SCALES], backend="cuda")
 
 
-@pytest.mark.parametrize(
-    ("asked", "runs"), [("torch", "torch"), ("reference", "reference"), ("triton", "triton"), (None, "torch")]
-)
+@asked_and_runs("quantize")
 def test_the_backend_that_runs_is_the_one_asked_for(monkeypatch, asked, runs):
     ran = []
-    for name in ("torch", "triton", "reference"):
+    for name in backends("quantize"):
         module = importlib.import_module(f"rl_kernels.quantize.{name}")
         monkeypatch.setattr(module, "forward", lambda *a, n=name: ran.append(n))
     quantize_([W], [CODES], [SCALES], backend=asked)
     assert ran == [runs]
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", [b for b in backends("quantize") if b != "reference"])
 def test_opcheck(backend):
     arguments = ([W, W.bfloat16()], [CODES.clone(), CODES.clone()], [SCALES.clone(), SCALES.clone()])
-    torch.library.opcheck(operation._quantize, (*arguments, "int8", "channel", 128, 127.5, backend))
+    torch.library.opcheck(operation._quantize, (*placed(arguments), "int8", "channel", 128, 127.5, backend))
 
 
 def test_parameters_and_torch_compile():

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from rl_kernels import quantize_
+from tests.kernels.operations import placed, quantize_, returned
 from tests.kernels.quantize.cases import FN, FNUZ, SCHEMES, bits, buffers, normal, weights
 from tests.kernels.registry import backends
 from tests.oracle.lookup import ORACLE
@@ -79,8 +79,9 @@ def test_buffers_may_be_parts_of_larger_ones(backend):
     """Two projections in one matrix, as engines have them, and columns of a wider one; what is beside them stays."""
     w = [normal(5, 24, seed=1), normal(7, 24, seed=2)]
     (a, b), (s, t) = quantized(w, "int8 channel", "torch")
-    merged, factors = torch.full((14, 40), 99, dtype=torch.int8), torch.full((14,), -7.0)
+    merged, factors = placed((torch.full((14, 40), 99, dtype=torch.int8), torch.full((14,), -7.0)))
     quantize_(w, [merged[:5, 8:32], merged[5:12, 8:32]], [factors[:5], factors[5:12]], backend=backend)
+    merged, factors = returned((merged, factors))
     assert torch.equal(merged[:12, 8:32], torch.cat([a, b])) and torch.equal(factors[:12, None], torch.cat([s, t]))
     assert (merged[:, :8] == 99).all() and (merged[:, 32:] == 99).all() and (merged[12:] == 99).all()
     assert (factors[12:] == -7).all()

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_kernels import quantize_
 from rl_kernels.quantize.triton_kernels import fp8_codes, int8_codes
+from tests.kernels.operations import placed, quantize_, returned
 from tests.kernels.quantize.cases import bits, buffers, normal
 
 backend = importlib.import_module("rl_kernels.quantize.triton")
@@ -36,16 +36,16 @@ def test_every_fp8_number_and_every_tie():
     """In integers; the devices' own conversion cannot run here, and the interpreter's rounds otherwise."""
     numbers = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     x = around(torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, torch.tensor([1e-30, 1e-45, 1e30])]))
-    codes = torch.empty(4096, dtype=torch.uint8)
-    round_kernel[(1,)](x, codes, FP8=True, SIZE=4096)
-    assert torch.equal(codes, x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    codes = placed(torch.empty(4096, dtype=torch.uint8))
+    round_kernel[(1,)](placed(x), codes, FP8=True, SIZE=4096)
+    assert torch.equal(returned(codes), x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def test_every_int8_number_and_every_tie():
     x = around(torch.arange(257) / 2)
-    codes = torch.empty(4096, dtype=torch.int8)
-    round_kernel[(1,)](x, codes, FP8=False, SIZE=4096)
-    assert torch.equal(codes, x.clamp(-128, 127).round().to(torch.int8))
+    codes = placed(torch.empty(4096, dtype=torch.int8))
+    round_kernel[(1,)](placed(x), codes, FP8=False, SIZE=4096)
+    assert torch.equal(returned(codes), x.clamp(-128, 127).round().to(torch.int8))
 
 
 class Counted:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import rl_kernels.sampling.api as operation
-from rl_kernels import sample
+from tests.kernels.operations import placed, sample
+from tests.kernels.registry import each_backend
 
 LOGITS = torch.zeros(3, 5)
 
@@ -34,23 +35,23 @@ def test_logits_have_rows_and_entries(shape):
         sample(torch.zeros(shape), seed=0, position=0)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@each_backend("sampling")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_is_refused(backend, temperature):
     logits = LOGITS.clone()
     logits[1, 4] = float("nan")
     with pytest.raises(ValueError, match=r"NaN, .* in rows \[1\]"):
-        sample(logits, temperature=temperature, seed=0, position=0, backend=backend)
+        sample(logits, temperature=temperature, seed=0, position=0, check=True, backend=backend)
 
 
 def test_an_infinite_logit_is_refused():
     logits = LOGITS.clone()
     logits[2, 0] = float("inf")
     with pytest.raises(ValueError, match=r"\+inf .* in rows \[2\]"):
-        sample(logits, seed=0, position=0, backend="torch")
+        sample(logits, seed=0, position=0, check=True, backend="torch")
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@each_backend("sampling")
 def test_an_empty_batch(backend):
     result = sample(LOGITS[:0], top_k=2, top_p=0.5, seed=0, position=0, return_allowed_tokens=True, backend=backend)
     assert result.tokens.shape == (0,) and result.allowed_tokens is not None and result.allowed_tokens.shape == (0, 0)
@@ -59,7 +60,7 @@ def test_an_empty_batch(backend):
 def test_opcheck():
     numbers, ids = torch.ones(3), torch.arange(3)
     arguments = (LOGITS, numbers, ids + 1, 0.5 * numbers, -numbers, ids, ids, "torch")
-    torch.library.opcheck(operation._sample, arguments)
+    torch.library.opcheck(operation._sample, placed(arguments))
 
 
 def test_an_unknown_backend_raises():

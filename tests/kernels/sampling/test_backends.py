@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rl_fn
-from rl_kernels import logits_logprobs, sample
+from tests.kernels.operations import logits_logprobs, sample
 from tests.kernels.registry import backends
 
 INF = float("inf")
@@ -64,12 +64,12 @@ def test_set_and_log_probabilities_are_rl_fns(backend, dtype, vocabulary):
 def test_backends_draw_the_same_tokens(vocabulary):
     logits, options = normal(300, vocabulary), parameters(300)
     wanted = sample(logits, **options, backend="torch")
-    for backend in ("triton", "reference"):
+    for backend in BACKENDS:
         got = sample(logits, **options, backend=backend)
         assert torch.equal(got.tokens, wanted.tokens) and torch.equal(got.allowed_count, wanted.allowed_count)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
 def test_a_row_does_not_depend_on_its_batch(backend):
     logits, options = normal(23, 90), parameters(23)
     whole = sample(logits, **options, backend=backend)

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2
 
 import rl_fn
-from rl_kernels import sample
+from tests.kernels.operations import sample
 
 OPTIONS = {
     "temperature": {"temperature": 1.7},

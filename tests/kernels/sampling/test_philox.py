@@ -7,6 +7,7 @@ import triton.language as tl
 
 from rl_kernels.sampling.philox import gumbel, philox, uniform
 from rl_kernels.sampling.triton_kernels import gumbel as kernel_gumbel
+from tests.kernels.operations import placed, returned
 
 # Random123's known answers for philox4x32-10: counter, key, result.
 KNOWN = [
@@ -63,7 +64,9 @@ def test_the_triton_kernels_noise_is_the_same():
     seed = torch.tensor([0, -1, 2**63 - 1, -(2**63) + 12345])
     position = torch.tensor([0, 7, -3, 2**45])
     words, noise = torch.empty(4, 256, dtype=torch.int64), torch.empty(4, 256)
+    seed, position, words, noise = placed((seed, position, words, noise))
     kernel[(1,)](seed, position, words, noise, N=256)
+    seed, position, words, noise = returned((seed, position, words, noise))
     index = torch.arange(256)
     mask = 0xFFFFFFFF
     wanted = philox(

@@ -3,21 +3,24 @@
 import pytest
 import torch
 
-from rl_kernels import linear_topk_logprobs, logits_logprobs, topk_logprobs
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, masked, normal
 from tests.kernels.exact import allowed_mask, exact, gradients
 from tests.kernels.linear_logprobs.test_backends import H, model
+from tests.kernels.operations import linear_topk_logprobs, logits_logprobs, placed, topk_logprobs
 from tests.kernels.registry import backends
 
 K = 4
 # The reference is the definition in other words: a few options show that it is wired as the others are. In Triton's
 # kernels the options are one another's neighbours; test_triton.py has what is theirs alone.
-CASES = [("torch", o) for o in OPTIONS]
-CASES += [("triton", o) for o in ("plain", "softcap", "nothing counts", "bool allowed_tokens", "everything")]
-CASES += [("reference", o) for o in ("temperatures", "bool allowed_tokens", "everything")]
+FEWER = {
+    "triton": ("plain", "softcap", "nothing counts", "bool allowed_tokens", "everything"),
+    "reference": ("temperatures", "bool allowed_tokens", "everything"),
+}
+BACKENDS = backends("topk_logprobs")
+CASES = [(backend, option) for backend in BACKENDS for option in FEWER.get(backend, OPTIONS)]
 each_case = pytest.mark.parametrize(("backend", "option"), CASES)
 EVERY = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-each_backend = pytest.mark.parametrize("backend", backends("topk_logprobs"))
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def expected_ids(logits, k, *, allowed_tokens=None, mask=None, **_):
@@ -82,7 +85,7 @@ def test_any_cut_into_blocks_keeps_the_order_of_ties(workspace, k):
     assert_equal_to_float64(got, logits, leaves, doubles, {"temperature": 0.7}, k)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_precisions(dtype, backend):
     logits = normal(N, V).to(dtype)
@@ -156,9 +159,9 @@ def test_custom_operations_and_torch_compile():
     for backend, tests in (("torch", EVERY), ("triton", EVERY[:1])):
         none = torch.empty(N, 0, dtype=torch.long)
         arguments = (hidden, weight, bias, none, torch.ones(N), 2.0, None, None, 0, None, 10000, backend, 3)
-        torch.library.opcheck(torch.ops.rl_kernels.linear_topk_logprobs.default, arguments, test_utils=tests)
+        torch.library.opcheck(torch.ops.rl_kernels.linear_topk_logprobs.default, placed(arguments), test_utils=tests)
         arguments = (normal(3, 5).float(), None, None, 2, backend)
-        torch.library.opcheck(torch.ops.rl_kernels.topk_ids.default, arguments, test_utils=tests)
+        torch.library.opcheck(torch.ops.rl_kernels.topk_ids.default, placed(arguments), test_utils=tests)
 
     def loss(h, w):
         return linear_topk_logprobs(h, w, 3).logprobs.sum() + topk_logprobs(h @ w.T, 2).logprobs.sum()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import rl_fn
-from rl_kernels import linear_logprobs, linear_topk_logprobs
 from tests.kernels.cases import N, V, masked, normal
+from tests.kernels.operations import linear_logprobs, linear_topk_logprobs
 
 H, K, HEAT = 6, 5, 1.7
 

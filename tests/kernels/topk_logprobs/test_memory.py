@@ -8,6 +8,8 @@ import torch
 from rl_kernels.common.arguments import Problem, Rows
 from tests.kernels.cases import ids, normal
 from tests.kernels.live_bytes import LiveBytes
+from tests.kernels.operations import placed
+from tests.kernels.registry import backends
 
 V, H, K, WORKSPACE = 300, 12, 3, 8 << 10
 
@@ -23,15 +25,17 @@ def peak(count, *, allowed, backend="torch"):
     run = importlib.import_module(f"rl_kernels.topk_logprobs.{backend}")
     hidden, weight = normal(count, H, scale=0.3).float(), normal(V, H, scale=0.3, seed=1).float()
     inv_temperature, allowed_tokens = torch.ones(count), torch.arange(8).repeat(count, 1) if allowed else None
+    hidden, weight, inv_temperature, allowed_tokens = placed((hidden, weight, inv_temperature, allowed_tokens))
+    tokens = placed(torch.empty(count, 0, dtype=torch.long))
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as found:
         for name in ("search_kernel", "keep_kernel") if backend == "triton" else ():
             patch.setattr(run, name, Nothing())
-        rows = Rows(torch.empty(count, 0, dtype=torch.long), inv_temperature, None, allowed_tokens, None)
+        rows = Rows(tokens, inv_temperature, None, allowed_tokens, None)
         run.forward(Problem(hidden, weight, None, rows, 0), K, WORKSPACE)
     return found.peak
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", [b for b in backends("topk_logprobs") if b != "reference"])
 @pytest.mark.parametrize("allowed", [False, True])
 def test_flat_in_the_number_of_rows(allowed, backend):
     small, large = (peak(count, allowed=allowed, backend=backend) for count in (600, 1200))
@@ -44,7 +48,7 @@ def test_flat_in_the_number_of_rows(allowed, backend):
 def test_from_logits_in_chunks(monkeypatch):
     run = importlib.import_module("rl_kernels.topk_logprobs.torch")
     monkeypatch.setattr(run, "_CHUNK", 4 * V)
-    logits, found = ids(60, V, high=20).float(), []
+    logits, found = placed(ids(60, V, high=20).float()), []
     for count in (20, 60):
         with LiveBytes() as live:
             found.append(run.ids(logits[:count], None, None, K))

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_kernels import linear_topk_logprobs
 from tests.kernels.cases import OPTIONS, N, V, ids, normal
 from tests.kernels.exact import gradients
+from tests.kernels.operations import linear_topk_logprobs
 
 H, K = 19, 5
 # The first rank holds the last ids, and only three of them: fewer than K.

@@ -10,8 +10,10 @@ from rl_kernels.common.blocks import Blocks
 from rl_kernels.common.row_state import finalize_row_state
 from tests.kernels.cases import INF, ids, normal
 from tests.kernels.exact import exact
+from tests.kernels.operations import at_device, placed, returned
 
 triton, in_torch = (importlib.import_module(f"rl_kernels.topk_logprobs.{name}") for name in ("triton", "torch"))
+ids_of = at_device(triton.ids)
 V, BLOCK = 83, 16
 
 
@@ -46,7 +48,7 @@ def sorted_ids(z, k):
 @pytest.mark.parametrize(("k", "width"), [(3, V), (BLOCK + 4, 40), (V, V)])
 def test_ids_of_adversarial_rows(k, width):
     z = adversarial()[:, :width]
-    assert torch.equal(triton.ids(z, None, None, k), sorted_ids(z, k))
+    assert torch.equal(ids_of(z, None, None, k), sorted_ids(z, k))
 
 
 @pytest.mark.usefixtures("small")
@@ -60,23 +62,23 @@ def test_ids_with_kept_sets_of_either_form_and_masked_rows(monkeypatch):
     # Four rows at a time, and a kept set whose entries are not neighbours in memory.
     monkeypatch.setattr(triton, "_WORKSPACE", 4 * (8 * (5 * 2 + 15) + 2 * width + 32 * 7))
     for allowed_tokens in (listed, allowed.T.contiguous().T):
-        assert torch.equal(triton.ids(z, allowed_tokens, mask, 5), wanted)
+        assert torch.equal(ids_of(z, allowed_tokens, mask, 5), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_ids_of_one_row_of_no_row_and_of_rows_of_any_stride(dtype):
     z = normal(V, 3).to(dtype).T
     assert z.stride() == (1, 3)
-    assert torch.equal(triton.ids(z, None, None, 6), sorted_ids(z, 6))
-    assert torch.equal(triton.ids(z[1:2], None, None, 6), sorted_ids(z[1:2], 6))
-    assert triton.ids(z[:0], None, None, 6).shape == (0, 6)
+    assert torch.equal(ids_of(z, None, None, 6), sorted_ids(z, 6))
+    assert torch.equal(ids_of(z[1:2], None, None, 6), sorted_ids(z[1:2], 6))
+    assert ids_of(z[:0], None, None, 6).shape == (0, 6)
 
 
 @pytest.mark.parametrize("k", [64, 1100])
 def test_ids_with_the_blocks_of_a_gpu(k):
     """Three blocks and a bit, in bfloat16, where many entries tie; at k = 1100 places for two blocks."""
     z = normal(2, 3 * triton.BLOCK_N + 77).bfloat16()
-    assert torch.equal(triton.ids(z, None, None, k), sorted_ids(z, k))
+    assert torch.equal(ids_of(z, None, None, k), sorted_ids(z, k))
     assert triton.rooms(k, triton.BLOCK_N) == {64: 63, 1100: 2}[k]
 
 
@@ -85,12 +87,12 @@ def test_row_offsets_beyond_two_to_the_31():
     stride = 2**30 + 7
     z = torch.as_strided(torch.empty(2 * stride + 40, dtype=torch.bfloat16), (3, 37), (stride, 1))
     z.copy_(normal(3, 37))
-    assert torch.equal(triton.ids(z, None, None, 4), sorted_ids(z, 4))
+    assert torch.equal(ids_of(z, None, None, 4), sorted_ids(z, 4))
 
 
 def swept(z, k, patience):
     """Candidates and bounds after a sweep of rows."""
-    blocks = -(-z.shape[1] // BLOCK)
+    z, blocks = placed(z), -(-z.shape[1] // BLOCK)
     found = triton.Candidates(len(z), k, blocks, BLOCK, z.device)
     found.search(z, None, 0, z.shape[1], 0, patience=patience)
     return found
@@ -115,7 +117,7 @@ def test_kept_are_the_k_best_and_what_they_must_exceed():
     found = swept(adversarial()[[2, 8, 11]], 4, 4)
     before = [sorted(words[:count].tolist()) for words, count in zip(found.words, found.counts, strict=True)]
     assert all(len(words) > 4 for words in before)
-    best = found.keep()
+    best = returned(found.keep())
     assert [sorted(words) for words in best.tolist()] == [words[-4:] for words in before]
     assert found.counts.tolist() == [4] * 3
     for bound, words in zip(found.bounds.tolist(), before, strict=True):
@@ -138,8 +140,8 @@ def test_from_hidden_states_as_torch_in_many_tiles(k, monkeypatch):
     )
     rows = Rows(torch.empty(4, 0, dtype=torch.long), inv_temperature, 3.0, allowed_tokens, None)
     arguments = (Problem(hidden, weight, bias, rows, 5), k, 1 << 20)
-    state, values, found = triton.forward(*arguments)
-    wanted_state, wanted_values, wanted = in_torch.forward(*arguments)
+    state, values, found = at_device(triton.forward)(*arguments)
+    wanted_state, wanted_values, wanted = at_device(in_torch.forward)(*arguments)
     assert torch.equal(found, wanted) and torch.equal(values, wanted_values)
     for a, b in zip(state, wanted_state, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
@@ -153,7 +155,7 @@ def test_states_of_extreme_rows():
     # −inf · 0 would be NaN: what is impossible is not kept.
     rows = Rows(torch.empty(4, 0, dtype=torch.long), torch.ones(4), None, z > -INF, None)
     problem = Problem(torch.eye(4), weight.masked_fill(weight == -INF, 0.0), None, rows, 0)
-    state, values, found = triton.forward(problem, 4, 1 << 20)
+    state, values, found = at_device(triton.forward)(problem, 4, 1 << 20)
     assert torch.equal(found, sorted_ids(z, 4)) and torch.equal(values, z.gather(1, found))
     _, entropy, logsumexp = finalize_row_state(state)
     _, wanted_entropy, wanted = exact(z, torch.zeros(4, dtype=torch.int64))
