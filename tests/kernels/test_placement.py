@@ -4,6 +4,7 @@ stands in for a GPU: an operation that takes tensors of both is an error there, 
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_an_operation_and_its_gradient_run_on_the_device(monkeypatch, elsewhere,
 @imitates_a_gpu
 def test_options_and_gradients_cross(elsewhere):
     leaf = normal(N, V).float().requires_grad_()
-    options = {"temperature": torch.linspace(0.5, 2.0, N), "mask": masked(), "allowed_tokens": torch.rand(N, V) < 0.9}
+    options: dict[str, Any] = {"temperature": torch.linspace(0.5, 2.0, N), "mask": masked()}
+    options["allowed_tokens"] = torch.rand(N, V) < 0.9
     found = operations.logits_logprobs(leaf, ids(N), **options)
     wanted = rl_kernels.logits_logprobs(leaf, ids(N), **options)
     assert all(torch.equal(a, b) and not isinstance(a, Elsewhere) for a, b in zip(found, wanted, strict=True))
