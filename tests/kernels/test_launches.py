@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rl_kernels.backends import interpreting
-from tests.kernels.cases import N, V, ids, normal
+from tests.kernels.cases import N, V, ids, masked, normal
 from tests.kernels.operations import (
     int8_matmul,
     linear_logprobs,
@@ -109,6 +109,31 @@ def test_nothing_is_copied_from_the_host_and_nothing_waited_for(call):
     with kernels_left_out(), profile(activities=[ProfilerActivity.CPU]) as seen:
         call("triton")
     assert {event.key for event in seen.key_averages()} & (COPIES | WAITS) == set()
+
+
+def linear_with_a_mask(backend):
+    hidden, weight = (x.float().requires_grad_() for x in (normal(N, H, scale=1.0), normal(V, H, seed=1)))
+    linear_logprobs(hidden, weight, ids(N), mask=masked(), backend=backend).logprobs.sum().backward()
+
+
+def logits_with_a_mask(backend):
+    leaf = normal(N, V).float().requires_grad_()
+    logits_logprobs(leaf, ids(N), mask=masked(), backend=backend).entropy.sum().backward()
+
+
+def top_k_of_hidden_with_a_mask(backend):
+    linear_topk_logprobs(normal(N, H).float(), normal(V, H, seed=1).float(), 3, mask=masked(), backend=backend)
+
+
+@pytest.mark.parametrize("call", [linear_with_a_mask, logits_with_a_mask, top_k_of_hidden_with_a_mask])
+def test_a_cuda_graph_captures_no_operation_that_waits_with_a_mask(call):
+    """A custom operation that waits says so to ``torch.compile(mode="reduce-overhead")``, and the others do not."""
+    with kernels_left_out(), profile(activities=[ProfilerActivity.CPU]) as seen:
+        call("triton")
+    keys = {event.key for event in seen.key_averages()}
+    names = [key.removeprefix("rl_kernels::") for key in keys if key.startswith("rl_kernels::")]
+    tagged = [torch.Tag.cudagraph_unsafe in getattr(torch.ops.rl_kernels, name).default.tags for name in names]
+    assert tagged and set(tagged) == {bool(keys & WAITS)}
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from torch import Tensor
 # passes tensors and numbers to a custom operation, but no tuple of both.
 ROWS = "Tensor tokens, Tensor inv_temperature, float? softcap, Tensor? allowed_tokens, Tensor? mask"
 PROBLEM = f"Tensor hidden, Tensor weight, Tensor? bias, {ROWS}, SymInt start"
+# With a mask the host waits to know how many rows count, which a CUDA graph cannot capture.
+UNCAPTURED = (torch.Tag.cudagraph_unsafe,)
 OF_ROWS, OF_PROBLEM = 5, 9
 """How many parameters those are."""
 

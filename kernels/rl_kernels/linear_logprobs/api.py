@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_kernels.backends import implementation
-from rl_kernels.common.arguments import OF_PROBLEM, PROBLEM, Problem, Rows, rows_of
+from rl_kernels.common.arguments import OF_PROBLEM, PROBLEM, UNCAPTURED, Problem, Rows, rows_of
 from rl_kernels.common.row_state import RowState, finalize_row_state, merge_all
 from rl_kernels.linear_logprobs.backward import Gradients, Needed
 from rl_kernels.logits_logprobs import TokenLogprobs
@@ -149,7 +149,12 @@ _HOW = "str? group, SymInt workspace, str? backend"
 _TENSORS = "(Tensor, Tensor, Tensor)"
 
 
-@torch.library.custom_op("rl_kernels::linear_logprobs", mutates_args=(), schema=f"({PROBLEM}, {_HOW}) -> {_TENSORS}")
+@torch.library.custom_op(
+    "rl_kernels::linear_logprobs",
+    mutates_args=(),
+    schema=f"({PROBLEM}, {_HOW}) -> {_TENSORS}",
+    tags=UNCAPTURED,
+)
 def _forward(*arguments):
     problem, (group, workspace, backend) = Problem.of(arguments[:OF_PROBLEM]), arguments[OF_PROBLEM:]
     run = implementation("linear_logprobs", problem.hidden.device.type, backend).forward
@@ -177,6 +182,7 @@ def _(*arguments):
     "rl_kernels::linear_logprobs_backward",
     mutates_args=(),
     schema=f"({PROBLEM}, {_HOW}, Tensor[] outputs, Tensor[] cotangents, bool[] needed) -> {_TENSORS}",
+    tags=UNCAPTURED,
 )
 def _backward(*arguments):
     problem, how = Problem.of(arguments[:OF_PROBLEM]), arguments[OF_PROBLEM:]

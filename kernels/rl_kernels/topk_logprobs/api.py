@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_kernels.backends import implementation
-from rl_kernels.common.arguments import OF_PROBLEM, PROBLEM, Problem, rows_of
+from rl_kernels.common.arguments import OF_PROBLEM, PROBLEM, UNCAPTURED, Problem, rows_of
 from rl_kernels.common.row_state import finalize_row_state, finite
 from rl_kernels.common.scaling import scaled
 from rl_kernels.linear_logprobs.api import (
@@ -204,6 +204,7 @@ def linear_topk_logprobs(
     "rl_kernels::linear_topk_logprobs",
     mutates_args=(),
     schema=f"({PROBLEM}, str? group, SymInt workspace, str? backend, SymInt k) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=UNCAPTURED,
 )
 def _forward(*arguments):
     problem, (group, workspace, backend, k) = Problem.of(arguments[:OF_PROBLEM]), arguments[OF_PROBLEM:]

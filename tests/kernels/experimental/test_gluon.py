@@ -1,5 +1,6 @@
 """The three Gluon kernels' own source in an emulator: every option against float64, and pipelines of any length."""
 
+import contextlib
 import importlib
 
 import pytest
@@ -145,6 +146,26 @@ def test_a_row_does_not_depend_on_the_other_rows_and_shards_merge():
     shards = finalize_row_state(merge_all([state(slice(None), a, b) for a, b in ((0, 5), (5, 5), (5, 30), (30, V))]))
     for a, b in zip(shards, whole, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_tensors_device_is_current_at_the_launch(emulated, monkeypatch):
+    entered, launch = [], type(emulated).__getitem__
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        entered.append(tensor.device)
+        yield
+        entered.pop()
+
+    def guarded(self, grid):
+        assert entered, "a kernel launched for cuda:1 while cuda:0 is current reads another device's memory"
+        return launch(self, grid)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(type(emulated), "__getitem__", guarded)
+    hidden, weight, _ = shared.model(torch.bfloat16)
+    linear_logprobs(hidden, weight, ids(N), backend="gluon")
+    assert emulated.programs
 
 
 def test_no_rows_and_no_targets():
