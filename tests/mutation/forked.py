@@ -25,6 +25,8 @@ from tests.mutation.worker import ROOT
 LIBRARIES = ("numpy", "jax", "jax.numpy", "jaxtyping", "beartype", "hypothesis", "pytest", "torch", "transformers")
 # A child's exit status that no test run has.
 BROKEN = 70
+# pytest's, where it has collected nothing. Like a process that the system has killed for its memory, it is no verdict.
+NO_TESTS = 5
 FLAGS = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
@@ -137,6 +139,13 @@ def _child(tests: list[str], outcome: Path, log: Path) -> None:
     os._exit(int(code))
 
 
+def verdict(code: int | None) -> str:
+    """What a test run's exit status says of the fault; None is a run that its time limit ended."""
+    if code in (BROKEN, NO_TESTS, -signal.SIGKILL):
+        raise ValueError(f"no verdict from exit status {code}")
+    return "survived" if code in (0, None) else "killed"
+
+
 class Server:
     """Runs the tests of one mutant after another, each in a forked process; see serve."""
 
@@ -176,13 +185,12 @@ class Server:
             code = self._wait(child, begun + seconds)
         finally:
             self.write(path, original)
-        if code == BROKEN:
-            raise RuntimeError(f"the tests of {file} could not be run: {log.read_text(encoding='utf-8')}")
+        try:
+            status = verdict(code)
+        except ValueError as error:
+            raise RuntimeError(f"the tests of {file}: {error}: {log.read_text(encoding='utf-8')}") from error
         by, ran = (outcome.read_text(encoding="utf-8").split("\n") if outcome.exists() else ["", "0"])[:2]
-        if code is None:
-            return "survived", "", time.monotonic() - begun, int(ran)
-        status = "survived" if code == 0 else "killed"
-        return status, by, time.monotonic() - begun, int(ran)
+        return status, by if status == "killed" else "", time.monotonic() - begun, int(ran)
 
     def _wait(self, child: int, until: float) -> int | None:
         while time.monotonic() < until:

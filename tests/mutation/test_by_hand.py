@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.mutation import by_hand
-from tests.mutation.forked import Reach
+from tests.mutation.forked import Reach, verdict
 from tests.mutation.patch import Package
 from tests.mutation.worker import ROOT
 
@@ -98,3 +98,16 @@ def test_the_nearest_tests_come_first():
     assert found[0] == "tests/bridge/weights/test_transfer.py"
     assert "tests/bridge/data/test_reading.py" not in found
     assert reach.of(ROOT / "bridge/rl_bridge/rewards.py")[0] == "tests/bridge/test_rewards.py"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, "survived"), (None, "survived"), (1, "killed"), (2, "killed"), (-11, "killed")]
+)
+def test_an_exit_status_is_a_verdict(code, expected):
+    assert verdict(code) == expected
+
+
+@pytest.mark.parametrize("code", [5, 70, -9])
+def test_no_tests_and_a_process_ended_for_its_memory_are_no_verdict(code):
+    with pytest.raises(ValueError, match="no verdict"):
+        verdict(code)
