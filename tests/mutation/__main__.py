@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     package = Package(folder, options.package)
     chosen = chosen_of(package, options)
     # An explained mutant is run to see that the explanation is not wrong, not in the hope of killing it.
-    explained = read() if options.package == "rl_fn" else {}
+    explained = read(options.package)
     missing: set[str] = set()
 
     def budget(mutant) -> float:

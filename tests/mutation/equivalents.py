@@ -1,4 +1,4 @@
-"""Mutants that change nothing that can be observed, each with its argument from the code: equivalents.toml."""
+"""Mutants that change nothing that can be observed, each with its argument from the code: equivalents/*.toml."""
 
 import tomllib
 from collections.abc import Iterable
@@ -6,15 +6,15 @@ from pathlib import Path
 
 from tests.mutation.mutants import Mutant
 
-FILE = Path(__file__).with_name("equivalents.toml")
+FOLDER = Path(__file__).with_name("equivalents")
 FIELDS = ("file", "owner", "kind", "text", "before", "after")
 
 Name = tuple[str, ...]
 
 
-def read(path: Path = FILE) -> dict[Name, str]:
+def read(package: str, folder: Path = FOLDER) -> dict[Name, str]:
     """The reason of each, by name; an edit of the source line makes an entry stale, so that it is argued anew."""
-    found: dict[Name, str] = {}
+    path, found = folder / f"{package}.toml", {}
     for entry in tomllib.loads(path.read_text(encoding="utf-8"))["equivalent"]:
         name = (*(entry[field] for field in FIELDS), str(entry.get("nth", 0)))
         if name in found:

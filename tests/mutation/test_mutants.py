@@ -4,6 +4,7 @@ import ast
 import importlib
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -206,10 +207,11 @@ def test_a_mutant_keeps_its_name_when_lines_are_added_elsewhere():
     assert {mutant.name for mutant in moved} == names and len(names) == len(moved)
 
 
-def test_every_explanation_is_of_a_mutant_that_there_is():
+@pytest.mark.parametrize("folder", ["rl_fn", "bridge/rl_bridge"])
+def test_every_explanation_is_of_a_mutant_that_there_is(folder):
     """Stale: the source line was changed, and the argument must be made again (see docs/mutation.md)."""
-    reasons = equivalents.read()
-    assert equivalents.stale(reasons, Package(ROOT / "rl_fn", "rl_fn").mutants.values()) == []
+    package = Package(ROOT / folder, Path(folder).name)
+    assert equivalents.stale(equivalents.read(package.package), package.mutants.values()) == []
     assert equivalents.stale([("code.py", "f", "flag", "True", "True", "False", "0")], []) != []
 
 
@@ -217,6 +219,6 @@ def test_every_explanation_is_of_a_mutant_that_there_is():
 def test_an_explanation_is_given_once(tmp_path, entries, wrong):
     keys = "\n".join(f'{field} = "x"' for field in equivalents.FIELDS)
     reason = "It is." if entries == 2 else " "
-    (tmp_path / "list.toml").write_text(f'[[equivalent]]\n{keys}\nreason = "{reason}"\n' * entries)
+    (tmp_path / "rl_fn.toml").write_text(f'[[equivalent]]\n{keys}\nreason = "{reason}"\n' * entries)
     with pytest.raises(ValueError, match=wrong):
-        equivalents.read(tmp_path / "list.toml")
+        equivalents.read("rl_fn", tmp_path)

@@ -46,12 +46,11 @@ def custom(
 
 
 def cond(which: Tensor, branches: Sequence[Function], *operands: Tensor) -> list[Tensor]:
-    """Runs every branch and selects, so that the predicate never leaves the device.
+    """Runs every branch and selects by number, so that the number never leaves the device. JAX has brought it in range.
 
     A branch not taken gets no gradient: its operands pass through a `where` whose backward drops what it computed, NaN
     included (0 * NaN would survive a plain select).
     """
-    which = which.clamp(0, len(branches) - 1)
     results: list[Tensor] = []
     for number, branch in enumerate(branches):
         taken = which == number

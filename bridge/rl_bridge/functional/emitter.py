@@ -57,6 +57,12 @@ def literal(value: Any, shape: Shape, dtype: np.dtype) -> Value:
     return Value(f"({scalar!r})", shape, dtype, (), scalar, is_number=True)
 
 
+def shape_of(eqn: Any) -> Shape:
+    """The shape of an equation's one result."""
+    (result,) = eqn.outvars
+    return tuple(result.aval.shape)
+
+
 def broadcast_shape(*shapes: Shape) -> Shape:
     """The shape that torch's broadcasting gives (the inputs are known to agree)."""
     rank = max(map(len, shapes))

@@ -242,7 +242,8 @@ CASES = {
     "rsqrt": unary(lax.rsqrt),
     "scan": [(lambda x, r=r: _running(x, r), x) for r in (False, True) for x in (FINITE, ROWS)]
     + [(lambda x, r=r: _weak(x, r), x) for r in (False, True) for x in (FINITE, EMPTY)]
-    + [(_handed_on, x) for x in (FINITE, EMPTY)],
+    + [(_handed_on, x) for x in (FINITE, EMPTY)]
+    + [(lambda x: lax.scan(lambda c, _: (c * 0.5, c), x, length=3), FINITE)],  # one argument
     "select_n": [
         (lambda x, y: jnp.where(x > y, x, y), *PAIRS),
         (lambda i, x: lax.select_n(i % 3, x, -x, x * x), WHOLE, WHOLE),

@@ -106,7 +106,7 @@ def _contains_while(jaxpr: Any) -> bool:
 def _cond(b: Builder, eqn: Any, which: Value, *xs: Value) -> list[Value]:
     branches = [closed(branch) for branch in eqn.params["branches"]]
     if which.literal is not None:
-        return b.run(branches[min(max(int(which.literal), 0), len(branches) - 1)], xs)
+        return b.run(branches[int(which.literal)], xs)
     if any(map(_contains_while, branches)):
         raise NotImplementedError("from_jax runs every branch of lax.cond: a lax.while_loop in one might never end")
     functions = "".join(f"{b.function(branch, xs)}, " for branch in branches)

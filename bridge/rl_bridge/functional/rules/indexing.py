@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from rl_bridge.functional import gather as torch_gather
-from rl_bridge.functional.dtypes import is_float
 from rl_bridge.functional.emitter import Builder, Value, rule
 
 
@@ -14,15 +13,9 @@ def _mode(mode: Any) -> str:
     return "fill" if "FILL" in name else "clip" if "CLIP" in name else "promise"
 
 
-def _fill(value: Any, dtype: np.dtype) -> str:
-    if value is not None:
-        return f"({np.asarray(value).item()!r})"
-    if is_float(dtype):
-        return "nan"
-    if dtype == np.bool_:
-        return "True"
-    info = np.iinfo(dtype)
-    return str(info.min if dtype.kind == "i" else info.max)
+def _fill(value: Any) -> str:
+    """What a read out of bounds gives. JAX leaves it open in the modes other than "fill", where nothing reads it."""
+    return "None" if value is None else f"({np.asarray(value).item()!r})"
 
 
 @rule("gather")
@@ -36,7 +29,7 @@ def _gather(b: Builder, eqn: Any, x: Value, indices: Value) -> Value:
         tuple(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)),
         _mode(p["mode"]),
     )
-    rest = f"{b.bind('how', how)}, {b.shape(p['slice_sizes'])}, {_fill(p['fill_value'], x.dtype)}"
+    rest = f"{b.bind('how', how)}, {b.shape(p['slice_sizes'])}, {_fill(p['fill_value'])}"
     if indices.is_number and len(indices.shape) == 1:  # x[..., 1:] of a symbolic size is a gather at a known place
         call = f"{b.bind('slice', torch_gather.slice_at)}({b.full(x)}, {indices.code}, {indices.shape[0]}"
         return b.out(f"{call}, {rest})", eqn, alias=x.aliases_input)

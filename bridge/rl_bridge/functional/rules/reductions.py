@@ -7,7 +7,7 @@ import numpy as np
 
 from rl_bridge.functional.contraction import contract
 from rl_bridge.functional.dtypes import is_float, torch_dtype
-from rl_bridge.functional.emitter import Builder, Value, rule
+from rl_bridge.functional.emitter import Builder, Value, rule, shape_of
 
 
 @rule("reduce_sum")
@@ -15,7 +15,7 @@ def _sum(b: Builder, eqn: Any, x: Value) -> Value:
     axes = tuple(eqn.params["axes"])
     if not axes:
         return x
-    shape = tuple(eqn.outvars[0].aval.shape)
+    shape = shape_of(eqn)
     return Value(b.sum(b.full(x), axes, len(x.shape), torch_dtype(x.dtype)), shape, x.dtype, shape)
 
 

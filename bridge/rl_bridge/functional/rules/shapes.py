@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from rl_bridge.functional.dtypes import torch_dtype
-from rl_bridge.functional.emitter import Builder, Value, rule, same_shape
+from rl_bridge.functional.emitter import Builder, Value, rule, same_shape, shape_of
 
 
 @rule("broadcast_in_dim")
 def _broadcast_in_dim(b: Builder, eqn: Any, x: Value, *_: Value) -> Value:
-    shape = tuple(eqn.outvars[0].aval.shape)
+    shape = shape_of(eqn)
     if x.is_number:
         return dataclasses.replace(x, shape=shape)
     # Dimension i of x goes to position `to[i]`; what x lacks on the left (it may hold fewer) broadcasts by itself.
@@ -28,7 +28,7 @@ def _broadcast_in_dim(b: Builder, eqn: Any, x: Value, *_: Value) -> Value:
 
 @rule("reshape")
 def _reshape(b: Builder, eqn: Any, x: Value, *_: Value) -> Value:
-    shape = tuple(eqn.outvars[0].aval.shape)
+    shape = shape_of(eqn)
     if x.is_number:
         return dataclasses.replace(x, shape=shape)
     if same_shape(shape, x.shape):
@@ -40,7 +40,7 @@ def _reshape(b: Builder, eqn: Any, x: Value, *_: Value) -> Value:
 
 @rule("squeeze")
 def _squeeze(b: Builder, eqn: Any, x: Value) -> Value:
-    shape = tuple(eqn.outvars[0].aval.shape)
+    shape = shape_of(eqn)
     if x.is_number:
         return dataclasses.replace(x, shape=shape)
     missing = len(x.shape) - len(x.held)
@@ -56,7 +56,7 @@ def _squeeze(b: Builder, eqn: Any, x: Value) -> Value:
 def _transpose(b: Builder, eqn: Any, x: Value) -> Value:
     permutation = tuple(eqn.params["permutation"])
     if x.is_number:
-        return dataclasses.replace(x, shape=tuple(eqn.outvars[0].aval.shape))
+        return dataclasses.replace(x, shape=shape_of(eqn))
     if permutation == tuple(range(len(permutation))):
         return x
     return b.out(f"{b.full(x)}.permute({permutation})", eqn, alias=x.aliases_input)
@@ -65,7 +65,7 @@ def _transpose(b: Builder, eqn: Any, x: Value) -> Value:
 @rule("slice")
 def _slice(b: Builder, eqn: Any, x: Value) -> Value:
     if x.is_number:
-        return dataclasses.replace(x, shape=tuple(eqn.outvars[0].aval.shape))
+        return dataclasses.replace(x, shape=shape_of(eqn))
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
     code = b.full(x)
@@ -74,9 +74,7 @@ def _slice(b: Builder, eqn: Any, x: Value) -> Value:
             continue
         cut = f"{b.dim(start)}:{b.dim(limit)}" + (f":{stride}" if stride != 1 else "")
         code = b.emit(f"{code}[{':, ' * axis}{cut}]")[0]
-    return Value(
-        code, tuple(eqn.outvars[0].aval.shape), x.dtype, tuple(eqn.outvars[0].aval.shape), None, x.aliases_input
-    )
+    return Value(code, shape_of(eqn), x.dtype, shape_of(eqn), aliases_input=x.aliases_input)
 
 
 @rule("rev")
