@@ -13,12 +13,12 @@ import sys
 from rl_bridge.cli import parse, report
 from rl_bridge.data.arithmetic import split_rows
 from rl_bridge.data.reasoning import reasoning_reward, reasoning_rows
+from rl_bridge.data.requests import SamplingParams
 from rl_bridge.models.smollm2 import load_smollm2
 from rl_bridge.pipelines.grpo import GRPOPipeline, prepare, train_and_evaluate
 from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.trainers.grpo import GRPOConfig
 from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.types import SamplingParams
 
 # Facts of one task are not asked by the other, so that a held-out prompt is new in substance and not only in wording.
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

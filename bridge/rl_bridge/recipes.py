@@ -1,11 +1,11 @@
 """Full configs of known-good runs; start from one with ``dataclasses.replace`` or command-line flags."""
 
+from rl_bridge.data.requests import SamplingParams
 from rl_bridge.pipelines.grpo import GRPOPipeline
 from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.trainers.grpo import GRPOConfig
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.sft import SFTConfig
-from rl_bridge.types import SamplingParams
 
 
 def quickstart() -> GRPOPipeline:

@@ -5,8 +5,11 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from rl_bridge.data.trajectory import Trajectory
 
 Reward = Callable[[str, Mapping[str, Any]], float]
 
@@ -48,17 +51,24 @@ def load_reward(source: str) -> Reward:
     return function
 
 
-def score(reward: Reward, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The reward of each completion; one that raises or is not a finite number stops the run and names its row."""
-    scores = []
-    for completion, row in zip(completions, rows, strict=True):
+def score(reward: Reward, trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]]) -> list[Trajectory]:
+    """The trajectories with the row that each came from (number ``group`` of ``rows``) and ``rewards["reward"]``.
+
+    Raises:
+        ValueError: a reward that raises or is not a finite number, with the place of its row.
+    """
+    scored = []
+    for trajectory in trajectories:
+        if not 0 <= trajectory.group < len(rows):
+            raise ValueError(f"a trajectory of group {trajectory.group} has no row; there are {len(rows)}")
+        completion, row = trajectory.completion, rows[trajectory.group]
         where = f"reward {getattr(reward, '__name__', 'function')} on {row.get('_where', 'a row')}"
         try:
             value = reward(completion, row)
         except Exception as error:
             raise ValueError(f"{where} raised {type(error).__name__}: {error}; completion {completion!r}") from error
         if isinstance(value, bool | int | float) and math.isfinite(value):
-            scores.append(float(value))
+            scored.append(replace(trajectory, row=row, rewards={"reward": float(value)}))
         else:
             raise ValueError(f"{where} returned {value!r}, expected a finite number; completion {completion!r}")
-    return scores
+    return scored

@@ -3,6 +3,7 @@ import re
 import numpy as np
 import pytest
 
+from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import exact_match, load_reward, score
 
 ROW = {"prompt": "1+1=", "answer": "2", "_where": "problems.jsonl, row 7"}
@@ -57,10 +58,30 @@ def test_a_reward_file_that_cannot_serve(reward_file, text, message):
         load_reward(f"{path}:score")
 
 
+def completions(*texts):
+    """One trajectory a row, in order."""
+    return [
+        single_turn([2], [3], group=i, messages=({"role": "assistant", "content": text},))
+        for i, text in enumerate(texts)
+    ]
+
+
 def test_scores_are_floats_in_order():
-    assert score(lambda c, row: len(c), ["", "a", "bb"], [ROW] * 3) == [0.0, 1.0, 2.0]
-    assert score(lambda c, row: c == "a", ["a", "b"], [ROW] * 2) == [1.0, 0.0]
-    assert score(lambda c, row: np.mean([1.0, 2.0]), ["a"], [ROW]) == [1.5]
+    def rewards(reward, *texts):
+        return [t.rewards for t in score(reward, completions(*texts), [ROW] * len(texts))]
+
+    assert rewards(lambda c, row: len(c), "", "a", "bb") == [{"reward": 0.0}, {"reward": 1.0}, {"reward": 2.0}]
+    assert rewards(lambda c, row: c == "a", "a", "b") == [{"reward": 1.0}, {"reward": 0.0}]
+    assert rewards(lambda c, row: np.mean([1.0, 2.0]), "a") == [{"reward": 1.5}]
+
+
+def test_a_trajectory_is_rewarded_by_the_row_of_its_group():
+    rows = [{**ROW, "answer": str(i)} for i in range(3)]
+    asked = [completions("0", "1", "2")[i] for i in (2, 0, 0, 1)]
+    scored = score(lambda c, row: float(c == row["answer"]) + int(c), asked, rows)
+    assert [t.rewards["reward"] for t in scored] == [3.0, 1.0, 1.0, 2.0]
+    assert [t.row for t in scored] == [rows[i] for i in (2, 0, 0, 1)]
+    assert [t.tokens for t in scored] == [t.tokens for t in asked] and not any(t.rewards for t in asked)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1", [1.0], 1j])
@@ -70,7 +91,7 @@ def test_a_reward_that_is_no_finite_number_names_the_row(value):
 
     message = f"reward broken on problems.jsonl, row 7 returned {value!r}, expected a finite number; completion 'bad'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        score(broken, ["good", "bad"], [{**ROW, "_where": "problems.jsonl, row 6"}, ROW])
+        score(broken, completions("good", "bad"), [{**ROW, "_where": "problems.jsonl, row 6"}, ROW])
 
 
 def test_a_reward_that_raises_names_the_row():
@@ -79,13 +100,13 @@ def test_a_reward_that_raises_names_the_row():
 
     message = "reward broken on problems.jsonl, row 7 raised ZeroDivisionError: division by zero; completion 'a'"
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        score(broken, ["a"], [ROW])
+        score(broken, completions("a"), [ROW])
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_a_row_must_come_with_each_completion():
-    with pytest.raises(ValueError, match="shorter"):
-        score(exact_match, ["a", "b"], [ROW])
+    with pytest.raises(ValueError, match="a trajectory of group 1 has no row; there are 1"):
+        score(exact_match, completions("a", "b"), [ROW])
 
 
 @pytest.mark.parametrize(

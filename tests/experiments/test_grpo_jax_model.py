@@ -16,11 +16,12 @@ import rl_fn
 from experiments.flax_qwen2 import Qwen2, Qwen2Config, load_pretrained, save_pretrained
 from experiments.flax_qwen2.huggingface import _name, _transposed
 from experiments.flax_qwen2.learner import Rollout, policy_loss
+from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import single_turn
 from rl_bridge.functional import from_jax
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule
 from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.types import TokenBatch
 
 SHAPES = {
     "tied": {},
@@ -158,16 +159,13 @@ def test_gradient_equals_the_torch_trainers(tmp_path, objective):
         for path, leaf in nnx.to_flat_state(gradient)
     }
 
-    repeated = [np.repeat(x, size, axis=0) for x in (prompt_ids, prompt_mask)]
-    batch = TokenBatch(
-        input_ids=torch.tensor(np.concatenate([repeated[0], tokens], axis=1)).long(),
-        padding=torch.tensor((~repeated[1]).sum(1)),
-        completion_ids=torch.tensor(tokens).long(),
-        mask=torch.tensor(mask),
-        old_logprobs=torch.tensor(old),
-        ref_logprobs=torch.tensor(ref),
-        advantages=torch.tensor(advantages),
-    )
+    prompt_of_row = np.repeat(np.arange(prompts), size)
+    rows = zip((prompt_ids[i][prompt_mask[i]] for i in prompt_of_row), tokens, mask, strict=True)
+    batch = collate([single_turn(prompt.tolist(), row[counted].tolist()) for prompt, row, counted in rows], 0)
+    for name, values in {"old_logprobs": old, "ref_logprobs": ref, "advantages": advantages}.items():
+        placed = torch.zeros(batch.mask.shape)
+        placed[batch.mask] = torch.tensor(values[mask])
+        batch = batch._replace(**{name: placed})
     scoring = ScoringConfig(micro_batch_tokens=40)
     module = PolicyModule(reference, OptimizerConfig(learning_rate=1e-3), objective, updates=1, scoring=scoring)
     parts = module.train_step(batch, float(from_jax(objective.denominator)(batch.mask)))

@@ -19,7 +19,7 @@ from tests.mutation.worker import ROOT
 PACKAGES = {"rl_fn": ("rl_fn", "tests/rl_fn", 6.0), "rl_bridge": ("bridge/rl_bridge", "tests/bridge", 180.0)}
 # What the bridge's score is about; the peers' comparisons (check) run in an environment of their own.
 BRIDGE = ("functional", "pipelines", "trainers", "rollout", "weights", "data", "engines", "")
-BRIDGE_TOP = ("checkpoint.py", "rewards.py", "types.py", "splitmix64.py")
+BRIDGE_TOP = ("checkpoint.py", "rewards.py", "splitmix64.py")
 
 
 def chosen_of(package: Package, options: argparse.Namespace) -> list:

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from rl_bridge.data.requests import Prompt, SamplingParams, requests_of
+from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.base import Engine, What
-from rl_bridge.types import Completion, Prompt, SamplingParams
+from rl_bridge.engines.parallel import NeedParallel
 
 
 class InferenceEngine(Engine):
@@ -13,9 +15,10 @@ class InferenceEngine(Engine):
 
     movable: tuple[What, ...] = ("weights", "kv_cache")
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """``sampling.n`` completions a prompt, prompt by prompt. Token ids are never decoded and encoded again."""
-        return self.call("generate", prompts, sampling)
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
+        """``sampling.n`` trajectories a prompt, prompt by prompt. Token ids are never decoded and encoded again."""
+        groups = self.call("generate", NeedParallel(requests_of(prompts, sampling.seed)), sampling)
+        return [trajectory for group in groups for trajectory in group]
 
     def update_weights(self, named_weights: Iterable[tuple[str, Tensor, int]], version: int) -> None:
         """Take over new weights: an unknown, missing or damaged tensor, or an older version, is an error."""

@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.types import Completion, Prompt
+from rl_bridge.data.requests import Message, Prompt
+from rl_bridge.data.trajectory import Trajectory, single_turn
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
@@ -21,11 +22,19 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     return list(ids)
 
 
-def completion_of_row(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Completion:
+def messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    """The prompt as messages: text is the user's, token ids are none."""
+    if isinstance(prompt, str):
+        return ({"role": "user", "content": prompt},)
+    return tuple(message for message in prompt if isinstance(message, Mapping))
+
+
+def trajectory_of_row(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Trajectory:
     """The row's ``answer`` and the end-of-sequence token, as if they had been sampled."""
     text = str(row["answer"])
     tokens = [*_encode_text(tokenizer, text, "answer"), tokenizer.eos_token_id]
-    return Completion(encode_prompt(tokenizer, row["prompt"]), tokens, [0.0] * len(tokens), text, True)
+    messages = (*messages_of(row["prompt"]), {"role": "assistant", "content": text})
+    return single_turn(encode_prompt(tokenizer, row["prompt"]), tokens, row=row, messages=messages)
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:

@@ -19,7 +19,7 @@ from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
 from rl_bridge.data.reading import read_rows
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import InferenceEngine, TrainEngine
-from rl_bridge.models.encoding import completion_of_row
+from rl_bridge.models.encoding import trajectory_of_row
 from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
 from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm, require_rewards_alone
 from rl_bridge.rewards import Reward, exact_match, load_reward
@@ -126,7 +126,7 @@ def train_and_evaluate(
         )
         supervised = TrainEngine(warm_start).build()
         stream = RowStream(train_rows, seed=pipeline.seed)
-        sft(run, supervised, stream, lambda row: completion_of_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
+        sft(run, supervised, stream, lambda row: trajectory_of_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
         before = run.cached_result("before", lambda: evaluate_both(rollout, held_out, reward, pipeline.grpo))
         run.print(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")

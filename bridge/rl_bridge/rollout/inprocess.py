@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from rl_bridge.models.encoding import encode_prompt
+from rl_bridge.data.requests import Request, SamplingParams
+from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.models.encoding import encode_prompt, messages_of
 from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
-from rl_bridge.types import Completion, Prompt, SamplingParams
 from rl_bridge.weights import NamedWeights, receive_weights, replace_parameters
 
 
@@ -26,22 +27,26 @@ class InProcessRollout:
         self._home = self.weights_device()
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """``sampling.n`` completions a prompt, in the order of the prompts."""
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[list[Trajectory]]:
+        """``sampling.n`` trajectories of each request, in the order of the requests."""
         version = self.weights_version()
-        encoded = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
+        if not requests:
+            return []
+        encoded = [encode_prompt(self._tokenizer, request.prompt) for request in requests]
         device, n = self.weights_device(), sampling.n
-        seeds = request_seeds(sampling.seed, len(prompts), n, device)
+        seeds = request_seeds([request.id for request in requests], n, device)
         # Prompts of similar length go together, so that little is padding.
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-        completions: dict[int, list[Completion]] = {}
+        made: dict[int, list[Trajectory]] = {}
         together = max(1, self._max_batch_rows // n)
         for start in range(0, len(order), together):
             chosen = order[start : start + together]
             rows = self._decode([encoded[i] for i in chosen], seeds[torch.tensor(chosen, device=device)], sampling)
-            made = [self._completion(encoded[i], *next(rows), version) for i in chosen for _ in range(n)]
-            completions |= {i: made[k * n : (k + 1) * n] for k, i in enumerate(chosen)}
-        return [completion for i in range(len(prompts)) for completion in completions[i]]
+            for i in chosen:
+                made[i] = [
+                    self._trajectory(requests[i], sample, encoded[i], *next(rows), version) for sample in range(n)
+                ]
+        return [made[i] for i in range(len(requests))]
 
     def update_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over weights. If it fails, this worker refuses to generate until an update succeeds."""
@@ -75,10 +80,21 @@ class InProcessRollout:
         if device.type != "meta":
             self._model.to(device=device)  # pyright: ignore[reportCallIssue]
 
-    def _completion(self, prompt: list[int], tokens: list[int], logprobs: list[float], version: int) -> Completion:
+    def _trajectory(
+        self, request: Request, sample: int, prompt: list[int], tokens: list[int], logprobs: list[float], version: int
+    ) -> Trajectory:
         finished = tokens[-1] == self._eos
-        text = self._tokenizer.decode(tokens[:-1] if finished else tokens)
-        return Completion(prompt, tokens, logprobs, str(text), finished, version)
+        text = str(self._tokenizer.decode(tokens[:-1] if finished else tokens))
+        return single_turn(
+            prompt,
+            tokens,
+            logprobs=logprobs,
+            version=version,
+            finish_reason="stop" if finished else "length",
+            request_id=(*request.id, sample),
+            group=request.group,
+            messages=(*messages_of(request.prompt), {"role": "assistant", "content": text}),
+        )
 
     def _decode(
         self, prompts: list[list[int]], seeds: torch.Tensor, sampling: SamplingParams

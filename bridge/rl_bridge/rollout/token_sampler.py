@@ -1,14 +1,14 @@
 """Sampling a token from logits, with random numbers that depend on the request and the position alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 
+from rl_bridge.data.requests import RequestId, SamplingParams
 from rl_bridge.functional import from_jax
 from rl_bridge.splitmix64 import GOLDEN, logical_shift, mix, signed
-from rl_bridge.types import SamplingParams
 from rl_fn import min_p, top_k, top_p
 
 
@@ -52,9 +52,15 @@ def uniform_numbers(seeds: torch.Tensor, position: int) -> torch.Tensor:
     return logical_shift(bits, 11).to(torch.float64) * 2.0**-53
 
 
-def request_seeds(seed: int, prompts: int, samples: int, device: torch.device) -> torch.Tensor:
-    """A 64-bit seed for each (prompt, sample), [prompts, samples]: it does not change with the batch around it."""
-    prompt = torch.arange(prompts, device=device)[:, None]
-    sample = torch.arange(samples, device=device)[None, :]
-    start = mix(torch.tensor(signed(seed), device=device))
-    return mix(mix(start + prompt + 1) + sample + 1)
+def request_seeds(ids: Sequence[RequestId], samples: int, device: torch.device) -> torch.Tensor:
+    """A 64-bit seed for each request and sample, [requests, samples]: it does not change with the batch around it."""
+    if not all(ids):
+        raise ValueError(f"a request needs an id of at least one number, got {list(ids)}")
+    places = torch.arange(samples, device=device) + 1
+    if len({len(id) for id in ids}) > 1:
+        return torch.cat([request_seeds([id], samples, device) for id in ids])
+    numbers = torch.tensor([[signed(number) for number in id] for id in ids], device=device, dtype=torch.int64)
+    state = mix(numbers[:, 0])
+    for column in numbers[:, 1:].unbind(1):
+        state = mix(state + column + 1)
+    return mix(state[:, None] + places)

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.stream import RowStream
+from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax
 from rl_bridge.rewards import Reward, score
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.policy import mean
-from rl_bridge.types import SamplingParams, collate
 from rl_fn import Objective, Rollouts
 
 
@@ -69,12 +70,10 @@ def grpo(
         policy.sync_weights(rollout)
         rows = stream.take(config.prompts_per_step)
         sampling = replace(config.sampling, seed=seed * 1_000_003 + step)
-        completions = rollout.generate([row["prompt"] for row in rows], sampling)
-        row_of_completion = [row for row in rows for _ in range(sampling.n)]
-        scores = score(reward, [c.text for c in completions], row_of_completion)
-        rewards = torch.tensor(scores).view(len(rows), sampling.n)
+        trajectories = score(reward, rollout.generate([row["prompt"] for row in rows], sampling), rows)
+        rewards = torch.tensor([t.rewards["reward"] for t in trajectories]).view(len(rows), sampling.n)
 
-        batch = collate(completions, pad_token_id)
+        batch = collate(trajectories, pad_token_id)
         of_group: Any = (rewards, batch.mask.view(*rewards.shape, -1))
         rollouts = Rollouts(*of_group)
         advantages = advantages_of(rollouts).advantages
@@ -82,7 +81,7 @@ def grpo(
         batch = batch._replace(advantages=advantages.flatten(0, 1), old_logprobs=batch.rollout_logprobs)
         metrics = {"reward": float(rewards.mean()), "tokens": float(batch.mask.sum(1).float().mean())}
         metrics["informative"] = float(computed.float().mean())
-        processed = batch.input_ids.numel()
+        processed = int(batch.lengths.sum())
 
         parts = list(minibatches_of(computed.flatten(), counted.flatten(0, 1), config.minibatches))
         denominators = [float(denominator_of(mask)) for _, mask in parts]
@@ -139,10 +138,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read."""
     once = replace(sampling, temperature=temperature, n=1, seed=0)
-    completions = rollout.generate([row["prompt"] for row in rows], once)
-    scores = score(reward, [c.text for c in completions], rows)
+    trajectories = score(reward, rollout.generate([row["prompt"] for row in rows], once), rows)
+    scores = [t.rewards["reward"] for t in trajectories]
     samples = [
-        {"prompt": row["prompt"], "completion": c.text, "answer": row.get("answer"), "reward": value}
-        for row, c, value in zip(rows[:16], completions, scores, strict=False)
+        {"prompt": t.row["prompt"], "completion": t.completion, "answer": t.row.get("answer"), **t.rewards}
+        for t in trajectories[:16]
     ]
     return {"reward": sum(scores) / len(scores), "scores": scores, "samples": samples}

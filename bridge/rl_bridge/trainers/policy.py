@@ -5,11 +5,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rl_bridge.data.micro_batches import MicroBatch, micro_batches, restore
+from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.functional import from_jax
 from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
 from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.types import TokenBatch
 from rl_fn import Batch, Objective, Ratio
+
+SHARED = tuple(name for name in Batch._fields if name in TokenBatch._fields)
+"""Fields that an objective reads and a batch brings along."""
 
 
 class PolicyModule(CausalLMModule):
@@ -38,13 +42,13 @@ class PolicyModule(CausalLMModule):
         """
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
-        micro_batches = list(batch.micro_batches(self.scoring.micro_batch_tokens))
-        if self.objective.over_batch and len(micro_batches) > 1:
-            return self._step_over_batch(batch, micro_batches, denominator)
+        parts = micro_batches(batch, self.scoring.micro_batch_tokens)
+        if self.objective.over_batch and len(parts) > 1:
+            return self._step_over_batch(batch, parts, denominator)
         metrics: dict[str, Any] = {}
-        for part in micro_batches:
-            logprobs, entropies = self(part)
-            for name, value in self._backward(part, logprobs, entropies, denominator).items():
+        for part in parts:
+            logprobs, entropies = self(part.batch)
+            for name, value in self._backward(part.batch, logprobs, entropies, denominator).items():
                 metrics[name] = metrics.get(name, 0) + value
         return metrics
 
@@ -52,44 +56,35 @@ class PolicyModule(CausalLMModule):
         self, batch: TokenBatch, logprobs: torch.Tensor, entropies: torch.Tensor, denominator: float
     ) -> dict[str, Any]:
         """Send the loss of these log-probabilities back through them; returns the metrics."""
-        fields: dict[str, Any] = {
-            "logprobs": logprobs,
-            "old_logprobs": batch.old_logprobs,
-            "advantages": batch.advantages,
-            "mask": batch.mask,
-            "rollout_logprobs": batch.rollout_logprobs,
-            "ref_logprobs": batch.ref_logprobs,
-            # Shown as a metric always; differentiated only where the objective has an entropy bonus.
-            "entropies": entropies if self.objective.entropy is not None else entropies.detach(),
-        }
+        fields: dict[str, Any] = {name: getattr(batch, name) for name in SHARED}
+        fields["logprobs"] = logprobs
+        # Shown as a metric always; differentiated only where the objective has an entropy bonus.
+        fields["entropies"] = entropies if self.objective.entropy is not None else entropies.detach()
         loss, metrics = self._share(Batch(**fields), torch.tensor(denominator))
         loss.backward()
         return {name: detached(part) for name, part in metrics.items()}
 
-    def _step_over_batch(self, batch: TokenBatch, micro_batches: list[TokenBatch], denominator: float) -> dict:
+    def _step_over_batch(self, batch: TokenBatch, parts: list[MicroBatch], denominator: float) -> dict:
         """``train_step`` of a loss that reads statistics of the whole batch: two forward passes, the same memory.
 
         The first pass, without a graph, gives the loss every log-probability at once, and the loss gives each of them
         its gradient. The second pass carries these gradients to the parameters, one micro-batch at a time.
         """
-        width = batch.mask.shape[1]
         with torch.no_grad():
-            outputs = [self(part) for part in micro_batches]
+            outputs = [self(part.batch) for part in parts]
         logprobs, entropies = (
-            torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in column]).requires_grad_()
+            restore([(part.places, x) for part, x in zip(parts, column, strict=True)], batch.tokens).requires_grad_()
             for column in zip(*outputs, strict=True)
         )
         metrics = self._backward(batch, logprobs, entropies, denominator)
-        first = 0
-        for part in micro_batches:
-            rows, columns = part.mask.shape
+        for part in parts:
+            columns = part.batch.mask.shape[1]
             pairs = [
-                (x, w.grad[first : first + rows, :columns])
-                for x, w in zip(self(part), (logprobs, entropies), strict=True)
+                (x, w.grad[part.places, :columns])
+                for x, w in zip(self(part.batch), (logprobs, entropies), strict=True)
                 if w.grad is not None
             ]
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
-            first += rows
         return metrics
 
 

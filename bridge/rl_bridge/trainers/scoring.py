@@ -1,4 +1,4 @@
-"""Log-probabilities of completions: how tokens are scored, and a frozen model that scores them."""
+"""Log-probabilities of tokens: how they are scored, and a frozen model that scores them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from rl_bridge.types import TokenBatch
+from rl_bridge.data.micro_batches import micro_batches, restore
+from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.weights import named_weights, replace_parameters
 from rl_kernels import logits_logprobs
 
@@ -37,7 +38,7 @@ class ScoringConfig:
 
 
 class TokenScorer(torch.nn.Module):
-    """A causal LM that scores completions. On its own it has no optimiser: a frozen reference is one."""
+    """A causal LM that scores tokens. On its own it has no optimiser: a frozen reference is one."""
 
     def __init__(self, model: PreTrainedModel, scoring: ScoringConfig) -> None:
         """``model`` is switched to evaluation: with dropout, no model would agree with its own copy."""
@@ -47,38 +48,37 @@ class TokenScorer(torch.nn.Module):
         self._freed, self._home = False, self.weights_device()
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies of the completion tokens, [N, T] each.
+        """Log-probabilities and entropies of the tokens that count, [N, L] each, zero where masked.
 
-        Only the T positions that predict a completion token reach the vocabulary. Pad columns on the right need no
-        mask, because attention is causal. Pad columns on the left do.
+        Only columns from the first that counts on reach the vocabulary. Padding is on the right, where attention is
+        causal and needs no mask.
         """
         self._refuse_freed()
-        width = batch.completion_ids.shape[1]
-        arguments: dict[str, Any] = {}
-        if bool((batch.padding > 0).any()):
-            columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-            attended = columns >= batch.padding[:, None]
-            arguments = {"attention_mask": attended, "position_ids": (columns - batch.padding[:, None]).clamp(min=0)}
+        width = batch.tokens.shape[1]
+        counted = batch.mask.any(0).nonzero()
+        first = int(counted[0]) if len(counted) else max(1, width - 1)
         # Switched off as well as on: a caller's own autocast would score a policy otherwise than its reference.
         low = self.scoring.dtype == "bfloat16"
-        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=low):
-            out = self.model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=width + 1, **arguments)
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=low):
+            out = self.model(input_ids=batch.tokens, use_cache=False, logits_to_keep=width - first + 1)
         result = logits_logprobs(
             out.logits[:, :-1],
-            batch.completion_ids,
+            batch.tokens[:, first:],
             temperature=self.scoring.temperature,
             softcap=self.scoring.softcap,
         )
-        return result.logprobs, result.entropy
+        mask = batch.mask[:, first:]
+        logprobs, entropies = (
+            torch.nn.functional.pad(values.masked_fill(~mask, 0.0), (first, 0))
+            for values in (result.logprobs, result.entropy)
+        )
+        return logprobs, entropies
 
     @torch.no_grad()
     def token_logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Log-probabilities of the completion tokens under the present weights, [N, T], zero where masked."""
-        rows = []
-        for part in batch.micro_batches(self.scoring.micro_batch_tokens):
-            logprobs = self(part)[0].masked_fill(~part.mask, 0.0)
-            rows.append(torch.nn.functional.pad(logprobs, (0, batch.mask.shape[1] - logprobs.shape[1])))
-        return torch.cat(rows)
+        """Log-probabilities of the tokens that count under the present weights, [N, L], zero where masked."""
+        parts = micro_batches(batch, self.scoring.micro_batch_tokens)
+        return restore([(part.places, self(part.batch)[0]) for part in parts], batch.tokens)
 
     def scoring_config(self) -> ScoringConfig:
         """How this module scores."""

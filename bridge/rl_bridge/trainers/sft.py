@@ -4,13 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_bridge.data.micro_batches import micro_batches
 from rl_bridge.data.stream import RowStream
+from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
 from rl_bridge.trainers.policy import detached, mean
-from rl_bridge.types import Completion, TokenBatch, collate
 from rl_fn import Ratio, aggregate_parts
 
 _aggregate_parts = from_jax(aggregate_parts)
@@ -31,7 +33,7 @@ class SupervisedModule(CausalLMModule):
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
         total: Any = 0
-        for part in batch.micro_batches(self.scoring.micro_batch_tokens):
+        for _, part in micro_batches(batch, self.scoring.micro_batch_tokens):
             loss = _aggregate_parts(-self(part)[0], part.mask, "token-mean")
             (loss.total / denominator).backward()
             total = total + detached(loss)
@@ -42,21 +44,21 @@ def sft(
     run: Run,
     policy: TrainEngine,
     stream: RowStream,
-    to_completion: Callable[[dict], Completion],
+    to_trajectory: Callable[[dict], Trajectory],
     config: SFTConfig,
     *,
     pad_token_id: int,
 ) -> None:
     """Train on the rows' own completions; every step is logged, checkpointed when due, and resumable."""
     for step in run.steps("sft", config.steps, state={"policy": policy, "stream": stream}):
-        batch = supervised_batch(stream.take(config.rows_per_step), to_completion, pad_token_id)
+        batch = supervised_batch(stream.take(config.rows_per_step), to_trajectory, pad_token_id)
         metrics = policy.train_step(NeedParallel(batch), float(batch.mask.sum()))
         update = policy.optimizer_step()
-        run.log(step, {name: mean(value) for name, value in metrics.items()} | update, tokens=batch.input_ids.numel())
+        run.log(step, {name: mean(value) for name, value in metrics.items()} | update, tokens=int(batch.lengths.sum()))
 
 
 def supervised_batch(
-    rows: Sequence[dict], to_completion: Callable[[dict], Completion], pad_token_id: int
+    rows: Sequence[dict], to_trajectory: Callable[[dict], Trajectory], pad_token_id: int
 ) -> TokenBatch:
     """The rows' own completions as if they had been sampled."""
-    return collate([to_completion(row) for row in rows], pad_token_id)
+    return collate([to_trajectory(row) for row in rows], pad_token_id)

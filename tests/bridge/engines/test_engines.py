@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule
 from rl_bridge.trainers.sft import SupervisedModule
-from rl_bridge.types import Completion, SamplingParams, collate
 
 SAMPLING = SamplingParams(max_new_tokens=6, n=2)
 PROMPTS = ["1+1=", "12+34="]
@@ -31,7 +33,7 @@ def inference(new_model, tokenizer):
     return InferenceEngine(InProcessRollout(new_model(), tokenizer)).build()
 
 
-BATCH = collate([Completion([2, 3], [4, 5, 1], [0.0] * 3, "", True), Completion([6], [7, 1], [0.0] * 2, "", True)], 0)
+BATCH = collate([single_turn([2, 3], [4, 5, 1]), single_turn([6], [7, 1])], 0)
 
 
 def update(engine):
@@ -110,7 +112,8 @@ def test_synchronised_weights_bear_their_version(train, inference):
     update(train)
     assert train.sync_weights(inference) == inference.weights_version == 1
     after = inference.generate(PROMPTS, SAMPLING)
-    assert {c.weights_version for c in before} == {0} and {c.weights_version for c in after} == {1}
+    assert [{*c.weights_versions} for c in before] == [{-1, 0}] * 4
+    assert [{*c.weights_versions} for c in after] == [{-1, 1}] * 4
     assert [c.logprobs for c in before] != [c.logprobs for c in after]
 
 

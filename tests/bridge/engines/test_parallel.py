@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.parallel import gather, scatter
-from rl_bridge.types import TokenBatch
 from rl_fn import Ratio
 
 
@@ -35,7 +35,7 @@ def rows_of(kind, rows):
         "vector": tensor[:, 0],
         "tuple of both": Pair(tensor, values),
         "absent field": Pair(tensor, None),
-        "batch": TokenBatch(tensor, tensor[:, 0], tensor, tensor > 3, advantages=tensor.float()),
+        "batch": TokenBatch(tensor, tensor > 3, tensor[:, 0], tensor[:, 1], advantages=tensor.float()),
     }[kind]
 
 

@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.encoding import completion_of_row, encode_prompt
+from rl_bridge.models.encoding import encode_prompt, messages_of, trajectory_of_row
 from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
 from rl_bridge.models.tiny import tiny_qwen2
 
@@ -43,6 +43,11 @@ def test_prompts_as_text_ids_and_messages():
     assert encode_prompt(chat, [{"role": "user", "content": "ab"}]) == TOKENIZER("ab>").input_ids
 
 
+def test_the_messages_of_a_prompt():
+    messages = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"})
+    assert messages_of(messages) == messages and messages_of("ab") == messages[1:] and messages_of([2, 3]) == ()
+
+
 @pytest.mark.parametrize("prompt", ["", [], [1.5], ["ab"], [None]])
 def test_prompts_that_are_none_of_these(prompt):
     with pytest.raises(ValueError, match="a prompt must be text, messages or token ids and not be empty"):
@@ -50,18 +55,20 @@ def test_prompts_that_are_none_of_these(prompt):
 
 
 def test_an_answer_as_a_completion_ends_with_the_end_of_sequence():
-    completion = completion_of_row(TOKENIZER, {"prompt": "ab", "answer": 0})
-    assert (completion.prompt_ids, completion.token_ids) == ([2, 3], [ALPHABET.index("0") + 2, 1])
-    assert completion.finished and len(completion.logprobs) == 2
+    row = {"prompt": "ab", "answer": 0}
+    trajectory = trajectory_of_row(TOKENIZER, row)
+    assert (trajectory.prompt_tokens, trajectory.sampled_tokens) == ((2, 3), (ALPHABET.index("0") + 2, 1))
+    assert trajectory.finish_reason == "stop" and trajectory.row is row
+    assert trajectory.messages == ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "0"})
     with pytest.raises(ValueError, match="the tokenizer cannot encode the answer '7'"):
-        completion_of_row(TOKENIZER, {"prompt": "ab", "answer": 7})
+        trajectory_of_row(TOKENIZER, {"prompt": "ab", "answer": 7})
 
 
 def test_special_tokens_are_before_the_prompt_alone():
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
-    completion = completion_of_row(tokenizer, {"prompt": "ab", "answer": "ba"})
-    assert (completion.prompt_ids, completion.token_ids) == ([0, 2, 3], [3, 2, 1])
+    trajectory = trajectory_of_row(tokenizer, {"prompt": "ab", "answer": "ba"})
+    assert (trajectory.prompt_tokens, trajectory.sampled_tokens) == ((0, 2, 3), (3, 2, 1))
 
 
 def test_weights_depend_on_the_seed_alone_and_leave_the_global_generator(tokenizer):

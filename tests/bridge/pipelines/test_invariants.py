@@ -98,7 +98,7 @@ def test_completions_come_from_the_trainer_s_present_weights(traced):
     folder, trace = traced
     during = [call for call in trace.generated if call[4] is not None]
     assert len(during) == 2 + 2 + 2 and all(same(rollout, trainer) for *_, rollout, trainer in during)
-    versions = [call[2][0].weights_version for call in trace.generated]
+    versions = [call[2][0].weights_versions[-1] for call in trace.generated]
     assert versions == [2, 2, 2, 4, 4, 6, 6, 6]  # before: sampled and greedy; a step, its evaluation, twice; after
     saved, _ = load_pretrained(str(folder / "model"))
     assert same(list(saved.parameters()), trace.generated[-1][3])
@@ -132,7 +132,7 @@ def test_evaluation_is_greedy_but_for_the_sampled_one(traced):
 def test_each_reward_sees_its_own_row_and_completion(traced):
     _, trace = traced
     generated = [
-        (prompt, completion.text)
+        (prompt, completion.completion)
         for prompts, sampling, completions, *_ in trace.generated
         for prompt, completion in zip([p for p in prompts for _ in range(sampling.n)], completions, strict=True)
     ]
@@ -147,18 +147,17 @@ def test_every_row_trains_with_the_advantage_of_its_own_completion(traced):
     for prompts, sampling, completions, *_ in trace.training():
         for i, prompt in enumerate(prompts):
             group = completions[i * sampling.n : (i + 1) * sampling.n]
-            scores = np.array([rewards[prompt, c.text] for c in group])
+            scores = np.array([rewards[prompt, c.completion] for c in group])
             for c, advantage in zip(group, (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6), strict=True):
-                wanted[(*c.prompt_ids, *c.token_ids)] = advantage, c.logprobs
+                wanted[c.tokens] = advantage, c.sampled_logprobs
     found = []
     for batch, denominator in trace.trained:
         assert denominator == len(batch.mask)  # GRPO's: completions
-        for i, left in enumerate(batch.padding.tolist()):
-            length = int(batch.mask[i].sum())
-            tokens = batch.input_ids[i, left : batch.input_ids.shape[1] - batch.mask.shape[1] + length].tolist()
+        for i, length in enumerate(batch.lengths.tolist()):
+            tokens, counted = batch.tokens[i, :length].tolist(), batch.mask[i]
             advantage, logprobs = wanted[tuple(tokens)]
-            np.testing.assert_allclose(batch.advantages[i, :length], advantage, rtol=1e-3, atol=1e-4)
-            np.testing.assert_allclose(batch.rollout_logprobs[i, :length], logprobs, rtol=1e-6)
+            np.testing.assert_allclose(batch.advantages[i, counted], advantage, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(batch.rollout_logprobs[i, counted], logprobs, rtol=1e-6)
             assert torch.equal(batch.old_logprobs[i], batch.rollout_logprobs[i])
             found.append(tuple(tokens))
     assert len(found) == 2 * 4 * 4 and set(found) == set(wanted) and len(trace.trained) == 4

@@ -5,13 +5,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_bridge.data.requests import SamplingParams
 from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
-from rl_bridge.types import SamplingParams
 from tests.bridge.rollout.distribution import truncated
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -float("inf"), 1.9, -3.0])
 LARGEST = 1 - 2.0**-53
+OF_SEED_7 = [[-6926128240174096792, 8764810008325594656], [1744542734435812199, 4175027301406484995]]
+
+
+def ids(seed, prompts):
+    return [(seed, place) for place in range(prompts)]
 
 
 def params(**options):
@@ -32,7 +37,7 @@ TRUNCATIONS = [
 def test_frequencies_are_those_of_the_truncated_distribution(options):
     count = 100_000
     p = truncated(LOGITS, **options)
-    uniforms = uniform_numbers(request_seeds(11, 1, count, CPU)[0], 0)
+    uniforms = uniform_numbers(request_seeds([(11, 0)], count, CPU)[0], 0)
     tokens, logprobs = token_sampler(params(**options))(LOGITS.expand(count, -1), uniforms)
     np.testing.assert_allclose(logprobs.numpy(), np.log(p[tokens.numpy()]), atol=1e-6)
     observed = np.bincount(tokens.numpy(), minlength=len(p))
@@ -72,13 +77,13 @@ def test_half_precision_logits_are_sampled_in_float32():
 
 @pytest.mark.parametrize("position", [0, 1, 1000])
 def test_numbers_are_uniform_in_the_unit_interval_over_seeds(position):
-    numbers = uniform_numbers(request_seeds(3, 100, 200, CPU).reshape(-1), position).numpy()
+    numbers = uniform_numbers(request_seeds(ids(3, 100), 200, CPU).reshape(-1), position).numpy()
     assert numbers.min() >= 0 and numbers.max() < 1
     assert scipy.stats.kstest(numbers, "uniform").pvalue > 1e-3
 
 
 def test_numbers_are_uniform_and_uncorrelated_over_positions():
-    seeds = request_seeds(0, 1, 2, CPU)[0]
+    seeds = request_seeds([(0, 0)], 2, CPU)[0]
     first, second = torch.stack([uniform_numbers(seeds, position) for position in range(4000)]).numpy().T
     assert scipy.stats.kstest(first, "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.06
@@ -93,13 +98,27 @@ def test_the_numbers_have_53_bits():
 
 @given(seed=st.integers(-(2**70), 2**70), prompts=st.integers(1, 6), samples=st.integers(1, 6))
 def test_a_seed_belongs_to_its_prompt_and_sample_and_not_to_their_number(seed, prompts, samples):
-    seeds = request_seeds(seed, 6, 6, CPU)
-    assert torch.equal(request_seeds(seed, prompts, samples, CPU), seeds[:prompts, :samples])
+    seeds = request_seeds(ids(seed, 6), 6, CPU)
+    assert torch.equal(request_seeds(ids(seed, prompts), samples, CPU), seeds[:prompts, :samples])
     assert len(seeds.unique()) == 36
 
 
+def test_a_seed_belongs_to_its_id_whatever_stands_beside_it():
+    several = [(5,), (5, 0), (5, 0, 0), (5, 1), (-5, 1)]
+    seeds = request_seeds(several, 3, CPU)
+    assert len(seeds.unique()) == 15
+    for id, row in zip(several, seeds, strict=True):
+        assert torch.equal(request_seeds([(9, 9), id], 3, CPU)[1], row)
+    with pytest.raises(ValueError, match=r"a request needs an id of at least one number, got \[\(1,\), \(\)\]"):
+        request_seeds([(1,), ()], 1, CPU)
+
+
+def test_the_seeds_of_runs_until_now_stay_as_they_were():
+    assert request_seeds([(7, 0), (7, 3)], 2, CPU).tolist() == OF_SEED_7
+
+
 def test_neighbouring_calls_share_no_seed():
-    seeds = torch.stack([request_seeds(seed, 40, 40, CPU) for seed in range(20)])
+    seeds = torch.stack([request_seeds(ids(seed, 40), 40, CPU) for seed in range(20)])
     assert len(seeds.unique()) == seeds.numel()
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.stream import RowStream
+from rl_bridge.data.trajectory import single_turn
 from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
 from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.types import Completion, SamplingParams
 
 ROWS = [{"prompt": str(i), "answer": str(i), "_where": f"rows, row {i}"} for i in range(10)]
 
@@ -35,7 +36,13 @@ class FakeRollout:
     def generate(self, prompts, sampling):
         self.calls.append((list(prompts), sampling))
         return [
-            Completion([2] * (1 + i % 2), [3 + s] * (s + 1), [-1.0] * (s + 1), f"{prompt}/{s}", True)
+            single_turn(
+                [2] * (1 + i % 2),
+                [3 + s] * (s + 1),
+                logprobs=[-1.0] * (s + 1),
+                group=i,
+                messages=({"role": "assistant", "content": f"{prompt}/{s}"},),
+            )
             for i, prompt in enumerate(prompts)
             for s in range(sampling.n)
         ]
@@ -101,11 +108,13 @@ def test_a_step_samples_scores_compares_and_updates():
     batch, denominator = policy.batches[0]
     assert denominator == float(batch.mask.sum()) == 3 * (1 + 2 + 3 + 4)
     group = (torch.arange(4.0) - 1.5) / torch.arange(4.0).std()
-    torch.testing.assert_close(batch.advantages[:, 0], group.repeat(3), rtol=1e-4, atol=1e-5)
+    advantages = torch.stack([row[mask].unique() for row, mask in zip(batch.advantages, batch.mask, strict=True)])
+    torch.testing.assert_close(advantages[:, 0], group.repeat(3), rtol=1e-4, atol=1e-5)
     assert not batch.advantages[~batch.mask].any()
     assert torch.equal(batch.old_logprobs, batch.rollout_logprobs) and batch.ref_logprobs is None
     assert run.records[0] == {
-        "reward": 1.5, "tokens": 2.5, "informative": 1.0, "loss": 0.5, "grad_norm": 1.0, "tokens_in_batch": 12 * 6,
+        "reward": 1.5, "tokens": 2.5, "informative": 1.0, "loss": 0.5, "grad_norm": 1.0,
+        "tokens_in_batch": 4 * (1 + 2 + 1) + 3 * 10,
     }  # fmt: skip
     assert "held_out" not in run.records[0] and run.records[1]["held_out"] == 0.0
 
@@ -152,7 +161,7 @@ def test_old_logprobs_are_those_of_before_the_step_s_first_update():
     assert policy.events[:6] == ["sync", "logprobs", "logprobs", "logprobs", "train", "train"]
     olds = [float(batch.old_logprobs[0, 0]) for batch, _ in policy.batches]
     assert olds == [-1.0] * 3 + [-4.0] * 3
-    assert all(float(batch.rollout_logprobs[0, 0]) == -1.0 for batch, _ in policy.batches)
+    assert all(set(batch.rollout_logprobs[batch.mask].tolist()) == {-1.0} for batch, _ in policy.batches)
 
 
 def test_the_reference_is_asked_about_every_row():

@@ -4,15 +4,14 @@ import math
 import pytest
 import torch
 
-from rl_bridge.models.encoding import completion_of_row
+from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import single_turn
+from rl_bridge.models.encoding import trajectory_of_row
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.trainers.sft import SupervisedModule, supervised_batch
-from rl_bridge.types import Completion, collate
 
-BATCH = collate(
-    [Completion([2, 3, 4], [4, 5, 1], [0.0] * 3, "", True), Completion([6], [7, 1], [0.0] * 2, "", True)], 0
-)
+BATCH = collate([single_turn([2, 3, 4], [4, 5, 1]), single_turn([6], [7, 1])], 0)
 
 
 @pytest.fixture
@@ -143,6 +142,6 @@ def test_an_optimizer_that_cannot_train_is_refused(options):
 
 def test_a_supervised_batch_is_the_rows_own_answers(tokenizer):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "5=", "answer": "55"}]
-    batch = supervised_batch(rows, lambda row: completion_of_row(tokenizer, row), 0)
-    assert tokenizer.batch_decode(batch.input_ids) == ["1+1=2<eos><pad>", "<pad><pad>5=55<eos>"]
-    assert batch.mask.tolist() == [[True, True, False], [True, True, True]]
+    batch = supervised_batch(rows, lambda row: trajectory_of_row(tokenizer, row), 0)
+    assert tokenizer.batch_decode(batch.tokens) == ["1+1=2<eos>", "5=55<eos><pad>"]
+    assert batch.mask.tolist() == [[False] * 4 + [True] * 2, [False] * 2 + [True] * 3 + [False]]

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.data.micro_batches import micro_batches
+from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.models.tiny import tiny_qwen2
 from rl_bridge.trainers.grpo import minibatches_of
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule, mean
 from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.types import Completion, TokenBatch, collate
 from rl_fn import Rollouts, components
+from tests.bridge.data.trajectories import random_batch, widened
 
-PAD = 0
 NAN, INF = float("nan"), float("inf")
 OBJECTIVES = {
     "grpo": rl_fn.recipes.grpo(),
@@ -52,15 +53,7 @@ def undeclared(batch):
 
 def make_batch(rows=6, seed=0):
     """Unequal prompts and completions; π_old, μ and π_ref of some other model; two rows without advantage."""
-    g = torch.Generator().manual_seed(seed)
-
-    def ids(low, high):
-        return torch.randint(2, 15, (int(torch.randint(low, high, (1,), generator=g)),), generator=g).tolist()
-
-    completions = [Completion(ids(1, 6), ids(2, 8), [], "", True) for _ in range(rows)]
-    batch = collate(
-        [Completion(c.prompt_ids, c.token_ids, [0.0] * len(c.token_ids), "", True) for c in completions], PAD
-    )
+    batch, g = random_batch(rows, seed), torch.Generator().manual_seed(seed)
 
     def noise(scale):
         return (-2.7 + scale * torch.randn(batch.mask.shape, generator=g)).masked_fill(~batch.mask, 0.0)
@@ -127,8 +120,8 @@ def test_statistics_are_of_the_whole_batch_however_it_is_cut(gradients, name, to
 @pytest.mark.parametrize("name", OVER_BATCH)
 def test_statistics_are_of_both_of_two_micro_batches(gradients, name):
     batch, objective = make_batch(), OVER_BATCH[name]
-    half = 3 * batch.input_ids.shape[1]
-    assert [len(part.mask) for part in batch.micro_batches(half)] == [3, 3]
+    half = 3 * batch.tokens.shape[1]
+    assert [len(part.places) for part in micro_batches(batch, half)] == [3, 3]
     assert_close(gradients(batch, objective, half), gradients(batch, objective))
 
 
@@ -151,30 +144,23 @@ def test_a_sum_is_not_divided(gradients):
         assert metrics["policy_loss"] == pytest.approx(tokens * mean_metrics["policy_loss"], rel=1e-5)
 
 
-def pad(batch, left, right, junk):
-    """More pad columns on both sides, and junk where nothing counts."""
-    n = torch.nn.functional.pad
-
-    def values(x):
-        return n(x.masked_fill(~batch.mask, junk), (0, right), value=junk)
-
-    return TokenBatch(
-        n(batch.input_ids, (left, right)),
-        batch.padding + left,
-        n(batch.completion_ids, (0, right)),
-        n(batch.mask, (0, right)),
-        *(values(x) for x in batch[4:]),
-    )
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("junk", [0.0, NAN, INF])
 def test_padding_and_what_lies_there_change_nothing(gradients, monkeypatch, name, junk):
     batch = make_batch()
     wanted = gradients(batch, OBJECTIVES[name])
-    assert_close(gradients(pad(batch, 2, 3, junk), OBJECTIVES[name], 1), wanted)
+    assert_close(gradients(widened(batch, 3, junk), OBJECTIVES[name], 1), wanted)
     monkeypatch.setattr(TokenBatch, "trim", lambda self: self)  # the padded columns do reach the model
-    assert_close(gradients(pad(batch, 2, 3, junk), OBJECTIVES[name]), wanted)
+    assert_close(gradients(widened(batch, 3, junk), OBJECTIVES[name]), wanted)
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, "clip_cov"])
+def test_the_order_of_rows_changes_nothing(gradients, name):
+    batch, objective = make_batch(), (OBJECTIVES | OVER_BATCH)[name]
+    for tokens in (10**6, 25):
+        assert_close(
+            gradients(batch.rows(torch.tensor([3, 5, 0, 1, 4, 2])), objective, tokens), gradients(batch, objective)
+        )
 
 
 def test_padded_columns_do_not_move_a_token_s_logprob(policies, monkeypatch):
@@ -182,31 +168,29 @@ def test_padded_columns_do_not_move_a_token_s_logprob(policies, monkeypatch):
     module.scoring = ScoringConfig(micro_batch_tokens=10**6)
     batch = make_batch()
     monkeypatch.setattr(TokenBatch, "trim", lambda self: self)
-    padded = module.token_logprobs(pad(batch, 3, 2, 0.0))
+    padded = module.token_logprobs(widened(batch, 2, 0.0))
     monkeypatch.undo()
     module.scoring = ScoringConfig(micro_batch_tokens=1)
     alone = module.token_logprobs(batch)
     assert padded.shape[1] == alone.shape[1] + 2 and not padded[:, -2:].any()
     torch.testing.assert_close(padded[:, :-2], alone, rtol=0, atol=1e-6)
     assert bool((alone[batch.mask] < 0).all()) and bool((alone[~batch.mask] == 0).all())
-    for i in range(len(batch.mask)):  # and against the model itself, unpadded
-        row = batch.rows(slice(i, i + 1)).trim()
-        ids = torch.cat([row.input_ids[:, : -row.mask.shape[1]], row.completion_ids], 1)
-        with torch.no_grad():
-            logprobs = module.model(input_ids=ids).logits.log_softmax(-1)[:, -row.mask.shape[1] - 1 : -1]
-        wanted = logprobs.gather(-1, row.completion_ids[..., None])[0, :, 0]
-        torch.testing.assert_close(alone[i, : len(wanted)], wanted, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        wanted, _ = model_outputs(module.model, batch, 1.0)  # the model itself, unpadded
+    torch.testing.assert_close(alone, wanted.masked_fill(~batch.mask, 0.0), rtol=0, atol=1e-5)
+    order = torch.tensor([3, 5, 0, 1, 4, 2])
+    torch.testing.assert_close(module.token_logprobs(batch.rows(order)), alone[order], rtol=0, atol=1e-6)
 
 
 def model_outputs(model, batch, temperature):
-    """Log-probabilities and entropies of the completion tokens, row by row and unpadded, in plain torch."""
-    width = batch.mask.shape[1]
+    """Log-probabilities and entropies of the tokens, row by row and unpadded, in plain torch; 0 in the padding."""
     rows, entropies = [], []
-    for i, left in enumerate(batch.padding.tolist()):
-        logits = model(input_ids=batch.input_ids[i : i + 1, left:]).logits[0, -width - 1 : -1] / temperature
-        logp = logits.log_softmax(-1)
-        rows.append(logp.gather(-1, batch.completion_ids[i, :, None])[:, 0])
-        entropies.append(-(logp.exp() * logp).sum(-1))
+    for i, length in enumerate(batch.lengths.tolist()):
+        ids = batch.tokens[i : i + 1, :length]
+        logp = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)
+        around = 1, batch.tokens.shape[1] - length
+        rows.append(torch.nn.functional.pad(logp.gather(-1, ids[0, 1:, None])[:, 0], around))
+        entropies.append(torch.nn.functional.pad(-(logp.exp() * logp).sum(-1), around))
     return torch.stack(rows), torch.stack(entropies)
 
 

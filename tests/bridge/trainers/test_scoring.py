@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.data.requests import SamplingParams
 from rl_bridge.trainers.grpo import require_same_scoring
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule, mean
 from rl_bridge.trainers.scoring import ScoringConfig, TokenScorer
-from rl_bridge.types import Completion, SamplingParams, collate
+from tests.bridge.data.trajectories import random_batch
 
 SCORINGS = [
     ScoringConfig(),
@@ -20,14 +21,8 @@ SCORINGS = [
 
 
 def make_batch(rows=5):
-    g = torch.Generator().manual_seed(4)
-
-    def ids(low, high):
-        return torch.randint(2, 15, (int(torch.randint(low, high, (1,), generator=g)),), generator=g).tolist()
-
-    completions = [Completion(ids(1, 6), ids(2, 8), [], "", True) for _ in range(rows)]
-    batch = collate([Completion(c.prompt_ids, c.token_ids, [0.0] * len(c.token_ids), "", True) for c in completions], 0)
-    return batch._replace(advantages=torch.randn(rows, 1, generator=g) * batch.mask)
+    batch = random_batch(rows, seed=4)
+    return batch._replace(advantages=torch.randn(rows, 1, generator=torch.Generator().manual_seed(4)) * batch.mask)
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +56,16 @@ def test_kl_to_an_identical_reference_is_exactly_zero_and_has_no_gradient(policy
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 def test_scores_are_those_of_the_formula(policy, scoring):
     module, batch = policy(scoring), make_batch()
-    scores, width = module.token_logprobs(batch), batch.mask.shape[1]
-    for i, left in enumerate(batch.padding.tolist()):
-        logits = module.model(input_ids=batch.input_ids[i : i + 1, left:]).logits[0, -width - 1 : -1].detach()
+    scores = module.token_logprobs(batch)
+    for i, length in enumerate(batch.lengths.tolist()):
+        ids = batch.tokens[i : i + 1, :length]
+        logits = module.model(input_ids=ids).logits[0, :-1].detach()
         if scoring.softcap is not None:
             logits = scoring.softcap * torch.tanh(logits / scoring.softcap)
-        wanted = (logits / scoring.temperature).log_softmax(-1).gather(-1, batch.completion_ids[i, :, None])[:, 0]
+        wanted = (logits / scoring.temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         found = scores[i][batch.mask[i]]
         torch.testing.assert_close(
-            found, wanted[batch.mask[i]], rtol=0, atol=5e-2 if scoring.dtype != "float32" else 1e-5
+            found, wanted[batch.mask[i, 1:length]], rtol=0, atol=5e-2 if scoring.dtype != "float32" else 1e-5
         )
     assert scores.dtype == torch.float32
     exact = module.reference()

@@ -5,9 +5,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rl_bridge.data.requests import SamplingParams, requests_of
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.splitmix64 import GOLDEN, MASK, mix, signed
-from rl_bridge.types import SamplingParams
 from rl_bridge.weights import checksum, named_weights, receive_weights, replace_parameters
 
 transfer = importlib.import_module("rl_bridge.weights.transfer")
@@ -140,10 +140,10 @@ def test_faulty_weights_are_refused_and_nothing_is_generated_with_them(new_model
     with pytest.raises(ValueError, match=message):
         rollout.update_weights(change(good), 1)
     with pytest.raises(ValueError, match="the weights here are incomplete"):
-        rollout.generate(["1+1="], SamplingParams(max_new_tokens=2))
+        rollout.generate(requests_of(["1+1="], 0), SamplingParams(max_new_tokens=2))
     rollout.update_weights(good, 1)
-    [completion] = rollout.generate(["1+1="], SamplingParams(max_new_tokens=2))
-    assert completion.weights_version == 1
+    [[trajectory]] = rollout.generate(requests_of(["1+1="], 0), SamplingParams(max_new_tokens=2))
+    assert {*trajectory.weights_versions} == {-1, 1}
 
 
 def test_a_sender_that_fails_half_way_leaves_no_usable_weights(new_model, tokenizer):

@@ -1,0 +1,70 @@
+import re
+
+import pytest
+
+from rl_bridge.data.requests import Request, requests_of
+from rl_bridge.data.trajectory import Trajectory, single_turn
+
+
+def trajectory(**changes):
+    fields = {
+        "tokens": (5, 6, 7, 8, 9, 1),
+        "loss_mask": (False, True, True, False, True, True),
+        "logprobs": (0.0, -1.0, -2.0, 0.0, -3.0, -4.0),
+        "weights_versions": (-1, 3, 3, -1, 4, 4),
+        "finish_reason": "stop",
+    }
+    return Trajectory(**fields | changes)
+
+
+def test_what_the_policy_drew_over_several_turns():
+    two_turns = trajectory(turns=2)
+    assert two_turns.prompt_tokens == (5,) and two_turns.sampled_tokens == (6, 7, 9, 1)
+    assert two_turns.sampled_logprobs == (-1.0, -2.0, -3.0, -4.0)
+    nothing = trajectory(loss_mask=(False,) * 6)
+    assert nothing.prompt_tokens == nothing.tokens and nothing.sampled_tokens == ()
+
+
+def test_a_single_turn_is_the_prompt_and_what_was_drawn():
+    made = single_turn([5, 6], [7, 1], logprobs=[-0.5, -0.25], version=3, group=2, request_id=(0, 1))
+    assert made == Trajectory(
+        tokens=(5, 6, 7, 1),
+        loss_mask=(False, False, True, True),
+        logprobs=(0.0, 0.0, -0.5, -0.25),
+        weights_versions=(-1, -1, 3, 3),
+        finish_reason="stop",
+        request_id=(0, 1),
+        group=2,
+    )
+
+
+def test_the_completion_is_the_last_message_if_the_policy_wrote_it():
+    question, reply = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    assert trajectory(messages=(question, reply)).completion == "2"
+    assert trajectory(messages=(reply, question)).completion == trajectory().completion == ""
+
+
+def test_a_trajectory_does_not_change():
+    with pytest.raises(AttributeError, match="cannot assign to field 'tokens'"):
+        trajectory().tokens = ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": (), "loss_mask": ()}, "got 0 tokens and loss_mask ()"),
+        ({"loss_mask": (False, True)}, "got 6 tokens and loss_mask (False, True)"),
+        ({"loss_mask": (True,) * 6}, "False on the first; got 6 tokens and loss_mask (True, True"),
+        ({"logprobs": (0.0,)}, "logprobs has 1 entries for 6 tokens"),
+        ({"weights_versions": ()}, "weights_versions has 0 entries for 6 tokens"),
+        ({"allowed_tokens": ((1, 2),)}, "allowed_tokens has 1 entries for 6 tokens"),
+        ({"finish_reason": "eos"}, "finish_reason must be one of stop, length, turns, abort, error, got 'eos'"),
+    ],
+)
+def test_fields_that_do_not_fit_together(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trajectory(**changes)
+
+
+def test_requests_bear_the_seed_and_their_place():
+    assert requests_of(["a", [1, 2]], seed=9) == [Request("a", (9, 0), 0), Request([1, 2], (9, 1), 1)]
