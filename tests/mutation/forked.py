@@ -8,6 +8,7 @@ child imports everything from there, and stops at the first test that fails.
 import ast
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from typing import Any
 from tests.mutation.worker import ROOT
 
 LIBRARIES = ("numpy", "jax", "jax.numpy", "jaxtyping", "beartype", "hypothesis", "pytest", "torch", "transformers")
+# Of each test that many cases before more of any.
+CASES = 3
 # A child's exit status that no test run has.
 BROKEN = 70
 # pytest's, where it has collected nothing. Like a process that the system has killed for its memory, it is no verdict.
@@ -88,11 +91,40 @@ class Reach:
         return [name for *_, name in sorted(found)]
 
 
-class FirstFailure:
-    """Writes the first test that fails, and how many have run, where the parent reads it."""
+def words_of(tree: ast.Module, owner: str, file: str) -> list[set[str]]:
+    """What tests of a mutant may be named after: its function and the primitives this is the rule of; its file."""
+    name = owner.split(".")[-1].strip("_").lower()
+    definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == owner]
+    registered = [call for node in definitions for call in node.decorator_list if isinstance(call, ast.Call)]
+    texts = {x.value for call in registered for x in call.args if isinstance(x, ast.Constant)}
+    return [{name, *map(str, texts)} - {"", "init"}, {Path(file).stem.strip("_")}]
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.ran = path, 0
+
+def ordered(names: Sequence[str], words: Sequence[set[str]]) -> list[int]:
+    """Tests named after the words come first, then some cases of every test, then the others in their order."""
+    seen: dict[str, int] = {}
+
+    def rank(number: int) -> tuple[int, bool, int]:
+        name = names[number]
+        level = next(
+            (i for i, some in enumerate(words) if any(re.search(rf"(?<![A-Za-z]){w}(?![A-Za-z])", name) for w in some)),
+            len(words),
+        )
+        test = f"{level} {name.split('[')[0]}"
+        seen[test] = seen.get(test, 0) + 1
+        return level, seen[test] > CASES, number
+
+    return [number for *_, number in sorted(map(rank, range(len(names))))]
+
+
+class Plugin:
+    """Orders the tests; writes the first that fails, and how many have run, where the parent reads it."""
+
+    def __init__(self, path: Path, words: Sequence[set[str]]) -> None:
+        self.path, self.words, self.ran = path, words, 0
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [items[number] for number in ordered([item.nodeid for item in items], self.words)]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call":
@@ -123,7 +155,7 @@ def copy(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def _child(tests: list[str], outcome: Path, log: Path) -> None:
+def _child(tests: list[str], words: Sequence[set[str]], outcome: Path, log: Path) -> None:
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -135,7 +167,7 @@ def _child(tests: list[str], outcome: Path, log: Path) -> None:
     options = ["-q", "-x", "-m", "not slow and not peers", "--no-header", "-p", "no:xdist"]
     # The libraries are imported before pytest could rewrite their assertions.
     options.append("-Wignore::pytest.PytestAssertRewriteWarning")
-    code = pytest.main([*options, *tests], plugins=[FirstFailure(outcome)])
+    code = pytest.main([*options, *tests], plugins=[Plugin(outcome, words)])
     os._exit(int(code))
 
 
@@ -160,7 +192,9 @@ class Server:
         self.stamp += 2
         os.utime(path, (self.stamp, self.stamp))
 
-    def run(self, file: str, source: str, seconds: float, first: Sequence[str] = ()) -> tuple[str, str, float, int]:
+    def run(
+        self, file: str, source: str, owner: str, seconds: float, first: Sequence[str] = ()
+    ) -> tuple[str, str, float, int]:
         """Status, the test that failed first, seconds by the clock, how many tests ran; the files ``first`` first."""
         path = self.folder / self.package / file
         original = path.read_text(encoding="utf-8")
@@ -169,6 +203,7 @@ class Server:
         chosen = [*doctests, *(test for test in first if test in near), *(test for test in near if test not in first)]
         if not chosen:
             return "uncovered", "", 0.0, 0
+        words = words_of(ast.parse(original), owner, file)
         outcome, log = self.folder / "outcome.txt", self.folder / "log.txt"
         outcome.unlink(missing_ok=True)
         begun = time.monotonic()
@@ -177,7 +212,7 @@ class Server:
             child = os.fork()
             if child == 0:
                 try:
-                    _child(chosen, outcome, log)
+                    _child(chosen, words, outcome, log)
                 except BaseException:
                     traceback.print_exc(file=sys.__stderr__)
                 finally:

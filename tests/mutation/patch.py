@@ -148,6 +148,10 @@ class Package:
                 return target.id, node.value
         raise LookupError(mutant.id)
 
+    def owner(self, mutant: Mutant) -> str:
+        """The function or class around a mutant, or else the module's constant."""
+        return mutant.owner or self._statement(mutant, self.trees[mutant.file].body)[0]
+
     def _constant(self, mutant: Mutant) -> Callable[[], None]:
         """The other constants of the file that are made of this one are made again."""
         new: dict[str, Any] = {}

@@ -93,12 +93,8 @@ class Selection:
         return named | (seen - definitions.keys())
 
     def of(self, owner: str, file: str) -> dict[str, int]:
-        """Tests and the number of calls between what they name and the owner."""
-        if owner:
-            distances = self.graph.distances(owner.split(".")[0], file)
-        else:
-            tree = ast.parse((self.root / "rl_fn" / file).read_text(encoding="utf-8"))
-            distances = dict.fromkeys(_definitions(tree.body), 0)
+        """Tests and the number of calls between what they name and the owner, a function or a constant."""
+        distances = self.graph.distances(owner.split(".")[0], file)
         found, module = {}, file.removesuffix(".py").replace("/", ".")
         for nodeid, names in self.names.items():
             if near := names & distances.keys():

@@ -253,7 +253,7 @@ class Forks:
                 with self.lock:  # one tree for all threads
                     source = self.package.source(mutant)
                     killers = self.store.killers(mutant.file)
-                connection.send((mutant.file, source, self.budget(mutant), killers))
+                connection.send((mutant.file, source, mutant.owner, self.budget(mutant), killers))
                 status, by, seconds, ran = connection.recv()
                 if status == "broken":
                     raise RuntimeError(by)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.mutation import by_hand
-from tests.mutation.forked import Reach, verdict
+from tests.mutation.forked import Reach, ordered, verdict, words_of
 from tests.mutation.patch import Package
 from tests.mutation.worker import ROOT
 
@@ -98,6 +98,16 @@ def test_the_nearest_tests_come_first():
     assert found[0] == "tests/bridge/weights/test_transfer.py"
     assert "tests/bridge/data/test_reading.py" not in found
     assert reach.of(ROOT / "bridge/rl_bridge/rewards.py")[0] == "tests/bridge/test_rewards.py"
+
+
+def test_tests_of_the_same_name_come_first_and_then_some_cases_of_each():
+    tree = ast.parse('@rule("reduce_max", "reduce_min")\ndef _extremum(b): pass')
+    words = words_of(tree, "_extremum", "rules/reductions.py")
+    assert words == [{"extremum", "reduce_max", "reduce_min"}, {"reductions"}]
+    names = ["a.py::t[0]", "a.py::t[1]", "a.py::t[2]", "a.py::t[3]", "test_reductions.py::u", "a.py::t[reduce_max-0]"]
+    assert [names[i] for i in ordered(names, words)] == [names[i] for i in (5, 4, 0, 1, 2, 3)]
+    assert ordered([*names[:4], "b.py::v"], words) == [0, 1, 2, 4, 3]
+    assert words_of(tree, "Builder.__init__", "emitter.py") == [set(), {"emitter"}]
 
 
 @pytest.mark.parametrize(

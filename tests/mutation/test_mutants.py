@@ -141,7 +141,8 @@ def test_constants_made_of_a_constant_change_with_it(package):
 
 def test_tests_are_selected_by_the_calls_between_them_and_the_function(tmp_path):
     (tmp_path / "test_it.py").write_text("HELP = top\n\ndef test_a():\n    HELP(1)\n\ndef test_b():\n    other()\n")
-    tree = ast.parse("def low(): pass\ndef middle(): low()\ndef top(): middle()\ndef other(): pass\n")
+    functions = "def low(): pass\ndef middle(): low()\ndef top(): middle(), sized()\ndef other(): pass\n"
+    tree = ast.parse(f"{functions}_SIZE = 2\ndef sized(): _SIZE\n")
     nodeids = ["test_it.py::test_a", "test_it.py::test_b", "test_oracle.py::test_x[middle-1]", "code.py::code.low"]
     selection = Selection(nodeids, tmp_path, {"code.py": tree})
     assert selection.of("low", "code.py") == {
@@ -150,6 +151,7 @@ def test_tests_are_selected_by_the_calls_between_them_and_the_function(tmp_path)
         "code.py::code.low": 0,
     }
     assert selection.of("other", "code.py") == {"test_it.py::test_b": 0}
+    assert selection.of("_SIZE", "code.py") == {"test_it.py::test_a": 2}
 
 
 def test_score_counts_what_died_and_what_nothing_ran():

@@ -108,7 +108,7 @@ class Plugin:
 
     def order(self, mutant: Any) -> list[str]:
         """Tests that killed neighbours first; then the nearest, in turn from each test function, cheap kinds first."""
-        distances = self.selection.of(mutant.owner, mutant.file)
+        distances = self.selection.of(self.package.owner(mutant), mutant.file)
         groups: dict[tuple[int, str], list[str]] = defaultdict(list)
         for nodeid in sorted(distances, key=lambda n: (self.seconds.get(n, 0.0), n)):
             groups[distances[nodeid], nodeid.split("[")[0]].append(nodeid)
@@ -142,7 +142,7 @@ class Plugin:
         if mutant.kind == "default" or constant:
             return ("defaults",)
         first, *after = self.package.sources[mutant.file][mutant.line - 1 : mutant.line + 1]
-        if "require(" in first or any(line.lstrip().startswith("raise ") for line in after):
+        if "require(" in first or "Range(" in first or any(line.lstrip().startswith("raise ") for line in after):
             return ("test_arguments", "refused", "raises", "bounds", "impossible", "missing", "is_named")
         dropped = mutant.kind == "dropped" and ("keep" in mutant.before or "stop_gradient" in mutant.before)
         return ("no_gradient", "masked_positions") if dropped else ()
