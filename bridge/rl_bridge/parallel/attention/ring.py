@@ -1,0 +1,212 @@
+"""Attention by a plan: packed documents on one rank, and zigzag ring attention over the ranks of a group.
+
+Every rank holds two chunks of the sequence, with their queries, keys and values. Ranks exchange keys and values in
+R − 1 steps, step s with the ranks at distance s, and only the keys that the other's queries attend to: all of them for
+one long document, few or none for many short ones. The backward pass asks for the keys again and returns their
+gradients, so that a rank keeps T / R tokens of everything.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_bridge.parallel.attention import blocks
+from rl_bridge.parallel.attention.merge import merge_
+from rl_bridge.parallel.attention.packed import Squares
+from rl_bridge.parallel.attention.plan import Exchange, RankPlan, Rectangle, Segment, Span, rank_plan
+
+# Names of the groups whose ranks have all spoken to one another.
+_connected: set[str] = set()
+
+
+class AttentionPlan:
+    """What the attention of every layer is told: which blocks to compute and with which ranks to exchange keys."""
+
+    def __init__(
+        self, segments: Sequence[Segment], device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """The ranks of ``group``, the sequence-parallel group, give the same segments, in the same order."""
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self.rank_plan: RankPlan = rank_plan(segments, rank, ranks)
+        self.group = group
+        self.device = device
+        self.squares = Squares(self.rank_plan.squares, device)
+        self.longest = max(_document_lengths(segments))
+        self.uses = 0
+        """How many attention layers have followed this plan."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of this rank's tokens, [T, H, D]. q: [T, H, D]; k, v: [T, H / G, D]."""
+        self.uses += 1
+        with torch.autocast(q.device.type, enabled=False):
+            return _Attention.apply(q, k, v, self, scale)  # pyright: ignore[reportReturnType]
+
+
+def _document_lengths(segments: Sequence[Segment]) -> list[int]:
+    """The length of each segment together with all that it continues."""
+    lengths: list[int] = []
+    for segment in segments:
+        before = 0 if segment.prefix is None else lengths[segment.prefix]
+        lengths.append(before + segment.stop - segment.start)
+    return lengths
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[T, H, …] as [1, H, T, …]."""
+    return x.transpose(0, 1)[None]
+
+
+class _Messages:
+    """Tensors under way to one rank and from another. They live as long as this object."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sent: Sequence[torch.Tensor],
+        destination: int,
+        received: Sequence[torch.Tensor],
+        source: int,
+        tag: int,
+    ) -> None:
+        """Start to send and to receive. A tensor without rows is no message: both of its ranks know that."""
+        self.sent, self.received = sent, received
+        operations = [
+            dist.P2POp(operation, tensor, group=group, tag=tag + number, group_peer=peer)
+            for operation, tensors, peer in ((dist.isend, sent, destination), (dist.irecv, received, source))
+            for number, tensor in enumerate(tensors)
+            if len(tensor)
+        ]
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """What was received."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _get_keys(exchange: Exchange, keys_values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> _Messages:
+    give = [_rows(x, exchange.give) for x in keys_values]
+    get = [x.new_empty((_length(exchange.get), *x.shape[1:])) for x in keys_values]
+    return _Messages(group, give, exchange.destination, get, exchange.source, tag=0)
+
+
+def _return_gradients(
+    exchange: Exchange, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> Sequence[torch.Tensor]:
+    """Send the gradients of foreign keys and values home; get those of own ones that the destination has computed."""
+    own = [x.new_empty((_length(exchange.give), *x.shape[1:])) for x in gradients]
+    return _Messages(group, gradients, exchange.source, own, exchange.destination, tag=2).wait()
+
+
+class _Exchanges:
+    """Keys and values of the other ranks, step by step. The first step is under way while own keys are computed."""
+
+    def __init__(self, plan: "AttentionPlan", *keys_values: torch.Tensor) -> None:
+        self.group, self.keys_values = plan.group, keys_values
+        self.exchanges = plan.rank_plan.exchanges
+        if self.group is not None:
+            _connect(self.group, keys_values[0].device)
+            self.first = _get_keys(self.exchanges[0], keys_values, self.group)
+
+    def __iter__(self) -> Iterator[tuple[Exchange, Sequence[torch.Tensor]]]:
+        if self.group is None:
+            return
+        coming = self.first
+        for exchange, following in zip(self.exchanges, [*self.exchanges[1:], None], strict=True):
+            present = coming.wait()
+            if following is not None:
+                coming = _get_keys(following, self.keys_values, self.group)
+            yield exchange, present
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """The first communication of an NCCL group is one of all its ranks; an exchange may be one of a few."""
+    if group.group_name not in _connected:
+        dist.all_reduce(torch.zeros((), device=device), group=group)
+        _connected.add(group.group_name)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        exchanges = _Exchanges(plan, k, v)
+        own = plan.rank_plan
+        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        merged = exact if own.rectangles or own.exchanges else q.dtype
+        out, lse = q.new_empty((*q.shape[:2], v.shape[2]), dtype=merged), q.new_empty(q.shape[:2], dtype=exact)
+        plan.squares.forward(q, k, v, out, lse, scale)
+        for rectangle in own.rectangles:
+            _merge_rectangle(rectangle, q, k, v, out, lse, scale)
+        for exchange, (source_k, source_v) in exchanges:
+            for rectangle in exchange.rectangles:
+                _merge_rectangle(rectangle, q, source_k, source_v, out, lse, scale)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        plan, scale = ctx.plan, ctx.scale
+        q, k, v, out, lse = ctx.saved_tensors
+        exchanges = _Exchanges(plan, k, v)
+        dq, dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v))
+        plan.squares.backward(grad, (q, k, v, out, lse), (dq, dk, dv), scale)
+        for rectangle in plan.rank_plan.rectangles:
+            _add_rectangle(rectangle, grad, (q, k, v, out, lse), (dq, dk, dv), scale)
+        for exchange, (source_k, source_v) in exchanges:
+            foreign = [torch.zeros_like(x, dtype=lse.dtype) for x in (source_k, source_v)]
+            for rectangle in exchange.rectangles:
+                _add_rectangle(rectangle, grad, (q, source_k, source_v, out, lse), (dq, *foreign), scale)
+            for gradient, part in zip((dk, dv), _return_gradients(exchange, foreign, plan.group), strict=True):
+                _add_rows(gradient, exchange.give, part)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _rows(x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    return torch.cat([x[span.start : span.stop] for span in spans]) if spans else x[:0]
+
+
+def _add_rows(into: torch.Tensor, spans: Sequence[Span], rows: torch.Tensor) -> None:
+    for span, part in zip(spans, rows.split([span.stop - span.start for span in spans]), strict=True):
+        into[span.start : span.stop] += part
+
+
+def _length(spans: Sequence[Span]) -> int:
+    return sum(span.stop - span.start for span in spans)
+
+
+def _merge_rectangle(
+    r: Rectangle,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> None:
+    queries, keys = slice(r.q_start, r.q_stop), slice(r.k_start, r.k_stop)
+    block = (_heads_first(x) for x in (q[queries], k[keys], v[keys]))
+    block_out, block_lse = blocks.forward(*block, causal=False, scale=scale)
+    merge_(out[queries], lse[queries], block_out[0].transpose(0, 1), block_lse[0].transpose(0, 1))
+
+
+def _add_rectangle(
+    r: Rectangle,
+    grad: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    into: tuple[torch.Tensor, ...],
+    scale: float,
+) -> None:
+    """Add the rectangle's part of the gradients to into = (dq, dk, dv), where saved = (q, k, v, out, lse)."""
+    queries, keys = slice(r.q_start, r.q_stop), slice(r.k_start, r.k_stop)
+    q, k, v, out, lse = saved
+    rows = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
+    parts = blocks.backward(*(_heads_first(x) for x in rows), causal=False, scale=scale)
+    for gradient, where, part in zip(into, (queries, keys, keys), parts, strict=True):
+        gradient[where] += part[0].transpose(0, 1)
