@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from rl_bridge import step_folders
 from rl_bridge.atomic import replacing, write_json
 
 State = TypeVar("State")
@@ -44,9 +46,9 @@ class RunFolder:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", config)
-        # Orbax writes a checkpoint under a temporary name and renames it when it is complete.
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self._checkpoints = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+        self._checkpoints = (folder / "checkpoints").absolute()
+        self._checkpoints.mkdir(exist_ok=True)
+        step_folders.sweep(self._checkpoints)
         self._clocks = (time.monotonic(), time.process_time())
         self._earlier = (0.0, 0.0)
         self._step_started = 0.0
@@ -61,16 +63,18 @@ class RunFolder:
 
     def restore(self, like: Callable[[int], State]) -> tuple[State, int]:
         """The newest state, shaped and placed as ``like(step)``, and the number of steps behind it."""
-        step = self._checkpoints.latest_step()
-        if step is None:
+        path = self._newest()
+        if path is None:
             return like(0), 0
+        step = step_folders.step_of(path)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like(step))
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore())
-        loaded = self._checkpoints.restore(step, args=items)
-        self.cached_results, self._earlier = loaded["progress"]["cached_results"], tuple(loaded["progress"]["seconds"])
+        with ocp.StandardCheckpointer() as checkpointer:
+            state = checkpointer.restore(path / "state", abstract)
+        progress = json.loads((path / "progress.json").read_text())
+        self.cached_results, self._earlier = progress["cached_results"], tuple(progress["seconds"])
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         self.records = [record for record in map(json.loads, lines) if record["step"] < step]
-        return loaded["state"], step
+        return state, step
 
     def steps(self, first: int, total: int) -> Iterator[int]:
         """The steps still to be done, with a progress bar. Each is ended by ``done``."""
@@ -103,7 +107,6 @@ class RunFolder:
         with replacing(self.folder / "learning_curve.png") as temporary:
             learning_curve({self.folder.name: self.records}).savefig(temporary, format="png", dpi=120)
         write_json(self.folder / "summary.json", summary)
-        self._checkpoints.close()
 
     def _write_metrics(self) -> None:
         with replacing(self.folder / "metrics.jsonl") as temporary:
@@ -111,9 +114,32 @@ class RunFolder:
 
     def _save(self, step: int, state: Any) -> None:
         self._write_metrics()
+        path = step_folders.path_of(self._checkpoints, step)
+        temporary = step_folders.begin(path, [])
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(temporary / "state", state)
         progress = {"cached_results": self.cached_results, "seconds": list(self.seconds)}
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress))
-        self._checkpoints.save(step, args=items)
+        step_folders.write_json(temporary / "progress.json", progress)
+        step_folders.commit(path, step_folders.records(temporary), {"step": step}, keep=2)
+
+    def _newest(self) -> Path | None:
+        """The newest whole checkpoint, None before the first. What is damaged is named and put aside.
+
+        Raises:
+            ValueError: there are checkpoints, and all of them are damaged.
+        """
+        damaged: dict[Path, str] = {}
+        for path in reversed(step_folders.checkpoints(self._checkpoints)):
+            reason = step_folders.damage(path)
+            if reason is None:
+                for other, why in damaged.items():
+                    step_folders.set_aside(other)
+                    print(f"going on from {path.name}, because {why}", file=sys.stderr)
+                return path
+            damaged[path] = reason
+        if damaged:
+            raise ValueError(f"no checkpoint of {self.folder} is whole: {'; '.join(damaged.values())}")
+        return None
 
 
 def learning_curve(runs: dict[str, list[dict[str, Any]]]) -> Figure:

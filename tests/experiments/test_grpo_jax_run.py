@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,13 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "model" / "model.safetensors")
 
 
+def assert_same(ours: Path, theirs: Path) -> None:
+    assert records(ours) == records(theirs)
+    found = weights(ours)
+    for name, value in weights(theirs).items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 def test_what_a_run_leaves(whole):
     summary = json.loads((whole / "summary.json").read_text())
     logged = records(whole)
@@ -103,10 +111,78 @@ def test_stopped_and_resumed_equals_uninterrupted(monkeypatch, tmp_path, tiny, w
     before, after, seconds = (summary[name] for name in ("accuracy_before", "accuracy_after", "seconds"))
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"held-out accuracy {before:.2f} → {after:.2f} in {seconds:.0f} s"
-    assert records(tmp_path / "whole") == records(whole)
-    ours, theirs = weights(tmp_path / "whole"), weights(whole)
-    for name, value in theirs.items():
-        np.testing.assert_array_equal(ours[name], value, err_msg=name)
+    assert_same(tmp_path / "whole", whole)
+
+
+# The process kills itself: in the middle of a step, or of a checkpoint whose files are written and not yet listed.
+KILLED = """
+import json, os, signal, sys
+from experiments import grpo_jax
+from experiments.flax_qwen2.run_folder import RunFolder
+from rl_bridge import step_folders
+
+where, step = sys.argv[1], int(sys.argv[2])
+grpo_jax.arithmetic_rows = lambda operations: json.loads(sys.argv[3])
+commit, done = step_folders.commit, RunFolder.done
+
+def kill(now, at):
+    if (now, at) == (where, step):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def dying_commit(path, *arguments, **options):
+    kill("save", step_folders.step_of(path))
+    commit(path, *arguments, **options)
+
+def dying_done(self, at, *arguments, **options):
+    kill("step", at)
+    done(self, at, *arguments, **options)
+
+step_folders.commit, RunFolder.done = dying_commit, dying_done
+grpo_jax.main(sys.argv[4:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "left"),
+    [
+        ("save", 4, ["step-00000002", "step-00000004.tmp"]),
+        pytest.param("save", 2, ["step-00000002.tmp"], marks=pytest.mark.slow),
+        pytest.param("step", 3, ["step-00000002"], marks=pytest.mark.slow),
+        pytest.param("step", 5, ["step-00000002", "step-00000004"], marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, tiny, whole, where, step, left):
+    arguments = ["--output", str(tmp_path), "--model", str(tiny), "--name", "whole", *OPTIONS]
+    command = [sys.executable, "-c", KILLED, where, str(step), json.dumps(ROWS), *arguments]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == left
+    assert run(tmp_path, tiny, "--name", "whole", "--resume") == 0
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000004", "step-00000006"]
+    assert_same(tmp_path / "whole", whole)
+
+
+def test_damage_is_named_and_an_older_checkpoint_taken(tmp_path, tiny, whole, capsys):
+    folder = tmp_path / "whole"
+    shutil.copytree(whole, folder)
+    (folder / "summary.json").unlink()
+    newest = folder / "checkpoints" / "step-00000006"
+    shard = max((newest / "state").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 16
+    shard.write_bytes(content)
+    assert run(tmp_path, tiny, "--name", "whole", "--resume") == 0
+    message = capsys.readouterr().err
+    assert "going on from step-00000004" in message and f"{shard} has another checksum" in message
+    assert_same(folder, whole)
+    for path in (folder / "checkpoints").glob("step-????????"):
+        (path / "progress.json").unlink()
+    (folder / "summary.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"no checkpoint of .* is whole: .*progress.json is missing; .*progress.json is"
+    ):
+        run(tmp_path, tiny, "--name", "whole", "--resume")
 
 
 # After conftest.py's, which make compiling faster and the program slower: the better part for a program this small.
