@@ -1,6 +1,34 @@
-"""Weights on their way from a trainer to a rollout engine."""
+"""Weights on their way from one engine to another."""
 
+from rl_bridge.weights.bits import checksum
 from rl_bridge.weights.meta_parameters import replace_parameters
-from rl_bridge.weights.transfer import NamedWeights, checksum, named_weights, receive_weights
+from rl_bridge.weights.peers import WeightSyncError
+from rl_bridge.weights.receiver import Arrival, ModuleReceiver, ReceivesWeights, WeightReceiver, receiver_of
+from rl_bridge.weights.source import ModuleSource, SendsWeights, WeightSource, source_of
+from rl_bridge.weights.sync import EngineRef, SyncReport, sync_weights
+from rl_bridge.weights.through import Cast
+from rl_bridge.weights.transfer import NamedWeights, named_weights, receive_weights
+from rl_bridge.weights.transports import choose_transport
 
-__all__ = ["NamedWeights", "checksum", "named_weights", "receive_weights", "replace_parameters"]
+__all__ = [
+    "Arrival",
+    "Cast",
+    "EngineRef",
+    "ModuleReceiver",
+    "ModuleSource",
+    "NamedWeights",
+    "ReceivesWeights",
+    "SendsWeights",
+    "SyncReport",
+    "WeightReceiver",
+    "WeightSource",
+    "WeightSyncError",
+    "checksum",
+    "choose_transport",
+    "named_weights",
+    "receive_weights",
+    "receiver_of",
+    "replace_parameters",
+    "source_of",
+    "sync_weights",
+]

@@ -4,29 +4,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from rl_bridge.splitmix64 import GOLDEN, mix, signed
+from rl_bridge.weights.bits import checksum
 
 NamedWeights = Iterable[tuple[str, torch.Tensor, int]]
-
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-# Small enough for the temporaries to stay in a CPU's cache.
-_CHUNK = 1 << 16
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit checksum of a tensor's bits, computed where the tensor lies.
-
-    Σ mix(word + place·golden) modulo 2⁶⁴: one changed word always changes the sum, because mix is a bijection; words
-    that changed places do but for a chance of 2⁻⁶⁴, because it is not linear. The same on every device.
-    """
-    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    words = next(octets.view(dtype) for size, dtype in _WORDS if octets.numel() % size == 0)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _CHUNK):
-        block = words[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start, start + block.numel(), device=tensor.device)
-        total += mix(places.mul_(signed(GOLDEN)).add_(block)).sum()
-    return int(total)
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:

@@ -1,0 +1,183 @@
+"""Both ends of a sync inside a worker: what they describe, send and take. Neither raises half-way: they remember."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from rl_bridge.weights.bits import checksum
+from rl_bridge.weights.buckets import Claim, Entry, Frame
+from rl_bridge.weights.manifest import Manifest, described
+from rl_bridge.weights.parts import Part, full, inside, local, part_of, whole
+from rl_bridge.weights.receiver import Arrival, ModuleReceiver, WeightReceiver
+from rl_bridge.weights.source import WeightSource
+from rl_bridge.weights.through import Through, needs_whole_tensors
+
+
+class Description(NamedTuple):
+    """One end in one slot. ``origins[i]`` is the source's tensor that name i is made from, ``parts`` what lies here."""
+
+    manifest: Manifest
+    origins: tuple[int, ...]
+    parts: tuple[Part, ...]
+    version: int | None
+
+
+def describe_source(source: WeightSource, through: Through | None, adapter: bool) -> Description:
+    """What will be sent, learnt without values: ``through`` is tried on meta tensors.
+
+    Raises:
+        ValueError: weights that were freed, a name that comes twice.
+    """
+    pairs, origins, parts = [], [], []
+    for origin, (name, tensor) in enumerate(source.outline(adapter=adapter)):
+        if tensor.device.type == "meta":
+            raise ValueError(f"weight {name!r} has no values to send: it is on the meta device")
+        parts.append(part_of(tensor))
+        made = [(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
+        if through is not None:
+            made = list(through(*made[0]))
+        pairs += made
+        origins += [origin] * len(made)
+    config = source.adapter_config() if adapter else None
+    return Description(Manifest(described(pairs, "source"), config), tuple(origins), tuple(parts), None)
+
+
+def describe_target(receiver: WeightReceiver, adapter: bool) -> Description:
+    """What is expected, and the version there."""
+    pairs = list(receiver.outline(adapter=adapter))
+    config = receiver.adapter_config() if adapter else None
+    parts = tuple(part_of(tensor) for _, tensor in pairs)
+    return Description(Manifest(described(pairs, "target"), config), (), parts, receiver.version)
+
+
+class Sender:
+    """Walks through the source entry by entry, together with the source's other workers."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        through: Through | None,
+        *,
+        adapter: bool,
+        pieces: bool,
+        gives: frozenset[int] | None,
+    ) -> None:
+        """``pieces``: give the local shards, otherwise whole tensors. ``gives``: the origins given (None: all)."""
+        self.failure: Exception | None = None
+        self._stream: Iterator[tuple[str, torch.Tensor]] | None = source.stream(adapter=adapter)
+        self._through, self._pieces, self._gives = through, pieces, gives
+        self._walked = 0
+        self._ready: deque[tuple[str, torch.Tensor]] = deque()
+
+    def take(self, entry: Entry) -> tuple[torch.Tensor, Part] | None:
+        """The values that this worker gives for an entry and where they lie in the whole; None: others give them.
+
+        After a failure of ``through`` the walk goes on, because the other workers gather with this one.
+        """
+        try:
+            while self._stream is not None and self._walked <= entry.origin:
+                self._walk()
+        except Exception as error:
+            self.failure = self.failure or error
+            self._stream = None
+        if self.failure is not None or not self._is_given(entry.origin):
+            return None
+        try:
+            return self._next(entry)
+        except Exception as error:
+            self.failure = error
+            return None
+
+    def fill(self, frame: Frame, writer: int) -> None:
+        """Copy a bucket's entries into its frame and claim them."""
+        claims: dict[int, Claim] = {}
+        for place, entry in enumerate(frame.bucket.entries):
+            given = self.take(entry)
+            if given is not None:
+                tensor, part = given
+                try:
+                    inside(frame.tensor(entry), whole(entry.spec.shape), part).copy_(tensor)
+                    claims[place] = Claim(part, checksum(tensor))
+                except Exception as error:
+                    self.failure = error
+        frame.claim(writer, claims, failed=self.failure is not None)
+
+    def walk(self, entries: tuple[Entry, ...]) -> None:
+        """Join the gathering of entries that another worker writes."""
+        for entry in entries:
+            self.take(entry)
+
+    def _is_given(self, origin: int) -> bool:
+        return self._gives is None or origin in self._gives
+
+    def _walk(self) -> None:
+        assert self._stream is not None
+        name, tensor = next(self._stream, ("", None))
+        if tensor is None:
+            raise ValueError(f"the source promised more than {self._walked} tensors, then ended")
+        given, through = self._is_given(self._walked), self._through
+        self._walked += 1
+        if through is not None and not needs_whole_tensors(through):
+            [(name, tensor)] = through(name, tensor)
+            through = None
+        if not self._pieces:
+            tensor = full(tensor)
+        if given and self.failure is None:
+            try:
+                self._ready.extend([(name, tensor)] if through is None else through(name, tensor))
+            except Exception as error:
+                self.failure = error
+
+    def _next(self, entry: Entry) -> tuple[torch.Tensor, Part]:
+        name, tensor = self._ready.popleft()
+        if (name, tuple(tensor.shape), tensor.dtype) != (entry.name, *entry.spec):
+            raise ValueError(f"the source promised {entry.name!r} {entry.spec}, then gave {name!r} {tensor.dtype}")
+        return local(tensor), part_of(tensor)
+
+
+class Taker:
+    """Hands a receiver what arrives, until something fails."""
+
+    def __init__(self, receiver: WeightReceiver, manifest: Manifest) -> None:
+        """Begin: from here on the receiver's version is None."""
+        self.failure: Exception | None = None
+        self._receiver = receiver
+        self.attempt(lambda: receiver.begin(manifest))
+
+    def take(self, arrivals: list[Arrival]) -> None:
+        """Tensors that lie in this process."""
+        self.attempt(lambda: self._receiver.receive(arrivals))
+
+    def take_frame(self, frame: Frame) -> None:
+        """A bucket that arrived."""
+
+        def receive() -> None:
+            entries = zip(frame.bucket.entries, frame.claims(), strict=True)
+            self._receiver.receive([Arrival(e.name, frame.tensor(e), whole(e.spec.shape), c) for e, c in entries])
+
+        self.attempt(receive)
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """Memory of the source, to be used as it is."""
+        receiver = self._receiver
+
+        def lend() -> None:
+            if not isinstance(receiver, ModuleReceiver):
+                raise TypeError(f"{type(receiver).__name__} cannot share the memory of its source")
+            receiver.lend(name, tensor)
+
+        self.attempt(lend)
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        self.attempt(self._receiver.finish)
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Act, unless something has failed before."""
+        if self.failure is None:
+            try:
+                action()
+            except Exception as error:
+                self.failure = error

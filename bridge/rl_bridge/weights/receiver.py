@@ -1,0 +1,171 @@
+"""The receiving end: what a worker expects, and the proof that it arrived."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rl_bridge.weights.bits import checksum
+from rl_bridge.weights.buckets import Claim
+from rl_bridge.weights.manifest import Manifest
+from rl_bridge.weights.parts import Part, inside, local, overlap, part_of, volume
+from rl_bridge.weights.source import module_tensors
+
+
+class Arrival(NamedTuple):
+    """A tensor on its way in: ``tensor`` holds ``part`` of the whole, ``claims`` are its senders' checksums of parts."""
+
+    name: str
+    tensor: torch.Tensor
+    part: Part
+    claims: Sequence[Claim]
+
+
+class WeightReceiver(Protocol):
+    """What takes weights over. ``begin``, any number of ``receive``, ``finish``; then the sync sets ``version``.
+
+    ``version`` is None from ``begin`` on: a worker with version None refuses to be used.
+    """
+
+    version: int | None
+
+    def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
+        """Names, and tensors of the shape, dtype and placement that are expected here."""
+        ...
+
+    def adapter_config(self) -> dict[str, Any]:
+        """The configuration of the adapter that is expected; a receiver without adapters raises ValueError."""
+        ...
+
+    def begin(self, manifest: Manifest) -> None:
+        """From now on the old weights are not to be used."""
+        ...
+
+    def receive(self, arrivals: Sequence[Arrival]) -> None:
+        """Take over the own part of each tensor; it must not be kept beyond the call."""
+        ...
+
+    def finish(self) -> None:
+        """All tensors were received; raises if one is missing."""
+        ...
+
+
+@runtime_checkable
+class ReceivesWeights(Protocol):
+    """A module that says itself how it takes weights over."""
+
+    def weight_receiver(self) -> WeightReceiver:
+        """The same object on each call."""
+        ...
+
+
+class ModuleReceiver:
+    """Copies into the parameters and persistent buffers of a module: whole, or each process its shards."""
+
+    def __init__(self, module: torch.nn.Module, *, version: int | None = 0) -> None:
+        """``version``: of the weights that the module has now; None if it has none that may be used."""
+        self.version = version
+        self._module = module
+        self._targets: dict[str, torch.Tensor] = {}
+        self._seen: set[str] = set()
+        self._lent: set[str] = set()
+
+    def usable_version(self) -> int:
+        """The version of the weights in use.
+
+        Raises:
+            ValueError: there are none: they were freed, or a sync failed.
+        """
+        if self.version is None:
+            raise ValueError("the weights here are incomplete: they were freed, or an update failed; sync them first")
+        return self.version
+
+    def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
+        """The module's own tensors."""
+        if adapter:
+            self.adapter_config()
+        return module_tensors(self._module)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """There is none."""
+        raise ValueError(f"adapter=True needs a peft model, got {type(self._module).__name__}")
+
+    def begin(self, manifest: Manifest) -> None:
+        """Nothing may use the module until all has come."""
+        self.version = None
+        self._targets = dict(self.outline(adapter=manifest.adapter is not None))
+        self._seen = set()
+        for name, target in self._targets.items():
+            if target.device.type == "meta":
+                raise ValueError(f"weight {name!r} has no room here: it is on the meta device")
+        for name in self._lent & set(self._targets):
+            # Its memory is another module's, which a copy would change.
+            self._targets[name].data = self._targets[name].detach().clone()
+        self._lent.clear()
+
+    @torch.no_grad()
+    def receive(self, arrivals: Sequence[Arrival]) -> None:
+        """Copy this process's part of each tensor and prove it.
+
+        Raises:
+            ValueError: an unknown name, one that comes twice, bits that are not the sender's.
+        """
+        for name, tensor, part, claims in arrivals:
+            target = self._expected(name)
+            mine, room = part_of(target), local(target)
+            vouched = [(claim, overlap(claim.part, mine)) for claim in claims]
+            if sum(volume(shared) for _, shared in vouched) != volume(mine):
+                raise ValueError(f"weight {name!r}: no sender vouches for {mine}, only for {[c.part for c in claims]}")
+            # A claim about more than is held here is proved before the copy, all others where the weights will be used.
+            for claim, shared in vouched:
+                if shared != claim.part and volume(shared):
+                    prove(name, inside(tensor, part, claim.part), claim)
+            room.copy_(inside(tensor, part, mine))
+            for claim, shared in vouched:
+                if shared == claim.part:
+                    prove(name, inside(room, mine, shared), claim)
+            self._seen.add(name)
+
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """Use the sender's memory instead of a copy: whatever changes there changes here."""
+        target = self._expected(name)
+        if isinstance(target, DTensor):
+            raise ValueError(f"weight {name!r} is sharded: only plain tensors can be lent")
+        target.data = tensor.detach()
+        self._lent.add(name)
+        self._seen.add(name)
+
+    def finish(self) -> None:
+        """All expected names came."""
+        missing = [name for name in self._targets if name not in self._seen]
+        if missing:
+            count = f"{len(missing)} of {len(self._targets)} parameters"
+            raise ValueError(f"no weights came for {count}, the first: {missing[0]!r}")
+        self._targets = {}
+
+    def _expected(self, name: str) -> torch.Tensor:
+        if name not in self._targets or name in self._seen:
+            raise ValueError(f"weight {name!r} came twice" if name in self._seen else f"unknown weight {name!r}")
+        return self._targets[name]
+
+
+def prove(name: str, tensor: torch.Tensor, claim: Claim) -> None:
+    """Raise unless the tensor's bits are those that its sender had."""
+    if checksum(tensor) != claim.checksum:
+        raise ValueError(f"weight {name!r} was damaged on the way: its checksum is not the sender's")
+
+
+_receivers: WeakKeyDictionary[torch.nn.Module, ModuleReceiver] = WeakKeyDictionary()
+
+
+def receiver_of(module: Any) -> WeightReceiver:
+    """The receiver of an engine's module; a plain module's is made at its first sync, at version 0."""
+    if isinstance(module, ReceivesWeights):
+        return module.weight_receiver()
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{type(module).__name__} takes no weights: it is no torch module and has no weight_receiver()")
+    if module not in _receivers:
+        _receivers[module] = ModuleReceiver(module)
+    return _receivers[module]

@@ -1,0 +1,104 @@
+"""The sending end: weights under their Hugging Face names, whole or sharded."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class WeightSource(Protocol):
+    """What an engine sends. All workers of the engine walk through it together and in the same order."""
+
+    def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
+        """Names, and tensors whose shape, dtype and placement are those of the stream; their values do not count."""
+        ...
+
+    def stream(self, *, adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same names with values: plain tensors are whole and equal on all workers, DTensors are sharded."""
+        ...
+
+    def adapter_config(self) -> dict[str, Any]:
+        """The configuration that travels with ``adapter=True``; a source without adapters raises ValueError."""
+        ...
+
+
+@runtime_checkable
+class SendsWeights(Protocol):
+    """A module that says itself what it sends, because its own parameters are not the Hugging Face model's."""
+
+    def weight_source(self) -> WeightSource:
+        """The weights, under the names that the other end knows."""
+        ...
+
+
+class ModuleSource:
+    """All parameters (tied ones once, under their first name) and persistent buffers of a module."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """``module``: plain, or sharded by FSDP2 and DTensor tensor parallelism."""
+        self._module = module
+
+    def outline(self, *, adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's own tensors."""
+        if adapter:
+            self.adapter_config()
+        return module_tensors(self._module)
+
+    def stream(self, *, adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's own tensors, detached.
+
+        Raises:
+            ValueError: the weights were freed.
+        """
+        for name, tensor in self.outline(adapter=adapter):
+            if tensor.device.type == "meta":
+                raise ValueError(f"weight {name!r} has no values here: it is on the meta device")
+            yield name, tensor.detach()
+
+    def adapter_config(self) -> dict[str, Any]:
+        """There is none."""
+        raise ValueError(f"adapter=True needs a peft model, got {type(self._module).__name__}")
+
+
+def source_of(module: Any) -> WeightSource:
+    """The source of an engine's module: what the module says, a peft model's, or the module's own tensors."""
+    if isinstance(module, SendsWeights):
+        return module.weight_source()
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{type(module).__name__} sends no weights: it is no torch module and has no weight_source()")
+    return ModuleSource(module)
+
+
+def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, parameter or persistent buffer), tied ones once; FSDP2 parameters as the shards they are stored as."""
+    reshard(module)
+    for name, parameter in module.named_parameters():
+        yield plain_name(name), parameter
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Give FSDP2 parameters their shards back.
+
+    After a forward pass the root keeps gathered copies in the compute dtype: reading them would send rounded values, and
+    what is written to them is lost.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def plain_name(name: str) -> str:
+    """The name without what activation checkpointing and torch.compile put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,220 @@
+"""The driver's side of a sync: compares both ends, plans, and runs one function in all slots. It never sees a tensor."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rl_bridge.weights.buckets import Bucket, plan_buckets
+from rl_bridge.weights.ends import Description
+from rl_bridge.weights.exchange import Job, Outcome, describe, transfer
+from rl_bridge.weights.manifest import TensorSpec, compare
+from rl_bridge.weights.parts import Part, volume
+from rl_bridge.weights.peers import WeightSyncError
+from rl_bridge.weights.through import Through, needs_whole_tensors
+from rl_bridge.weights.transports.choice import Transport, check_transport, choose_transport
+
+BUCKET_BYTES = 64 << 20
+# What the workers' own deadline, which says more, is ahead of the executor's.
+_MARGIN_SECONDS = 10.0
+
+
+class EngineRef(NamedTuple):
+    """An engine as the executor knows it: its name, its slots by rank, and its layout (for messages)."""
+
+    name: str
+    slots: tuple[int, ...]
+    layout: Any = None
+
+    def __str__(self) -> str:
+        return self.name if self.layout is None else f"{self.name} {self.layout}"
+
+
+class SyncReport(NamedTuple):
+    """What a sync did: ``nbytes`` of the whole tensors as sent, ``seconds`` with the comparison of both ends."""
+
+    version: int
+    transport: Transport
+    tensors: int
+    nbytes: int
+    buckets: int
+    seconds: float
+
+
+class Runs(Protocol):
+    """What a sync needs of an executor."""
+
+    slots: Sequence[Any]
+
+    def call(self, function: Any, arguments: Mapping[int, tuple], /, *, what: str, timeout: float) -> dict[int, Any]:
+        """``function(host, *arguments[slot])`` in each of the slots; results by slot."""
+        ...
+
+
+def sync_weights(
+    executor: Runs,
+    source: EngineRef,
+    target: EngineRef,
+    *,
+    version: int,
+    transport: Transport | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    through: Through | None = None,
+    adapter: bool = False,
+    share: bool = False,
+    folder: str | Path | None = None,
+    timeout: float = 600.0,
+) -> SyncReport:
+    """Give the target engine the source engine's weights, and prove that they arrived.
+
+    Names, shapes and dtypes of both ends are compared first. If anything fails after that, the target's version is None
+    in all its slots, so that nothing is computed with half of the weights, until a sync succeeds.
+
+    Args:
+        executor: Where both engines live.
+        source: The engine that sends; all of its workers take part.
+        target: The engine that receives; may have another layout, and share slots with the source.
+        version: Of the weights; must not be below the target's.
+        transport: None takes the cheapest that these slots allow; a name is used or refused.
+        bucket_bytes: Size of a bucket; two are in memory. A larger tensor has a bucket of its own.
+        through: A map over (name, whole tensor) at the source, such as ``Cast(torch.bfloat16)``; checksums are of
+            what it gives.
+        adapter: Send the tensors of a peft adapter under peft's names, instead of the weights with it merged.
+        share: With "same_slot" and equal layouts: the target uses the source's memory. Updates of the source are then
+            seen by the target at once, whatever its version says.
+        folder: For "file": a folder that all slots see.
+        timeout: Seconds that a slot waits for the others.
+
+    Raises:
+        ValueError: ends that do not fit together, an older version, a transport that cannot serve these slots. Nothing
+            has been overwritten.
+        WeightSyncError: the transfer failed; the message says in which slots and why.
+    """
+    began = time.monotonic()
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    title = f"weights of {source} → {target}, version {version}"
+    slots = sorted({*source.slots, *target.slots})
+    ends = {s: (source.name if s in source.slots else None, target.name if s in target.slots else None) for s in slots}
+    found = executor.call(
+        describe, {s: (*ends[s], through, adapter) for s in slots}, what=f"{title}: manifest", timeout=timeout
+    )
+    sent = _same({s: found[s][0] for s in source.slots}, f"source {source}")
+    expected = _same({s: found[s][1] for s in target.slots}, f"target {target}")
+    compare(sent[source.slots[0]].manifest, expected[target.slots[0]].manifest, title)
+    for slot, description in expected.items():
+        if description.version is not None and version < description.version:
+            raise ValueError(
+                f"{title}: stale weights: version {version} came after version {description.version} (slot {slot})"
+            )
+    nodes = {slot.index: slot.node for slot in executor.slots}
+    on_gpus = any(slot.device.startswith("cuda") for slot in executor.slots if slot.index in slots)
+    if transport is None and folder is None:
+        transport = choose_transport(source.slots, target.slots, nodes, on_gpus=on_gpus)
+    transport = transport or "file"
+    check_transport(transport, source.slots, target.slots, nodes, folder)
+    plan = _Plan(sent, expected, transport, through, bucket_bytes)
+    if share and not (transport == "same_slot" and plan.pieces and through is None):
+        raise ValueError(
+            f"{title}: share=True needs transport 'same_slot', equal layouts and no map, not {transport!r}"
+        )
+
+    def job(slot: int) -> Job:
+        return Job(
+            title=title,
+            source=source.name,
+            target=target.name,
+            source_slots=tuple(source.slots),
+            target_slots=tuple(target.slots),
+            transport=transport,
+            version=version,
+            manifest=plan.manifest,
+            buckets=plan.buckets,
+            through=through,
+            pieces=plan.pieces,
+            gives=plan.gives.get(slot),
+            writers=plan.writers,
+            parts=_parts_by_name(expected[slot]) if slot in expected else None,
+            share=share,
+            folder=None if folder is None else Path(folder),
+            timeout=timeout,
+        )
+
+    outcomes = executor.call(transfer, {s: (job(s),) for s in slots}, what=title, timeout=timeout + _MARGIN_SECONDS)
+    _raise_failures(title, outcomes)
+    seconds = time.monotonic() - began
+    return SyncReport(version, transport, len(plan.manifest.tensors), plan.manifest.nbytes, len(plan.buckets), seconds)
+
+
+class _Plan:
+    """Who gives which tensors, in which buckets."""
+
+    def __init__(
+        self,
+        sent: dict[int, Description],
+        expected: dict[int, Description],
+        transport: Transport,
+        through: Through | None,
+        bucket_bytes: int,
+    ) -> None:
+        root = next(iter(sent))
+        self.manifest = sent[root].manifest
+        rows = zip(self.manifest.tensors.items(), sent[root].origins, strict=True)
+        tensors = [(name, spec, origin) for (name, spec), origin in rows]
+        self.buckets: tuple[Bucket, ...] = plan_buckets(tensors, bucket_bytes)
+        self.pieces = False
+        if not needs_whole_tensors(through):
+            self.pieces = transport == "shared_memory" or (
+                transport == "same_slot" and all(_agree(sent[slot], expected[slot]) for slot in expected)
+            )
+        if transport == "same_slot":
+            nothing = frozenset[int]()
+            self.gives: dict[int, frozenset[int] | None] = {s: None if s in expected else nothing for s in sent}
+        elif self.pieces:
+            self.gives = dict(_givers(sent, tensors))
+        else:
+            self.gives = {slot: None if slot == root else frozenset() for slot in sent}
+        self.writers = tuple(slot for slot, given in self.gives.items() if given is None or given) or (root,)
+
+
+def _same(found: Mapping[int, Description | None], end: str) -> dict[int, Description]:
+    """The descriptions of one engine's slots, which must be of the same tensors."""
+    descriptions = {slot: description for slot, description in found.items() if description is not None}
+    first, *others = descriptions
+    for slot in others:
+        if descriptions[slot].manifest != descriptions[first].manifest:
+            compare(descriptions[slot].manifest, descriptions[first].manifest, f"{end}: slots {slot} and {first}")
+            raise ValueError(f"{end}: slots {slot} and {first} have the same tensors in another order")
+    return descriptions
+
+
+def _parts_by_name(description: Description) -> dict[str, Part]:
+    return dict(zip(description.manifest.tensors, description.parts, strict=True))
+
+
+def _agree(sent: Description, expected: Description) -> bool:
+    """Whether both ends hold the same part of each tensor in this slot."""
+    return _parts_by_name(sent) == _parts_by_name(expected)
+
+
+def _givers(sent: dict[int, Description], tensors: Sequence[tuple[str, TensorSpec, int]]) -> dict[int, frozenset[int]]:
+    """Which slot writes which of its parts; those that hold the same part take turns."""
+    gives: dict[int, set[int]] = {slot: set() for slot in sent}
+    for name, spec, origin in tensors:
+        holders: dict[Part, list[int]] = {}
+        for slot, description in sent.items():
+            holders.setdefault(description.parts[origin], []).append(slot)
+        if sum(map(volume, holders)) != spec.shape_numel:
+            raise ValueError(f"weight {name!r}: the source's parts {list(holders)} do not make the whole {spec.shape}")
+        for part, slots in holders.items():
+            if volume(part):
+                gives[slots[origin % len(slots)]].add(origin)
+    return {slot: frozenset(given) for slot, given in gives.items()}
+
+
+def _raise_failures(title: str, outcomes: Mapping[int, Outcome]) -> None:
+    failed = {slot: outcome for slot, outcome in outcomes.items() if outcome.failure is not None}
+    causes = {slot: outcome for slot, outcome in failed.items() if not outcome.consequence} or failed
+    if causes:
+        told = "\n".join(f"slot {slot}: {outcome.failure}" for slot, outcome in sorted(causes.items()))
+        raise WeightSyncError(f"{title}: failed in slots {sorted(causes)}; the target needs another sync\n{told}")

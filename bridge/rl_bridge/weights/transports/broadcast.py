@@ -1,0 +1,53 @@
+"""Weights over a process group: the source's first slot broadcasts buckets to the target's slots."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_bridge.weights.buckets import Bucket, Frame
+from rl_bridge.weights.peers import Peers
+
+
+class Broadcast:
+    """Two buffers on the device of the process group; what is in flight in one leaves the other free."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        slots: tuple[int, ...],
+        root: int,
+        peers: Peers,
+        buckets: tuple[Bucket, ...],
+        device: torch.device,
+    ) -> None:
+        """``group`` over ``slots``: the root and all target slots; None in a source slot that only gathers."""
+        self._group, self._root, self._peers = group, root, peers
+        self._group_root = slots.index(root)
+        self.writer = 0 if peers.slot == root else None
+        self._works: dict[int, Any] = {}
+        self._names = [f"bucket {b.number} of {len(buckets)} ({b.entries[0].name} …)" for b in buckets]
+        size = max(Frame.nbytes(bucket, 1) for bucket in buckets) if group is not None else 0
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
+
+    def acquire(self, number: int) -> None:
+        """The broadcast that used the buffer before has ended."""
+        self.arrived(number - 2)
+
+    def frame(self, bucket: Bucket) -> Frame:
+        """The bucket in its buffer."""
+        return Frame(self._buffers[bucket.number % 2], bucket, 1)
+
+    def start(self, bucket: Bucket) -> None:
+        """Send or be ready to receive; returns at once."""
+        if self._group is not None:
+            buffer = self.frame(bucket).buffer
+            self._works[bucket.number] = dist.broadcast(
+                buffer, group=self._group, group_src=self._group_root, async_op=True
+            )
+
+    def arrived(self, number: int) -> None:
+        """The broadcast of a bucket has ended."""
+        work = self._works.pop(number, None)
+        if work is not None:
+            self._peers.wait(work, f"{self._names[number]} from slot {self._root}")
