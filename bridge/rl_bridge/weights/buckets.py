@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from rl_bridge.weights.manifest import TensorSpec
-from rl_bridge.weights.parts import Part, volume
+from rl_bridge.weights.parts import Part
 
 _ALIGNMENT = 64
 
@@ -117,11 +117,6 @@ class Frame:
 
 class SourceFailed(RuntimeError):
     """The sending end gave up; its own error says why."""
-
-
-def covered(claims: Sequence[Claim], part: Part, shared: Sequence[Part]) -> bool:
-    """Whether claims about disjoint parts, whose overlaps with ``part`` are ``shared``, vouch for all of ``part``."""
-    return sum(map(volume, shared)) == volume(part)
 
 
 def _claims_shape(bucket: Bucket) -> tuple[int, int]:

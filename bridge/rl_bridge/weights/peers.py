@@ -1,4 +1,4 @@
-"""The slots of one sync, and what they wait for from each other: every wait has a deadline and says what was missing."""
+"""The slots of one sync and their waits for each other: each has a deadline and says what was missing."""
 
 import time
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from rl_bridge.weights.source import module_tensors
 
 
 class Arrival(NamedTuple):
-    """A tensor on its way in: ``tensor`` holds ``part`` of the whole, ``claims`` are its senders' checksums of parts."""
+    """A tensor on its way in: ``tensor`` holds ``part`` of the whole, ``claims`` are checksums by its senders."""
 
     name: str
     tensor: torch.Tensor

@@ -87,8 +87,8 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 def reshard(module: torch.nn.Module) -> None:
     """Give FSDP2 parameters their shards back.
 
-    After a forward pass the root keeps gathered copies in the compute dtype: reading them would send rounded values, and
-    what is written to them is lost.
+    After a forward pass the root keeps gathered copies in the compute dtype: reading them would send rounded values,
+    and what is written to them is lost.
     """
     from torch.distributed.fsdp import FSDPModule
 

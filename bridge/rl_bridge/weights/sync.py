@@ -1,4 +1,4 @@
-"""The driver's side of a sync: compares both ends, plans, and runs one function in all slots. It never sees a tensor."""
+"""The driver's side of a sync: compares both ends, plans, runs one function in all slots. It sees no tensor."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from rl_bridge.rollout import InProcessRollout
 from rl_bridge.splitmix64 import GOLDEN, MASK, mix, signed
 from rl_bridge.weights import checksum, named_weights, receive_weights, replace_parameters
 
-transfer = importlib.import_module("rl_bridge.weights.transfer")
+bits = importlib.import_module("rl_bridge.weights.bits")
 WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.int8: 1}
 DTYPES = st.sampled_from(list(WIDTHS))
 
@@ -72,7 +72,7 @@ def test_the_checksum_is_of_the_values_in_order_and_not_of_the_memory(monkeypatc
     tensor = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
     wanted = checksum(tensor)
     assert checksum(tensor.T.contiguous().T) == checksum(tensor.clone().requires_grad_()) == wanted
-    monkeypatch.setattr(transfer, "_CHUNK", 7)
+    monkeypatch.setattr(bits, "_CHUNK", 7)
     assert checksum(tensor) == wanted
 
 
@@ -87,6 +87,17 @@ def test_the_checksum_is_the_formula_of_its_docstring():
     stored = torch.tensor([signed(word) for word in words])
     assert mix(stored).tolist() == [signed(mixed(word)) for word in words]
     assert checksum(stored) == signed(sum(mixed(word + place * GOLDEN) for place, word in enumerate(words)))
+
+
+@given(dtype=DTYPES, count=st.integers(0, 300), seed=st.integers(0, 999), chunk=st.sampled_from([1, 7, 64, 1 << 16]))
+def test_the_cpu_s_checksum_is_every_other_device_s(dtype, count, seed, chunk):
+    tensor = random_tensor(dtype, count, seed)
+    octets = tensor.view(torch.uint8)
+    words = next(octets.view(kind) for size, kind in bits._WORDS if octets.numel() % size == 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bits, "_CHUNK", chunk)
+        patch.setattr(bits, "_DEVICE_CHUNK", 64)
+        assert checksum(tensor) == bits._on_a_device(words)
 
 
 def test_empty_and_zero_dimensional_tensors():

@@ -28,7 +28,7 @@ def carry_in_files(
     sender: Sender | None,
     taker: Taker | None,
 ) -> None:
-    """The slot ``writer`` writes ``folder/version-N`` in Hugging Face's layout; the folder goes once all have read it."""
+    """Slot ``writer`` writes ``folder/version-N`` in Hugging Face's layout, and removes it when all have read it."""
     path = folder / f"version-{version}"
     try:
         if sender is not None and peers.slot == writer:

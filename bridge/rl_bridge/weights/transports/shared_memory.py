@@ -21,7 +21,7 @@ class SharedMemory:
     def __init__(
         self, peers: Peers, creator: int, buckets: tuple[Bucket, ...], writers: int, writer: int | None
     ) -> None:
-        """Map the memory that the slot ``creator`` makes; ``writers`` source workers write, this one in row ``writer``."""
+        """Map the memory that slot ``creator`` makes; ``writers`` source workers write, this one in row ``writer``."""
         self._peers, self._writers, self.writer = peers, writers, writer
         self._size = aligned(max(Frame.nbytes(bucket, writers) for bucket in buckets))
         self._count = len(buckets)

@@ -1,0 +1,41 @@
+"""Weight syncs over gloo ranks: every transport between every pair of layouts."""
+
+from functools import partial
+
+import pytest
+
+from tests.bridge.weights import grid
+from tests.ranks import results
+
+# One of each transport with sharded, tensor-parallel and whole ends; the rest is slow.
+FEW = [
+    ("same_slot", ("shard", (0, 1)), ("tensor", (0, 1))),
+    ("same_slot", ("shard", (0, 1)), ("shard", (0, 1))),
+    ("same_slot", ("tensor", (0, 1)), ("copies", (1,))),
+    ("broadcast", ("shard", (0, 1)), ("copies", (1,))),
+    ("broadcast", ("copies", (0,)), ("tensor", (0, 1))),
+    ("shared_memory", ("shard", (0, 1)), ("tensor", (0, 1))),
+    ("shared_memory", ("tensor", (0, 1)), ("copies", (0,))),
+    ("file", ("shard", (0, 1)), ("tensor", (0, 1))),
+]
+
+
+def check(count, chosen, folder):
+    for _, checked, faults, litter in results(partial(grid.run, count=count, chosen=chosen), count, folder):
+        assert not faults
+        assert checked == 26 * len(chosen)
+        assert litter == []
+
+
+def test_weights_between_layouts_by_each_transport(tmp_path):
+    check(2, FEW, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_whole_grid_on_two_ranks(tmp_path):
+    check(2, grid.combinations(grid.TWO), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_whole_grid_on_four_ranks(tmp_path):
+    check(4, grid.combinations(grid.FOUR), tmp_path)
