@@ -1,58 +1,196 @@
-"""What both engines share: an executor, a lifetime, and moves between devices."""
+"""What all engines share: a factory, a place, calls that go to every worker, and moves between devices."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from rl_bridge.engines.parallel import gather, scatter
-from rl_bridge.executors import resolve_executor
+from rl_bridge.engines.lifecycle import (
+    Description,
+    build_worker,
+    call_worker,
+    device_of_worker,
+    forget_worker,
+    move_worker,
+)
+from rl_bridge.engines.mesh import Mesh
+from rl_bridge.engines.order import in_order
+from rl_bridge.engines.splitting import split
+from rl_bridge.executors import Executor
+from rl_bridge.executors.placement import place
+from rl_bridge.session import current_executor
 
 What = Literal["weights", "optimizer", "kv_cache"]
+_numbers = count(1)
 
 
 class Engine:
-    """A worker built by an executor; a subclass says which of the worker's methods it shows."""
+    """Workers that a factory makes, called like the one object the factory would make here.
 
-    movable: tuple[What, ...] = ("weights",)
+    A public method of the worker's class is a method of the engine: ``engine.method(NeedParallel(rows), ...)``. In how
+    many processes the workers live does not show.
+    """
 
-    def __init__(self, worker: Any, *, executor: str = "local") -> None:
-        """``worker`` is an object, or a function without arguments that makes it where the executor wants it."""
-        factory: Callable[[], Any] = worker if _is_factory(worker) else lambda: worker
-        self._executor = resolve_executor(executor)(factory)
+    movable: ClassVar[tuple[What, ...]] = ()
+    torch_module: ClassVar[bool] = False
+    """Whether the factory makes a torch module, with its lifecycle."""
 
-    def build(self, *, colocate_with: Sequence["Engine"] = (), not_colocate_with: Sequence["Engine"] = ()) -> Self:
-        """Make the workers. Placement wishes matter to executors that place workers."""
-        self._executor.build([e._executor for e in colocate_with], [e._executor for e in not_colocate_with])
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        *,
+        executor: Executor | None = None,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """``factory`` takes no arguments and is called in every worker.
+
+        ``executor``: by default the one of ``rl_bridge.init``. ``name`` is for messages and checkpoints. ``timeout``:
+        seconds that a call may take, the executor's own by default.
+
+        Raises:
+            TypeError: ``factory`` is an object rather than something that makes one.
+        """
+        if isinstance(factory, torch.nn.Module) or not callable(factory) or _parameters(factory):
+            raise TypeError(
+                f"{type(self).__name__} takes a factory without arguments, got {type(factory).__name__}: "
+                "write lambda: YourModule(...)"
+            )
+        self.name = name or f"{type(self).__name__}-{next(_numbers)}"
+        self._factory, self._timeout = factory, timeout
+        self._executor = current_executor() if executor is None else executor
+        self._slots: list[int] = []
+        self._layout = Mesh()
+        self._methods: Description = {}
+
+    def build(
+        self,
+        *,
+        mesh: Mesh | None = None,
+        colocate_with: Sequence["Engine"] = (),
+        not_colocate_with: Sequence["Engine"] = (),
+        nodes: Sequence[str] | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> Self:
+        """Make the workers, ``mesh.size`` of them.
+
+        ``colocate_with``: take turns with these engines in their slots. ``not_colocate_with``: have no slot in common,
+        so that both can run at the same time. ``nodes``: addresses of machines. ``resources``: what every slot has.
+
+        Raises:
+            ValueError: the wishes cannot be met, or the engine is built already.
+        """
+        if self._slots:
+            raise ValueError("this engine is built already")
+        layout = Mesh() if mesh is None else mesh
+        held = self._executor.held
+        slots = place(
+            self._executor.slots,
+            layout.size,
+            occupied=held,
+            colocate_with=[engine.slots for engine in colocate_with],
+            not_colocate_with=[engine.slots for engine in not_colocate_with],
+            nodes=nodes,
+            resources=resources,
+        )
+        # A module without a checkpoint gets the values that the factory would make here, wherever its workers are.
+        # The state is read and not advanced: what comes after a build does not depend on it.
+        random_state = torch.get_rng_state()
+        arguments = {
+            slot: (self.name, self._factory, rank, slots, layout, random_state, self.torch_module)
+            for rank, slot in enumerate(slots)
+        }
+        try:
+            answers = self._executor.call(build_worker, arguments, what=f"{self.name}.build", timeout=self._timeout)
+        except BaseException:
+            self._forget(slots)
+            raise
+        self._slots, self._layout, self._methods = slots, layout, answers[slots[0]]
+        for slot in slots:
+            held.setdefault(slot, []).append(self.name)
         return self
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of every worker, ``NeedParallel`` arguments split, results joined in order."""
-        return gather(self._executor.call(method, scatter(args, kwargs, self._executor.size)))
+        """Call a method of every worker, ``NeedParallel`` arguments cut, results joined as the method declares."""
+        return self.submit(method, *args, **kwargs).result()
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """``call`` without waiting: engines that share no slot run at the same time.
+
+        Raises:
+            AttributeError: the worker has no such method. Nothing is sent then.
+            ValueError: the engine is not built, or the arguments cannot be split.
+        """
+        how = self._require(method)
+        parts = split(args, kwargs, self._layout)
+        speakers = None if how == "local" or parts.over_sequence else self._layout.speakers()
+        arguments = {
+            slot: (self.name, method, *parts.arguments[rank], speakers) for rank, slot in enumerate(self._slots)
+        }
+        what = f"{self.name}.{method}"
+        answers = self._executor.submit(call_worker, arguments, what=what, timeout=self._timeout)
+        ranks = range(self.workers) if speakers is None else speakers
+        slots, layout = self._slots, self._layout
+        return _then(answers, lambda found: in_order([found[slots[r]] for r in ranks], how, parts, layout, what))
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Run ``function(host, *args)`` in the slot of every worker; results by rank."""
+        if not self._slots:
+            raise ValueError(f"call build() before {function.__name__}")
+        arguments = dict.fromkeys(self._slots, args)
+        what = f"{self.name}: {function.__name__}"
+        answers = self._executor.call(function, arguments, what=what, timeout=timeout or self._timeout)
+        return [answers[slot] for slot in self._slots]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A public name that the engine does not have is a method of the workers."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        if self._slots:
+            self._require(name)
+        return lambda *args, **kwargs: self.call(name, *args, **kwargs)
+
+    @property
+    def executor(self) -> Executor:
+        """Where the workers live."""
+        return self._executor
 
     @property
     def workers(self) -> int:
         """How many workers this engine has."""
-        return self._executor.size
+        return self._layout.size
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the workers are arranged."""
+        return self._layout
+
+    @property
+    def slots(self) -> list[int]:
+        """Slot of each worker, by rank. Empty before ``build``."""
+        return list(self._slots)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return self._executor.device()
+        """Where the weights of the first worker are."""
+        return self.run(device_of_worker, self.name)[0]
 
     def to(self, device: torch.device | str, what: What | None = None) -> Self:
-        """Move weights, optimiser state or KV cache (None: all that this engine has) to a device."""
-        device = torch.device(device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("this process sees no CUDA or ROCm device; torch.cuda.is_available() is False")
+        """Move weights, optimiser state or KV cache (None: all that this engine has) to a device; memory is freed."""
+        if torch.device(device).type == "cuda" and not all(s.device.startswith("cuda") for s in self._own_slots()):
+            raise ValueError("a worker of this engine sees no CUDA or ROCm device; torch.cuda.is_available() is False")
         if what is not None and what not in self.movable:
             raise ValueError(f"{type(self).__name__} has no {what!r} to move; it has {', '.join(self.movable)}")
         for part in self.movable if what is None else (what,):
-            self.call("move", part, device)
+            self.run(move_worker, self.name, part, str(device))
         return self
 
     def cuda(self, what: What | None = None) -> Self:
-        """Move to the CUDA (or ROCm) device."""
+        """Move to the CUDA (or ROCm) device of each worker."""
         return self.to("cuda", what)
 
     def cpu(self, what: What | None = None) -> Self:
@@ -63,9 +201,50 @@ class Engine:
         """Free the weights: shapes stay, values are gone until a sync or a checkpoint brings them back."""
         return self.to("meta", "weights")
 
+    def release(self) -> None:
+        """Let go of the workers: their memory is free, and their slots are others' to use."""
+        self._forget(self._slots)
+        held = self._executor.held
+        for slot in self._slots:
+            held[slot].remove(self.name)
+        self._slots = []
 
-def _is_factory(worker: Any) -> bool:
-    """A class or function; a module is callable too, but it is the worker."""
-    if isinstance(worker, type):
-        return True
-    return callable(worker) and not isinstance(worker, torch.nn.Module) and not hasattr(worker, "move")
+    def _forget(self, slots: Iterable[int]) -> None:
+        what = f"{self.name}.release"
+        self._executor.call(forget_worker, dict.fromkeys(slots, (self.name,)), what=what, timeout=60)
+
+    def _own_slots(self) -> list[Any]:
+        return [slot for slot in self._executor.slots if slot.index in self._slots]
+
+    def _require(self, method: str) -> Any:
+        if not self._slots:
+            raise ValueError(f"call build() before {method}()")
+        if method not in self._methods:
+            near = difflib.get_close_matches(method, self._methods, n=3)
+            hint = f"; there is {', '.join(near)}" if near else ""
+            raise AttributeError(f"the worker of {self.name} has no method {method!r}{hint}")
+        return self._methods[method]
+
+
+def _parameters(factory: Callable[..., Any]) -> bool:
+    """Whether a call needs arguments."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind not in kinds for p in parameters)
+
+
+def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
+    """A future of ``change(result)``."""
+    changed: Future[Any] = Future()
+
+    def finish(done: Future[Any]) -> None:
+        try:
+            changed.set_result(change(done.result()))
+        except BaseException as error:
+            changed.set_exception(error)
+
+    future.add_done_callback(finish)
+    return changed

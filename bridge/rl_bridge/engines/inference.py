@@ -1,6 +1,7 @@
 """``InferenceEngine``: prompts in; token ids, and the log-probabilities they were sampled with, out."""
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from rl_bridge.engines.parallel import NeedParallel
 class InferenceEngine(Engine):
     """A rollout worker (``rl_bridge.rollout``), called in one way wherever it is."""
 
-    movable: tuple[What, ...] = ("weights", "kv_cache")
+    movable: ClassVar[tuple[What, ...]] = ("weights", "kv_cache")
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Trajectory]:
         """``sampling.n`` trajectories a prompt, prompt by prompt. Token ids are never decoded and encoded again."""

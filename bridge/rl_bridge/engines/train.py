@@ -1,10 +1,9 @@
-"""``TrainEngine``: the user's module, run by an executor, called like the module itself."""
+"""``TrainEngine``: the user's torch module, wherever its workers are, called like the module itself."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_bridge.engines.base import Engine, What
-from rl_bridge.engines.inference import InferenceEngine
+from rl_bridge.executors.host import Host
 
 
 class TrainEngine(Engine):
@@ -14,17 +13,12 @@ class TrainEngine(Engine):
     >>> import torch
     >>> class Doubler(torch.nn.Module):
     ...     def double(self, x): return 2 * x
-    >>> TrainEngine(Doubler()).build().double(NeedParallel(torch.ones(2)))
+    >>> TrainEngine(Doubler).build().double(NeedParallel(torch.ones(2)))
     tensor([2., 2.])
     """
 
-    movable: tuple[What, ...] = ("weights", "optimizer")
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A public name that the engine does not have is a method of the module."""
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return lambda *args, **kwargs: self.call(name, *args, **kwargs)
+    movable: ClassVar[tuple[What, ...]] = ("weights", "optimizer")
+    torch_module: ClassVar[bool] = True
 
     def training_state(self) -> dict[str, Any]:
         """What a checkpoint of the module holds."""
@@ -34,8 +28,13 @@ class TrainEngine(Engine):
         """Give the module back what its ``training_state`` was."""
         self.call("load_training_state", state)
 
-    def sync_weights(self, inference: InferenceEngine) -> int:
-        """Carry the weights to an inference engine; returns their version, which its completions then bear."""
+    def sync_weights(self, target: Engine) -> int:
+        """Carry the weights to another engine; returns their version, which its completions then bear."""
         version = self.call("weights_version")
-        inference.update_weights(self.call("named_weights"), version)
+        self.run(_carry, self.name, target.name, version)
         return version
+
+
+def _carry(host: Host, source: str, target: str, version: int) -> None:
+    weights = host.workers[source].module.named_weights()
+    host.workers[target].module.update_weights(weights, version)

@@ -1,26 +1,55 @@
-"""The contract between an engine and the place where its workers live."""
+"""The contract between engines and the processes that their workers live in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
+Arguments = Mapping[int, tuple[Any, ...]]
+"""Slot number → the arguments that the slot's host is called with."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A process with at most one device. Workers of several engines can take turns in a slot."""
+
+    index: int
+    node: str = "localhost"
+    """Address of the machine."""
+    device: str = "cpu"
+    resources: Mapping[str, float] = field(default_factory=dict)
 
 
 class Executor(Protocol):
-    """Holds ``size`` workers built by one factory and calls a method on all of them, in order of rank."""
+    """Runs functions in slots. Building engines, calls, weight transfer and checkpoints are such functions."""
 
-    size: int
+    name: str
+    slots: tuple[Slot, ...]
+    held: dict[int, list[str]]
+    """Names of the engines that have a worker in each slot, kept by the engines."""
 
-    def __init__(self, factory: Callable[[], Any]) -> None: ...
+    def submit(
+        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+    ) -> Future[dict[int, Any]]:
+        """Run ``function(host, *arguments[slot])`` in every slot named, each in its own process.
 
-    def build(self, colocate_with: Sequence["Executor"], not_colocate_with: Sequence["Executor"]) -> None:
-        """Make the workers; a second call raises."""
+        A slot runs one function at a time, in the order of submission; different slots run at the same time. The
+        future has the results by slot, or the first cause of failure; ``what`` names the call in messages. After
+        ``timeout`` seconds (None: the executor's own) without every answer it fails and names the slots without one.
+
+        Raises (in the future):
+            WorkerError: the function raised; with slot and remote traceback, the exception itself as its cause.
+            WorkerDied: a process is gone.
+            DeadlineExceeded: an answer did not come in time.
+        """
         ...
 
-    def call(self, method: str, shares: Sequence[tuple[tuple, dict]]) -> list[Any]:
-        """Call ``method`` on worker i with the arguments ``shares[i]``; results in order of rank."""
+    def call(
+        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+    ) -> dict[int, Any]:
+        """``submit`` and wait."""
         ...
 
-    def device(self) -> torch.device:
-        """Where the first worker's weights are."""
+    def stop(self) -> None:
+        """End the workers' processes."""
         ...

@@ -1,42 +1,47 @@
-"""One worker, in this process: what a single device needs, and what a debugger can step into."""
+"""One slot, in this process: what a single device needs, and what a debugger can step into."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from rl_bridge.executors.base import Executor
+from rl_bridge.executors.base import Arguments, Slot
+from rl_bridge.executors.host import Host
 
 
 class LocalExecutor:
-    """The worker is the user's own module, called directly."""
+    """Functions are called directly: an exception comes with its own type and traceback, and nothing can time out."""
 
-    size = 1
+    name = "local"
 
-    def __init__(self, factory: Callable[[], Any]) -> None:
-        """Keep the factory; nothing is made before ``build``."""
-        self._factory = factory
-        self._worker: Any = None
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        """``device``: the slot's. By default the first CUDA or ROCm device, else the CPU."""
+        found = ("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else str(device)
+        self.slots = (Slot(0, device=found),)
+        self.held: dict[int, list[str]] = {}
+        self._host = Host(0, found)
 
-    def build(self, colocate_with: Sequence[Executor], not_colocate_with: Sequence[Executor]) -> None:
-        """Make the worker. Everything shares this process, so a wish to be apart cannot be met and raises."""
-        if self._worker is not None:
-            raise ValueError("this engine is built already")
-        if not_colocate_with:
-            raise ValueError("executor 'local' places all engines in one process: not_colocate_with cannot be met")
-        self._worker = self._factory()
+    def submit(
+        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+    ) -> Future[dict[int, Any]]:
+        """Run the function now; the future is done when this returns."""
+        future: Future[dict[int, Any]] = Future()
+        try:
+            future.set_result(self.call(function, arguments, what=what, timeout=timeout))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
-    def call(self, method: str, shares: Sequence[tuple[tuple, dict]]) -> list[Any]:
-        """Call the worker's method with the one share there is."""
-        if self._worker is None:
-            raise ValueError(f"call build() before {method}()")
-        function = getattr(self._worker, method, None)
-        if not callable(function):
-            raise AttributeError(f"{type(self._worker).__name__} has no method {method!r}")
-        [(args, kwargs)] = shares
-        return [function(*args, **kwargs)]
+    def call(
+        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+    ) -> dict[int, Any]:
+        """Run the function and return its result, or raise what it raises."""
+        if set(arguments) != {0}:
+            raise ValueError(f"executor 'local' has slot 0 alone, {what} names {sorted(arguments)}")
+        return {0: function(self._host, *arguments[0])}
 
-    def device(self) -> torch.device:
-        """Where the worker's weights are."""
-        [device] = self.call("weights_device", [((), {})])
-        return device
+    def stop(self) -> None:
+        """Forget the workers."""
+        self._host.workers.clear()
+        self.held.clear()

@@ -119,12 +119,12 @@ def train_and_evaluate(
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
     with Run(folder, pipeline, resume=pipeline.resume, checkpoint_every=pipeline.checkpoint_every) as run:
-        rollout = InferenceEngine(InProcessRollout(copy.deepcopy(model), tokenizer)).build()
+        rollout = InferenceEngine(lambda: InProcessRollout(copy.deepcopy(model), tokenizer)).build()
         # Supervision has the data's own distribution for a target, which has no temperature.
         warm_start = SupervisedModule(
             model, pipeline.sft.optimizer, updates=pipeline.sft.steps, scoring=replace(scoring, temperature=1.0)
         )
-        supervised = TrainEngine(warm_start).build()
+        supervised = TrainEngine(lambda: warm_start).build()
         stream = RowStream(train_rows, seed=pipeline.seed)
         sft(run, supervised, stream, lambda row: trajectory_of_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
@@ -139,9 +139,9 @@ def train_and_evaluate(
             scoring=scoring,
             first_version=pipeline.sft.steps,
         )
-        policy, reference = TrainEngine(module).build(), None
+        policy, reference = TrainEngine(lambda: module).build(), None
         if objective.kl is not None or pipeline.track_kl:
-            reference = TrainEngine(module.reference()).build()
+            reference = TrainEngine(module.reference).build()
         grpo(
             run,
             policy,

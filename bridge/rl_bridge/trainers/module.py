@@ -54,14 +54,22 @@ class CausalLMModule(TokenScorer):
         """``first_version``: updates that this model had before, so that versions never go back."""
         super().__init__(model, ScoringConfig() if scoring is None else scoring)
         self.optimizer_config = optimizer
+        self._updates, self._version = updates, first_version
+        if self.weights_device().type != "meta":
+            self.on_weights_materialized()
+
+    def on_weights_materialized(self) -> None:
+        """Make optimiser and schedule: they hold on to the parameters, which must be the last ones."""
+        config = self.optimizer_config
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
-            weight_decay=optimizer.weight_decay,
+            self.model.parameters(),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: optimizer.scale(step, updates))
-        self._version = first_version
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: config.scale(step, self._updates)
+        )
 
     def reference(self) -> TokenScorer:
         """A frozen copy of the present weights. It scores as this module does and has no optimiser."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from rl_bridge.data.micro_batches import micro_batches, restore
 from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines.module import ParallelModule
 from rl_bridge.weights import named_weights, replace_parameters
 from rl_kernels import logits_logprobs
 
@@ -37,7 +38,7 @@ class ScoringConfig:
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
 
 
-class TokenScorer(torch.nn.Module):
+class TokenScorer(ParallelModule):
     """A causal LM that scores tokens. On its own it has no optimiser: a frozen reference is one."""
 
     def __init__(self, model: PreTrainedModel, scoring: ScoringConfig) -> None:

@@ -7,11 +7,12 @@ import rl_fn
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
+from rl_bridge.engines import Engine, InferenceEngine, Mesh, NeedParallel, TrainEngine, returns
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule
 from rl_bridge.trainers.sft import SupervisedModule
+from tests.bridge.engines.many_hosts import ManyHosts
 
 SAMPLING = SamplingParams(max_new_tokens=6, n=2)
 PROMPTS = ["1+1=", "12+34="]
@@ -25,12 +26,12 @@ class Doubler(torch.nn.Module):
 
 @pytest.fixture
 def train(new_model):
-    return TrainEngine(SupervisedModule(new_model(seed=1), OPTIMIZER, updates=10)).build()
+    return TrainEngine(lambda: SupervisedModule(new_model(seed=1), OPTIMIZER, updates=10)).build()
 
 
 @pytest.fixture
 def inference(new_model, tokenizer):
-    return InferenceEngine(InProcessRollout(new_model(), tokenizer)).build()
+    return InferenceEngine(lambda: InProcessRollout(new_model(), tokenizer)).build()
 
 
 BATCH = collate([single_turn([2, 3], [4, 5, 1]), single_turn([6], [7, 1])], 0)
@@ -41,13 +42,20 @@ def update(engine):
     return engine.optimizer_step()
 
 
-@pytest.mark.parametrize("worker", [Doubler(), Doubler, lambda: Doubler()], ids=["module", "class", "function"])
-def test_calls_go_through_to_the_worker(worker):
-    engine = TrainEngine(worker).build()
+@pytest.mark.parametrize("factory", [Doubler, lambda: Doubler()], ids=["class", "function"])
+def test_calls_go_through_to_the_worker(factory):
+    engine = TrainEngine(factory).build()
     assert torch.equal(engine.double(NeedParallel(torch.ones(2))), torch.full((2,), 2.0))
+    assert engine.submit("double", 4).result() == 8
 
 
-def test_a_factory_is_called_by_build_and_once():
+@pytest.mark.parametrize("given", [Doubler(), 3, lambda size: Doubler()])
+def test_an_engine_takes_a_factory(given):
+    with pytest.raises(TypeError, match=r"TrainEngine takes a factory without arguments, .*write lambda: YourModule"):
+        TrainEngine(given)
+
+
+def test_a_factory_is_called_by_build():
     made = []
     engine = TrainEngine(lambda: made.append(1) or Doubler())
     assert not made
@@ -56,33 +64,166 @@ def test_a_factory_is_called_by_build_and_once():
     assert made == [1]
 
 
+class Line(torch.nn.Module):
+    """Parameters tied and not, a buffer, and values from the global random state."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.randn(2), persistent=False)
+
+    def values(self):
+        return {name: value.clone() for name, value in [*self.named_parameters(), *self.named_buffers()]}
+
+    def tied(self):
+        return self.first.weight is self.second.weight
+
+
+def test_a_module_has_the_values_that_its_factory_would_make_here():
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    engine = TrainEngine(Line).build()
+    assert torch.equal(torch.get_rng_state(), state)
+    expected, found = Line().values(), engine.values()
+    assert found.keys() == expected.keys() and engine.tied()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_is_no_torch_module_has_an_engine_of_its_own():
+    with pytest.raises(TypeError, match=r"makes a torch.nn.Module, got dict"):
+        TrainEngine(lambda: {}).build()
+    assert Engine(lambda: "a b").build().split() == ["a", "b"]
+
+
 def test_a_method_that_the_worker_does_not_have():
-    with pytest.raises(AttributeError, match="Doubler has no method 'halve'"):
-        TrainEngine(Doubler()).build().halve(2)
+    engine = TrainEngine(Doubler, name="policy").build()
+    with pytest.raises(AttributeError, match="the worker of policy has no method 'doubel'; there is double"):
+        engine.doubel(2)
     with pytest.raises(AttributeError, match="TrainEngine has no attribute '_private'"):
-        TrainEngine(Doubler())._private  # noqa: B018
+        engine._private  # noqa: B018
+
+
+def test_an_unknown_method_is_sent_to_nobody():
+    many = ManyHosts(2)
+    engine = Engine(Rows, executor=many).build(mesh=Mesh(shard=2))
+    many.sent.clear()
+    with pytest.raises(AttributeError):
+        engine.nothing_like_that(1)
+    assert not many.sent
 
 
 def test_a_call_before_build():
     with pytest.raises(ValueError, match=r"call build\(\) before double\(\)"):
-        TrainEngine(Doubler()).double(2)
+        TrainEngine(Doubler).double(2)
 
 
 def test_a_second_build():
     with pytest.raises(ValueError, match="this engine is built already"):
-        TrainEngine(Doubler()).build().build()
+        TrainEngine(Doubler).build().build()
 
 
-def test_placement():
-    first = TrainEngine(Doubler()).build()
-    assert TrainEngine(Doubler()).build(colocate_with=[first]).double(2) == 4
-    with pytest.raises(ValueError, match="not_colocate_with cannot be met"):
-        TrainEngine(Doubler()).build(not_colocate_with=[first])
+def test_a_build_that_fails_leaves_no_worker_behind():
+    many = ManyHosts(2)
+
+    def factory():
+        raise OSError("no such model")
+
+    engine = Engine(factory, executor=many)
+    with pytest.raises(OSError, match="no such model"):
+        engine.build(mesh=Mesh(shard=2))
+    assert not any(host.workers for host in many.hosts) and not many.held
+    with pytest.raises(ValueError, match="call build"):
+        engine.call("anything")
 
 
-def test_an_unknown_executor():
-    with pytest.raises(NotImplementedError, match="executor 'ray' is not available; there is: local"):
-        TrainEngine(Doubler(), executor="ray")
+def test_release_makes_room():
+    many = ManyHosts(1)
+    engine = Engine(Rows, executor=many).build()
+    assert many.held[0] == [engine.name] and engine.name in many.hosts[0].workers
+    engine.release()
+    assert many.held[0] == [] and not many.hosts[0].workers
+    engine.build()
+
+
+class Rows:
+    def __init__(self):
+        self.seen = 0
+
+    @returns("rows")
+    def twice(self, rows):
+        self.seen = len(rows)
+        return 2 * rows
+
+    @returns("sum")
+    def count(self, rows):
+        return {"rows": len(rows)}
+
+    @returns("local")
+    def how_many(self):
+        return self.seen
+
+    @returns("same")
+    def constant(self, value):
+        return value
+
+    def undeclared(self, rows):
+        return len(rows)
+
+
+@pytest.mark.parametrize(
+    "layout", [Mesh(shard=3), Mesh(replicate=3), Mesh(shard=3, tensor=2), Mesh(shard=3, sequence=2)]
+)
+def test_an_engine_of_many_workers_is_called_like_one(layout):
+    engine = Engine(Rows, executor=ManyHosts(layout.size)).build(mesh=layout)
+    rows = torch.arange(8.0)
+    assert torch.equal(engine.twice(NeedParallel(rows)), 2 * rows)
+    assert engine.count(NeedParallel(rows)) == {"rows": 8}
+    assert engine.constant(7) == 7
+    assert engine.how_many() == sorted([2, 3, 3] * (layout.size // 3))
+    with pytest.raises(ValueError, match="undeclared ran on 3 workers and does not say how their results join"):
+        engine.undeclared(NeedParallel(rows))
+    assert torch.equal(engine.twice(NeedParallel(rows[:1])), 2 * rows[:1])
+
+
+class TestPlacement:
+    def test_shared_on_one_slot(self):
+        first = TrainEngine(Doubler).build()
+        assert TrainEngine(Doubler).build(colocate_with=[first]).double(2) == 4
+        with pytest.raises(
+            ValueError, match=r"1 slots are needed .*not_colocate_with slots .* and 0 fit; there are slot 0"
+        ):
+            TrainEngine(Doubler).build(not_colocate_with=[first])
+
+    def test_the_emptiest_slots_come_first(self):
+        many = ManyHosts(3)
+        engines = [Engine(Rows, executor=many, name=f"e{i}").build(mesh=Mesh(shard=n)) for i, n in enumerate([2, 1, 1])]
+        assert [engine.slots for engine in engines] == [[0, 1], [2], [0]]
+
+    def test_together_and_apart(self):
+        many = ManyHosts(4)
+        policy = Engine(Rows, executor=many, name="policy").build(mesh=Mesh(shard=2))
+        together = Engine(Rows, executor=many).build(mesh=Mesh(shard=2), colocate_with=[policy])
+        apart = Engine(Rows, executor=many).build(mesh=Mesh(tensor=2), not_colocate_with=[policy])
+        assert (policy.slots, together.slots, apart.slots) == ([0, 1], [0, 1], [2, 3])
+
+    def test_nodes(self):
+        many = ManyHosts(4, nodes=("a", "b"))
+        assert Engine(Rows, executor=many).build(mesh=Mesh(shard=2), nodes=["b"]).slots == [2, 3]
+
+    @pytest.mark.parametrize(
+        ("wish", "message"),
+        [
+            ({"mesh": Mesh(shard=5)}, r"5 slots are needed \(no further wish\) and 4 fit"),
+            ({"nodes": ["c"]}, r"1 slots are needed \(nodes \['c'\]\) and 0 fit"),
+            ({"resources": {"GPU": 1}}, r"1 slots are needed \(resources \{'GPU': 1\}\) and 0 fit"),
+        ],
+    )
+    def test_a_wish_that_cannot_be_met_names_the_slots(self, wish, message):
+        many = ManyHosts(4, nodes=("a", "b"))
+        Engine(Rows, executor=many, name="held").build()
+        with pytest.raises(ValueError, match=f"{message}; there are slot 0 \\(cpu on a: held\\), slot 1 .*free"):
+            Engine(Rows, executor=many).build(**wish)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -135,7 +276,7 @@ def test_freed_rollout_weights_come_back_with_a_sync(train, inference, brought_b
 
 
 def test_freed_training_weights_come_back_with_a_checkpoint_and_train_on(new_model):
-    engines = [TrainEngine(SupervisedModule(new_model(), OPTIMIZER, updates=10)).build() for _ in range(2)]
+    engines = [TrainEngine(lambda: SupervisedModule(new_model(), OPTIMIZER, updates=10)).build() for _ in range(2)]
     for engine in engines:
         update(engine)
     freed, kept = engines
@@ -169,8 +310,10 @@ def test_freeing_keeps_tied_weights_tied(new_model):
 
 def test_a_policy_module_takes_over_where_supervision_ended(new_model, inference):
     model = new_model(seed=1)
-    supervised = TrainEngine(SupervisedModule(model, OPTIMIZER, updates=10)).build()
+    supervised = TrainEngine(lambda: SupervisedModule(model, OPTIMIZER, updates=10)).build()
     update(supervised)
     supervised.sync_weights(inference)
-    policy = TrainEngine(PolicyModule(model, OPTIMIZER, rl_fn.recipes.dapo(), updates=10, first_version=1)).build()
+    policy = TrainEngine(
+        lambda: PolicyModule(model, OPTIMIZER, rl_fn.recipes.dapo(), updates=10, first_version=1)
+    ).build()
     assert policy.sync_weights(inference) == 1

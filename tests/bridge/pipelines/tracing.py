@@ -50,6 +50,11 @@ def weights(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def module_of(engine):
+    """The object that the engine's only worker holds."""
+    return engine.executor._host.workers[engine.name].module
+
+
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -62,9 +67,7 @@ def trace_calls(monkeypatch):
     def generating(engine, prompts, sampling):
         completions = generate(engine, prompts, sampling)
         trainer = None if trace.policy is None else weights(trace.policy.model)
-        trace.generated.append(
-            (list(prompts), sampling, completions, weights(engine._executor._worker._model), trainer)
-        )
+        trace.generated.append((list(prompts), sampling, completions, weights(module_of(engine)._model), trainer))
         return completions
 
     def training(module, batch, denominator):
@@ -72,11 +75,11 @@ def trace_calls(monkeypatch):
         return step(module, batch, denominator)
 
     def supervising(run, policy, *rest, **options):
-        trace.supervised = policy._executor._worker
+        trace.supervised = module_of(policy)
         return sft(run, policy, *rest, **options)
 
     def looping(run, policy, rollout, *rest, reference=None, **options):
-        trace.policy, trace.reference = policy._executor._worker, reference._executor._worker
+        trace.policy, trace.reference = module_of(policy), module_of(reference)
         trace.policy_at_start, trace.reference_at_start = weights(trace.policy.model), weights(trace.reference.model)
         return grpo(run, policy, rollout, *rest, reference=reference, **options)
 

@@ -1,0 +1,45 @@
+"""What lives in the process of a slot: the workers of the engines that share the slot."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Host:
+    """The workers in one slot, its device, and the process groups that the slot belongs to."""
+
+    def __init__(self, slot: int, device: torch.device | str = "cpu", *, group_timeout: float = 600.0) -> None:
+        """``group_timeout``: seconds after which a collective that a peer does not join fails."""
+        self.slot = slot
+        self.device = torch.device(device)
+        self.workers: dict[str, Any] = {}
+        self._timeout = timedelta(seconds=group_timeout)
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+
+    def group(self, slots: Sequence[int], backend: str | None = None, *, purpose: str = "") -> dist.ProcessGroup | None:
+        """The process group over ``slots``, in this order; None for a single slot. All of them call it, none else.
+
+        A group is made once: two calls with the same slots, backend and ``purpose`` share one.
+
+        Raises:
+            ValueError: this slot is not among ``slots``, or the process has not joined the others.
+        """
+        members = tuple(slots)
+        if self.slot not in members:
+            raise ValueError(f"slot {self.slot} asked for a process group of slots {list(members)}")
+        if len(members) == 1:
+            return None
+        if not dist.is_initialized():
+            raise ValueError(f"slots {list(members)} need a process group, and this executor has a single process")
+        backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        key = (members, f"{backend} {purpose}")
+        if key not in self._groups:
+            made = dist.new_group(
+                list(members), backend=backend, timeout=self._timeout, use_local_synchronization=True
+            )
+            assert isinstance(made, dist.ProcessGroup)
+            self._groups[key] = made
+        return self._groups[key]

@@ -1,0 +1,78 @@
+"""How results of several workers become one: as declared, and by nothing else."""
+
+import math
+
+import pytest
+import torch
+
+from rl_bridge.engines import returns
+from rl_bridge.engines.results import declared, join
+from rl_fn import Ratio
+
+
+def test_sums():
+    parts = [{"loss": Ratio(torch.tensor(i), torch.tensor(2.0)), "rows": 2} for i in (1.0, 3.0)]
+    joined = join(parts, "sum", "test")
+    assert isinstance(joined["loss"], Ratio)
+    assert (float(joined["loss"].total), float(joined["loss"].denominator), joined["rows"]) == (4.0, 4.0, 4)
+    assert join([(1, [2.0]), (3, [4.0])], "sum", "test") == (4, [6.0])
+
+
+def test_sums_that_are_none():
+    with pytest.raises(ValueError, match="test is declared a sum, and returns None"):
+        join([None, None], "sum", "test")
+    with pytest.raises(ValueError, match=r"workers return other keys: \[\['a'\], \['b'\]\]"):
+        join([{"a": 1}, {"b": 1}], "sum", "test")
+
+
+def test_rows_of_other_widths_are_padded_with_zeros():
+    joined = join([torch.ones(1, 3), torch.ones(2, 2)], "rows", "test")
+    assert joined.tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.0), 3, None, "text"])
+def test_what_is_no_row(value):
+    with pytest.raises(ValueError, match="test is declared rows, and returns"):
+        join([value, value], "rows", "test")
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.5, "a", None, math.nan, torch.tensor([2, 3]), {"a": [1, (2.0, None)]}, [], {"n": math.nan}]
+)
+def test_same(value):
+    assert join([value, value], "same", "test") is value
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 2],
+        ["a", "b"],
+        [None, 1],
+        [torch.tensor(1), torch.tensor(2)],
+        [{"a": 1}, {"b": 1}],
+        [[1], [1, 2]],
+        [1.0, math.nan],
+    ],
+)
+def test_same_that_is_not(values):
+    with pytest.raises(ValueError, match="test is declared the same on all workers, and is not"):
+        join(values, "same", "test")
+
+
+def test_local():
+    assert join([1, None, "a"], "local", "test") == [1, None, "a"]
+    assert join([1], "local", "test") == [1]
+
+
+def test_nothing_is_guessed():
+    with pytest.raises(ValueError, match=r"ran on 2 workers and does not say how their results join: declare it with"):
+        join([1, 1], None, "test")
+    assert join([None, None], None, "test") is None
+    assert join([7], None, "test") == 7
+
+
+def test_a_declaration_that_does_not_exist():
+    with pytest.raises(ValueError, match="results join by one of rows, sum, same, local, got 'mean'"):
+        returns("mean")
+    assert declared(test_local) is None
