@@ -137,5 +137,6 @@ def move_worker(host: Host, name: str, what: str, device: str) -> None:
 def device_of_worker(host: Host, name: str) -> torch.device:
     """Where a worker's weights are."""
     module: Any = host.workers[name].module
-    plain = isinstance(module, torch.nn.Module) and not isinstance(module, ParallelModule)
-    return device_of(module) if plain else module.weights_device()
+    if isinstance(module, torch.nn.Module) and not isinstance(module, ParallelModule):
+        return device_of(module)
+    return module.weights_device()

@@ -44,7 +44,8 @@ def _arranged(joined: Any, place: np.ndarray, what: str) -> Any:
     if isinstance(joined, tuple) and not hasattr(joined, "_fields"):
         return tuple(_arranged(value, place, what) for value in joined)
     if isinstance(joined, tuple):
-        return type(joined)(*(None if value is None else _arranged(value, place, what) for value in joined))
+        fields: Any = (None if value is None else _arranged(value, place, what) for value in joined)
+        return type(joined)(*fields)
     if len(joined) != len(place):
         raise ValueError(f"{what} is declared rows: {len(place)} rows went in and {len(joined)} came out")
     return take(joined, place)

@@ -37,9 +37,7 @@ class Host:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         key = (members, f"{backend} {purpose}")
         if key not in self._groups:
-            made = dist.new_group(
-                list(members), backend=backend, timeout=self._timeout, use_local_synchronization=True
-            )
+            made = dist.new_group(list(members), backend=backend, timeout=self._timeout, use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup)
             self._groups[key] = made
         return self._groups[key]
