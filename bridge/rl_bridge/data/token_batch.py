@@ -36,6 +36,10 @@ class TokenBatch(NamedTuple):
         fields: Any = (None if value is None else function(value) for value in self)
         return TokenBatch(*fields)
 
+    def row_tokens(self) -> list[int]:
+        """Tokens of each row: what an engine balances its workers by."""
+        return self.lengths.tolist()
+
     def rows(self, index: torch.Tensor | slice) -> "TokenBatch":
         """The chosen rows."""
         return self.map(lambda value: value[index])

@@ -8,7 +8,7 @@ from torch import Tensor
 from rl_bridge.data.requests import Prompt, SamplingParams, requests_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.base import Engine, What
-from rl_bridge.engines.parallel import NeedParallel
+from rl_bridge.engines.splitting import NeedParallel
 
 
 class InferenceEngine(Engine):

@@ -7,6 +7,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.data.requests import Request, SamplingParams
 from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.engines.results import returns
 from rl_bridge.models.encoding import encode_prompt, messages_of
 from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
 from rl_bridge.weights import NamedWeights, receive_weights, replace_parameters
@@ -26,6 +27,7 @@ class InProcessRollout:
         self._version: int | None = 0
         self._home = self.weights_device()
 
+    @returns("rows")
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[list[Trajectory]]:
         """``sampling.n`` trajectories of each request, in the order of the requests."""
@@ -58,6 +60,7 @@ class InProcessRollout:
         receive_weights(self._model, weights)
         self._version = version
 
+    @returns("same")
     def weights_version(self) -> int:
         """The version of the weights in use."""
         if self._version is None:
