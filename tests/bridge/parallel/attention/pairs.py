@@ -1,6 +1,5 @@
-"""Attention as a set of (query, key) pairs: what segments mean, what plans compute, and plans that are wrong."""
+"""Attention as a set of (query, key) pairs: what segments mean and what plans compute."""
 
-import dataclasses
 from collections import Counter
 
 import torch
@@ -69,41 +68,3 @@ def computed(plan: RankPlan, rank, ranks, total):
 def all_computed(segments, ranks, plan=rank_plan):
     total = segments[-1].stop
     return sum((computed(plan(segments, rank, ranks), rank, ranks, total) for rank in range(ranks)), Counter())
-
-
-# Plans with a mistake: each must be seen.
-
-
-def no_documents(segments, rank, ranks):
-    return rank_plan(segments_of([segments[-1].stop]), rank, ranks)
-
-
-def own_keys_alone(segments, rank, ranks):
-    plan = rank_plan(segments, rank, ranks)
-    exchanges = tuple(e._replace(rectangles=()) for e in plan.exchanges)
-    return dataclasses.replace(plan, exchanges=exchanges)
-
-
-def squares_alone(segments, rank, ranks):
-    return dataclasses.replace(own_keys_alone(segments, rank, ranks), rectangles=())
-
-
-def one_key_less(segments, rank, ranks):
-    plan = rank_plan(segments, rank, ranks)
-
-    def shorter(rectangles):
-        return tuple(r._replace(k_start=r.k_start + 1) for r in rectangles if r.k_start + 1 < r.k_stop)
-
-    exchanges = tuple(e._replace(rectangles=shorter(e.rectangles)) for e in plan.exchanges)
-    return dataclasses.replace(plan, rectangles=shorter(plan.rectangles), exchanges=exchanges)
-
-
-def shifted_documents(segments, rank, ranks):
-    """Every document boundary one token late."""
-    total = segments[-1].stop
-    stops = [min(segment.stop + 1, total) for segment in segments]
-    lengths = [b - a for a, b in zip([0, *stops], stops, strict=False)]
-    return rank_plan(segments_of([length for length in lengths if length > 0]), rank, ranks)
-
-
-BROKEN = [no_documents, own_keys_alone, squares_alone, one_key_less, shifted_documents]

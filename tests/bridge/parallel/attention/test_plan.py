@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from rl_bridge.parallel.attention.plan import Rectangle, held, pairs, rank_plan, segments_of
 from rl_fn.packing import zigzag_split
-from tests.bridge.parallel.attention.pairs import BROKEN, all_computed, allowed, mask, segments, tokens
+from tests.bridge.parallel.attention import broken_plans
+from tests.bridge.parallel.attention.pairs import all_computed, allowed, mask, segments, tokens
 
 RANKS = st.integers(1, 5)
 
@@ -22,10 +23,10 @@ def test_every_allowed_pair_is_computed_once_and_no_other(data, ranks):
     assert set(map(tuple, mask(cut).nonzero().tolist())) == allowed(cut)
 
 
-@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("broken", broken_plans.NAMES)
 def test_a_wrong_plan_breaks_the_law(broken):
     cut = segments_of([5, 11, 4, 4])
-    found = all_computed(cut, 2, broken)
+    found = all_computed(cut, 2, getattr(broken_plans, broken))
     assert set(found) != allowed(cut)
 
 

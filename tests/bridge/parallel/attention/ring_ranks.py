@@ -1,0 +1,138 @@
+"""What one rank of a sequence-parallel group computes in the tests of the ring: NumPy arrays, a result a check."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from rl_bridge.parallel.attention import AttentionPlan, ring
+from rl_bridge.parallel.attention.plan import held, rank_plan, segments_of
+from rl_bridge.parallel.documents import Documents
+from tests.bridge.parallel.attention import broken_plans, reference
+from tests.bridge.parallel.models import batch, tiny
+from tests.kernels.live_bytes import LiveBytes
+
+SCALE = 0.3
+# One long document, documents cut by chunks, of one token, alike, many short ones, and completions of shared prompts.
+PACKINGS = {
+    "one": ([96], None),
+    "cut": ([10, 50, 36], None),
+    "single tokens": ([1, 1, 1, 93], None),
+    "alike": ([24, 24, 24, 24], None),
+    "unlike": ([70, 3, 2, 1, 20], None),
+    "short": ([5] * 19 + [1], None),
+    "shared prompts": ([40, 5, 9, 6, 20, 7, 9], [None, 0, 0, 0, None, 4, 4]),
+}
+TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 3e-2}
+# Rows of a batch: 2 · R does not divide their sum.
+LENGTHS = [31, 0, 1, 12, 7, 40, 3]
+MODELS = {
+    "Qwen2": {},
+    "Llama": {"name": "Llama"},
+    "checkpointed": {"checkpointed": True},
+    "sharded": {"sharded": True},
+    "sharded and checkpointed": {"sharded": True, "checkpointed": True},
+    "some rows": {"rows": [5, 2]},
+    "no rows": {"rows": []},
+}
+CHANGED = 3
+
+
+def segments(packing):
+    return segments_of(*PACKINGS[packing])
+
+
+def numpy(tensors):
+    return [x.detach().double().numpy() for x in tensors]
+
+
+def attention(packing, dtype, group):
+    """This rank's part of the output and of the gradients of q, k and v."""
+    cut = segments(packing)
+    total = cut[-1].stop
+    plan = AttentionPlan(cut, torch.device("cpu"), group)
+    own = torch.cat([torch.arange(*span) for span in held(total, group.rank(), group.size())])
+    q, k, v, grad = (x[own] for x in reference.tensors(total, dtype=getattr(torch, dtype)))
+    return numpy(reference.with_gradients(lambda *x: plan.attend(*x, SCALE), q, k, v, grad))
+
+
+def outputs(mesh, *, name="Qwen2", checkpointed=False, sharded=False, rows=None, changed=None):
+    """Logits of the batch and the gradients of a loss of them, summed over the ranks."""
+    ids, mask = batch(LENGTHS)
+    if changed is not None:
+        ids[changed] = ((ids[changed] + 1) % 61).where(mask[changed], 0)
+    model = tiny(name)
+    if checkpointed:
+        model.train().activation_checkpointing_enable()
+    if sharded:
+        for module in [*model.model.layers, model]:
+            fully_shard(module, mesh=mesh["sequence"])
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    documents = Documents(mask.sum(1), mesh, rows=rows)
+    logits = documents.put(model(documents.take(ids), **documents.forward_kwargs).logits, ids.shape)
+    logits.square().sum().backward()
+    gradients = {}
+    for parameter_name, parameter in model.named_parameters():
+        if not sharded:
+            dist.all_reduce(parameter.grad)
+        whole = parameter.grad.full_tensor() if sharded else parameter.grad
+        gradients[parameter_name] = whole.numpy()
+    return logits.detach().numpy(), gradients
+
+
+def with_broken_plan(mesh, broken):
+    ring.rank_plan = getattr(broken_plans, broken)
+    try:
+        return outputs(mesh)[0]
+    finally:
+        ring.rank_plan = rank_plan
+
+
+def memory(tokens, group):
+    """Bytes kept for the backward pass of one long document, and the most bytes alive in both passes."""
+    plan = AttentionPlan(segments_of([tokens]), torch.device("cpu"), group)
+    q, k, v, grad = reference.tensors(plan.rank_plan.tokens)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    kept = []
+    with (
+        LiveBytes() as alive,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x),
+    ):
+        plan.attend(*inputs, SCALE).backward(grad)
+    return sum(kept), alive.peak
+
+
+def refusal(group):
+    """The message where the mesh does not say which ranks share a sequence."""
+    try:
+        Documents([3], DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def checks(mesh):
+    group = mesh.get_group("sequence")
+    return {
+        "attention": {(p, d): attention(p, d, group) for p in PACKINGS for d in TOLERANCE},
+        "models": {way: outputs(mesh, **options) for way, options in MODELS.items()},
+        "changed": outputs(mesh, changed=CHANGED),
+        "broken": {broken: with_broken_plan(mesh, broken) for broken in broken_plans.NAMES},
+        "memory": {tokens: memory(tokens, group) for tokens in (256, 512)},
+        "refusal": refusal(group),
+    }
+
+
+def rank(number, address, queue, ranks):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=number, world_size=ranks, timeout=timedelta(seconds=60))
+    try:
+        queue.put((number, checks(DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("sequence",)))))
+    except Exception as error:
+        queue.put((number, repr(error)))
+        raise
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,102 @@
+"""Zigzag ring attention over processes: the numbers of one process, forward and backward."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from rl_bridge.parallel.attention.plan import held
+from tests.bridge.parallel.attention import broken_plans, pairs, reference
+from tests.bridge.parallel.attention.ring_ranks import (
+    CHANGED,
+    LENGTHS,
+    MODELS,
+    PACKINGS,
+    SCALE,
+    TOLERANCE,
+    numpy,
+    rank,
+    segments,
+)
+from tests.bridge.parallel.models import batch, tiny
+from tests.ranks import results
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request, tmp_path_factory):
+    """What every rank computed."""
+    count = request.param
+    messages = results(functools.partial(rank, ranks=count), count, tmp_path_factory.mktemp("gloo"))
+    assert not [found for _, found in messages if isinstance(found, str)]
+    return [found for _, found in messages]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_ring_is_attention(ranks, packing, dtype):
+    cut = segments(packing)
+    total = cut[-1].stop
+    arrays = reference.tensors(total, dtype=getattr(torch, dtype))
+    wide = [x.double() for x in arrays]
+    mask = pairs.mask(cut)
+    want = numpy(reference.with_gradients(lambda *x: reference.attention(*x, mask, SCALE)[0], *wide))
+    order = [token for number in range(len(ranks)) for token in pairs.tokens(held(total, number, len(ranks)))]
+    largest = max(np.abs(x).max() for x in want)
+    for index, whole in enumerate(want):
+        got = np.empty_like(whole)
+        got[order] = np.concatenate([found["attention"][packing, dtype][index] for found in ranks])
+        assert np.isfinite(got).all()
+        assert np.abs(got - whole).max() < TOLERANCE[dtype] * largest
+
+
+def one_process(name="Qwen2", rows=None):
+    """Logits and gradients of the padded batch, by SDPA."""
+    ids, mask = batch(LENGTHS)
+    if rows is not None:
+        mask &= torch.tensor([row in rows for row in range(len(LENGTHS))])[:, None]
+    model = tiny(name, "sdpa")
+    logits = model(ids, use_cache=False).logits.masked_fill(~mask[..., None], 0.0)
+    logits.square().sum().backward()
+    return logits.detach().numpy(), {n: p.grad.numpy() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("way", MODELS)
+def test_a_model_computes_the_same_numbers_on_every_rank(ranks, way):
+    options = MODELS[way]
+    logits, gradients = one_process(options.get("name", "Qwen2"), options.get("rows"))
+    for found in ranks:
+        got, got_gradients = found["models"][way]
+        assert np.abs(got - logits).max() <= 3e-6 * np.abs(logits).max()
+        assert got_gradients.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert np.abs(got_gradients[name] - gradient).max() <= 5e-6 * np.abs(gradient).max(), name
+
+
+def test_a_changed_document_changes_no_bit_of_the_others(ranks):
+    for found in ranks:
+        before, after = found["models"]["Qwen2"][0], found["changed"][0]
+        assert np.array_equal(np.delete(before, CHANGED, 0), np.delete(after, CHANGED, 0))
+        assert np.abs(before[CHANGED] - after[CHANGED]).max() > 0.1
+
+
+@pytest.mark.parametrize("broken", broken_plans.NAMES)
+def test_a_wrong_plan_is_seen(ranks, broken):
+    logits, _ = one_process()
+    for found in ranks:
+        assert np.abs(found["broken"][broken] - logits).max() > 1e-2 * np.abs(logits).max()
+
+
+def test_a_rank_holds_its_part_of_the_tokens(ranks):
+    for found in ranks:
+        for tokens, (kept, peak) in found["memory"].items():
+            own = tokens // len(ranks)
+            # q, k, v and the output, and a logsumexp a head, of 4 heads and 2 of keys, of 8 numbers each.
+            assert kept == 4 * own * (4 * 8 + 2 * 8 + 2 * 8 + 4 * 8 + 4)
+            # Outputs, gradients and what is under way: the keys of two steps, and gradients there and back.
+            assert peak <= 4 * own * 320
+        assert found["memory"][512][1] == 2 * found["memory"][256][1]
+
+
+def test_a_mesh_without_the_dimension_is_refused(ranks):
+    assert all("needs a dimension 'sequence', got ('shard',)" in found["refusal"] for found in ranks)
