@@ -7,13 +7,22 @@ import numpy as np
 import torch
 
 from rl_bridge.data.token_batch import TokenBatch
+from rl_fn.packing import pack
 
 
 class MicroBatch(NamedTuple):
-    """``batch`` holds the rows ``places`` of a larger one, without the columns that are padding in all of them."""
+    """``batch`` holds the rows ``places`` of a larger one, without the columns that are padding in all of them.
+
+    Without places it is a stand-in: one row in which nothing counts.
+    """
 
     places: torch.Tensor
     batch: TokenBatch
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The entries of [N, L] that belong to this part; zeros for a stand-in."""
+        rows, columns = self.batch.tokens.shape
+        return whole[self.places, :columns] if len(self.places) else whole.new_zeros((rows, columns))
 
 
 def padded_rows(lengths: Sequence[int], max_tokens: int) -> list[np.ndarray]:
@@ -36,15 +45,41 @@ def padded_rows(lengths: Sequence[int], max_tokens: int) -> list[np.ndarray]:
     return [np.sort(np.asarray(part, np.int64)) for part in parts]
 
 
-def micro_batches(batch: TokenBatch, max_tokens: int) -> list[MicroBatch]:
-    """The batch in parts, each row in exactly one."""
-    parts = [torch.from_numpy(part) for part in padded_rows(batch.lengths.tolist(), max_tokens)]
-    return [MicroBatch(index, batch.rows(index).trim()) for index in parts]
+def packed_rows(lengths: Sequence[int], max_tokens: int) -> list[np.ndarray]:
+    """Rows that go together when they lie one behind another, without padding: as few micro-batches as will do.
+
+    A micro-batch has at most ``max_tokens`` tokens, or one row. Returns ascending row numbers; every row is in exactly
+    one.
+
+    >>> [part.tolist() for part in packed_rows([3, 9, 20, 4, 8], 12)]
+    [[2], [0, 1], [3, 4]]
+    """
+    array = np.asarray(lengths, np.int64)
+    alone, rest = np.flatnonzero(array > max_tokens), np.flatnonzero(array <= max_tokens)
+    return [np.array([row]) for row in alone] + [rest[part] for part in pack(array[rest], max_tokens)]
+
+
+def micro_batches(batch: TokenBatch, max_tokens: int, *, packing: bool = False) -> list[MicroBatch]:
+    """The batch in parts, each row in exactly one. ``max_tokens`` counts padding unless rows are packed."""
+    parts = (packed_rows if packing else padded_rows)(batch.row_tokens(), max_tokens)
+    places = [torch.from_numpy(part).to(batch.tokens.device) for part in parts]
+    return [MicroBatch(rows, batch.rows(rows).trim()) for rows in places]
+
+
+def stand_in(batch: TokenBatch) -> MicroBatch:
+    """What a worker computes while others still have rows, so that all join the same collectives: it adds nothing."""
+
+    def nothing(value: torch.Tensor) -> torch.Tensor:
+        return value.new_zeros((1, 2) if value.dim() > 1 else 1)
+
+    empty = batch.map(nothing)
+    return MicroBatch(batch.lengths.new_zeros(0), empty._replace(lengths=empty.lengths + 2))
 
 
 def restore(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
-    """[N, L] of the shape of ``like`` from (row numbers, [n, l ≤ L]) pairs; zero in the columns that were cut off."""
+    """[N, L] of the shape of ``like`` from (places, [n, l ≤ L]) pairs; zero in the columns that were cut off."""
     whole = torch.zeros(like.shape, device=like.device)
-    for index, values in parts:
-        whole[index, : values.shape[1]] = values.to(whole)
+    for places, values in parts:
+        if len(places):
+            whole[places, : values.shape[1]] = values.to(whole)
     return whole

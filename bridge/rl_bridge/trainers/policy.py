@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rl_bridge.data.micro_batches import MicroBatch, micro_batches, restore
+from rl_bridge.data.micro_batches import MicroBatch, restore
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.functional import from_jax
 from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
@@ -42,7 +42,7 @@ class PolicyModule(CausalLMModule):
         """
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
-        parts = micro_batches(batch, self.scoring.micro_batch_tokens)
+        parts = self.micro_batches(batch)
         if self.objective.over_batch and len(parts) > 1:
             return self._step_over_batch(batch, parts, denominator)
         metrics: dict[str, Any] = {}
@@ -78,9 +78,8 @@ class PolicyModule(CausalLMModule):
         )
         metrics = self._backward(batch, logprobs, entropies, denominator)
         for part in parts:
-            columns = part.batch.mask.shape[1]
             pairs = [
-                (x, w.grad[part.places, :columns])
+                (x, part.of(w.grad))
                 for x, w in zip(self(part.batch), (logprobs, entropies), strict=True)
                 if w.grad is not None
             ]

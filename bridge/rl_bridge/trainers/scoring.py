@@ -7,9 +7,11 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from rl_bridge.data.micro_batches import micro_batches, restore
+from rl_bridge.data.micro_batches import MicroBatch, micro_batches, restore, stand_in
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.module import ParallelModule
+from rl_bridge.parallel.attention import use_rl_fn_attention
+from rl_bridge.parallel.documents import Documents
 from rl_bridge.weights import named_weights, replace_parameters
 from rl_kernels import logits_logprobs
 
@@ -24,7 +26,9 @@ class ScoringConfig:
     temperature: float = 1.0
     """Divides the logits. It is the temperature that the completions were sampled at."""
     micro_batch_tokens: int = 16384
-    """Tokens of one forward pass, padding included. More cost memory, and fewer cost time."""
+    """Tokens of one forward pass, with the padding there is. More cost memory, and fewer cost time."""
+    packing: bool = False
+    """Rows lie one behind another instead of each padded to the longest beside it. The results are the same."""
     softcap: float | None = None
     """softcap · tanh(logits / softcap), on top of what the model itself does to its logits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -45,40 +49,51 @@ class TokenScorer(ParallelModule):
         """``model`` is switched to evaluation: with dropout, no model would agree with its own copy."""
         super().__init__()
         self.model = model.eval()
+        use_rl_fn_attention(self.model)
         self.scoring = scoring
         self._freed, self._home = False, self.weights_device()
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies of the tokens that count, [N, L] each, zero where masked.
-
-        Only columns from the first that counts on reach the vocabulary. Padding is on the right, where attention is
-        causal and needs no mask.
-        """
+        """Log-probabilities and entropies of the tokens that count, [N, L] each, zero where masked."""
         self._refuse_freed()
-        width = batch.tokens.shape[1]
-        counted = batch.mask.any(0).nonzero()
-        first = int(counted[0]) if len(counted) else max(1, width - 1)
+        # Position t predicts token t + 1: shifted before rows are packed, so that no document predicts the next one's.
+        targets, counted = (torch.nn.functional.pad(x[:, 1:], (0, 1)) for x in (batch.tokens, batch.mask))
+        if not self.scoring.packing:
+            # Padding is on the right, where attention is causal and needs no mask.
+            scores = self._scores(batch.tokens, targets, counted, use_cache=False)
+        else:
+            documents = Documents(batch.lengths)
+            packed = (documents.take(x) for x in (batch.tokens, targets, counted))
+            scores = documents.put(self._scores(*packed, **documents.forward_kwargs), batch.tokens.shape)
+        scores = torch.nn.functional.pad(scores[:, :-1], (0, 0, 1, 0)).masked_fill(~batch.mask[..., None], 0.0)
+        logprobs, entropies = scores.unbind(-1)
+        return logprobs, entropies
+
+    def _scores(
+        self, tokens: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Log-probabilities and entropies [N, T, 2] of ``targets``; only columns in which some count are computed."""
+        columns = counted.any(0).nonzero()[:, 0]
+        columns = columns if len(columns) else columns.new_zeros(1)
         # Switched off as well as on: a caller's own autocast would score a policy otherwise than its reference.
         low = self.scoring.dtype == "bfloat16"
-        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=low):
-            out = self.model(input_ids=batch.tokens, use_cache=False, logits_to_keep=width - first + 1)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=low):
+            logits = self.model(input_ids=tokens, logits_to_keep=columns, **options).logits
         result = logits_logprobs(
-            out.logits[:, :-1],
-            batch.tokens[:, first:],
-            temperature=self.scoring.temperature,
-            softcap=self.scoring.softcap,
+            logits, targets[:, columns], temperature=self.scoring.temperature, softcap=self.scoring.softcap
         )
-        mask = batch.mask[:, first:]
-        logprobs, entropies = (
-            torch.nn.functional.pad(values.masked_fill(~mask, 0.0), (first, 0))
-            for values in (result.logprobs, result.entropy)
-        )
-        return logprobs, entropies
+        scores = torch.stack([result.logprobs, result.entropy], -1)
+        return scores.new_zeros((*tokens.shape, 2)).index_copy(1, columns, scores)
+
+    def micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
+        """The batch in parts that one forward pass takes; one of a batch without rows too."""
+        parts = micro_batches(batch, self.scoring.micro_batch_tokens, packing=self.scoring.packing)
+        return parts or [stand_in(batch)]
 
     @torch.no_grad()
     def token_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probabilities of the tokens that count under the present weights, [N, L], zero where masked."""
-        parts = micro_batches(batch, self.scoring.micro_batch_tokens)
+        parts = self.micro_batches(batch)
         return restore([(part.places, self(part.batch)[0]) for part in parts], batch.tokens)
 
     def scoring_config(self) -> ScoringConfig:

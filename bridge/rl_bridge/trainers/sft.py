@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_bridge.data.micro_batches import micro_batches
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
@@ -33,7 +32,7 @@ class SupervisedModule(CausalLMModule):
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
         total: Any = 0
-        for _, part in micro_batches(batch, self.scoring.micro_batch_tokens):
+        for _, part in self.micro_batches(batch):
             loss = _aggregate_parts(-self(part)[0], part.mask, "token-mean")
             (loss.total / denominator).backward()
             total = total + detached(loss)
