@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_fn.recurrence import BLOCK, scan
+from rl_fn.recurrence import BLOCK, _scan_of_symbolic_length, scan
 from tests.rl_fn.laws import quick_jit
 
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK**2, BLOCK**2 + 1, BLOCK**3 + 3]
@@ -87,3 +87,21 @@ def test_a_cut_keeps_what_is_not_finite_from_the_neighbours(length, reverse):
         for a, b in zip((clean, *slopes), (found, *found_slopes), strict=True):
             np.testing.assert_array_equal(np.asarray(a)[~ill], np.asarray(b)[~ill])
         assert not np.isfinite(np.asarray(found)[ill]).any()
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_the_form_for_symbolic_lengths_is_the_scan(reverse):
+    """Its steps are jax.lax.associative_scan's, which JAX alone can run only where the length is a number."""
+    rng = np.random.default_rng(0)
+    decay, inputs = (jnp.asarray(x, jnp.float32) for x in rng.uniform(-1.0, 1.0, (2, 3, BLOCK + 3)))
+    init, cuts = jnp.arange(1.0, 4.0), jnp.asarray(rng.random((3, BLOCK + 3)) < 0.2)
+
+    def both(*forms):
+        given = [(a, inputs, init, c) for a in (decay, None) for c in (cuts, None)]
+        return [[form(*x[:3], x[3], reverse=reverse) for x in given] for form in forms]
+
+    def plain(decay, inputs, init, cuts, *, reverse):
+        return scan(decay, inputs, init, reverse=reverse, cuts=cuts)
+
+    for a, b in zip(*quick_jit(lambda: both(plain, _scan_of_symbolic_length))(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -257,6 +257,10 @@ def test_the_highest_entropies():
     total, count = OverHighEntropy(fraction=0.25)(BATCH.entropies, BATCH.mask, None)
     np.testing.assert_allclose([total, count], [H[high].sum(), high.sum()], rtol=1e-6)
     assert float(OverHighEntropy()(BATCH.entropies, BATCH.mask, None).denominator) == MASK.sum()
+    # The quantile is of all tokens, whichever rows they are packed in.
+    packed = BATCH._replace(entropies=BATCH.entropies.reshape(1, -1), mask=BATCH.mask.reshape(1, -1))
+    np.testing.assert_array_equal(EntropyGate(0.25)(packed), high.reshape(1, -1))
+    assert EntropyGate(0.25).accepts_packed
     with pytest.raises(ValueError, match="entropies; it is None"):
         EntropyGate(0.25)(BATCH._replace(entropies=None))
     # At a quantile that is one of them, that token stays.

@@ -101,6 +101,10 @@ def test_overlong_penalty_at_its_corners():
     assert rl_fn.overlong_penalty(lengths, max_length=20, buffer=8).tolist() == [0.0, 0.0, -0.25, -1.0, -1.0]
     assert rl_fn.overlong_penalty(lengths, max_length=20, buffer=0).tolist() == [0.0, 0.0, 0.0, 0.0, -1.0]
     assert rl_fn.overlong_penalty(lengths, max_length=20, buffer=1).tolist() == [0.0, 0.0, 0.0, -1.0, -1.0]
+    # Half a token over, where the buffer is a number that changes: of 1, and of 0.
+    for buffer, penalty in ((1.0, -0.5), (0.0, 0.0)):
+        assert rl_fn.overlong_penalty(jnp.array([19.5]), max_length=20, buffer=jnp.array(buffer)).tolist() == [penalty]
+    assert rl_fn.overlong_penalty(jnp.array([20.5]), max_length=20, buffer=jnp.array(0.0)).tolist() == [-1.0]
 
 
 def test_length_adaptive_lambda():
