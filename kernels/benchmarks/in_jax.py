@@ -23,14 +23,14 @@ from rl_kernels import in_jax
 
 # Hidden size and vocabulary of Llama-3-8B and Qwen2.5-7B.
 MODELS = {"llama": (4096, 128256), "qwen": (3584, 152064)}
-SMALL = {"model": "small", "operation": "linear", "rows": 32, "features": 64, "vocabulary": 512}
+SMALL = {"model": "small", "operation": "linear", "rows": 32, "hidden_size": 64, "vocabulary": 512}
 WAYS = ("log_softmax", "reference", "pallas")
 
 
 def cases() -> list[dict[str, Any]]:
     return [
-        {"model": model, "operation": operation, "rows": rows, "features": features, "vocabulary": vocabulary}
-        for model, (features, vocabulary) in MODELS.items()
+        {"model": model, "operation": operation, "rows": rows, "hidden_size": hidden_size, "vocabulary": vocabulary}
+        for model, (hidden_size, vocabulary) in MODELS.items()
         for operation in ("logits", "linear")
         for rows in (8192, 32768)
     ]
@@ -56,7 +56,7 @@ def measured(case: dict[str, Any], way: str, repeats: int) -> dict[str, float]:
     """Median seconds of the forward alone and with the backward, and the peak in bytes where the device counts it."""
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     a, b, c = jax.random.split(jax.random.key(0), 3)
-    rows, features, vocabulary = case["rows"], case["features"], case["vocabulary"]
+    rows, hidden_size, vocabulary = case["rows"], case["hidden_size"], case["vocabulary"]
     tokens = jax.random.randint(a, (rows,), 0, vocabulary)
 
     @partial(jax.jit, static_argnums=(1, 2))
@@ -67,7 +67,7 @@ def measured(case: dict[str, Any], way: str, repeats: int) -> dict[str, float]:
     if case["operation"] == "logits":
         arrays = (drawn(b, (rows, vocabulary), 3.0),)
     else:
-        arrays = drawn(b, (rows, features), 1.0), drawn(c, (vocabulary, features), 3.0 * features**-0.5)
+        arrays = drawn(b, (rows, hidden_size), 1.0), drawn(c, (vocabulary, hidden_size), 3.0 * hidden_size**-0.5)
     value = partial(loss, way=way)
 
     def seconds(function):

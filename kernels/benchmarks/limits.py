@@ -22,13 +22,13 @@ class Head:
     """N rows of hidden size H against a vocabulary of V, ``width`` bytes a number."""
 
     rows: int
-    features: int
+    hidden_size: int
     vocabulary: int
     width: int = 2
 
     def flops(self, products: int) -> float:
         """Of so many matrix products: 1 forward; 4 with a backward that computes the logits again, 3 without."""
-        return 2.0 * products * self.rows * self.features * self.vocabulary
+        return 2.0 * products * self.rows * self.hidden_size * self.vocabulary
 
     def logits(self) -> int:
         """Bytes of all logits."""
@@ -36,7 +36,7 @@ class Head:
 
     def gradients(self) -> int:
         """Bytes of dL/dhidden and dL/dweight, which any way needs."""
-        return self.width * self.features * (self.rows + self.vocabulary)
+        return self.width * self.hidden_size * (self.rows + self.vocabulary)
 
 
 def clock(device: torch.device) -> float:
@@ -77,9 +77,9 @@ def table(tflops: float, gbs: float) -> str:
         "| logits read once (ms) | read and written (ms) |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, (features, vocabulary) in MODELS.items():
+    for name, (hidden_size, vocabulary) in MODELS.items():
         for rows in (8192, *(512 * group for group in (64, 128, 256))):
-            head = Head(rows, features, vocabulary)
+            head = Head(rows, hidden_size, vocabulary)
             products = [f"{1e3 * head.flops(count) / tflops / 1e12:.1f}" for count in (1, 4, 3)]
             passes = [f"{1e3 * count * head.logits() / gbs / 1e9:.2f}" for count in (1, 2)]
             cells = [name, str(rows), f"{head.logits() / 2**30:.1f}", *products, *passes]
@@ -89,21 +89,21 @@ def table(tflops: float, gbs: float) -> str:
 
 def blocks_table(tflops: float, gbs: float) -> str:
     """What a workspace holds of a model in bfloat16 on a GPU, and what its blocks' gradients cost, as Markdown."""
-    # A float32 logit and its narrower gradient; a feature of a row copied and its float32 sum; sums in place.
+    # A float32 logit and its narrower gradient; an entry of a hidden state copied and its float32 sum; sums in place.
     training = Cost(6, 6, 0)
     lines = [
-        "| model | workspace (MiB) | rows x entries | gradients read and written again, of three products' time |",
+        "| model | workspace (MiB) | tokens x vocab | gradients read and written again, of three matmuls' time |",
         "|---|---|---|---|",
     ]
-    for name, (features, vocabulary) in MODELS.items():
-        forward = blocks(vocabulary, features, 64 << 20, Cost(4, 2, 0))
+    for name, (hidden_size, vocabulary) in MODELS.items():
+        forward = blocks(vocabulary, hidden_size, 64 << 20, Cost(4, 2, 0))
         lines.append(f"| {name} | 64, forward | {forward.tokens} x {forward.vocab} | none is written |")
-        cuts = [(f"{mib}", blocks(vocabulary, features, mib << 20, training)) for mib in (256, 512, 1024)]
-        cuts += [(f"{mib}, fused", sizes(vocabulary, features, mib << 20, 4)) for mib in (1024, 4096)]
-        for workspace, (rows, entries) in cuts:
-            # Each block of rows passes over dL/dweight, each tile of entries over the rows' dL/dhidden, in float32.
-            share = 8 * (1 / rows + 1 / entries) / gbs / 1e9 * tflops * 1e12 / 6
-            lines.append(f"| {name} | {workspace} | {rows} x {entries} | {100 * share:.1f} % |")
+        cuts = [(f"{mib}", blocks(vocabulary, hidden_size, mib << 20, training)) for mib in (256, 512, 1024)]
+        cuts += [(f"{mib}, fused", sizes(vocabulary, hidden_size, mib << 20, 4)) for mib in (1024, 4096)]
+        for workspace, (tokens, vocab) in cuts:
+            # Each block of tokens passes over dL/dweight, each tile of the vocabulary over dL/dhidden, in float32.
+            share = 8 * (1 / tokens + 1 / vocab) / gbs / 1e9 * tflops * 1e12 / 6
+            lines.append(f"| {name} | {workspace} | {tokens} x {vocab} | {100 * share:.1f} % |")
     return "\n".join(lines)
 
 

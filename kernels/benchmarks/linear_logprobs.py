@@ -24,7 +24,7 @@ from rl_kernels import linear_logprobs, linear_policy_loss
 from rl_kernels.backends import refusal
 
 LENGTH = 512
-SMALL = {"groups": 1, "length": 8, "features": 64, "vocabulary": 128}
+SMALL = {"groups": 1, "length": 8, "hidden_size": 64, "vocabulary": 128}
 
 
 def problem(case: dict[str, int], on: torch.device) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -33,8 +33,8 @@ def problem(case: dict[str, int], on: torch.device) -> tuple[list[torch.Tensor],
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
     groups, length, vocabulary = case["groups"], case["length"], case["vocabulary"]
     hidden, weight = (
-        torch.randn(rows, case["features"], device=on, dtype=dtype, generator=g).mul_(scale).requires_grad_()
-        for rows, scale in ((groups * length, 1.0), (vocabulary, 3.0 * case["features"] ** -0.5))
+        torch.randn(rows, case["hidden_size"], device=on, dtype=dtype, generator=g).mul_(scale).requires_grad_()
+        for rows, scale in ((groups * length, 1.0), (vocabulary, 3.0 * case["hidden_size"] ** -0.5))
     )
     tokens = torch.randint(vocabulary, (groups * length,), device=on, generator=g)
     advantages = torch.randn(groups, 1, device=on, generator=g).expand(groups, length).reshape(-1)
@@ -169,14 +169,14 @@ WAYS = {
 }
 
 
-def cases(groups: list[int] | None, features: int, vocabulary: int) -> list[dict[str, int]]:
+def cases(groups: list[int] | None, hidden_size: int, vocabulary: int) -> list[dict[str, int]]:
     """N = 8192 and 512·G of each model on a GPU, one head on a CPU."""
     if device().type == "cuda":
         shapes = list(MODELS.values())
         groups = groups or [16, 64, 128, 256]
     else:
-        shapes, groups = [(features, vocabulary)], groups or [4, 8, 16]
-    return [{"groups": g, "length": LENGTH, "features": h, "vocabulary": v} for h, v in shapes for g in groups]
+        shapes, groups = [(hidden_size, vocabulary)], groups or [4, 8, 16]
+    return [{"groups": g, "length": LENGTH, "hidden_size": h, "vocabulary": v} for h, v in shapes for g in groups]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -193,9 +193,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     for case in result["cases"]:
         rows = case["groups"] * case["length"]
-        head = Head(rows, case["features"], case["vocabulary"], 4 if result["device"] == "cpu" else 2)
+        head = Head(rows, case["hidden_size"], case["vocabulary"], 4 if result["device"] == "cpu" else 2)
         lines += [
-            f"\n## G = {case['groups']}: N = {rows}, H = {case['features']}, V = {case['vocabulary']}; "
+            f"\n## G = {case['groups']}: N = {rows}, H = {case['hidden_size']}, V = {case['vocabulary']}; "
             f"logits {head.logits() / 2**20:.0f} MiB, gradients {head.gradients() / 2**20:.0f} MiB\n",
             "| way | beyond gradients (MiB) | in all (MiB) | forward (s) | forward + backward (s) |",
             "|---|---|---|---|---|",
@@ -219,7 +219,7 @@ def plot(result: dict[str, Any], path: Any) -> None:
     for axes, label in ((left, "peak beyond inputs and gradients (MiB)"), (right, "forward + backward (s)")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks := [case["groups"] for case in result["cases"] if shape.items() <= case.items()], ticks)
-        axes.set_xlabel(f"responses of {first['length']} tokens, H = {first['features']}, V = {first['vocabulary']}")
+        axes.set_xlabel(f"responses of {first['length']} tokens, H = {first['hidden_size']}, V = {first['vocabulary']}")
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -231,7 +231,7 @@ def plot(result: dict[str, Any], path: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=lambda s: [int(x) for x in s.split(",")], help="responses, comma-separated")
-    parser.add_argument("--features", type=int, default=512, help="hidden size on a CPU")
+    parser.add_argument("--hidden-size", type=int, default=512, help="hidden size on a CPU")
     parser.add_argument("--vocabulary", type=int, default=32000, help="on a CPU")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -242,7 +242,7 @@ def main() -> None:
     if arguments.one is not None:
         child(WAYS, problem, arguments.one)
         return
-    found = cases(arguments.groups, arguments.features, arguments.vocabulary)
+    found = cases(arguments.groups, arguments.hidden_size, arguments.vocabulary)
     ways = [way for way in WAYS if arguments.only in way]
     where = facts(arguments.threads)
     rows = everything(__file__, ways, found, SMALL, turns=arguments.turns, threads=arguments.threads)

@@ -60,11 +60,11 @@ def ways(on: torch.device) -> dict[str, dict[str, Callable[..., Result]]]:
     return {"logits": from_logits, "hidden states": from_hidden}
 
 
-def problem(rows: int, features: int, vocabulary: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def problem(rows: int, hidden_size: int, vocabulary: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator(on).manual_seed(0)
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
-    hidden = torch.randn(rows, features, device=on, generator=g)
-    weight = torch.randn(vocabulary, features, device=on, generator=g) * (3.0 * features**-0.5)
+    hidden = torch.randn(rows, hidden_size, device=on, generator=g)
+    weight = torch.randn(vocabulary, hidden_size, device=on, generator=g) * (3.0 * hidden_size**-0.5)
     return hidden.to(dtype), weight.to(dtype)
 
 
@@ -81,9 +81,9 @@ def extra(call: Callable[[], Any], on: torch.device) -> int | None:
 def measure(on: torch.device, turns: int) -> list[dict[str, Any]]:
     big = on.type == "cuda"
     found: list[dict[str, Any]] = []
-    for features, vocabulary in MODELS.values() if big else [(64, 4096)]:
+    for hidden_size, vocabulary in MODELS.values() if big else [(64, 4096)]:
         for rows in (8192, 32768) if big else (16,):
-            hidden, weight = problem(rows, features, vocabulary, on)
+            hidden, weight = problem(rows, hidden_size, vocabulary, on)
             # Whole logits of the larger case do not fit beside their float32 copy: that way says so.
             for start, named in ways(on).items():
                 inputs = (hidden @ weight.T,) if start == "logits" else (hidden, weight)
@@ -94,7 +94,13 @@ def measure(on: torch.device, turns: int) -> list[dict[str, Any]]:
                             result["extra"] = extra(calls[name][0], on)
                             ids, ours = (calls[n][0]()[0].sort(-1).values for n in (name, "ours"))
                             result["others"] = (ids != ours).double().mean().item()
-                        case = {"from": start, "rows": rows, "features": features, "vocabulary": vocabulary, "k": k}
+                        case = {
+                            "from": start,
+                            "rows": rows,
+                            "hidden_size": hidden_size,
+                            "vocabulary": vocabulary,
+                            "k": k,
+                        }
                         found.append({**case, "way": name, **result})
                         print(found[-1], flush=True)
                 del inputs
@@ -113,7 +119,7 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        case = "| " + " | ".join(str(row[n]) for n in ("from", "rows", "features", "vocabulary", "k", "way"))
+        case = "| " + " | ".join(str(row[n]) for n in ("from", "rows", "hidden_size", "vocabulary", "k", "way"))
         if "seconds" not in row:
             lines.append(f"{case} | {row['missing'].replace('|', '/')} | | | |")
             continue

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SMALL = {"groups": 1, "length": 4, "features": 8, "vocabulary": 16}
+SMALL = {"groups": 1, "length": 4, "hidden_size": 8, "vocabulary": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_all_ways_agree(name):
 
 def test_table_and_plot(tmp_path):
     script = import_module("linear_logprobs")
-    case = {"groups": 2, "length": 512, "features": 8, "vocabulary": 16}
+    case = {"groups": 2, "length": 512, "hidden_size": 8, "vocabulary": 16}
     facts = {"hardware": "a machine", "threads": 1, "reached": {"tflops": 0.1, "gbs": 10.0}, "versions": {"torch": "2"}}
     rows = [
         {"case": case, "way": "ours, torch", "extra": 9 << 20, "gradients": 4 << 20, "forward_s": 0.5, "both_s": 2.0},

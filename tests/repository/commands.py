@@ -126,8 +126,8 @@ COMMANDS = [
     Command("python kernels/benchmarks/limits.py --tflops 790 --gbs 4300"),
     Command(
         "python kernels/benchmarks/linear_logprobs.py",
-        "python kernels/benchmarks/linear_logprobs.py --groups 1 --features 16 --vocabulary 64 --turns 1 --name short "
-        "--only 'ours, torch'",
+        "python kernels/benchmarks/linear_logprobs.py --groups 1 --hidden-size 16 --vocabulary 64 --turns 1 "
+        "--name short --only 'ours, torch'",
         "minutes",
     ),
     Command("make mutation", "python -m tests.mutation --files rewards.py --sample 2 --out $SCRATCH/mutation", "hours"),

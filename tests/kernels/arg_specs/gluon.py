@@ -12,7 +12,7 @@ def _specification(name: str, dtype: str, everything: bool):
     types = dict.fromkeys(("inv_temperature", "states", "targets"), "*fp32") | {"tokens": "*i64", "softcap": "fp32"}
     types |= {"bias": f"*{dtype}", "allowed": "*i32"} if everything else {"bias": "*fp32", "allowed": "*fp32"}
     constants = dict.fromkeys(("BIASED", "CAPPED", "ALLOWED"), everything) | {"GROUP": GROUP, "STAGES": on.stages}
-    # Features that are no multiple of a tile's, with every option.
+    # A hidden size that is no multiple of a tile's, with every option.
     constants |= own_constants(name, BLOCK_K + everything)
     if on.gathers:
         types |= {"hidden": f"*{dtype}", "weight": f"*{dtype}", "rows": "*i64"}

@@ -27,7 +27,7 @@ _PLAIN, _EVERY = {"everything": False}, {"everything": True}
 _VARIANTS = (
     ("forward bf16", "bf16", _PLAIN),
     ("forward bf16, every option", "bf16", _EVERY),
-    ("forward bf16, every option, ragged features", "bf16", _EVERY | {"ragged": True}),
+    ("forward bf16, every option, ragged hidden size", "bf16", _EVERY | {"ragged": True}),
     ("forward fp32", "fp32", _PLAIN),
     ("forward fp32, every option", "fp32", _EVERY),
     ("forward bf16 by fp32, every option", "fp32", _EVERY | {"mixed": True, "ragged": True}),

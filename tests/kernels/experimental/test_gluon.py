@@ -56,20 +56,20 @@ def test_values_and_gradients(emulated, option):
     assert emulated.programs == 2 * counted
 
 
-# Features: few, as many, and more steps than the ring has stages; of TMA's, which may be any, also one and odd ones.
-# Entries: one tile, several parts, parts of two and of five tiles. Each last tile but 256's is not full; 288's kept
-# sets end with a word, and the tile behind it.
+# Hidden sizes: few, as many, and more steps than the ring has stages; of TMA, which takes any, also one and odd ones.
+# Vocabularies: one tile, several parts, parts of two and of five tiles. But for 256 the last tile is not full; the kept
+# sets of 288 end with a word, and the tile behind it.
 SIZES = [(1, 8300), (16, 1), (80, 530), (256, 256), (272, 288), (571, 2500)]
 
 
-@pytest.mark.parametrize(("features", "vocabulary"), SIZES)
-def test_sizes_at_and_beside_the_edges_of_tiles_and_parts(features, vocabulary, gathers):
+@pytest.mark.parametrize(("hidden_size", "vocabulary"), SIZES)
+def test_sizes_at_and_beside_the_edges_of_tiles_and_parts(hidden_size, vocabulary, gathers):
     if gathers:
-        features = -(-features // 16) * 16
-    hidden = normal(129, features, scale=0.3).bfloat16()
+        hidden_size = -(-hidden_size // 16) * 16
+    hidden = normal(129, hidden_size, scale=0.3).bfloat16()
     # Rows of the weight begin at multiples of 32 bytes, whatever their length; behind them is what must not be read.
-    weight = torch.full((vocabulary, 592), float("nan"), dtype=torch.bfloat16)[:, :features]
-    weight.copy_(normal(vocabulary, features, scale=0.3, seed=1))
+    weight = torch.full((vocabulary, 592), float("nan"), dtype=torch.bfloat16)[:, :hidden_size]
+    weight.copy_(normal(vocabulary, hidden_size, scale=0.3, seed=1))
     tokens = ids(129, 2, high=vocabulary)
     tokens[0] = vocabulary - 1
     compared(hidden, weight, tokens, allowed_tokens=torch.rand(129, vocabulary, generator=generator(3)) < 0.7)

@@ -54,9 +54,9 @@ def test_the_kernels_ran(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 16, 17])
-@pytest.mark.parametrize(("vocabulary", "features"), [(1, 1), (16, 16), (17, 33), (530, 5)])
-def test_sizes_at_and_beside_the_edges_of_tiles_and_parts(count, vocabulary, features):
-    hidden, weight = normal(count, features, scale=1.0).float(), normal(vocabulary, features, seed=1).float()
+@pytest.mark.parametrize(("vocabulary", "hidden_size"), [(1, 1), (16, 16), (17, 33), (530, 5)])
+def test_sizes_at_and_beside_the_edges_of_tiles_and_parts(count, vocabulary, hidden_size):
+    hidden, weight = normal(count, hidden_size, scale=1.0).float(), normal(vocabulary, hidden_size, seed=1).float()
     tokens = ids(count, 2, high=vocabulary)
     tokens[0] = vocabulary - 1
     got = linear_logprobs(hidden, weight, tokens, backend="triton_matmul")
@@ -184,8 +184,8 @@ def test_configurations_do_not_depend_on_rows_and_cover_every_architecture():
 
     for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942", "gfx1100", "cpu"):
         for width in (2, 4, 8):
-            for vocabulary, features in ((1, 1), (128256, 4096)):
-                tile = configuration(name, width, features, vocabulary)
+            for vocabulary, hidden_size in ((1, 1), (128256, 4096)):
+                tile = configuration(name, width, hidden_size, vocabulary)
                 assert part_of(vocabulary) % tile.block_n == 0 == _PART % tile.block_n
                 assert min(tile[:3]) >= 16 and tile.block_n <= 64
     assert configuration("sm_90", 2, 4097, 128256).block_k == 32 < configuration("sm_90", 2, 4096, 128256).block_k

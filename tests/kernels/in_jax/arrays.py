@@ -12,7 +12,7 @@ from tests.kernels.cases import INF, generator, ids, normal
 from tests.kernels.exact import exact, gradients
 
 # No multiple of any block, and several blocks of each kind.
-ROWS, ENTRIES, FEATURES = 21, 300, 19
+ROWS, VOCAB_SIZE, HIDDEN_SIZE = 21, 300, 19
 BACKENDS = in_jax.BACKENDS
 BLOCKS = {
     ("logits", "pallas"): {"block_tokens": 8, "block_vocab": 128},
@@ -35,7 +35,7 @@ def masked():
 
 def allowed():
     """Half of the entries, in row 2 none, and in row 3 one."""
-    allowed = torch.rand(ROWS, ENTRIES, generator=generator(9)) < 0.5
+    allowed = torch.rand(ROWS, VOCAB_SIZE, generator=generator(9)) < 0.5
     allowed[2:4] = False
     allowed[3, 299] = True
     return allowed
@@ -61,20 +61,20 @@ CASES = {
 def floats(operation):
     """What is differentiated: float64 values that float32 has exactly."""
     if operation == "logits":
-        logits = normal(ROWS, ENTRIES)
+        logits = normal(ROWS, VOCAB_SIZE)
         logits[1, ::2] = -INF
         logits[5] = -INF
         logits[6] *= 20
         return [logits.float().double()]
-    model = normal(ENTRIES, FEATURES, scale=1.0, seed=1), normal(ENTRIES, seed=2)
-    return [x.float().double() for x in (normal(ROWS, FEATURES, scale=1.0), *model)]
+    model = normal(VOCAB_SIZE, HIDDEN_SIZE, scale=1.0, seed=1), normal(VOCAB_SIZE, seed=2)
+    return [x.float().double() for x in (normal(ROWS, HIDDEN_SIZE, scale=1.0), *model)]
 
 
 def tokens(targets=None):
     """Ids [N], or [N, K] of which two are the same and one is no id."""
     if targets is None:
-        return ids(ROWS, high=ENTRIES)
-    several = ids(ROWS, targets, high=ENTRIES)
+        return ids(ROWS, high=VOCAB_SIZE)
+    several = ids(ROWS, targets, high=VOCAB_SIZE)
     several[:, -1] = several[:, 0]
     return several
 

@@ -18,9 +18,9 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(count, features, *, granularity="channel"):
-    weight, codes = normal(count, features, seed=1), torch.empty(count, features, dtype=torch.int8)
-    scale = torch.empty(count) if granularity == "channel" else torch.empty(())
+def layer(out_features, in_features, *, granularity="channel"):
+    weight, codes = normal(out_features, in_features, seed=1), torch.empty(out_features, in_features, dtype=torch.int8)
+    scale = torch.empty(out_features) if granularity == "channel" else torch.empty(())
     quantize_([weight], [codes], [scale], granularity=granularity)
     return weight, codes, scale
 
@@ -34,18 +34,18 @@ def exact(x, codes, scale, bias=None, half_range=127.5):
 
 @each_backend
 @pytest.mark.parametrize(
-    ("tokens", "count", "features", "granularity"),
+    ("tokens", "out_features", "in_features", "granularity"),
     [(1, 3, 5, "channel"), (7, 70, 130, "channel"), (20, 64, 128, "tensor"), (70, 17, 200, "channel")],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_against_float64(backend, dtype, tokens, count, features, granularity):
+def test_against_float64(backend, dtype, tokens, out_features, in_features, granularity):
     """No size a multiple of any tile, and all of them; one token, few and many."""
-    _, codes, scale = layer(count, features, granularity=granularity)
-    x = (normal(tokens, features) * 10.0 ** normal(tokens, 1, seed=3)).to(dtype)
-    for bias, half_range in ((None, 127.5), (normal(count, seed=4).to(dtype), 127.0)):
+    _, codes, scale = layer(out_features, in_features, granularity=granularity)
+    x = (normal(tokens, in_features) * 10.0 ** normal(tokens, 1, seed=3)).to(dtype)
+    for bias, half_range in ((None, 127.5), (normal(out_features, seed=4).to(dtype), 127.0)):
         y = int8_matmul(x, codes, scale, bias, half_range=half_range, backend=backend)
         wanted = exact(x, codes, scale, bias, half_range)
-        assert y.dtype == dtype and y.shape == (tokens, count)
+        assert y.dtype == dtype and y.shape == (tokens, out_features)
         error = 1e-6 if dtype == torch.float32 else 2.0**-8
         # What a bias takes away the rounding before it does not know of.
         size = wanted.abs() + (0 if bias is None else bias.double().abs())
@@ -63,10 +63,10 @@ def test_it_is_near_the_layer_it_stands_for(backend):
 @each_backend
 def test_sums_that_float32_would_round(backend):
     """2¹² products of 127·127 and one of 127·1: the sum has 26 bits, its last ones from the last product."""
-    features = 4097
-    codes = torch.full((2, features), 127, dtype=torch.int8)
+    in_features = 4097
+    codes = torch.full((2, in_features), 127, dtype=torch.int8)
     codes[:, -1] = torch.tensor([1, -1])
-    x = torch.ones(1, features)
+    x = torch.ones(1, in_features)
     y = int8_matmul(x, codes, torch.ones(()), half_range=127.0, backend=backend)
     difference = y.double() * 127 - 127.0 * 127 * 4096
     assert ((difference - torch.tensor([127.0, -127.0])).abs() <= 0.5 * 2.0**-23 * 127 * 127 * 4096 * 1.01).all()

@@ -72,26 +72,26 @@ def test_flat_in_the_number_of_rows(monkeypatch, backend, options):
     assert large[1] <= WORKSPACE + 4 * 1200 * (H + 10) + 4 * V * H
 
 
-@pytest.mark.parametrize(("vocabulary", "features"), [(128256, 4096), (152064, 3584), (300, 12), (1, 1), (0, 4)])
+@pytest.mark.parametrize(("vocabulary", "hidden_size"), [(128256, 4096), (152064, 3584), (300, 12), (1, 1), (0, 4)])
 @pytest.mark.parametrize("cost", [Cost(6, 6, 0), Cost(4, 10, 4), Cost(20, 12, 8, 9216)])
-def test_a_block_holds_what_fits(vocabulary, features, cost):
-    def held(rows, entries):
-        a_row = entries * cost.logit + features * cost.token_unit + cost.token
-        return rows * a_row + features * entries * cost.weight_unit
+def test_a_block_holds_what_fits(vocabulary, hidden_size, cost):
+    def held(tokens, vocab):
+        a_token = vocab * cost.logit + hidden_size * cost.token_unit + cost.token
+        return tokens * a_token + hidden_size * vocab * cost.weight_unit
 
     for workspace in (64 << 20, 512 << 20):
-        rows, entries = blocks(vocabulary, features, workspace, cost)
-        assert held(rows, entries) <= workspace < held(rows + 128, entries)
-        assert entries <= max(1, vocabulary)
-    # One row of one entry is the least there is.
-    assert blocks(vocabulary, features, 1, cost) == (1, 1)
+        tokens, vocab = blocks(vocabulary, hidden_size, workspace, cost)
+        assert held(tokens, vocab) <= workspace < held(tokens + 128, vocab)
+        assert vocab <= max(1, vocabulary)
+    # One token and one entry of the vocabulary are the least there is.
+    assert blocks(vocabulary, hidden_size, 1, cost) == (1, 1)
 
 
 def test_blocks_of_a_model_on_a_gpu_are_near_squares_of_whole_tiles():
-    rows, entries = blocks(128256, 4096, GPU_WORKSPACE, Cost(6, 6, 0))
-    assert rows % 128 == 0 == entries % 128 and 0.8 < rows / entries < 1.25
-    # What is read and written again for each block, over the time of the products (docs/kernels.md).
-    assert 245 * (1 / rows + 1 / entries) < 0.07
+    tokens, vocab = blocks(128256, 4096, GPU_WORKSPACE, Cost(6, 6, 0))
+    assert tokens % 128 == 0 == vocab % 128 and 0.8 < tokens / vocab < 1.25
+    # What is read and written again for each block, over the time of the matmuls (docs/kernels.md).
+    assert 245 * (1 / tokens + 1 / vocab) < 0.07
 
 
 def test_the_forward_takes_64_mib_at_most(monkeypatch):
@@ -129,8 +129,8 @@ def test_the_forward_takes_64_mib_at_most(monkeypatch):
     ],
 )
 def test_blocks_of_rows_are_of_about_one_size(count, size, wanted):
-    """7680 and 512 rows would read and write all of dL/dweight for the last 512."""
-    assert [rows.stop - rows.start for rows in row_blocks(count, None, size)] == wanted
+    """7680 and 512 tokens would read and write all of dL/dweight for the last 512."""
+    assert [tokens.stop - tokens.start for tokens in row_blocks(count, None, size)] == wanted
     mask = torch.arange(2 * count) % 2 == 1
-    found = [len(rows) for rows in row_blocks(2 * count, mask, size)]
+    found = [len(tokens) for tokens in row_blocks(2 * count, mask, size)]
     assert [n for n in found if n] == wanted

@@ -172,10 +172,10 @@ def test_three_products_instead_of_four():
 
 def test_memory_is_flat_in_the_number_of_rows():
     """Forward and backward: the most bytes alive beyond dL/dhidden, dL/dweight and a few numbers a row."""
-    vocabulary, features, workspace = 300, 12, 64 << 10
+    vocabulary, hidden_size, workspace = 300, 12, 64 << 10
 
     def peak(count):
-        hidden, weight = placed((normal(count, features).float(), normal(vocabulary, features, seed=1).float()))
+        hidden, weight = placed((normal(count, hidden_size).float(), normal(vocabulary, hidden_size, seed=1).float()))
         hidden.requires_grad_(), weight.requires_grad_()
         tokens = placed(ids(count, high=vocabulary))
         with LiveBytes() as memory:
@@ -186,8 +186,8 @@ def test_memory_is_flat_in_the_number_of_rows():
         return memory.peak
 
     small, large = peak(200), peak(600)
-    assert large - small <= 400 * 4 * (features + 8) < 400 * 4 * vocabulary / 10
-    assert large <= workspace + 4 * vocabulary * features + 600 * 4 * (features + 8)
+    assert large - small <= 400 * 4 * (hidden_size + 8) < 400 * 4 * vocabulary / 10
+    assert large <= workspace + 4 * vocabulary * hidden_size + 600 * 4 * (hidden_size + 8)
 
 
 INTERACTING = {

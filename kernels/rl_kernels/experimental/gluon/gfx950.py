@@ -112,8 +112,8 @@ def forward_gfx950(
     gl.static_assert(32 * gl.num_warps() == BLOCK_M)
     slim: gl.constexpr = AMDMFMALayout(4, [32, 32, 16], True, [gl.num_warps(), 1])
     by_row: gl.constexpr = gl.SliceLayout(1, slim)
-    # Eight lanes copy a row's 64 features, 16 bytes each; they are stored so that lanes that read a column do not
-    # collide.
+    # Eight lanes copy 64 entries of a token's hidden state, 16 bytes each; these are stored so that lanes that read a
+    # column do not collide.
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [8, 8], [gl.num_warps(), 1], [1, 0])
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     part, begin = place(count, vocab_size, part_size, BLOCK_M, GROUP)
