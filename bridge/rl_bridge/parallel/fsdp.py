@@ -1,0 +1,61 @@
+"""Fully sharded data parallelism (FSDP2): ZeRO-3, ZeRO-2, replicated groups of shards, one worker alone."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.parallel.layers import layers_of
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
+    """Shard each layer, and then the rest as one piece; a gradient is the sum of the workers' gradients.
+
+    Args:
+        model: on the meta device, or on the device that it computes on, and the same on all workers.
+        mesh: the model's (``model_mesh``): rows over "fsdp", copies over "replicate".
+        config: its precision, resharding and offload.
+    """
+    over = mesh["fsdp"] if mesh["replicate"].size() == 1 else mesh["replicate", "fsdp"]
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
+    # A transformers model takes token ids, which no cast may touch, and per-token numbers that must stay exact.
+    cast_root = not isinstance(model, PreTrainedModel)
+    for module in [*layers_of(model), model]:
+        root = module is model
+        policy = MixedPrecisionPolicy(
+            param_dtype=config.param_dtype,
+            reduce_dtype=config.reduce_dtype,
+            cast_forward_inputs=cast_root or not root,
+        )
+        # The backward pass begins with the root's weights, so that they stay gathered for it.
+        again = config.reshard_after_forward and not root
+        fully_shard(module, mesh=over, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
+        module.register_forward_hook(_reshard_without_backward)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Without the second setter gloo is asked for a scaled sum, which it does not have.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free all gathered weights: the parameters are then the sharded ones, whatever ran before."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """FSDP's own records of its parameters, empty for a model that is not sharded."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return [record for state in states for group in state._fsdp_param_groups for record in group.fsdp_params]
+
+
+def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Weights that wait for a backward pass would wait for ever."""
+    if not torch.is_grad_enabled():
+        module.reshard()  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,21 @@
+"""The modules of a model that are sharded, gathered and recomputed one at a time: its layers."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers, in order: of a transformers model by its own declaration, else what direct ModuleLists hold.
+
+    >>> layers_of(nn.Linear(2, 2))
+    []
+    """
+    declared: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            declared |= set(module._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in declared]
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += [layer for layer in child if layer not in found]
+    return found

@@ -1,0 +1,40 @@
+"""Weights that come into being, move and are freed, sharded or not."""
+
+import torch
+from torch import nn
+
+from rl_bridge.parallel.fsdp import fsdp_parameters, reshard
+from rl_bridge.weights.meta_parameters import replace_parameters
+
+
+def materialize(model: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
+    """Give every parameter an uninitialised tensor on ``device``, sharded ones their share; returns old → new.
+
+    With "meta" the memory is freed. Parameters that FSDP offloads go to the host instead of ``device``.
+    """
+    reshard(model)
+    records = fsdp_parameters(model)
+    if device.type != "meta" and any(record.offload_to_cpu for record in records):
+        device = torch.device("cpu")
+    replaced = replace_parameters(model, device)
+    with torch.no_grad():
+        for record in records:
+            # FSDP has a second name for the shard, which would keep the memory of a freed one.
+            record._sharded_param_data = record._sharded_param_data.to("meta")
+            record.reset_sharded_param()
+    return replaced
+
+
+def move_weights(model: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
+    """Move parameters and buffers; to "meta", free the parameters and keep the buffers. Returns old → new.
+
+    From "meta" the parameters come back uninitialised. Between two devices that hold values nothing is replaced, and an
+    optimiser has nothing to follow.
+    """
+    reshard(model)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    if "meta" in (device.type, *(parameter.device.type for parameter in model.parameters())):
+        replaced = materialize(model, device)
+    if device.type != "meta":
+        model.to(device)
+    return replaced

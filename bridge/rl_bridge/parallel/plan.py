@@ -1,0 +1,36 @@
+"""One call that makes a model parallel: tensor parallelism, then checkpointing, then sharding."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl_bridge.parallel.checkpointing import checkpoint_layers
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.parallel.fsdp import shard_model
+from rl_bridge.parallel.mesh import model_mesh, one_rank_mesh
+
+DEFAULT = ParallelConfig()
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh | None, config: ParallelConfig = DEFAULT, *, device_type: str = "cpu"
+) -> None:
+    """Make ``model`` parallel over ``mesh``, in place; its parameters become DTensors.
+
+    The model is on the meta device (its weights come later) or already on the mesh's device with equal weights on all
+    workers. One worker (``mesh`` None) needs FSDP only for what it does besides: another ``param_dtype``, offload.
+
+    Args:
+        model: a transformers model, or any module: its layers are then what its direct ModuleLists hold.
+        mesh: of ``make_mesh``.
+        config: precision, resharding, checkpointing, offload.
+        device_type: "cpu" or "cuda", where there is no mesh to tell.
+
+    Raises:
+        ValueError: tensor parallelism for a model without a plan or with sizes that do not divide.
+    """
+    if config.gradient_checkpointing:
+        checkpoint_layers(model)
+    if mesh is not None:
+        shard_model(model, model_mesh(mesh), config)
+    elif config.cpu_offload or any(parameter.dtype != config.param_dtype for parameter in model.parameters()):
+        shard_model(model, one_rank_mesh(device_type), config)

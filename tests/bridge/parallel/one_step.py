@@ -1,0 +1,108 @@
+"""Tiny models on a mesh of test processes, and what one step of them gives."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+VOCABULARY, HIDDEN, ROWS, LENGTH = 40, 16, 4, 7
+FAMILIES = {
+    "Llama": (LlamaConfig, LlamaForCausalLM),
+    "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make(family, *, tied=True, **changes):
+    """A model whose weights are a function of its configuration alone, the biases and norms included."""
+    config, cls = FAMILIES[family]
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 28,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": HIDDEN // 4,
+        "tie_word_embeddings": tied,
+        "pad_token_id": None,
+    }
+    model = cls(config(**(sizes | changes))).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    return model
+
+
+def token_ids():
+    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def rows_of(mesh_sizes, rank):
+    """The rows of this rank: cut over replicate × shard × sequence, the same on tensor-parallel neighbours."""
+    replicate, shard, sequence, tensor = mesh_sizes
+    share = ROWS // (replicate * shard * sequence)
+    return slice(rank // tensor * share, (rank // tensor + 1) * share)
+
+
+def loss_of(logits, ids):
+    """A sum over tokens, divided by the number of tokens of all rows."""
+    logprobs = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None])
+    return -logprobs.sum() / (ROWS * (LENGTH - 1))
+
+
+def whole(tensor):
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def one_step(model, ids, mesh, max_norm=0.5):
+    """Logits, gradients, their norm, and the parameters after one clipped step of AdamW. Everything whole."""
+    from rl_bridge.parallel.gradients import clip_grad_norm
+
+    # With the usual epsilon the first step is the sign of a gradient, also of one that is rounding alone.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    logits = model(input_ids=ids, use_cache=False).logits
+    loss_of(logits, ids).backward()
+    found = {"logits": logits.detach().float()}
+    found |= {f"grad {name}": whole(p.grad) for name, p in model.named_parameters()}
+    found["norm"] = clip_grad_norm(model.parameters(), max_norm, mesh)
+    optimizer.step()
+    return found | {f"after {name}": whole(p) for name, p in model.named_parameters()}
+
+
+def host_of_rank():
+    from rl_bridge.executors.host import Host
+
+    return Host(dist.get_rank())
+
+
+def mesh_of(host, sizes):
+    from rl_bridge.parallel.mesh import make_mesh
+
+    # In place of rl_bridge.engines.Mesh, with which every rank would import JAX.
+    layout = SimpleNamespace(shape=sizes, size=math.prod(sizes))
+    return make_mesh(host, range(layout.size), layout)
+
+
+def parallel(model, mesh, config):
+    """As a worker makes it: the structure on the meta device, parallelised, then filled."""
+    from rl_bridge.models.source import StateSource
+    from rl_bridge.parallel.plan import parallelize
+
+    source = StateSource(model)
+    with torch.device("meta"):
+        empty = source.empty()
+    parallelize(empty, mesh, config)
+    source.load(empty)
+    return empty
+
+
+def storages(module: nn.Module):
+    """Bytes of the parameters that this process holds."""
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+    return sum(p.numel() * p.element_size() for p in local)

@@ -1,0 +1,147 @@
+"""Weights that two workers load, hold and free: each reads and holds half."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.bridge.parallel import one_step
+from tests.ranks import results
+
+LAYOUTS = {"shard": (1, 2, 1, 1), "replicate": (2, 1, 1, 1)}
+
+
+def load(host, folder, sizes):
+    """A folder's weights whole again, the bytes read, and the bytes that are held before and after a step."""
+    from rl_bridge.models import source as sources
+    from rl_bridge.models.stored_tensors import SafetensorsFolder
+    from rl_bridge.parallel.plan import parallelize
+
+    stored = SafetensorsFolder.of_folder(Path(folder))
+    with torch.device("meta"):
+        model = sources.PretrainedSource(str(folder)).empty()
+    mesh = one_step.mesh_of(host, sizes)
+    parallelize(model, mesh)
+    sources.fill(model, stored)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    state = {name: one_step.whole(value).numpy() for name, value in model.state_dict().items()}
+    held = one_step.storages(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=one_step.token_ids(), use_cache=False).logits.sum().backward()
+    optimizer.step()
+    moments = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
+    optimizer_bytes = sum(v.to_local().numel() * v.to_local().element_size() for v in moments)
+    return {"state": state, "tied": tied, "read": stored.bytes_read, "held": held, "optimizer": optimizer_bytes}
+
+
+def storages_alive():
+    """Bytes of all CPU tensors that anything still refers to, each storage once."""
+    gc.collect()
+    found = {}
+    for tensor in gc.get_objects():
+        if isinstance(tensor, torch.Tensor):
+            local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+            if not local.is_meta:
+                storage = local.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def free(host):
+    """Bytes alive before the model, with the model, freed, and back; and the logits before and after."""
+    from rl_bridge.models.source import StateSource
+    from rl_bridge.parallel.config import ParallelConfig
+    from rl_bridge.parallel.moving import move_weights
+
+    original = one_step.make("Qwen2", tied=True)
+    ids = one_step.token_ids()
+    before = storages_alive()
+    model = one_step.parallel(original, one_step.mesh_of(host, (1, 2, 1, 1)), ParallelConfig())
+    with torch.no_grad():
+        first = model(input_ids=ids, use_cache=False).logits.tolist()
+    loaded = storages_alive()
+    replaced = set(map(id, move_weights(model, torch.device("meta")).values()))
+    freed = storages_alive()
+    names = dict(model.named_parameters())
+    move_weights(model, torch.device("cpu"))
+    StateSource(original).load(model)
+    with torch.no_grad():
+        again = model(input_ids=ids, use_cache=False).logits.tolist()
+    return {
+        "bytes": (before, loaded, freed, storages_alive()),
+        "weights": one_step.storages(model),
+        "on meta": all(value.is_meta for value in names.values()),
+        "replaced": set(map(id, names.values())) == replaced,
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "same": first == again,
+    }
+
+
+def rank(number, address, queue):
+    dist.init_process_group("gloo", init_method=address, rank=number, world_size=2)
+    torch.set_num_threads(1)
+    folder = address.removeprefix("file://").rsplit("/", 1)[0] + "/model"
+    try:
+        host = one_step.host_of_rank()
+        found = {name: load(host, folder, sizes) for name, sizes in LAYOUTS.items()}
+        queue.put((number, found | {"free": free(host)}))
+    except BaseException:
+        import traceback
+
+        queue.put((number, traceback.format_exc()))
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gloo")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    model = one_step.make("Qwen2", num_hidden_layers=3)
+    model.save_pretrained(folder / "model", max_shard_size="8KB")
+    return model
+
+
+@pytest.fixture(scope="module")
+def ranks(model, folder):
+    received = results(rank, 2, folder)
+    for _, found in received:
+        assert isinstance(found, dict), found
+    return [found for _, found in received]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_loading_equals_loading_whole_bit_for_bit(ranks, model, layout):
+    wanted = model.state_dict()
+    for found in ranks:
+        assert found[layout]["tied"]
+        assert found[layout]["state"].keys() == wanted.keys()
+        for name, value in found[layout]["state"].items():
+            assert torch.equal(torch.from_numpy(value), wanted[name]), name
+
+
+def test_a_worker_reads_and_holds_half(ranks, model):
+    everything = one_step.storages(model)
+    rows = [len(parameter) for parameter in model.parameters()]
+    assert all(count % 2 == 0 for count in rows)
+    for found in ranks:
+        assert found["shard"]["read"] == found["shard"]["held"] == everything / 2
+        assert found["shard"]["optimizer"] == 2 * everything / 2
+        assert found["replicate"]["read"] == found["replicate"]["held"] == everything
+        assert found["replicate"]["optimizer"] == 2 * everything
+
+
+def test_freed_weights_leave_no_memory_behind_and_come_back(ranks):
+    for found in (found["free"] for found in ranks):
+        before, loaded, freed, again = found["bytes"]
+        assert found["weights"] <= loaded - before
+        assert loaded - freed == found["weights"]
+        assert freed - before < 0.1 * found["weights"]
+        assert again == loaded
+        assert found["on meta"] and found["replaced"] and found["tied"] and found["same"]

@@ -1,0 +1,41 @@
+"""What a mesh refuses, and the one that needs no process group."""
+
+import pytest
+import torch
+
+from rl_bridge.engines.mesh import AXES, Mesh
+from rl_bridge.executors.host import Host
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.parallel.mesh import DIMS, make_mesh, model_mesh
+
+
+def test_the_dimensions_are_the_axes_of_an_engine():
+    assert DIMS == AXES
+
+
+def test_one_slot_needs_no_mesh():
+    assert make_mesh(Host(5), (5,), Mesh()) is None
+
+
+@pytest.mark.parametrize(
+    ("slot", "slots", "message"),
+    [
+        (0, (0, 1, 2), r"tensor=2.*needs 2 workers, got 3 slots"),
+        (0, (1, 0), r"must ascend.*slot 0, got \[1, 0\]"),
+        (0, (0, 0), r"must ascend"),
+        (2, (0, 1), r"contain this process' slot 2, got \[0, 1\]"),
+    ],
+)
+def test_slots_that_are_no_mesh_are_refused(slot, slots, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(Host(slot), slots, Mesh(tensor=2))
+
+
+def test_a_mesh_of_another_make_is_refused():
+    with pytest.raises(ValueError, match="was not made by make_mesh"):
+        model_mesh(object())  # pyright: ignore[reportArgumentType]
+
+
+def test_dtypes_without_gradients_are_refused():
+    with pytest.raises(ValueError, match=r"reduce_dtype must be one of .*, got torch\.int8"):
+        ParallelConfig(reduce_dtype=torch.int8)
