@@ -1,8 +1,10 @@
 """Causal attention inside each of many documents: one call for documents of about one length, not a call a document."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from rl_bridge.parallel.attention import blocks
 from rl_bridge.parallel.attention.plan import Span
@@ -76,7 +78,10 @@ class Squares:
     """Causal squares over the rows of a tensor: documents, or the stretches of documents that a rank holds."""
 
     def __init__(self, squares: Iterable[Span], device: torch.device) -> None:
-        squares = list(squares)
+        squares = sorted(squares)
+        self.longest = max(s.stop - s.start for s in squares)
+        self.boundaries = torch.tensor([0, *(s.stop for s in squares)], dtype=torch.int32, device=device)
+        assert all(a.stop == b.start for a, b in itertools.pairwise(squares)), squares
         classes = length_classes([s.stop - s.start for s in squares])
         self.classes = [_Class([squares[i] for i in members], device) for members in classes]
 
@@ -110,3 +115,12 @@ class Squares:
             saved_ = [documents.read(x) for x in saved]
             for gradient, part in zip(into, blocks.backward(grad_, *saved_, causal=True, scale=scale), strict=True):
                 documents.write(gradient, part)
+
+    def in_one_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of all squares, [T, H, D], by an operation of CUDA that knows where they begin; differentiable."""
+        edges, longest = self.boundaries, self.longest
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        causal = {"window_size": (-1, 0), "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        out = varlen_attn(q, k, v, edges, edges, longest, longest, **causal)
+        assert isinstance(out, torch.Tensor)
+        return out

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.varlen import varlen_attn
 
-from rl_bridge.parallel.attention import AttentionPlan, ring
+from rl_bridge.parallel.attention import AttentionPlan, packed, ring
 from rl_bridge.parallel.attention.packed import length_classes
 from rl_bridge.parallel.attention.plan import segments_of
 from tests.bridge.parallel.attention import broken_plans, pairs, reference
@@ -105,3 +106,20 @@ def test_the_backward_pass_keeps_the_tokens_and_a_logsumexp():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
         attend(segments, q.requires_grad_(), k, v)
     assert sum(kept) == 4 * 416 * (4 * 8 + 2 * 8 + 2 * 8 + 4 * 8 + 4)
+
+
+def test_cuda_takes_all_documents_in_one_call(monkeypatch):
+    # Shapes, dtypes and signatures, on tensors without values: also where there is no GPU.
+    monkeypatch.setattr(ring.blocks, "operation", lambda q, v: "cuda_flash")
+    calls = []
+    monkeypatch.setattr(packed, "varlen_attn", lambda *x, **y: calls.append((x, y)) or varlen_attn(*x, **y))
+    q, k, v, grad = reference.tensors(24, dtype=torch.bfloat16, device="meta")
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = AttentionPlan(segments_of([5, 12, 7]), torch.device("cpu")).attend(*inputs, SCALE)
+    assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+    gradients = torch.autograd.grad(out, inputs, grad)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
+    [((*_, edges, same, longest, same_longest), options)] = calls
+    assert edges.tolist() == same.tolist() == [0, 5, 17, 24]
+    assert (edges.dtype, longest, same_longest) == (torch.int32, 12, 12)
+    assert options == {"window_size": (-1, 0), "scale": SCALE, "enable_gqa": True}
