@@ -4,12 +4,19 @@ The backward operation of flash attention computes exp(score − logsumexp) agai
 the whole row, not of the block, its results are the block's part of the exact gradients, and parts are simply added.
 """
 
+import functools
 from typing import Any, Literal
 
 import torch
 
 Operation = Literal["cpu_flash", "cuda_flash", "cuda_efficient", "math"]
 OPS: Any = torch.ops.aten
+
+
+@functools.cache
+def has_flash(device: torch.device) -> bool:
+    """Whether a GPU has what flash attention needs (NVIDIA: Ampere or later)."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def operation(q: torch.Tensor, v: torch.Tensor) -> Operation:
@@ -20,7 +27,7 @@ def operation(q: torch.Tensor, v: torch.Tensor) -> Operation:
         return "cpu_flash"
     # The CUDA operations read vectors of 16 bytes. Flash attention has no float32.
     if q.device.type == "cuda" and q.shape[-1] % 8 == 0:
-        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
+        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and has_flash(q.device):
             return "cuda_flash"
         if q.dtype in (torch.float16, torch.bfloat16, torch.float32):
             return "cuda_efficient"

@@ -1,5 +1,6 @@
 """Causal attention inside each of many documents: one call for documents of about one length, not a call a document."""
 
+import inspect
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -9,23 +10,24 @@ from torch.nn.attention.varlen import varlen_attn
 from rl_bridge.parallel.attention import blocks
 from rl_bridge.parallel.attention.plan import Span
 
-# A document joins a call whose longest is at most this much longer than itself: the padding is computed too.
-_WIDER = 1.5
-# Below this length a call costs more than any padding. Above the other, copying documents together costs more.
-_SHORT, _LONG = 16, 512
+# Before torch 2.12 the operation wants as many heads of keys as of queries.
+_ONE_CALL = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# A document joins a call whose longest is at most so many times as long: the padding is computed too. Above a length,
+# only documents of one length share a call. Calls cost more on a GPU, and arithmetic on a CPU.
+_WIDER = {"cpu": (1.15, 64), "other": (1.5, 512)}
 
 
-def length_classes(lengths: Sequence[int]) -> list[list[int]]:
+def length_classes(lengths: Sequence[int], wider: float, limit: int) -> list[list[int]]:
     """Numbers of the documents that share a call, longest first.
 
-    >>> length_classes([4, 900, 1, 901, 33, 24, 15])
-    [[3], [1], [4, 5], [6, 0, 2]]
+    >>> length_classes([4, 900, 1, 901, 33, 24, 4], wider=1.5, limit=512)
+    [[3], [1], [4, 5], [0, 6], [2]]
     """
     classes: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[number]
-        alike = length == longest or longest <= min(_LONG, max(_SHORT, _WIDER * length))
+        alike = length == longest or longest <= min(limit, wider * length)
         if classes and alike:
             classes[-1].append(number)
         else:
@@ -82,7 +84,7 @@ class Squares:
         self.longest = max(s.stop - s.start for s in squares)
         self.boundaries = torch.tensor([0, *(s.stop for s in squares)], dtype=torch.int32, device=device)
         assert all(a.stop == b.start for a, b in itertools.pairwise(squares)), squares
-        classes = length_classes([s.stop - s.start for s in squares])
+        classes = length_classes([s.stop - s.start for s in squares], *_WIDER.get(device.type, _WIDER["other"]))
         self.classes = [_Class([squares[i] for i in members], device) for members in classes]
 
     def forward(
@@ -115,6 +117,10 @@ class Squares:
             saved_ = [documents.read(x) for x in saved]
             for gradient, part in zip(into, blocks.backward(grad_, *saved_, causal=True, scale=scale), strict=True):
                 documents.write(gradient, part)
+
+    def go_in_one_call(self, q: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether there is an operation that takes all of the squares."""
+        return _ONE_CALL and blocks.operation(q, v) == "cuda_flash"
 
     def in_one_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of all squares, [T, H, D], by an operation of CUDA that knows where they begin; differentiable."""

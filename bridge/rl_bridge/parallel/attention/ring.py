@@ -40,8 +40,7 @@ class AttentionPlan:
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of this rank's tokens, [T, H, D]. q: [T, H, D]; k, v: [T, H / G, D]."""
         self.uses += 1
-        squares_alone = not self.rank_plan.rectangles and self.group is None
-        if squares_alone and blocks.operation(q, v) == "cuda_flash":
+        if self.group is None and not self.rank_plan.rectangles and self.squares.go_in_one_call(q, v):
             return self.squares.in_one_call(q, k, v, scale)
         with torch.autocast(q.device.type, enabled=False):
             return _Attention.apply(q, k, v, self, scale)  # pyright: ignore[reportReturnType]

@@ -97,10 +97,13 @@ def test_blocks_of_some_keys_merge_into_all(operation, device, dtype, far):
         (torch.bfloat16, 64, 32, "math"),
     ],
 )
-def test_cuda_takes_the_fastest_operation_that_there_is(dtype, dim, value_dim, expected):
+def test_cuda_takes_the_fastest_operation_that_there_is(dtype, dim, value_dim, expected, monkeypatch):
     with FakeTensorMode():
         q, v = (torch.empty(1, 4, 33, size, dtype=dtype, device="cuda") for size in (dim, value_dim))
+        monkeypatch.setattr(blocks, "has_flash", lambda device: device == q.device)
         assert blocks.operation(q, v) == expected
+        monkeypatch.setattr(blocks, "has_flash", lambda device: False)
+        assert blocks.operation(q, v) == expected.replace("flash", "efficient")
 
 
 @pytest.mark.parametrize("name, dtype", [("cuda_flash", torch.bfloat16), ("cuda_efficient", torch.float32)])
