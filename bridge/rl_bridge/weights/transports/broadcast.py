@@ -21,13 +21,13 @@ class Broadcast:
         buckets: tuple[Bucket, ...],
         device: torch.device,
     ) -> None:
-        """``group`` over ``slots``: the root and all target slots; None in a source slot that only gathers."""
+        """``group`` over ``slots``, the root and all target slots: None if it is one slot, or another slot than this."""
         self._group, self._root, self._peers = group, root, peers
         self._group_root = slots.index(root)
         self.writer = 0 if peers.slot == root else None
         self._works: dict[int, Any] = {}
         self._names = [f"bucket {b.number} of {len(buckets)} ({b.entries[0].name} …)" for b in buckets]
-        size = max(Frame.nbytes(bucket, 1) for bucket in buckets) if group is not None else 0
+        size = max(Frame.nbytes(bucket, 1) for bucket in buckets) if peers.slot in slots else 0
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
 
     def acquire(self, number: int) -> None:
