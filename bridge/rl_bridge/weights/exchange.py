@@ -1,14 +1,13 @@
 """What runs in each slot of a sync: first the description of both ends, then the transfer."""
 
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from rl_bridge.executors.host import Host
 from rl_bridge.weights.buckets import Bucket, SourceFailed
 from rl_bridge.weights.ends import Description, Sender, Taker, describe_source, describe_target
 from rl_bridge.weights.manifest import Manifest
@@ -24,21 +23,12 @@ from rl_bridge.weights.transports.lockstep import carry
 from rl_bridge.weights.transports.same_slot import copy_within
 from rl_bridge.weights.transports.shared_memory import SharedMemory
 
-
-class Workers(Protocol):
-    """What a sync needs of the host of a slot."""
-
-    slot: int
-    device: torch.device
-    workers: dict[str, Any]
-
-    def group(self, slots: Sequence[int]) -> dist.ProcessGroup | None:
-        """The process group over these slots."""
-        ...
+# Control messages and weights have groups of their own: no collective of an engine comes between.
+_PURPOSE = "weights"
 
 
 def describe(
-    host: Workers, source: str | None, target: str | None, through: Through | None, adapter: bool
+    host: Host, source: str | None, target: str | None, through: Through | None, adapter: bool
 ) -> tuple[Description | None, Description | None]:
     """Both ends of a sync as far as they are in this slot: what is sent, what is expected."""
     sent = source and describe_source(source_of(host.workers[source].module), through, adapter)
@@ -80,14 +70,14 @@ class Outcome(NamedTuple):
     consequence: bool = False
 
 
-def transfer(host: Workers, job: Job) -> Outcome:
+def transfer(host: Host, job: Job) -> Outcome:
     """Send, receive, or both, and take the version over only if nothing failed in any slot.
 
     Raises:
         WeightSyncError: a slot did not come, or is gone.
     """
     slots = tuple(sorted({*job.source_slots, *job.target_slots}))
-    peers = Peers(host.group(slots), slots, host.slot, job.title, job.timeout)
+    peers = Peers(host.group(slots, "gloo", purpose=_PURPOSE), slots, host.slot, job.title, job.timeout)
     peers.roll_call()
     adapter = job.manifest.adapter is not None
     sender = taker = receiver = None
@@ -103,7 +93,7 @@ def transfer(host: Workers, job: Job) -> Outcome:
     return _conclude(job, peers, sender, taker, receiver)
 
 
-def _carry(host: Workers, job: Job, peers: Peers, sender: Sender | None, taker: Taker | None) -> None:
+def _carry(host: Host, job: Job, peers: Peers, sender: Sender | None, taker: Taker | None) -> None:
     root = job.source_slots[0]
     if job.transport == "same_slot":
         assert sender is not None, "same_slot has a source worker in each slot"
@@ -116,7 +106,7 @@ def _carry(host: Workers, job: Job, peers: Peers, sender: Sender | None, taker: 
         carry(SharedMemory(peers, root, job.buckets, len(job.writers), row), job.buckets, sender, taker)
     else:
         reached = tuple(sorted({root, *job.target_slots}))
-        group = host.group(reached) if host.slot in reached else None
+        group = host.group(reached, purpose=_PURPOSE) if host.slot in reached else None
         carry(Broadcast(group, reached, root, peers, job.buckets, host.device), job.buckets, sender, taker)
 
 

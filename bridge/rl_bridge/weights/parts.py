@@ -46,16 +46,19 @@ def inside(tensor: torch.Tensor, held: Part, part: Part) -> torch.Tensor:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that this process holds of a tensor; shares its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor. Of a DTensor, all processes of its mesh take part."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    mesh = tensor.device_mesh
+    detached = tensor.detach()
+    if not isinstance(detached, DTensor):
+        return detached
     # Shards that were offloaded to host memory are gathered where the mesh communicates.
-    return tensor.detach().to(mesh.device_type).full_tensor()
+    moved = detached.to(detached.device_mesh.device_type)
+    assert isinstance(moved, DTensor)
+    return moved.full_tensor()
 
 
 def part_of(tensor: torch.Tensor) -> Part:

@@ -1,6 +1,6 @@
 """The receiving end: what a worker expects, and the proof that it arrived."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,7 @@ from rl_bridge.weights.bits import checksum
 from rl_bridge.weights.buckets import Claim
 from rl_bridge.weights.manifest import Manifest
 from rl_bridge.weights.parts import Part, inside, local, overlap, part_of, volume
-from rl_bridge.weights.source import module_tensors
+from rl_bridge.weights.source import is_peft, module_tensors
 
 
 class Arrival(NamedTuple):
@@ -64,9 +64,19 @@ class ReceivesWeights(Protocol):
 class ModuleReceiver:
     """Copies into the parameters and persistent buffers of a module: whole, or each process its shards."""
 
-    def __init__(self, module: torch.nn.Module, *, version: int | None = 0) -> None:
-        """``version``: of the weights that the module has now; None if it has none that may be used."""
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        version: int | None = 0,
+        make_room: Callable[[], object] | None = None,
+    ) -> None:
+        """``version``: of the weights that the module has now; None if it has none that may be used.
+
+        ``make_room`` is called when weights come for a module whose own were freed (are on the meta device).
+        """
         self.version = version
+        self._make_room = make_room
         self._module = module
         self._targets: dict[str, torch.Tensor] = {}
         self._seen: set[str] = set()
@@ -95,8 +105,11 @@ class ModuleReceiver:
     def begin(self, manifest: Manifest) -> None:
         """Nothing may use the module until all has come."""
         self.version = None
-        self._targets = dict(self.outline(adapter=manifest.adapter is not None))
-        self._seen = set()
+        adapter, self._seen = manifest.adapter is not None, set()
+        self._targets = dict(self.outline(adapter=adapter))
+        if self._make_room is not None and any(target.device.type == "meta" for target in self._targets.values()):
+            self._make_room()
+            self._targets = dict(self.outline(adapter=adapter))
         for name, target in self._targets.items():
             if target.device.type == "meta":
                 raise ValueError(f"weight {name!r} has no room here: it is on the meta device")
@@ -167,5 +180,10 @@ def receiver_of(module: Any) -> WeightReceiver:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{type(module).__name__} takes no weights: it is no torch module and has no weight_receiver()")
     if module not in _receivers:
-        _receivers[module] = ModuleReceiver(module)
+        if is_peft(module):
+            from rl_bridge.weights.lora import PeftReceiver
+
+            _receivers[module] = PeftReceiver(module)
+        else:
+            _receivers[module] = ModuleReceiver(module)
     return _receivers[module]

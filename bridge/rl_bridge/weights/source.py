@@ -1,9 +1,13 @@
 """The sending end: weights under their Hugging Face names, whole or sharded."""
 
+import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -68,7 +72,16 @@ def source_of(module: Any) -> WeightSource:
         return module.weight_source()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{type(module).__name__} sends no weights: it is no torch module and has no weight_source()")
+    if is_peft(module):
+        from rl_bridge.weights.lora import PeftSource
+
+        return PeftSource(module)
     return ModuleSource(module)
+
+
+def is_peft(module: Any) -> "TypeGuard[PeftModel]":
+    """Whether this is a peft model; without peft loaded there is none."""
+    return "peft" in sys.modules and isinstance(module, sys.modules["peft"].PeftModel)
 
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

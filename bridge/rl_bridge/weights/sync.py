@@ -3,8 +3,9 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from rl_bridge.executors.base import Executor
 from rl_bridge.weights.buckets import Bucket, plan_buckets
 from rl_bridge.weights.ends import Description
 from rl_bridge.weights.exchange import Job, Outcome, describe, transfer
@@ -41,18 +42,8 @@ class SyncReport(NamedTuple):
     seconds: float
 
 
-class Runs(Protocol):
-    """What a sync needs of an executor."""
-
-    slots: Sequence[Any]
-
-    def call(self, function: Any, arguments: Mapping[int, tuple], /, *, what: str, timeout: float) -> dict[int, Any]:
-        """``function(host, *arguments[slot])`` in each of the slots; results by slot."""
-        ...
-
-
 def sync_weights(
-    executor: Runs,
+    executor: Executor,
     source: EngineRef,
     target: EngineRef,
     *,

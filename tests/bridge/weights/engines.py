@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from rl_bridge.executors.base import Slot
+from rl_bridge.executors.host import Host
 from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.tiny import tiny_qwen2
 from rl_bridge.weights import EngineRef
@@ -31,28 +33,12 @@ def model(seed, dtype=torch.float32):
     return tiny_qwen2(character_tokenizer("0123456789+-="), hidden=16, layers=2, heads=2, seed=seed).to(dtype)
 
 
-class Host:
-    """What a sync needs of a slot."""
-
-    def __init__(self, slot, timeout=60.0):
-        self.slot, self.device, self.workers = slot, torch.device("cpu"), {}
-        self._groups, self._timeout = {}, timedelta(seconds=timeout)
-
-    def group(self, slots):
-        slots = tuple(slots)
-        if len(slots) > 1 and slots not in self._groups:
-            self._groups[slots] = dist.new_group(
-                list(slots), backend="gloo", timeout=self._timeout, use_local_synchronization=True
-            )
-        return self._groups.get(slots)
-
-
 class Everyone:
     """An executor whose driver runs in all ranks at once: a call runs this rank's share and shows all results."""
 
     def __init__(self, host, count):
         self.host = host
-        self.slots = [SimpleNamespace(index=i, node="here", device="cpu") for i in range(count)]
+        self.slots = tuple(Slot(i) for i in range(count))
 
     def call(self, function, arguments, /, *, what, timeout):
         outcome = None
@@ -139,8 +125,8 @@ def joined(rank, address, count, timeout=60.0):
     dist.init_process_group(
         "gloo", init_method=address, rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
     )
-    host = Host(rank, timeout)
+    host = Host(rank, group_timeout=timeout)
     return host, Everyone(host, count)
 
 
-__all__ = ["Everyone", "Host", "engine", "holds", "joined", "model", "placed"]
+__all__ = ["Everyone", "engine", "holds", "joined", "model", "placed"]

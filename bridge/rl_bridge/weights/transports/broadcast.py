@@ -21,7 +21,7 @@ class Broadcast:
         buckets: tuple[Bucket, ...],
         device: torch.device,
     ) -> None:
-        """``group`` over ``slots``, the root and all target slots: None if it is one slot, or another slot than this."""
+        """``group`` over ``slots``, the root and all target slots: None if one slot is all, or this is none of them."""
         self._group, self._root, self._peers = group, root, peers
         self._group_root = slots.index(root)
         self.writer = 0 if peers.slot == root else None

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rl_bridge.atomic import replacing, write_json
@@ -76,6 +76,13 @@ def _write(path: Path, version: int, buckets: tuple[Bucket, ...], sender: Sender
 
 
 def _read(path: Path, version: int, bucket: Bucket, taker: Taker) -> None:
+    try:
+        _take(path, version, bucket, taker)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} was damaged on the way, or cannot be read: {error}") from error
+
+
+def _take(path: Path, version: int, bucket: Bucket, taker: Taker) -> None:
     with safe_open(path, framework="pt") as file:
         claims = json.loads(file.metadata()[_METADATA])
         if claims["version"] != version:
