@@ -1,0 +1,234 @@
+"""Messages over TCP between the driver and the process of a slot; the end of the stream is the end of the process.
+
+Both ends prove that they know the session's key, as ``multiprocessing.connection`` does it, before anything is
+unpickled. A peer whose machine is lost is noticed by keepalive when the line is idle, and by unacknowledged data else.
+"""
+
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, NamedTuple
+
+from rl_bridge.executors.errors import DeadlineExceeded
+from rl_bridge.executors.wire import Buffer, dumps, loads
+
+Address = tuple[str, int]
+
+_HEADER = struct.Struct("<BQI")
+_PARTS_AT_ONCE = 512  # the kernel takes at most 1024 buffers in one call
+_HANDSHAKE_SECONDS = 10
+_HELLO = 255
+
+
+class Frame(NamedTuple):
+    """What one side sends at once: a kind, the number of the call, and an encoded message."""
+
+    kind: int
+    number: int
+    parts: Sequence[Buffer]
+
+
+class Channel:
+    """One end of an authenticated connection. Any thread may send, one thread receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over a connected socket."""
+        self._socket = connection
+        self._lock = threading.Lock()
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # A process may hold the interpreter lock for a while and read nothing: two minutes are not a lost machine yet.
+        for option, value in {"KEEPIDLE": 15, "KEEPINTVL": 5, "KEEPCNT": 6, "USER_TIMEOUT": 120_000}.items():
+            if hasattr(socket, f"TCP_{option}"):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+
+    def send(self, kind: int, number: int, parts: Sequence[Buffer] = ()) -> None:
+        """Send one frame; the buffers may change afterwards."""
+        views = [memoryview(part).cast("B") for part in parts]
+        header = _HEADER.pack(kind, number, len(views)) + struct.pack(f"<{len(views)}Q", *map(len, views))
+        with self._lock:
+            self._send([memoryview(header), *(view for view in views if len(view))])
+
+    def _send(self, views: list[memoryview]) -> None:
+        while views:
+            sent = self._socket.sendmsg(views[:_PARTS_AT_ONCE])
+            while views and sent >= len(views[0]):
+                sent -= len(views.pop(0))
+            if sent:
+                views[0] = views[0][sent:]
+
+    def receive(self) -> Frame:
+        """The next frame.
+
+        Raises:
+            EOFError: the other side is gone.
+            OSError: the connection is lost.
+        """
+        kind, number, count = _HEADER.unpack(self._receive(_HEADER.size))
+        sizes = struct.unpack(f"<{count}Q", self._receive(8 * count))
+        return Frame(kind, number, [self._receive(size) for size in sizes])
+
+    def _receive(self, size: int) -> bytearray:
+        buffer = bytearray(size)
+        view = memoryview(buffer)
+        while view:
+            received = self._socket.recv_into(view)
+            if not received:
+                raise EOFError("connection closed")
+            view = view[received:]
+        return buffer
+
+    @property
+    def own_address(self) -> str:
+        """The address of this machine as the other side reaches it."""
+        return self._socket.getsockname()[0]
+
+    def close(self) -> None:
+        """End the connection; a thread that receives gets ``EOFError``."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side was faster
+            pass
+        self._socket.close()
+
+
+class Listener:
+    """The driver's door. Each connection is let in by a thread of its own, so that a silent stranger delays nobody."""
+
+    def __init__(self, host: str) -> None:
+        """Listen at any free port of the address ``host``; "" for all addresses of this machine."""
+        self.key = secrets.token_bytes(32)
+        self._socket = socket.create_server((host, 0), backlog=1024)
+        self._socket.settimeout(0.5)
+        self._arrived: queue.SimpleQueue[tuple[int, Any, Channel]] = queue.SimpleQueue()
+        self._closed = False
+        threading.Thread(target=self._accept, daemon=True, name="rl_bridge door").start()
+
+    @property
+    def port(self) -> int:
+        """Where to connect to."""
+        return self._socket.getsockname()[1]
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # out of file descriptors, say: those there are go on
+                continue
+            threading.Thread(target=self._let_in, args=(connection,), daemon=True).start()
+
+    def _let_in(self, connection: socket.socket) -> None:
+        try:
+            _authenticate(connection, self.key, first=True)
+            channel = Channel(connection)
+            hello = channel.receive()
+            if hello.kind != _HELLO:
+                raise AuthenticationError("no greeting")
+            self._arrived.put((hello.number, loads(hello.parts), channel))
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()  # a stranger
+
+    def collect(
+        self, slots: Collection[int], timeout: float, check: Callable[[], None] = lambda: None
+    ) -> dict[int, tuple[Channel, Any]]:
+        """The channel and the greeting of every slot; ``check`` is called meanwhile, and may raise.
+
+        Raises:
+            DeadlineExceeded: a slot's process did not connect in time.
+        """
+        found: dict[int, tuple[Channel, Any]] = {}
+        end = time.monotonic() + timeout
+        while missing := sorted(set(slots) - set(found)):
+            check()
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"start: {len(found)} of {len(slots)} workers connected in {timeout:g} s; slots {missing} did not"
+                )
+            try:
+                slot, greeting, channel = self._arrived.get(timeout=min(left, 0.2))
+            except queue.Empty:
+                continue
+            found[slot] = (channel, greeting)
+        return found
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closed = True
+        self._socket.close()
+
+
+def connect(addresses: Sequence[Address], key: bytes, slot: int, greeting: Any, timeout: float) -> Channel:
+    """A channel to the listener that has this key, at the first of ``addresses`` where it answers.
+
+    Raises:
+        DeadlineExceeded: it answers at none of them.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        trouble = []
+        for address in addresses:
+            try:
+                connection = socket.create_connection(address, timeout=max(min(5.0, end - time.monotonic()), 0.1))
+                _authenticate(connection, key, first=False)
+            except (OSError, EOFError, AuthenticationError) as error:
+                trouble.append(f"{address[0]}:{address[1]} {type(error).__name__}: {error}")
+                continue
+            channel = Channel(connection)
+            channel.send(_HELLO, slot, dumps(greeting))
+            return channel
+        if time.monotonic() > end:
+            raise DeadlineExceeded(f"slot {slot} cannot reach the driver in {timeout:g} s: {'; '.join(trouble)}")
+        time.sleep(0.2)
+
+
+def _authenticate(connection: socket.socket, key: bytes, *, first: bool) -> None:
+    """Both sides challenge each other. The kernel's timeout bounds every read."""
+    connection.settimeout(None)
+    bound = struct.pack("ll", _HANDSHAKE_SECONDS, 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, bound)
+    with Connection(connection.dup().detach()) as pipe:
+        if first:
+            deliver_challenge(pipe, key)
+            answer_challenge(pipe, key)
+        else:
+            answer_challenge(pipe, key)
+            deliver_challenge(pipe, key)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+
+
+def own_addresses(towards: str | None = None) -> list[str]:
+    """Addresses of this machine that another one may reach, the likeliest first. Nothing is sent.
+
+    ``towards``: a machine of the job; the address on the way to it comes first.
+    """
+    found = []
+    for target in (towards, "10.255.255.255"):
+        if target is None:
+            continue
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                found.append(probe.getsockname()[0])
+        except OSError:  # no route, or no such name
+            continue
+    try:
+        found.append(socket.gethostbyname(socket.gethostname()))
+    except OSError:
+        pass
+    found = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    return found or ["127.0.0.1"]

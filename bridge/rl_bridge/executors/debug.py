@@ -1,0 +1,94 @@
+"""A debugger in a worker: a slot's process has no terminal, so it is reached over a port of its own machine."""
+
+import functools
+import hmac
+import importlib
+import pdb
+import secrets
+import socket
+import sys
+from typing import IO
+
+from rl_bridge.executors.serving import OnError
+
+# How long a worker waits for somebody to debug it.
+PATIENCE = 3600.0
+
+
+def debugger(kind: str | None, slot: int) -> OnError | None:
+    """What a worker does with an exception before the driver hears of it; ``breakpoint()`` leads there too.
+
+    "pdb" waits at a port of this machine's loopback for ``nc 127.0.0.1 PORT`` and the word that it prints, so that
+    other users of the machine stay outside. "debugpy" listens for an editor from the start.
+
+    Raises:
+        ValueError: another ``kind``, or debugpy is not installed.
+    """
+    match kind:
+        case None:
+            return None
+        case "pdb":
+            sys.breakpointhook = functools.partial(_breakpoint, slot)
+            return functools.partial(_post_mortem, slot)
+        case "debugpy":
+            return _debugpy(slot)
+        case _:
+            raise ValueError(f"debug={kind!r}; there are 'pdb' and 'debugpy'")
+
+
+def _post_mortem(slot: int, error: BaseException) -> None:
+    terminal = _terminal(slot, f"{type(error).__name__}: {error}")
+    if terminal is not None:
+        debugger = pdb.Pdb(stdin=terminal, stdout=terminal)
+        debugger.reset()
+        debugger.interaction(None, error.__traceback__)
+
+
+def _breakpoint(slot: int, *args: object, **kwargs: object) -> None:
+    frame = sys._getframe(1)
+    terminal = _terminal(slot, f"breakpoint() at {frame.f_code.co_filename}:{frame.f_lineno}")
+    if terminal is not None:
+        # The last call here: a debugger that steps would stop in the next one.
+        pdb.Pdb(stdin=terminal, stdout=terminal).set_trace(frame)
+
+
+def _terminal(slot: int, why: str) -> IO[str] | None:
+    """A connection to somebody who has read the word that this prints; None if nobody comes."""
+    word = secrets.token_urlsafe(9)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+        print(f"rl_bridge: slot {slot}: {why}\n  debug it: nc 127.0.0.1 {port}, then {word}", file=sys.stderr, flush=True)
+        door.settimeout(PATIENCE)
+        while True:
+            try:
+                connection, _ = door.accept()
+            except TimeoutError:
+                print(f"rl_bridge: slot {slot}: nobody came in {PATIENCE:g} s", file=sys.stderr, flush=True)
+                return None
+            connection.settimeout(60)
+            file = connection.makefile("rw", encoding="utf-8")
+            try:
+                known = hmac.compare_digest(file.readline(100).strip().encode(), word.encode())
+            except (OSError, ValueError):  # too slow, or no text
+                known = False
+            connection.settimeout(None)
+            connection.close()  # once the file is closed too
+            if known:
+                return file
+            file.close()
+
+
+def _debugpy(slot: int) -> OnError:
+    try:
+        debugpy = importlib.import_module("debugpy")
+    except ModuleNotFoundError as error:
+        raise ValueError("debug='debugpy' needs debugpy: pip install debugpy") from error
+    host, port = debugpy.listen(("127.0.0.1", 0))
+    print(f"rl_bridge: slot {slot}: debugpy listens at {host}:{port}", file=sys.stderr, flush=True)
+
+    def wait(error: BaseException) -> None:
+        print(f"rl_bridge: slot {slot}: {type(error).__name__}: {error}; it waits for debugpy", file=sys.stderr)
+        debugpy.wait_for_client()
+        debugpy.breakpoint()
+
+    return wait

@@ -1,0 +1,185 @@
+"""Calls into slots that are processes of their own: order, deadlines, and an end that leaves no process behind."""
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from rl_bridge.executors.base import Arguments, Slot
+from rl_bridge.executors.errors import DeadlineExceeded
+from rl_bridge.executors.futures import Call, Clock
+from rl_bridge.executors.serving import leave
+
+# How long a slot may still be in a call that has failed elsewhere before the next call to the slot is given up. A
+# collective that one side has joined cannot be freed.
+ABANDONED = 60.0
+
+
+class Worker(Protocol):
+    """What the driver does with a slot, in a process of its own (``Remote``) or a thread of the driver's (``Own``)."""
+
+    slot: int
+
+    def encode(self, function: Callable[..., Any], arguments: tuple) -> Any:
+        """What ``send`` takes. It serves every worker of the same class."""
+        ...
+
+    def send(self, call: Call, encoded: Any) -> None:
+        """Put a function behind those sent before; its answer goes to ``call``."""
+        ...
+
+    def unanswered(self) -> list[Call]:
+        """Calls sent and not answered, in order."""
+        ...
+
+    def where(self, timeout: float) -> str:
+        """The stack of the thread that runs the functions."""
+        ...
+
+    def ask_to_stop(self) -> None:
+        """End after what has been sent."""
+        ...
+
+    def ended(self, timeout: float) -> bool:
+        """Whether that has happened, after waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """End now, as far as possible."""
+        ...
+
+
+class RemoteExecutor:
+    """What torchrun's and Ray's executor share: all but how the processes come to be."""
+
+    name = "remote"
+
+    def __init__(self, slots: Sequence[Slot], workers: Sequence[Worker], *, timeout: float) -> None:
+        """``timeout``: seconds a call may take unless it says otherwise."""
+        self.slots = tuple(slots)
+        self.held: dict[int, list[str]] = {}
+        self.timeout = timeout
+        self.stopped = False
+        self._workers: dict[int, Worker] = {worker.slot: worker for worker in workers}
+        self._clock = Clock()
+        # Every slot gets its calls in one order, whichever threads of the driver they come from.
+        self._order = threading.Lock()
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+
+    def submit(
+        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+    ) -> Future[dict[int, Any]]:
+        """Run ``function(host, *arguments[slot])`` in every slot named; see ``Executor``.
+
+        Raises:
+            ValueError: a slot that does not exist, or the executor has been stopped.
+            TypeError: the function or its arguments cannot be sent. Nothing has been, then.
+        """
+        if self.stopped:
+            raise ValueError(f"{what}: this executor has been stopped")
+        unknown = sorted(set(arguments) - set(self._workers))
+        if unknown or not arguments:
+            raise ValueError(f"{what} names slots {unknown or []}; there are slots 0 to {len(self.slots) - 1}")
+        call = Call(what, arguments, self._clock)
+        encoded = self._encode(function, arguments, what)
+        timeout = self.timeout if timeout is None else timeout
+        with self._order:
+            for slot, parts in encoded.items():
+                self._workers[slot].send(call, parts)
+        now = time.monotonic()
+        back = [self._clock.at(now + timeout, lambda: self._too_late(call, timeout))]
+        if any(earlier.over for slot in encoded for earlier in self._before(slot, call)):
+            back.append(self._clock.at(now + ABANDONED, lambda: self._give_up(call)))
+        call.future.add_done_callback(lambda _: [cancel() for cancel in back])
+        return call.future
+
+    def call(
+        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+    ) -> dict[int, Any]:
+        """``submit`` and wait."""
+        return self.submit(function, arguments, what=what, timeout=timeout).result()
+
+    def _encode(self, function: Callable[..., Any], arguments: Arguments, what: str) -> Mapping[int, Any]:
+        done: dict[tuple[type, int], Any] = {}
+        encoded = {}
+        for slot, given in arguments.items():
+            worker = self._workers[slot]
+            key = type(worker), id(given)
+            if key not in done:
+                try:
+                    done[key] = worker.encode(function, given)
+                except Exception as error:
+                    raise TypeError(f"{what}: what slot {slot} is to get cannot be sent: {error}") from error
+            encoded[slot] = done[key]
+        return encoded
+
+    def _before(self, slot: int, call: Call) -> list[Call]:
+        """Calls that the slot has to answer before ``call``."""
+        unanswered = self._workers[slot].unanswered()
+        return unanswered[: unanswered.index(call)] if call in unanswered else []
+
+    def _too_late(self, call: Call, timeout: float) -> None:
+        waiting = call.waiting
+        places = "".join(self._place(slot, call) for slot in waiting)
+        call.abandon(DeadlineExceeded(f"{call.what}: no answer from slots {waiting} in {timeout:g} s{places}"))
+
+    def _place(self, slot: int, call: Call) -> str:
+        before = self._before(slot, call)
+        behind = f" ({before[0].what} comes first there)" if before else ""
+        return f"\n  slot {slot}{behind} is in\n{self._workers[slot].where(timeout=2.0)}"
+
+    def _give_up(self, call: Call) -> None:
+        """End a call that waits in a slot for one that has failed already."""
+        for slot in call.waiting:
+            stuck = next((earlier for earlier in self._before(slot, call) if earlier.over), None)
+            if stuck is not None:
+                cause = stuck.future.exception()
+                error = DeadlineExceeded(
+                    f"{call.what}: slot {slot} is still in {stuck.what}, which has failed, {ABANDONED:g} s later: it "
+                    f"waits for a worker that will not come{self._place(slot, call)}\nfirst cause: {cause}"
+                )
+                error.__cause__ = cause
+                call.abandon(error)
+
+    def stop(self, patience: float = 10.0) -> None:
+        """End the workers' processes: after what they have been sent, but at the latest in ``patience`` seconds."""
+        if self.stopped:
+            return
+        self.stopped = True
+        self.held.clear()
+        self._end_workers(patience)
+        self._clock.stop()
+        atexit.unregister(self._at_exit)
+        if self._stuck():
+            atexit.register(leave, 1)
+        self._finish()
+
+    def _end_workers(self, patience: float) -> None:
+        workers = list(self._workers.values())
+        for worker in workers:
+            worker.ask_to_stop()
+        end = time.monotonic() + patience
+        for worker in workers:
+            # What is left of a call that has failed will hardly ever end.
+            failed = any(call.over for call in worker.unanswered())
+            worker.ended(max(0.0, min(end - time.monotonic(), 1.0 if failed else patience)))
+        for worker in workers:
+            worker.close()
+
+    def _stuck(self) -> bool:
+        """Whether a thread of this process is in a collective for good: the interpreter cannot end around it."""
+        return False
+
+    def _finish(self) -> None:
+        """What else there is to end."""
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # and not in a process forked from the driver
+            self.stop()
+            if self._stuck():
+                leave(1)
+

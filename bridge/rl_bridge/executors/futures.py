@@ -1,0 +1,145 @@
+"""The results of one call from several slots, or the first cause why there are none."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from rl_bridge.executors.errors import WorkerDied
+
+# What a collective says when the process at its other end is gone or gave up: that process knows why.
+_CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "gloo", "nccl", "pair closure")
+_GRACE = 2.0
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether a worker's error is one that another worker's end or error brings about in a collective."""
+    cause = error.__cause__
+    return isinstance(cause, RuntimeError) and any(words in str(cause).lower() for words in _CONSEQUENCES)
+
+
+def first_cause(errors: Iterable[BaseException]) -> BaseException:
+    """Of the errors of one call, in order of arrival: a death, then what is no consequence, then whatever came first."""
+    found = list(errors)
+    deaths = [error for error in found if isinstance(error, WorkerDied)]
+    causes = [error for error in found if not is_consequence(error)]
+    return (deaths or causes or found)[0]
+
+
+class Call:
+    """One function on its way through several slots."""
+
+    def __init__(self, what: str, slots: Iterable[int], clock: "Clock") -> None:
+        """Wait for an answer from each of ``slots``; ``clock`` tells when a consequence has no cause."""
+        self.what = what
+        self.future: Future[dict[int, Any]] = Future()
+        self.future.set_running_or_notify_cancel()  # what is on its way cannot be cancelled
+        self._order = tuple(slots)
+        self._waiting = set(self._order)
+        self._results: dict[int, Any] = {}
+        self._errors: list[BaseException] = []
+        self._finished = False
+        self._lock = threading.Lock()
+        self._clock = clock
+
+    @property
+    def over(self) -> bool:
+        """Whether its future is done, whoever may still answer."""
+        return self._finished
+
+    @property
+    def waiting(self) -> list[int]:
+        """Slots without an answer."""
+        with self._lock:
+            return sorted(self._waiting)
+
+    def succeed(self, slot: int, result: Any) -> None:
+        """A slot's result."""
+        with self._lock:
+            self._waiting.discard(slot)
+            self._results[slot] = result
+            left = len(self._waiting)
+        if not left:
+            self._finish()
+
+    def fail(self, slot: int, error: BaseException) -> None:
+        """A slot's error. One that has no cause of its own waits a moment for the cause."""
+        with self._lock:
+            self._waiting.discard(slot)
+            self._errors.append(error)
+            left = len(self._waiting)
+        if not left or not is_consequence(error):
+            self._finish()
+        else:
+            self._clock.at(time.monotonic() + _GRACE, self._finish)
+
+    def abandon(self, error: BaseException) -> None:
+        """End the call with an error, whoever may still answer."""
+        with self._lock:
+            if self._finished:
+                return
+            self._errors = [error]
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            if self._finished:
+                return
+            self._finished = True
+        # Callbacks of the future run here, so the lock is free by now.
+        if self._errors:
+            self.future.set_exception(first_cause(self._errors))
+        else:
+            self.future.set_result({slot: self._results[slot] for slot in self._order})
+
+
+class Clock:
+    """One thread that calls functions at their time: deadlines cost no thread of their own."""
+
+    def __init__(self) -> None:
+        """The thread starts with the first function."""
+        self._due: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._number = 0
+        self._wakes = float("inf")
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def at(self, when: float, function: Callable[[], None]) -> Callable[[], None]:
+        """Call ``function`` at ``time.monotonic() == when``; returns what takes that back."""
+        with self._changed:
+            self._number += 1
+            number = self._number
+            self._due[number] = (when, function)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="rl_bridge clock")
+                self._thread.start()
+            elif when < self._wakes:
+                self._changed.notify()
+
+        def cancel() -> None:
+            with self._changed:
+                self._due.pop(number, None)
+
+        return cancel
+
+    def stop(self) -> None:
+        """Call nothing any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                ready = [number for number, (when, _) in self._due.items() if when <= now]
+                functions = [self._due.pop(number)[1] for number in ready]
+                if not functions:
+                    self._wakes = min((when for when, _ in self._due.values()), default=float("inf"))
+                    if self._stopped:
+                        return
+                    self._changed.wait(min(self._wakes - now, threading.TIMEOUT_MAX))
+            for function in functions:
+                function()

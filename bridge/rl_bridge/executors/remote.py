@@ -1,0 +1,131 @@
+"""The driver's end of a slot whose process is behind a channel."""
+
+import itertools
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from rl_bridge.executors.channel import Channel
+from rl_bridge.executors.errors import WorkerDied, worker_error
+from rl_bridge.executors.futures import Call
+from rl_bridge.executors.serving import CALL, ERROR, RESULT, STOP, WHERE, decode_error
+from rl_bridge.executors.wire import Buffer, dumps, loads
+
+
+class Remote:
+    """A process behind a channel."""
+
+    def __init__(self, slot: int, channel: Channel, name: str, explain: Callable[[], str] = lambda: "") -> None:
+        """``name`` is for messages. ``explain`` may know more about the death of the process; it may take seconds."""
+        self.slot = slot
+        self._channel, self._name, self._explain = channel, name, explain
+        self._pending: dict[int, Call] = {}
+        self._places: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._stopping, self._ended = False, threading.Event()
+        self.death: WorkerDied | None = None
+        threading.Thread(target=self._receive, daemon=True, name=f"rl_bridge slot {slot}").start()
+
+    @staticmethod
+    def encode(function: Callable[..., Any], arguments: tuple) -> list[Buffer]:
+        """The bytes of a call."""
+        return dumps((function, arguments))
+
+    def send(self, call: Call, encoded: list[Buffer]) -> None:
+        """Send a call. To a process that is gone it fails at once."""
+        with self._lock:
+            death, number = self.death, next(self._numbers)
+            if death is None:
+                self._pending[number] = call
+        if death is not None:
+            call.fail(self.slot, _again(death))
+            return
+        try:
+            self._channel.send(CALL, number, encoded)
+        except OSError:
+            self._channel.close()  # the receiving thread gets the end of the stream, and fails all pending calls
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                kind, number, parts = self._channel.receive()
+                if kind == WHERE:
+                    self._places.put((number, loads(parts)))
+                elif kind == STOP:
+                    self._ended.set()
+                else:
+                    with self._lock:
+                        call = self._pending.pop(number)
+                    self._answer(kind, call, parts)
+        except (EOFError, OSError) as error:
+            self._gone(str(error))
+
+    def _answer(self, kind: int, call: Call, parts: Any) -> None:
+        try:
+            if kind == RESULT:
+                call.succeed(self.slot, loads(parts))
+            else:
+                assert kind == ERROR
+                call.fail(self.slot, worker_error(self.slot, call.what, *decode_error(parts)))
+        except Exception as error:  # a result whose class the driver does not have
+            unread = TypeError(f"the driver cannot read the result: {error}")
+            call.fail(self.slot, worker_error(self.slot, call.what, unread, traceback.format_exc()))
+
+    def _gone(self, how: str) -> None:
+        if self._ended.is_set():
+            how = "it was stopped"
+        elif self._stopping:
+            how = "it did not stop in time"
+        else:
+            how = self._explain() or how
+        with self._lock:
+            pending, self._pending = list(self._pending.values()), {}
+            running = f" during {pending[0].what}" if pending else ""
+            self.death = WorkerDied(f"the worker of slot {self.slot} ({self._name}) ended{running}: {how}")
+        self._ended.set()
+        for call in pending:
+            call.fail(self.slot, _again(self.death))
+
+    def unanswered(self) -> list[Call]:
+        """Calls sent and not answered, in order."""
+        with self._lock:
+            return list(self._pending.values())
+
+    def where(self, timeout: float) -> str:
+        """Ask the listening thread of the process."""
+        with self._lock:
+            death, number = self.death, next(self._numbers)
+        if death is not None:
+            return f"    {death}"
+        try:
+            self._channel.send(WHERE, number)
+            while True:
+                answered, place = self._places.get(timeout=timeout)
+                if answered == number:
+                    return place
+        except (OSError, queue.Empty):
+            return f"    it does not say within {timeout:g} s"
+
+    def ask_to_stop(self) -> None:
+        """Ask the process to leave after what it has been sent."""
+        try:
+            self._channel.send(STOP, 0)
+        except OSError:  # it is gone
+            pass
+
+    def ended(self, timeout: float) -> bool:
+        """Whether it has ended, after waiting for that."""
+        return self._ended.wait(timeout)
+
+    def close(self) -> None:
+        """Hang up: a process that has not left ends itself."""
+        self._stopping = True
+        self._channel.close()
+
+
+def _again(death: WorkerDied) -> WorkerDied:
+    """An exception of its own for each call: raising one adds to its traceback."""
+    return WorkerDied(*death.args)

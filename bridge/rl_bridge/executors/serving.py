@@ -1,0 +1,113 @@
+"""What runs in the process of a slot: functions one at a time in its main thread, and a thread that listens."""
+
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+
+from rl_bridge.executors.channel import Channel, Frame
+from rl_bridge.executors.host import Host
+from rl_bridge.executors.stacks import where
+from rl_bridge.executors.wire import Buffer, dumps, loads
+
+CALL, WHERE, STOP, RESULT, ERROR = range(5)
+"""Kinds of frames. The driver sends CALL, WHERE and STOP; WHERE and STOP are answered by their own kind."""
+
+OnError = Callable[[BaseException], None]
+"""What a worker does with an exception before the driver hears of it: a debugger."""
+
+
+def serve(host: Host, channel: Channel, on_error: OnError | None = None) -> None:
+    """Run what the driver sends until it says stop. When it hangs up the process ends, whatever it is doing."""
+    calls: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    thread, told, leaving = threading.get_ident(), threading.Event(), threading.Event()
+
+    def listen() -> None:
+        while True:
+            try:
+                frame = channel.receive()
+            except (EOFError, OSError) as error:
+                if leaving.is_set():
+                    return
+                # The main thread may be in a collective that nobody will join. A worker that could not stop in time
+                # has not failed: what has is the driver's to say.
+                if told.is_set():
+                    leave(0)
+                leave(1, f"rl_bridge: slot {host.slot} ends: its driver is gone ({error})")
+            if frame.kind == WHERE:
+                channel.send(WHERE, frame.number, dumps(where(thread)))
+                continue
+            if frame.kind == STOP:
+                told.set()
+            calls.put(frame)
+
+    use_device(host)
+    threading.Thread(target=listen, daemon=True, name="rl_bridge driver").start()
+    while (frame := calls.get()).kind != STOP:
+        kind, parts = answer(host, frame.parts, on_error)
+        channel.send(kind, frame.number, parts)
+    leaving.set()
+    channel.send(STOP, frame.number)
+
+
+def leave(code: int, message: str = "") -> NoReturn:
+    """End the process now, without the interpreter: a thread in a collective would keep it."""
+    # Whoever reads the output may be gone, or read no more.
+    threading.Timer(2.0, os._exit, (code,)).start()
+    try:
+        if message:
+            print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def use_device(host: Host) -> None:
+    """Make the slot's device the current one of this thread."""
+    if host.device.type == "cuda":
+        torch.cuda.set_device(host.device)
+
+
+def answer(host: Host, parts: Sequence[Buffer], on_error: OnError | None = None) -> tuple[int, list[Buffer]]:
+    """Run an encoded call; the kind of its answer, and the answer encoded."""
+    try:
+        function, arguments = loads(parts)
+        result = function(host, *arguments)
+    except BaseException as error:
+        if on_error is not None:
+            on_error(error)
+        return ERROR, encode_error(error)
+    try:
+        return RESULT, dumps(result)
+    except Exception as error:
+        unsent = TypeError(f"the result, {type(result).__name__}, cannot be sent to the driver: {error}")
+        return ERROR, encode_error(unsent.with_traceback(error.__traceback__))
+
+
+def encode_error(error: BaseException) -> list[Buffer]:
+    """An exception and its traceback, for ``decode_error``."""
+    text = "".join(traceback.format_exception(error))
+    described = f"{type(error).__name__}: {error}"
+    try:
+        parts = [bytes(part) for part in dumps(error)]
+        loads(parts)
+    except Exception:  # many exceptions cannot be made again from their arguments; their text goes without them
+        parts = None
+    return dumps((parts, described, text))
+
+
+def decode_error(parts: Sequence[Buffer]) -> tuple[BaseException, str]:
+    """The exception, and its traceback as text. One that cannot travel becomes a ``RuntimeError`` that describes it."""
+    encoded, described, text = loads(parts)
+    if encoded is not None:
+        try:
+            return loads(encoded), text
+        except Exception:  # its class is not known here
+            pass
+    return RuntimeError(described), text

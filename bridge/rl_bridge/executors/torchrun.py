@@ -1,0 +1,179 @@
+"""The ranks of a torchrun job: rank 0 runs the script and a worker, every other rank is a worker and nothing else.
+
+The same script starts with ``python`` or with ``torchrun``. In the other ranks ``init`` does not return: they serve
+rank 0 until it stops or ends, and leave with exit code 0.
+"""
+
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from rl_bridge.executors.base import Slot
+from rl_bridge.executors.channel import Address, Channel, Listener, connect, own_addresses
+from rl_bridge.executors.debug import debugger
+from rl_bridge.executors.driver import RemoteExecutor
+from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied, WorkerError
+from rl_bridge.executors.host import Host
+from rl_bridge.executors.own import Own
+from rl_bridge.executors.remote import Remote
+from rl_bridge.executors.serving import OnError, serve
+from rl_bridge.executors.world import backend, leave_world
+
+_KEY = "rl_bridge/driver"
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank of a job."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+class TorchrunExecutor(RemoteExecutor):
+    """Slots are the job's ranks."""
+
+    name = "torchrun"
+
+    def __init__(self, *, timeout: float = 1800.0, start_timeout: float = 300.0, debug: str | None = None) -> None:
+        """Join the other ranks. In rank 0 this returns; in the others it ends the process when rank 0 has stopped.
+
+        ``timeout``: seconds a call may take. ``start_timeout``: seconds until all ranks have to be here. ``debug``: see
+        ``rl_bridge.init``.
+
+        Raises:
+            ValueError: this process is no rank of a job.
+            DeadlineExceeded: a rank did not come.
+        """
+        if not under_torchrun():
+            raise ValueError("executor 'torchrun' needs torchrun: torchrun --nproc_per_node=N script.py")
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device = _device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            dist.init_process_group(backend(device), timeout=timedelta(seconds=start_timeout))
+        # Longer than a call, whose deadline says more than a collective's.
+        host = Host(rank, device, group_timeout=min(timeout, 1e6) + 60)
+        on_error = debugger(debug, rank)
+        if rank > 0:
+            _serve(host, world, start_timeout, on_error)
+        slots, workers = [_own_slot(device)], [Own(host, on_error)]
+        for rank, (channel, (node, found, resources, pid)) in _workers(world, start_timeout):
+            slots.append(Slot(rank, node, found, resources))
+            workers.append(Remote(rank, channel, f"rank {rank}, process {pid} on {node}"))
+        super().__init__(slots, workers, timeout=timeout)
+        self._main, self._previous = threading.main_thread().ident, None
+        if threading.current_thread() is threading.main_thread():
+            # torchrun sends SIGTERM to all ranks when one has died; a handler that the script installed stays.
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._terminated)
+
+    def restart(self) -> None:
+        """Not here.
+
+        Raises:
+            NotImplementedError: ranks are torchrun's to restart.
+        """
+        raise NotImplementedError("torchrun starts ranks again, all of them: torchrun --max-restarts=N ...")
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        """Raise the cause in the main thread, unless it is being raised already."""
+        deaths = [w.death for w in self._workers.values() if isinstance(w, Remote) and w.death is not None]
+        if not deaths:
+            raise SystemExit(128 + number)
+        if _under_way(sys.exc_info()[1]):
+            return
+        if self._previous is None:
+            # A call that the dead worker had a part in raises the cause by itself: let it.
+            self._previous = time.monotonic()
+            timer = threading.Timer(0.5, signal.pthread_kill, (self._main, signal.SIGTERM))
+            timer.daemon = True
+            timer.start()
+            return
+        raise WorkerDied("; ".join(str(death) for death in deaths))
+
+    def _stuck(self) -> bool:
+        return not self._workers[0].ended(0)
+
+    def _finish(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            # From here on there is nothing that could be raised to anybody.
+            if signal.getsignal(signal.SIGTERM) == self._terminated:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not self._stuck():
+            leave_world()
+
+
+def _under_way(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, WorkerDied | WorkerError | DeadlineExceeded):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def _resources(device: torch.device) -> dict[str, float]:
+    """CPUs and GPU of a rank; ``RL_BRIDGE_RESOURCES='{"fast_disk": 1}'`` in a node's environment adds what it says."""
+    found = {"CPU": (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))}
+    if device.type == "cuda":
+        found |= {"GPU": 1.0, f"accelerator_type:{torch.cuda.get_device_name(device)}": 1.0}
+    return found | json.loads(os.environ.get("RL_BRIDGE_RESOURCES", "{}"))
+
+
+def _node() -> str:
+    master = os.environ["MASTER_ADDR"]
+    return own_addresses(None if master in ("localhost", "127.0.0.1") else master)[0]
+
+
+def _own_slot(device: torch.device) -> Slot:
+    return Slot(0, _node(), str(device), _resources(device))
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("rl_bridge", dist.distributed_c10d._get_default_store())
+
+
+def _workers(world: int, timeout: float) -> list[tuple[int, tuple[Channel, tuple]]]:
+    """Wait for the other ranks, in rank 0. The store tells them where, and the key; then it is deleted there."""
+    single_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
+    listener = Listener("127.0.0.1" if single_node else "")
+    master = os.environ["MASTER_ADDR"]
+    hosts = ["127.0.0.1"] if single_node else list(dict.fromkeys([*own_addresses(master), master]))
+    addresses: list[Address] = [(host, listener.port) for host in hosts]
+    store = _store()
+    store.set(_KEY, pickle.dumps((addresses, listener.key)))
+    try:
+        return sorted(listener.collect(range(1, world), timeout).items())
+    finally:
+        store.delete_key(_KEY)
+        listener.close()
+
+
+def _serve(host: Host, world: int, timeout: float, on_error: OnError | None) -> None:
+    """The life of a rank other than 0."""
+    # Both reach every rank, and what to do about them is the driver's to say: it may want to save first. They are not
+    # ignored but handled by nothing, because what the worker starts would inherit the former.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    store = _store()
+    store.wait([_KEY], timedelta(seconds=timeout))
+    addresses, key = pickle.loads(store.get(_KEY))
+    greeting = (_node(), str(host.device), _resources(host.device), os.getpid())
+    channel = connect(addresses, key, host.slot, greeting, timeout)
+    serve(host, channel, on_error)
+    host.workers.clear()
+    leave_world()
+    sys.exit(0)

@@ -1,0 +1,32 @@
+"""Runs every scenario in a torchrun job: torchrun -m tests.bridge.executors.torchrun_suite RESULT.json"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+import rl_bridge
+from rl_bridge.executors import channel
+from tests.bridge.executors.scenarios import SCENARIOS, scenarios
+
+
+def outcomes(executor) -> dict[str, str | None]:
+    """What went wrong in each scenario, None where nothing did."""
+    found: dict[str, str | None] = {}
+    for name in scenarios(executor):
+        try:
+            SCENARIOS[name](executor)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    channel._HANDSHAKE_SECONDS = 1  # every timeout is shorter than the scenario that idles
+    executor = rl_bridge.init()
+    found = outcomes(executor) | {"name": executor.name, "slots": len(executor.slots)}
+    Path(sys.argv[1]).write_text(json.dumps(found))
