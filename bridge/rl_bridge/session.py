@@ -1,12 +1,83 @@
-"""The executor of this process: made by ``init``, or local when nothing was asked for."""
+"""The executor of this process: made by ``init``, or when the first engine asks for it."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from rl_bridge.executors import Executor, LocalExecutor
+from rl_bridge.executors.torchrun import TorchrunExecutor, under_torchrun
 
 _current: list[Executor] = []
 
+Name = Literal["local", "torchrun", "ray"]
+
+
+def init(
+    executor: Name | None = None,
+    *,
+    workers: int | None = None,
+    slots: Sequence[Mapping[str, float]] | None = None,
+    address: str | None = None,
+    timeout: float = 1800.0,
+    restarts: int = 0,
+    log_level: str = "WARNING",
+    debug: Literal["pdb", "debugpy"] | None = None,
+) -> Executor:
+    """Make the executor that engines use by default.
+
+    Under torchrun this returns in rank 0 alone: the other ranks serve it until it ends, and leave. A script that calls
+    ``init()`` first runs as it is with ``python`` and with ``torchrun``.
+
+    Args:
+        executor: "local" (this process), "torchrun" (the ranks of this job), or "ray". By default "torchrun" in a rank
+            of a job, else "local".
+        workers: how many slots. Under torchrun it must agree with ``--nproc_per_node``.
+        slots: Ray only. Resources of each slot, such as ``[{"GPU": 1, "CPU": 4}, {"CPU": 8}]``; by default one slot for
+            each GPU of the cluster.
+        address: Ray only. The cluster to attach to, "auto" for the one on this machine; by default ``RAY_ADDRESS``.
+            Without either a cluster is started, and ends with the executor.
+        timeout: seconds that a call may take.
+        restarts: Ray only. How often ``executor.restart()`` may start all workers again.
+        log_level: of the logger "rl_bridge", and of Ray; "INFO" shows what the workers print under Ray too.
+        debug: "pdb" stops a worker where it raises and waits for a client on a port of its machine; "debugpy" does the
+            same for an editor. Calls have no deadline then.
+
+    Raises:
+        ValueError: an option that the executor does not have, or an executor is in use already.
+    """
+    logging.getLogger("rl_bridge").setLevel(log_level)
+    if _current and not _current[0].stopped and (_current[0].name != "local" or any(_current[0].held.values())):
+        raise ValueError(f"executor {_current[0].name!r} is in use; call its stop() before another init()")
+    name = executor or ("torchrun" if under_torchrun() else "local")
+    timeout = timeout if debug is None else float("inf")
+    if name != "ray":
+        _refuse(name, slots=slots, address=address, restarts=restarts)
+    match name:
+        case "local":
+            _require(name, workers, 1)
+            made: Executor = LocalExecutor(debug=debug)
+        case "torchrun":
+            made = TorchrunExecutor(timeout=timeout, debug=debug)
+            _require(name, workers, len(made.slots))
+        case _:
+            raise ValueError(f"there is no executor {name!r}; there are 'local' and 'torchrun'")
+    _current[:] = [made]
+    return made
+
 
 def current_executor() -> Executor:
-    """The executor that engines use by default."""
-    if not _current:
-        _current.append(LocalExecutor())
+    """The executor that engines use by default. Without ``init`` it is what ``init()`` makes."""
+    if not _current or _current[0].stopped:
+        init()
     return _current[0]
+
+
+def _refuse(name: str, **options: object) -> None:
+    for option, value in options.items():
+        if value:
+            raise ValueError(f"{option}={value!r} is for executor 'ray', and this is {name!r}")
+
+
+def _require(name: str, workers: int | None, found: int) -> None:
+    if workers not in (None, found):
+        raise ValueError(f"workers={workers} was asked for, and executor {name!r} has {found}")

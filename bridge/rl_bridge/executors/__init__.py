@@ -1,4 +1,7 @@
-"""Where the workers of engines live, and how functions are run there. ``local``: in this process."""
+"""Where the workers of engines live, and how functions are run there.
+
+``local``: in this process. ``torchrun``: in the ranks of a torchrun job. ``ray``: in Ray actors.
+"""
 
 from rl_bridge.executors.base import Executor, Slot
 from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied, WorkerError

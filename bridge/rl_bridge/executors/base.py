@@ -27,6 +27,7 @@ class Executor(Protocol):
     slots: tuple[Slot, ...]
     held: dict[int, list[str]]
     """Names of the engines that have a worker in each slot, kept by the engines."""
+    stopped: bool
 
     def submit(
         self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
@@ -48,6 +49,15 @@ class Executor(Protocol):
         self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
     ) -> dict[int, Any]:
         """``submit`` and wait."""
+        ...
+
+    def restart(self) -> None:
+        """Start every worker's process again, empty: engines have to be made and built again.
+
+        Raises:
+            NotImplementedError: the processes are somebody else's to start.
+            RuntimeError: that has been done as often as ``init(restarts=...)`` allows.
+        """
         ...
 
     def stop(self) -> None:

@@ -4,6 +4,7 @@ Both ends prove that they know the session's key, as ``multiprocessing.connectio
 unpickled. A peer whose machine is lost is noticed by keepalive when the line is idle, and by unacknowledged data else.
 """
 
+import contextlib
 import queue
 import secrets
 import socket
@@ -92,10 +93,8 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; a thread that receives gets ``EOFError``."""
-        try:
+        with contextlib.suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other side was faster
-            pass
         self._socket.close()
 
 
@@ -137,8 +136,8 @@ class Listener:
             if hello.kind != _HELLO:
                 raise AuthenticationError("no greeting")
             self._arrived.put((hello.number, loads(hello.parts), channel))
-        except (AuthenticationError, EOFError, OSError):
-            connection.close()  # a stranger
+        except Exception:  # whatever a stranger sends: the handshake asserts too
+            connection.close()
 
     def collect(
         self, slots: Collection[int], timeout: float, check: Callable[[], None] = lambda: None
@@ -150,18 +149,20 @@ class Listener:
         """
         found: dict[int, tuple[Channel, Any]] = {}
         end = time.monotonic() + timeout
-        while missing := sorted(set(slots) - set(found)):
-            check()
-            left = end - time.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(
-                    f"start: {len(found)} of {len(slots)} workers connected in {timeout:g} s; slots {missing} did not"
-                )
-            try:
-                slot, greeting, channel = self._arrived.get(timeout=min(left, 0.2))
-            except queue.Empty:
-                continue
-            found[slot] = (channel, greeting)
+        try:
+            while missing := sorted(set(slots) - set(found)):
+                check()
+                left = end - time.monotonic()
+                if left <= 0:
+                    arrived = f"{len(found)} of {len(slots)} workers connected in {timeout:g} s"
+                    raise DeadlineExceeded(f"start: {arrived}; slots {missing} did not")
+                with contextlib.suppress(queue.Empty):
+                    slot, greeting, channel = self._arrived.get(timeout=min(left, 0.2))
+                    found[slot] = (channel, greeting)
+        except BaseException:
+            for channel, _ in found.values():
+                channel.close()
+            raise
         return found
 
     def close(self) -> None:
@@ -182,8 +183,13 @@ def connect(addresses: Sequence[Address], key: bytes, slot: int, greeting: Any, 
         for address in addresses:
             try:
                 connection = socket.create_connection(address, timeout=max(min(5.0, end - time.monotonic()), 0.1))
+            except OSError as error:
+                trouble.append(f"{address[0]}:{address[1]} {type(error).__name__}: {error}")
+                continue
+            try:
                 _authenticate(connection, key, first=False)
-            except (OSError, EOFError, AuthenticationError) as error:
+            except (OSError, EOFError, AuthenticationError) as error:  # another job's port
+                connection.close()
                 trouble.append(f"{address[0]}:{address[1]} {type(error).__name__}: {error}")
                 continue
             channel = Channel(connection)
@@ -226,9 +232,7 @@ def own_addresses(towards: str | None = None) -> list[str]:
                 found.append(probe.getsockname()[0])
         except OSError:  # no route, or no such name
             continue
-    try:
+    with contextlib.suppress(OSError):  # a name that nobody knows
         found.append(socket.gethostbyname(socket.gethostname()))
-    except OSError:
-        pass
     found = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
     return found or ["127.0.0.1"]

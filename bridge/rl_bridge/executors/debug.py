@@ -36,6 +36,11 @@ def debugger(kind: str | None, slot: int) -> OnError | None:
             raise ValueError(f"debug={kind!r}; there are 'pdb' and 'debugpy'")
 
 
+def terminal_debugger(kind: str | None) -> OnError | None:
+    """The same for a function that runs in a process with a terminal, where a frame of it can be looked at there."""
+    return (lambda error: pdb.post_mortem(error.__traceback__)) if kind == "pdb" else debugger(kind, 0)
+
+
 def _post_mortem(slot: int, error: BaseException) -> None:
     terminal = _terminal(slot, f"{type(error).__name__}: {error}")
     if terminal is not None:
@@ -57,7 +62,9 @@ def _terminal(slot: int, why: str) -> IO[str] | None:
     word = secrets.token_urlsafe(9)
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
-        print(f"rl_bridge: slot {slot}: {why}\n  debug it: nc 127.0.0.1 {port}, then {word}", file=sys.stderr, flush=True)
+        print(
+            f"rl_bridge: slot {slot}: {why}\n  debug it: nc 127.0.0.1 {port}, then {word}", file=sys.stderr, flush=True
+        )
         door.settimeout(PATIENCE)
         while True:
             try:

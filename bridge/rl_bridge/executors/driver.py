@@ -182,4 +182,3 @@ class RemoteExecutor:
             self.stop()
             if self._stuck():
                 leave(1)
-

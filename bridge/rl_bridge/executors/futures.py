@@ -20,7 +20,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def first_cause(errors: Iterable[BaseException]) -> BaseException:
-    """Of the errors of one call, in order of arrival: a death, then what is no consequence, then whatever came first."""
+    """Of the errors of one call, in order of arrival: a death, else what is no consequence, else the first."""
     found = list(errors)
     deaths = [error for error in found if isinstance(error, WorkerDied)]
     causes = [error for error in found if not is_consequence(error)]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rl_bridge.executors.world import named_group
+
 
 class Host:
     """The workers in one slot, its device, and the process groups that the slot belongs to."""
@@ -37,7 +39,10 @@ class Host:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         key = (members, f"{backend} {purpose}")
         if key not in self._groups:
-            made = dist.new_group(list(members), backend=backend, timeout=self._timeout, use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            self._groups[key] = made
+            self._groups[key] = named_group(members, backend, f"rl_bridge/{key}", self._timeout)
         return self._groups[key]
+
+    def clear(self) -> None:
+        """Let go of the workers and the process groups."""
+        self.workers.clear()
+        self._groups.clear()

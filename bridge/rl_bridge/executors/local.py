@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_bridge.executors.base import Arguments, Slot
+from rl_bridge.executors.debug import terminal_debugger
 from rl_bridge.executors.host import Host
 
 
@@ -15,12 +16,14 @@ class LocalExecutor:
 
     name = "local"
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        """``device``: the slot's. By default the first CUDA or ROCm device, else the CPU."""
+    def __init__(self, device: torch.device | str | None = None, *, debug: str | None = None) -> None:
+        """``device``: the slot's. By default the first CUDA or ROCm device, else the CPU. ``debug``: see ``init``."""
         found = ("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else str(device)
         self.slots = (Slot(0, device=found),)
         self.held: dict[int, list[str]] = {}
+        self.stopped = False
         self._host = Host(0, found)
+        self._on_error = terminal_debugger(debug)
 
     def submit(
         self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
@@ -39,9 +42,22 @@ class LocalExecutor:
         """Run the function and return its result, or raise what it raises."""
         if set(arguments) != {0}:
             raise ValueError(f"executor 'local' has slot 0 alone, {what} names {sorted(arguments)}")
-        return {0: function(self._host, *arguments[0])}
+        if self.stopped:
+            raise ValueError(f"{what}: this executor has been stopped")
+        try:
+            return {0: function(self._host, *arguments[0])}
+        except Exception as error:
+            if self._on_error is not None:
+                self._on_error(error)
+            raise
+
+    def restart(self) -> None:
+        """Forget the workers, so that engines can be built again."""
+        self._host.workers.clear()
+        self.held.clear()
 
     def stop(self) -> None:
-        """Forget the workers."""
+        """Forget the workers for good."""
+        self.stopped = True
         self._host.workers.clear()
         self.held.clear()

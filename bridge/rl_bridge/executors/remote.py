@@ -1,5 +1,6 @@
 """The driver's end of a slot whose process is behind a channel."""
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -111,10 +112,8 @@ class Remote:
 
     def ask_to_stop(self) -> None:
         """Ask the process to leave after what it has been sent."""
-        try:
+        with contextlib.suppress(OSError):  # it is gone
             self._channel.send(STOP, 0)
-        except OSError:  # it is gone
-            pass
 
     def ended(self, timeout: float) -> bool:
         """Whether it has ended, after waiting for that."""

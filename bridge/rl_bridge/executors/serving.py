@@ -26,7 +26,9 @@ def serve(host: Host, channel: Channel, on_error: OnError | None = None) -> None
     """Run what the driver sends until it says stop. When it hangs up the process ends, whatever it is doing."""
     calls: queue.SimpleQueue[Frame] = queue.SimpleQueue()
     thread, told, leaving = threading.get_ident(), threading.Event(), threading.Event()
+    slot = host.slot
 
+    # Holds no reference to the host: a process group that a thread lets go of while the interpreter ends aborts it.
     def listen() -> None:
         while True:
             try:
@@ -38,7 +40,7 @@ def serve(host: Host, channel: Channel, on_error: OnError | None = None) -> None
                 # has not failed: what has is the driver's to say.
                 if told.is_set():
                     leave(0)
-                leave(1, f"rl_bridge: slot {host.slot} ends: its driver is gone ({error})")
+                leave(1, f"rl_bridge: slot {slot} ends: its driver is gone ({error})")
             if frame.kind == WHERE:
                 channel.send(WHERE, frame.number, dumps(where(thread)))
                 continue

@@ -6,11 +6,9 @@ rank 0 until it stops or ends, and leave with exit code 0.
 
 import json
 import os
-import pickle
 import signal
 import sys
 import threading
-import time
 from datetime import timedelta
 from types import FrameType
 
@@ -20,13 +18,13 @@ import torch.distributed as dist
 from rl_bridge.executors.base import Slot
 from rl_bridge.executors.channel import Address, Channel, Listener, connect, own_addresses
 from rl_bridge.executors.debug import debugger
-from rl_bridge.executors.driver import RemoteExecutor
+from rl_bridge.executors.driver import RemoteExecutor, Worker
 from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied, WorkerError
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.own import Own
 from rl_bridge.executors.remote import Remote
 from rl_bridge.executors.serving import OnError, serve
-from rl_bridge.executors.world import backend, leave_world
+from rl_bridge.executors.world import backend, job_store, leave_world
 
 _KEY = "rl_bridge/driver"
 
@@ -64,16 +62,21 @@ class TorchrunExecutor(RemoteExecutor):
         on_error = debugger(debug, rank)
         if rank > 0:
             _serve(host, world, start_timeout, on_error)
-        slots, workers = [_own_slot(device)], [Own(host, on_error)]
+        slots = [Slot(0, _node(), str(device), _resources(device))]
+        workers: list[Worker] = [Own(host, on_error)]
         for rank, (channel, (node, found, resources, pid)) in _workers(world, start_timeout):
             slots.append(Slot(rank, node, found, resources))
             workers.append(Remote(rank, channel, f"rank {rank}, process {pid} on {node}"))
         super().__init__(slots, workers, timeout=timeout)
-        self._main, self._previous = threading.main_thread().ident, None
-        if threading.current_thread() is threading.main_thread():
-            # torchrun sends SIGTERM to all ranks when one has died; a handler that the script installed stays.
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._terminated)
+        self._host = host
+        self._warned = False
+        # torchrun sends SIGTERM to all ranks when one has died. A handler that the script has installed stays.
+        if self._in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminated)
+
+    @staticmethod
+    def _in_main_thread() -> bool:
+        return threading.current_thread() is threading.main_thread()
 
     def restart(self) -> None:
         """Not here.
@@ -90,10 +93,10 @@ class TorchrunExecutor(RemoteExecutor):
             raise SystemExit(128 + number)
         if _under_way(sys.exc_info()[1]):
             return
-        if self._previous is None:
+        if not self._warned:
             # A call that the dead worker had a part in raises the cause by itself: let it.
-            self._previous = time.monotonic()
-            timer = threading.Timer(0.5, signal.pthread_kill, (self._main, signal.SIGTERM))
+            self._warned = True
+            timer = threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM))
             timer.daemon = True
             timer.start()
             return
@@ -103,11 +106,11 @@ class TorchrunExecutor(RemoteExecutor):
         return not self._workers[0].ended(0)
 
     def _finish(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            # From here on there is nothing that could be raised to anybody.
-            if signal.getsignal(signal.SIGTERM) == self._terminated:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # From here on there is nobody whom a cause could be raised to.
+        if self._in_main_thread() and signal.getsignal(signal.SIGTERM) == self._terminated:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if not self._stuck():
+            self._host.clear()
             leave_world()
 
 
@@ -138,14 +141,6 @@ def _node() -> str:
     return own_addresses(None if master in ("localhost", "127.0.0.1") else master)[0]
 
 
-def _own_slot(device: torch.device) -> Slot:
-    return Slot(0, _node(), str(device), _resources(device))
-
-
-def _store() -> dist.Store:
-    return dist.PrefixStore("rl_bridge", dist.distributed_c10d._get_default_store())
-
-
 def _workers(world: int, timeout: float) -> list[tuple[int, tuple[Channel, tuple]]]:
     """Wait for the other ranks, in rank 0. The store tells them where, and the key; then it is deleted there."""
     single_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
@@ -153,8 +148,8 @@ def _workers(world: int, timeout: float) -> list[tuple[int, tuple[Channel, tuple
     master = os.environ["MASTER_ADDR"]
     hosts = ["127.0.0.1"] if single_node else list(dict.fromkeys([*own_addresses(master), master]))
     addresses: list[Address] = [(host, listener.port) for host in hosts]
-    store = _store()
-    store.set(_KEY, pickle.dumps((addresses, listener.key)))
+    store = job_store()
+    store.set(_KEY, json.dumps((addresses, listener.key.hex())))
     try:
         return sorted(listener.collect(range(1, world), timeout).items())
     finally:
@@ -168,12 +163,12 @@ def _serve(host: Host, world: int, timeout: float, on_error: OnError | None) -> 
     # ignored but handled by nothing, because what the worker starts would inherit the former.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    store = _store()
+    store = job_store()
     store.wait([_KEY], timedelta(seconds=timeout))
-    addresses, key = pickle.loads(store.get(_KEY))
+    addresses, key = json.loads(store.get(_KEY))
     greeting = (_node(), str(host.device), _resources(host.device), os.getpid())
-    channel = connect(addresses, key, host.slot, greeting, timeout)
+    channel = connect([tuple(a) for a in addresses], bytes.fromhex(key), host.slot, greeting, timeout)
     serve(host, channel, on_error)
-    host.workers.clear()
+    host.clear()
     leave_world()
     sys.exit(0)

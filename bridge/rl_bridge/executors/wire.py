@@ -43,16 +43,19 @@ def loads(parts: Sequence[Buffer]) -> Any:
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type != "meta":
-            if not obj.is_quantized:
-                return _reduce(obj)
-        return super().reducer_override(obj)
+        plain = type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized
+        return _reduce(obj) if plain and obj.device.type != "meta" else super().reducer_override(obj)
 
 
-def _reduce(tensor: torch.Tensor) -> tuple:
+def _reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
     values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    raw = values.reshape(-1).view(torch.uint8).numpy()
-    return _tensor, (pickle.PickleBuffer(raw), tensor.dtype, tuple(tensor.shape), tensor.is_leaf and tensor.requires_grad)
+    raw = values.reshape(-1).view(torch.uint8).numpy().data
+    return _tensor, (
+        pickle.PickleBuffer(raw),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.is_leaf and tensor.requires_grad,
+    )
 
 
 def _tensor(buffer: Buffer, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:

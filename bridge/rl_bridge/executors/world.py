@@ -1,12 +1,13 @@
 """The process group of all slots."""
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from rl_bridge.executors.host import Host
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 
 
 def backend(device: torch.device) -> str:
@@ -14,10 +15,36 @@ def backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def open_store(host: Host, address: str, world: int, timeout: float) -> int:
-    """Keep the job's store in this slot, at this address and no other; its port. Runs in slot 0."""
+def named_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group over ``ranks``, in this order, made by its members alone.
+
+    ``torch.distributed.new_group(use_local_synchronization=True)`` would sort the ranks, and find the others by a name
+    that holds how many groups this process has: two processes with different numbers of groups wait for each other
+    for ever. Here the name is the caller's, the same in all members.
+    """
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        backend,
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(name),
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
+
+
+def job_store() -> Store:
+    """The store that all processes of the job share, in a corner of its own."""
+    return PrefixStore("rl_bridge", distributed_c10d._get_default_store())
+
+
+def open_store(address: str, world: int, timeout: float) -> TCPStore:
+    """The store of a job of ``world`` processes, in this process, at this address and no other."""
     with socket.create_server((address, 0), backlog=1024) as door:
-        host.store = dist.TCPStore(  # type: ignore[attr-defined]
+        return TCPStore(
             address,
             door.getsockname()[1],
             world,
@@ -26,18 +53,12 @@ def open_store(host: Host, address: str, world: int, timeout: float) -> int:
             timeout=timedelta(seconds=timeout),
             master_listen_fd=door.detach(),
         )
-    return host.store.port
 
 
-def join_world(host: Host, address: str, port: int, world: int, timeout: float, group_timeout: float) -> None:
-    """Join the other slots in one process group; every slot runs this at the same time."""
-    store = getattr(host, "store", None) or dist.TCPStore(address, port, world, timeout=timedelta(seconds=timeout))
+def join_world(rank: int, world: int, store: TCPStore, device: torch.device, timeout: float) -> None:
+    """Join the other processes of the job; all of them do so at the same time."""
     dist.init_process_group(
-        backend(host.device),
-        store=store,
-        rank=host.slot,
-        world_size=world,
-        timeout=timedelta(seconds=group_timeout),
+        backend(device), store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
 
 
