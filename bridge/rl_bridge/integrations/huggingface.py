@@ -1,35 +1,14 @@
 """Log-probabilities of a Hugging Face causal language model without its logits."""
 
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rl_kernels import TokenLogprobs, linear_logprobs
-
-
-class HeadOptions(NamedTuple):
-    """What a model does to hidden @ weight.T + bias before they are its logits."""
-
-    logit_scale: float
-    softcap: float | None
-
-
-def head_options(model: PreTrainedModel) -> HeadOptions:
-    """Scale and softcap of the model's logits, by the names that configurations have for them."""
-    config = model.config.get_text_config()
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse; Falcon-H1
-        scale *= getattr(config, name, None) or 1.0
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling:
-        # Granite and MiniCPM divide by it, HyperCLOVA X multiplies.
-        scale *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
-    return HeadOptions(scale, getattr(config, "final_logit_softcapping", None))
+from rl_bridge.parallel.head import head_options, of_targets
+from rl_kernels import TokenLogprobs
 
 
 def token_logprobs(
@@ -56,29 +35,9 @@ def token_logprobs(
         backend: of ``rl_kernels.linear_logprobs``.
         **inputs: of the model: attention_mask, position_ids, …
     """
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ValueError(f"{type(model).__name__} has no output embeddings: it is no causal language model")
-    if isinstance(head.weight, DTensor) and any(isinstance(module, FSDPModule) for module in model.modules()):
-        # Gathered here, its gradient would be that of this rank's batch alone: FSDP must do it, and average.
-        raise ValueError(
-            "FSDP has not gathered the output embeddings: call the model's own token_logprobs after "
-            "fuse_linear_logprobs(model), fully_shard(model), register_fsdp_forward_method(model, 'token_logprobs')"
-        )
-    hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state[:, :-1]
-    scale, softcap = head_options(model)
-    return linear_logprobs(
-        hidden,
-        _gathered(head.weight),
-        input_ids[:, 1:],
-        bias=None if getattr(head, "bias", None) is None else _gathered(head.bias),
-        temperature=temperature,
-        logit_scale=scale,
-        softcap=softcap,
-        allowed_tokens=allowed_tokens,
-        mask=mask,
-        backend=backend,
-    )
+    options = {"temperature": temperature, "softcap": None, "mask": mask}
+    options |= {"allowed_tokens": allowed_tokens, "backend": backend}
+    return of_targets(model, input_ids, input_ids[:, 1:], options, inputs)
 
 
 def fuse_linear_logprobs(model: PreTrainedModel) -> PreTrainedModel:
@@ -112,8 +71,3 @@ def fuse_linear_logprobs(model: PreTrainedModel) -> PreTrainedModel:
     # Not a parameter and not a module: past nn.Module's own __setattr__.
     object.__setattr__(model, "token_logprobs", types.MethodType(token_logprobs, model))
     return model
-
-
-def _gathered(parameter: Any) -> Tensor:
-    """The parameter itself, whole if tensor parallelism has sharded it: its ranks have the same rows."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

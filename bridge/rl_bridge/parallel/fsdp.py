@@ -34,7 +34,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> N
         # The backward pass begins with the root's weights, so that they stay gathered for it.
         again = config.reshard_after_forward and not root
         fully_shard(module, mesh=over, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
-        module.register_forward_hook(_reshard_without_backward)
+        module.register_forward_hook(lambda module, inputs, output: reshard_without_backward(module))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Without the second setter gloo is asked for a scaled sum, which it does not have.
@@ -55,7 +55,7 @@ def fsdp_parameters(model: nn.Module) -> list[Any]:
     return [record for state in states for group in state._fsdp_param_groups for record in group.fsdp_params]
 
 
-def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Weights that wait for a backward pass would wait for ever."""
-    if not torch.is_grad_enabled():
-        module.reshard()  # pyright: ignore[reportCallIssue]
+def reshard_without_backward(module: nn.Module) -> None:
+    """After a forward pass without gradients: weights that wait for the backward pass would wait for ever."""
+    if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
+        module.reshard()

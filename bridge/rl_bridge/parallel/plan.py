@@ -2,11 +2,14 @@
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from rl_bridge.parallel.checkpointing import checkpoint_layers
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.fsdp import shard_model
+from rl_bridge.parallel.head import gather_head_for_logprobs
 from rl_bridge.parallel.mesh import model_mesh, one_rank_mesh
+from rl_bridge.parallel.tensor import cut_matrices
 
 DEFAULT = ParallelConfig()
 
@@ -28,9 +31,13 @@ def parallelize(
     Raises:
         ValueError: tensor parallelism for a model without a plan or with sizes that do not divide.
     """
+    if mesh is not None and mesh["tensor"].size() > 1:
+        cut_matrices(model, model_mesh(mesh)["tensor"])
     if config.gradient_checkpointing:
         checkpoint_layers(model)
-    if mesh is not None:
-        shard_model(model, model_mesh(mesh), config)
-    elif config.cpu_offload or any(parameter.dtype != config.param_dtype for parameter in model.parameters()):
-        shard_model(model, one_rank_mesh(device_type), config)
+    alone = not config.cpu_offload and all(parameter.dtype == config.param_dtype for parameter in model.parameters())
+    if mesh is None and alone:
+        return
+    shard_model(model, one_rank_mesh(device_type) if mesh is None else model_mesh(mesh), config)
+    if isinstance(model, PreTrainedModel):
+        gather_head_for_logprobs(model)

@@ -1,0 +1,144 @@
+"""Log-probabilities from hidden states and the output embeddings, wherever parallelism has put these."""
+
+import types
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from rl_bridge.parallel.fsdp import fsdp_parameters, reshard_without_backward
+from rl_kernels import TokenLogprobs, linear_logprobs
+
+_METHOD = "_token_logprobs_of_targets"
+
+
+class HeadOptions(NamedTuple):
+    """What a model does to hidden @ weight.T + bias before they are its logits."""
+
+    logit_scale: float
+    softcap: float | None
+
+
+class Head(NamedTuple):
+    """Output embeddings of this process: all rows, or a slice of the vocabulary that ``group`` has the rest of."""
+
+    weight: Tensor
+    bias: Tensor | None
+    start: int
+    group: dist.ProcessGroup | None
+
+
+def head_options(model: PreTrainedModel) -> HeadOptions:
+    """Scale and softcap of the model's logits, by the names that configurations have for them."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse; Falcon-H1
+        scale *= getattr(config, name, None) or 1.0
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling:
+        # Granite and MiniCPM divide by it, HyperCLOVA X multiplies.
+        scale *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
+    return HeadOptions(scale, getattr(config, "final_logit_softcapping", None))
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The output embeddings, which are looked up at each call: FSDP and PEFT exchange them.
+
+    Raises:
+        ValueError: no output embeddings; or FSDP holds them and has not gathered them.
+    """
+    module = model.get_output_embeddings()
+    if module is None:
+        raise ValueError(f"{type(model).__name__} has no output embeddings: it is no causal language model")
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if not isinstance(weight, DTensor):
+        return Head(weight, bias, 0, None)
+    if any(record.sharded_param is weight for record in fsdp_parameters(model)):
+        # Gathered here, its gradient would be that of this rank's batch alone: FSDP must do it, and sum.
+        raise ValueError(
+            "FSDP has not gathered the output embeddings: call the model's own token_logprobs after "
+            "fuse_linear_logprobs(model), fully_shard(model), register_fsdp_forward_method(model, 'token_logprobs')"
+        )
+    mesh = weight.device_mesh
+    if weight.placements != (Shard(0),):
+        return Head(weight.full_tensor(), bias.full_tensor() if isinstance(bias, DTensor) else bias, 0, None)
+    start = min(-(-weight.shape[0] // mesh.size()) * mesh.get_local_rank(), weight.shape[0])
+    return Head(weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, start, mesh.get_group())
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    ids: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    entropy: bool = True,
+    mask: Tensor | None = None,
+    allowed_tokens: Tensor | None = None,
+    backend: str | None = None,
+    **forward_kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of ``targets[b, t]`` after ``ids[b, : t + 1]``, and the entropy there; the logits never exist.
+
+    log_softmax(softcap·tanh(logits/softcap)/temperature) is taken in float32, whatever the model computes in. All ranks
+    of a mesh call the function; tensor-parallel ranks give the same rows, and all get every result.
+
+    Args:
+        model: a causal language model, plain, after ``parallelize``, or under autocast.
+        ids: ``[B, T]``.
+        targets: ``[B, T]``.
+        temperature: a positive number, or ``[B, T]``.
+        softcap: of the logits, for a model that has none of its own (Gemma has).
+        entropy: False returns None in its place.
+        mask: bool ``[B, T]``; where False nothing is computed beyond the hidden state, and results are 0.
+        allowed_tokens: ids that a truncated sampler allowed, ``[B, T, S]``, with −1 for shorter sets.
+        backend: of ``rl_kernels.linear_logprobs``.
+        **forward_kwargs: of the model: attention_mask, position_ids, …
+
+    Returns:
+        (log-probabilities ``[B, T]``, entropies ``[B, T]`` or None), float32.
+
+    Raises:
+        ValueError: a softcap for a model that has its own, a model without output embeddings.
+    """
+    options = {"temperature": temperature, "softcap": softcap, "mask": mask}
+    options |= {"allowed_tokens": allowed_tokens, "backend": backend}
+    gathering = getattr(model, _METHOD, None)
+    if gathering is None:
+        found = of_targets(model, ids, targets, options, forward_kwargs)
+    else:
+        found = gathering(ids, targets, options, forward_kwargs)
+        reshard_without_backward(model)
+    return found.logprobs, found.entropy if entropy else None
+
+
+def of_targets(
+    model: PreTrainedModel, ids: Tensor, targets: Tensor, options: dict[str, Any], forward_kwargs: dict[str, Any]
+) -> TokenLogprobs:
+    """What ``token_logprobs`` does once the weights are gathered. ``targets`` may be shorter than ``ids``."""
+    scale, own = head_options(model)
+    if options["softcap"] is not None and own is not None:
+        raise ValueError(
+            f"{type(model).__name__} caps its logits at {own}: it takes no softcap of {options['softcap']} besides"
+        )
+    trunk = model.base_model(input_ids=ids, **{"use_cache": False, **forward_kwargs})
+    hidden = trunk.last_hidden_state[:, : targets.shape[1]]
+    weight, bias, start, group = head_of(model)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        # The head is a matrix product like the others.
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    options = options | {"softcap": own if options["softcap"] is None else options["softcap"]}
+    return linear_logprobs(hidden, weight, targets, bias=bias, logit_scale=scale, start=start, group=group, **options)
+
+
+def gather_head_for_logprobs(model: PreTrainedModel) -> None:
+    """Have FSDP gather the root's weights for ``token_logprobs`` as it does for ``forward``."""
+    object.__setattr__(model, _METHOD, types.MethodType(of_targets, model))
+    register_fsdp_forward_method(model, _METHOD)

@@ -1,0 +1,39 @@
+"""Two kinds of parallelism at once, over four processes."""
+
+import pytest
+
+from tests.bridge.parallel import one_step
+from tests.ranks import results
+
+# 13 rows of a matrix on each tensor rank, which two shards do not divide.
+UNEVEN = {"intermediate_size": 26}
+# replicate, shard, sequence, tensor
+LAYOUTS = {
+    "replicated shards": ("Qwen2", (2, 2, 1, 1), {}),
+    "shards of sequences": ("Llama", (1, 2, 2, 1), {}),
+    "shards of tensors": ("Qwen3", (1, 2, 1, 2), {}, UNEVEN),
+    "shards of tensors, not tied": ("Qwen2", (1, 2, 1, 2), {"reshard_after_forward": False}, UNEVEN | {"tied": False}),
+    "replicated tensors": ("Llama", (2, 1, 1, 2), {"gradient_checkpointing": True}),
+    "sequences of tensors": ("Qwen2", (1, 1, 2, 2), {}),
+    "four tensor ranks": ("Llama", (1, 1, 1, 4), {}, {"num_key_value_heads": 4}),
+    "four shards": ("Qwen3", (1, 4, 1, 1), {}, UNEVEN),
+}
+
+pytestmark = pytest.mark.slow
+
+
+def rank(number, address, queue):
+    one_step.rank_of(LAYOUTS, 4, number, address, queue)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    received = results(rank, 4, tmp_path_factory.mktemp("gloo"))
+    for _, found in received:
+        assert isinstance(found, dict), found
+    return received
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_step_is_that_of_one_process(ranks, name):
+    one_step.assert_one_process(ranks, name, LAYOUTS[name])
