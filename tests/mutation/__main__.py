@@ -18,8 +18,8 @@ from tests.mutation.worker import ROOT
 # Folder, tests, and seconds for a mutant that survives: of processor time in a warm process, by the clock in a new one.
 PACKAGES = {"rl_fn": ("rl_fn", "tests/rl_fn", 6.0), "rl_bridge": ("bridge/rl_bridge", "tests/bridge", 180.0)}
 # What the bridge's score is about; the peers' comparisons (check) run in an environment of their own.
-BRIDGE = ("functional", "pipelines", "trainers", "rollout", "weights", "data", "engines", "")
-BRIDGE_TOP = ("checkpoint.py", "rewards.py", "splitmix64.py")
+BRIDGE = ("functional", "pipelines", "trainers", "rollout", "weights", "data", "engines", "checkpoints", "")
+BRIDGE_TOP = ("step_folders.py", "rewards.py", "splitmix64.py")
 
 
 def chosen_of(package: Package, options: argparse.Namespace) -> list:

@@ -29,11 +29,11 @@ class RowStream:
                 self._order = self._shuffled()
         return taken
 
-    def training_state(self) -> dict[str, Any]:
+    def checkpoint_state(self) -> dict[str, Any]:
         """The place in the data."""
         return {"epoch": self._epoch, "position": self._position, "rows": len(self._rows), "seed": self._seed}
 
-    def load_training_state(self, state: dict[str, Any]) -> None:
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Go on at a saved place; other data than was saved raises."""
         if (state["rows"], state["seed"]) != (len(self._rows), self._seed):
             raise ValueError(

@@ -1,6 +1,6 @@
 """``TrainEngine``: the user's torch module, wherever its workers are, called like the module itself."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rl_bridge.engines.base import Engine, What
 from rl_bridge.executors.host import Host
@@ -19,14 +19,6 @@ class TrainEngine(Engine):
 
     movable: ClassVar[tuple[What, ...]] = ("weights", "optimizer")
     torch_module: ClassVar[bool] = True
-
-    def training_state(self) -> dict[str, Any]:
-        """What a checkpoint of the module holds."""
-        return self.call("training_state")
-
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Give the module back what its ``training_state`` was."""
-        self.call("load_training_state", state)
 
     def sync_weights(self, target: Engine) -> int:
         """Carry the weights to another engine; returns their version, which its completions then bear."""

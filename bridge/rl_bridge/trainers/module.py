@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from rl_bridge.checkpoints.optimizers import load_optimizer_state, optimizer_state
 from rl_bridge.trainers.scoring import ScoringConfig, TokenScorer
 
 
@@ -91,19 +92,19 @@ class CausalLMModule(TokenScorer):
         """The number of updates this model has had."""
         return self._version
 
-    def training_state(self) -> dict[str, Any]:
+    def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next update depends on."""
         return {
-            **super().training_state(),
-            "optimizer": self.optimizer.state_dict(),
+            **super().checkpoint_state(),
+            "optimizer": optimizer_state(self.model, self.optimizer),
             "scheduler": self.scheduler.state_dict(),
             "version": self._version,
         }
 
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``training_state`` gave."""
-        super().load_training_state(state)
-        self.optimizer.load_state_dict(state["optimizer"])
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``checkpoint_state`` gave."""
+        super().load_checkpoint_state(state)
+        load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self._version = state["version"]
 

@@ -109,12 +109,12 @@ class TokenScorer(ParallelModule):
         """Where the weights are."""
         return self.model.device
 
-    def training_state(self) -> dict[str, Any]:
+    def checkpoint_state(self) -> dict[str, Any]:
         """The weights: all that a checkpoint of a frozen model holds."""
         return {"model": self.model.state_dict()}
 
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``training_state`` gave."""
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``checkpoint_state`` gave."""
         if self.weights_device().type == "meta":
             self.move("weights", self._home)
         self.model.load_state_dict(state["model"])
@@ -140,4 +140,4 @@ class TokenScorer(ParallelModule):
 
     def _refuse_freed(self) -> None:
         if self._freed:
-            raise ValueError("these weights were freed: load a checkpoint (load_training_state) first")
+            raise ValueError("these weights were freed: load a checkpoint (load_checkpoint_state) first")

@@ -38,17 +38,17 @@ def test_an_epoch_is_shuffled_anew_and_a_seed_is_an_order():
 def test_a_saved_place_goes_on_where_it_was(count, before, after):
     stream = RowStream(rows(count), 3)
     stream.take(before)
-    state = json.loads(json.dumps(stream.training_state()))
+    state = json.loads(json.dumps(stream.checkpoint_state()))
     wanted = names(stream.take(after))
     resumed = RowStream(rows(count), 3)
-    resumed.load_training_state(state)
+    resumed.load_checkpoint_state(state)
     assert names(resumed.take(after)) == wanted
 
 
 @pytest.mark.parametrize("other", [RowStream(rows(4), 0), RowStream(rows(5), 1)])
 def test_a_place_in_other_data_is_refused(other):
     with pytest.raises(ValueError, match=r"made on 5 rows with seed 0, this run has \d rows and seed \d"):
-        other.load_training_state(RowStream(rows(5), 0).training_state())
+        other.load_checkpoint_state(RowStream(rows(5), 0).checkpoint_state())
 
 
 def test_no_rows():

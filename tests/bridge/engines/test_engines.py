@@ -280,16 +280,16 @@ def test_freed_training_weights_come_back_with_a_checkpoint_and_train_on(new_mod
     for engine in engines:
         update(engine)
     freed, kept = engines
-    state = copy.deepcopy(kept.training_state())
+    state = copy.deepcopy(kept.checkpoint_state())
     assert freed.meta().device.type == "meta"
     for call in (lambda: update(freed), lambda: freed.token_logprobs(BATCH), lambda: list(freed.named_weights())):
         with pytest.raises(ValueError, match="these weights were freed"):
             call()
-    freed.load_training_state(state)
+    freed.load_checkpoint_state(state)
     assert freed.device.type == "cpu"
     for _ in range(2):
         assert update(freed) == update(kept)
-    for a, b in zip(freed.training_state()["model"].values(), kept.training_state()["model"].values(), strict=True):
+    for a, b in zip(freed.checkpoint_state()["model"].values(), kept.checkpoint_state()["model"].values(), strict=True):
         assert torch.equal(a, b)
 
 

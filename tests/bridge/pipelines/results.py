@@ -3,6 +3,10 @@
 import json
 
 import torch
+from safetensors.torch import load_file
+
+from rl_bridge.checkpoints.reading import read_driver
+from rl_bridge.step_folders import damage
 
 
 def metrics(folder):
@@ -13,17 +17,33 @@ def metrics(folder):
 
 def result(folder):
     """Everything that a run leaves behind and that must not depend on interruptions."""
-    checkpoints = sorted((folder / "checkpoints").iterdir())
-    state = torch.load(checkpoints[-1] / "state.pt", weights_only=True)
-    del state["random"]["python"]  # beartype, switched on in tests alone, draws from Python's generator
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     return {
         "weights": (folder / "model" / "model.safetensors").read_bytes(),
         "metrics": metrics(folder),
         "samples": (folder / "samples.json").read_text("utf-8"),
         "summary": {k: v for k, v in summary.items() if k != "seconds"},
-        "state": {k: v for k, v in state.items() if k not in ("seconds", "metrics_bytes")},
+        "state": checkpoint(max((folder / "checkpoints").iterdir())),
     }
+
+
+def checkpoint(path):
+    """What a checkpoint holds, by the names of its files, without the times."""
+    assert damage(path) is None
+    found = {}
+    for file in sorted(path.rglob("*")):
+        name = str(file.relative_to(path))
+        if name.startswith("driver"):
+            driver = read_driver(path)
+            del driver["state"]["seconds"], driver["state"]["record"]["metrics_bytes"], driver["random"]["python"]
+            found["driver"] = driver
+        elif file.suffix == ".safetensors":
+            found[name] = load_file(file)
+        elif file.suffix == ".json" and name != "manifest.json":
+            found[name] = json.loads(file.read_text("utf-8"))
+            # beartype, switched on in tests alone, draws from Python's generator
+            found[name].pop("python", None)
+    return found
 
 
 def assert_same(a, b, where="result"):

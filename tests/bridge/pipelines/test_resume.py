@@ -13,9 +13,12 @@ from tests.bridge.pipelines.results import assert_same, metrics, result
 # The process kills itself in the middle of a step: no handler, no finally, nothing flushed.
 DYING = """
 import os, signal, sys
+from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.cli import main
 from rl_bridge.trainers.module import CausalLMModule
 
+# What the kill finds on the disk is then known. Kills while one is being written: tests/bridge/checkpoints.
+Checkpointer.__init__.__kwdefaults__["asynchronous"] = False
 when, version = sys.argv[1], int(sys.argv[2])
 update = CausalLMModule.optimizer_step
 
@@ -86,9 +89,9 @@ def test_killed_in_supervision_and_in_grpo(tmp_path, arguments, reward, run_to_e
     assert max(path.name for path in (folder / "checkpoints").iterdir()) == "step-00000009"
     assert not (folder / "summary.json").exists()
 
-    half_written = folder / "checkpoints" / ".step-00000012.1.tmp"
+    half_written = folder / "checkpoints" / "step-00000012.tmp"
     half_written.mkdir()
-    (half_written / "state.pt").write_bytes(b"half")
+    (half_written / "manifest.json").write_bytes(b"half")
     assert_same(result(run_to_end(words)), whole)
     assert not half_written.exists()
 
@@ -128,5 +131,5 @@ def test_other_data_is_no_continuation(tmp_path, arguments, reward, capsys):
 
 def test_nothing_to_resume(tmp_path, arguments, capsys):
     assert main(arguments("absent", "--resume")) == 1
-    assert "absent has no checkpoint to resume from" in capsys.readouterr().err
+    assert "absent has no checkpoint to resume from: there is no such run" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

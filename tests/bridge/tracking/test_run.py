@@ -12,6 +12,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from rl_bridge import step_folders
+from rl_bridge.checkpoints import CheckpointError
 from rl_bridge.tracking.curves import draw_curves
 from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.run import Run, Stopped, free_folder
@@ -28,10 +30,10 @@ class Counter:
     def __init__(self):
         self.count = 0
 
-    def training_state(self):
+    def checkpoint_state(self):
         return {"count": self.count}
 
-    def load_training_state(self, state):
+    def load_checkpoint_state(self, state):
         self.count = state["count"]
 
 
@@ -42,7 +44,10 @@ class Killed(Exception):
     pass
 
 
-def go(folder, *, resume=False, kill_at=None, interrupt_at=None, every=3, stages=(("first", 4), ("second", 8))):
+STAGES = (("first", 4), ("second", 8))
+
+
+def go(folder, *, resume=False, kill_at=None, interrupt_at=None, interrupted_by=signal.SIGINT, every=3, stages=STAGES):
     """A run whose metric is its counter; ``kill_at`` = (stage, step) dies after that step was logged."""
     counter, visited = Counter(), []
     # Event files are read in the order of the seconds in their names: sessions of a real run start seconds apart.
@@ -57,7 +62,7 @@ def go(folder, *, resume=False, kill_at=None, interrupt_at=None, every=3, stages
                 counter.count += 1
                 visited.append((stage, step))
                 if (stage, step) == interrupt_at:
-                    signal.raise_signal(signal.SIGINT)
+                    signal.raise_signal(interrupted_by)
                 run.log(step, {"reward": float(counter.count)}, tokens=10)
                 if (stage, step) == kill_at:
                     raise Killed
@@ -150,6 +155,59 @@ def test_ctrl_c_finishes_the_step_and_leaves_its_checkpoint(tmp_path, whole, cap
     assert not (folder / "summary.json").exists()
     assert go(folder, resume=True)[0] == ("second", 2)
     assert metrics(folder) == metrics(whole)
+
+
+def test_sigterm_leaves_a_checkpoint_as_ctrl_c_does(tmp_path, whole):
+    folder = tmp_path / "run"
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="stopped after step 2 of 8 of second"):
+        go(folder, interrupt_at=("second", 1), interrupted_by=signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert go(folder, resume=True)[0] == ("second", 2)
+    assert metrics(folder) == metrics(whole)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, whole, capsys):
+    folder = tmp_path / "run"
+    with pytest.raises(Killed):
+        go(folder, kill_at=("first", 1))
+    assert go(folder, resume=True)[0] == ("first", 0)
+    assert f"{folder} was stopped before its first checkpoint: it begins with the first step" in capsys.readouterr().out
+    assert metrics(folder) == metrics(whole)
+    assert events(folder) == events(whole)
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, whole, capsys):
+    folder = tmp_path / "run"
+    with pytest.raises(Killed):
+        go(folder, kill_at=("second", 7))
+    newest = folder / "checkpoints" / "step-00000010"
+    (newest / "driver" / "state.json").write_text("{")
+    assert go(folder, resume=True)[0] == ("second", 3)
+    assert f"step-00000007, because {newest / 'driver' / 'state.json'} has 1 bytes" in capsys.readouterr().out
+    assert metrics(folder) == metrics(whole)
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {"step-00000010", "step-00000012", "step-00000010.damaged"}
+
+
+def test_a_record_shorter_than_the_checkpoint_knows_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(Killed):
+        go(folder, kill_at=("second", 7))
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl has 3 bytes, the checkpoint was made after \d+"):
+        go(folder, resume=True)
+
+
+def test_a_lost_checkpoint_does_not_hide_why_the_run_ended(tmp_path):
+    def fails(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    for kill_at, raised in ((("first", 4), Killed), (None, CheckpointError)):
+        with patch.object(step_folders, "commit", fails), pytest.raises(raised) as error:
+            go(tmp_path / f"run-{raised.__name__}", every=4, kill_at=kill_at, stages=(("first", 5),))
+        said = " ".join([*getattr(error.value, "__notes__", []), str(error.value)])
+        assert "No space left on device" in said and "there is no older one" in said
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):

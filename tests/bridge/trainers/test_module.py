@@ -74,12 +74,12 @@ def test_a_step_is_adamw_on_the_clipped_gradient(module):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_stops_before_it_spoils_a_weight(module, value):
-    before = copy.deepcopy(module.training_state())
+    before = copy.deepcopy(module.checkpoint_state())
     module.train_step(BATCH, 5.0)
     next(module.model.parameters()).grad.view(-1)[3] = value
     with pytest.raises(FloatingPointError, match=f"the gradient norm is {value} at update 1"):
         module.optimizer_step()
-    after = module.training_state()
+    after = module.checkpoint_state()
     assert after["version"] == 0 and after["scheduler"] == before["scheduler"]
     assert all(torch.equal(before["model"][name], after["model"][name]) for name in before["model"])
 
@@ -90,9 +90,9 @@ def test_a_saved_state_goes_on_bit_for_bit(module, new_model):
         return m.optimizer_step()
 
     update(module)
-    state = copy.deepcopy(module.training_state())
+    state = copy.deepcopy(module.checkpoint_state())
     resumed = SupervisedModule(new_model(seed=9), OptimizerConfig(learning_rate=1e-2, warmup=2), updates=10)
-    resumed.load_training_state(state)
+    resumed.load_checkpoint_state(state)
     assert resumed.weights_version() == 1
     assert [update(resumed) for _ in range(3)] == [update(module) for _ in range(3)]
     for a, b in zip(module.model.parameters(), resumed.model.parameters(), strict=True):

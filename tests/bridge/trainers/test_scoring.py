@@ -92,7 +92,7 @@ def test_a_reference_stays_where_it_was_made_and_has_no_optimiser(policy):
     assert not any(p.requires_grad for p in reference.parameters()) and all(
         p.requires_grad for p in module.parameters()
     )
-    assert reference.training_state().keys() == {"model"}
+    assert reference.checkpoint_state().keys() == {"model"}
     before = reference.token_logprobs(batch)
     module.train_step(batch._replace(old_logprobs=before, ref_logprobs=before), float(batch.mask.sum()))
     module.optimizer_step()
@@ -100,7 +100,7 @@ def test_a_reference_stays_where_it_was_made_and_has_no_optimiser(policy):
     assert not torch.equal(module.token_logprobs(batch), before)
 
     other = module.reference()
-    other.load_training_state(reference.training_state())
+    other.load_checkpoint_state(reference.checkpoint_state())
     assert torch.equal(other.token_logprobs(batch), before)
     for device in ("meta", "cpu"):
         other.move("weights", torch.device(device))

@@ -1,0 +1,164 @@
+"""The driver's side of checkpoints: asks the workers to write and read them, knows which is the newest whole one."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_bridge import step_folders
+from rl_bridge.checkpoints import hosts
+from rl_bridge.checkpoints.errors import CheckpointError
+from rl_bridge.checkpoints.random_states import random_states, set_random_states
+from rl_bridge.checkpoints.reading import read_driver
+from rl_bridge.checkpoints.tree import take_apart
+from rl_bridge.checkpoints.writing import DRIVER, RANDOM, Request
+from rl_bridge.engines.base import Engine
+from rl_bridge.executors import Executor, LocalExecutor
+
+
+class Checkpointer:
+    """Checkpoints of one run in one folder, which every worker and the driver see.
+
+    A checkpoint has the states of all engines given to ``save``, the random states of all their processes, and the
+    driver's own state. It is whole or it is not there: ``step-N.tmp`` becomes ``step-N`` when everything is on the
+    disk. One process at a time writes to a run's folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        asynchronous: bool = True,
+        timeout: float = 3600.0,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        """``keep``: how many stay. ``asynchronous``: ``save`` returns when the states are copied to host memory.
+
+        ``timeout``: seconds that writing one may take. ``report`` gets what the user should know (default: stderr).
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.folder = folder
+        self._keep, self._asynchronous, self._timeout = keep, asynchronous, timeout
+        self._report = report or (lambda message: print(message, file=sys.stderr))
+        self._writers: tuple[Executor, tuple[int, ...]] | None = None
+        self._damaged: list[Path] = []
+        self._whole: set[Path] = set()
+        self._alone = LocalExecutor("cpu")
+
+    def save(self, step: int, engines: Mapping[str, Engine], driver: Mapping[str, Any]) -> Path:
+        """Write ``folder/step-N``. A save that is still being written is waited for first, and its error raised here.
+
+        ``engines``: name in the checkpoint → engine; all of one executor. ``driver``: what else the run depends on.
+
+        Raises:
+            CheckpointError: the one before, or (not asynchronous) this one, was not written.
+            TypeError: there is something in a state that no checkpoint holds.
+        """
+        self.wait()
+        self._set_damaged_aside()
+        executor, slots = self._place(engines)
+        path = step_folders.path_of(self.folder, step)
+        names = {name: engine.name for name, engine in engines.items()}
+        structure, tensors = take_apart({"state": dict(driver), "random": random_states()})
+        state = structure, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        arguments = {
+            slot: (Request(path, self._keep, names, slots, state if slot == slots[0] else None),) for slot in slots
+        }
+        executor.call(hosts.stage, arguments, what=f"snapshot for {path.name}", timeout=self._timeout)
+        executor.call(hosts.start, dict.fromkeys(slots, ()), what=f"start of {path.name}")
+        self._writers = executor, slots
+        if not self._asynchronous:
+            self.wait()
+        return path
+
+    def wait(self) -> None:
+        """Wait until the last save is on the disk.
+
+        Raises:
+            CheckpointError: it was not written; the message says why, and which checkpoint is the newest.
+        """
+        if self._writers is None:
+            return
+        (executor, slots), self._writers = self._writers, None
+        arguments = dict.fromkeys(slots, (self._timeout,))
+        try:
+            executor.call(hosts.finish, arguments, what="writing a checkpoint", timeout=self._timeout + 60)
+        except Exception as error:
+            whole = step_folders.checkpoints(self.folder)
+            newest = f"the newest is {whole[-1]}" if whole else "there is no older one"
+            raise CheckpointError(f"{error}; {newest}") from error
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint; None if there is none at all. What is damaged is reported and passed over.
+
+        Raises:
+            ValueError: there are checkpoints, and all of them are damaged.
+        """
+        self._damaged, reasons = [], []
+        for path in reversed(step_folders.checkpoints(self.folder)):
+            reason = step_folders.damage(path)
+            if reason is None:
+                self._whole.add(path)
+                if reasons:
+                    self._report(f"going on from {path}, because {'; '.join(reasons)}")
+                return path
+            self._damaged.append(path)
+            reasons.append(reason)
+        if reasons:
+            raise ValueError(f"no checkpoint of {self.folder} is whole: {'; '.join(reasons)}")
+        return None
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """The driver's state in a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint is damaged; the message names the file.
+        """
+        self._require_whole(path)
+        return read_driver(path)["state"]
+
+    def load(self, path: Path, engines: Mapping[str, Engine]) -> dict[str, Any]:
+        """Give the engines and the random generators of every process their states back; returns the driver's.
+
+        On the mesh that the checkpoint was made on everything goes on bit for bit. On another mesh each worker reads
+        what its share needs; a process that the checkpoint does not know keeps its random states.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or of another model.
+        """
+        self._require_whole(path)
+        executor, slots = self._place(engines)
+        names = {name: engine.name for name, engine in engines.items()}
+        arguments = dict.fromkeys(slots, (path, names))
+        executor.call(hosts.load, arguments, what=f"loading {path.name}", timeout=self._timeout)
+        driver = read_driver(path)
+        set_random_states(driver["random"])
+        return driver["state"]
+
+    def _place(self, engines: Mapping[str, Engine]) -> tuple[Executor, tuple[int, ...]]:
+        """The slots of the engines' workers; without an engine the driver itself."""
+        for name in engines:
+            if name in (DRIVER, RANDOM) or not name.replace("-", "").replace("_", "").isalnum():
+                raise ValueError(f"{name!r} cannot be an engine's name in a checkpoint")
+        if not engines:
+            return self._alone, (0,)
+        executor, *others = {id(engine.executor): engine.executor for engine in engines.values()}.values()
+        if others:
+            raise ValueError(f"the engines {', '.join(engines)} of one checkpoint need one executor")
+        return executor, tuple(sorted({slot for engine in engines.values() for slot in engine.slots}))
+
+    def _require_whole(self, path: Path) -> None:
+        if path in self._whole:
+            return
+        reason = step_folders.damage(path)
+        if reason is not None:
+            raise ValueError(f"{path} cannot be read: {reason}")
+        self._whole.add(path)
+
+    def _set_damaged_aside(self) -> None:
+        """Before a run goes on from an older checkpoint: a damaged one must not count as newer than what it writes."""
+        for path in self._damaged:
+            self._report(f"{path} is now {step_folders.set_aside(path).name}")
+        self._damaged = []

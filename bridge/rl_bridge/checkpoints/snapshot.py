@@ -1,0 +1,143 @@
+"""A worker's state as it was at one moment: copied to host memory, each piece with a checksum of what was read."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from rl_bridge.checkpoints.tree import take_apart
+from rl_bridge.engines.module import ParallelModule
+from rl_bridge.weights import checksum, replace_parameters
+
+
+@dataclass
+class Piece:
+    """What this worker holds of one tensor."""
+
+    values: torch.Tensor
+    """In host memory, in a buffer that is the snapshot's alone."""
+    checksum: str
+    """Of the tensor itself, read where it lies, not of the copy."""
+    parameter: bool
+    """Whether the values are weights, which have to be finite."""
+
+
+@dataclass
+class Snapshot:
+    """A worker's state. torch's distributed checkpoint planned its pieces; nothing in it changes any more."""
+
+    structure: Any
+    """Everything but the tensors, as JSON has it."""
+    plan: SavePlan
+    pieces: dict[MetadataIndex, Piece]
+
+
+class HostBuffers:
+    """Host memory that snapshots are copied to, kept from one to the next: pinned where the tensors are on CUDA."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, MetadataIndex], torch.Tensor] = {}
+
+    def snapshot(self, name: str, module: Any) -> Snapshot:
+        """Copy the state of the worker's ``module``. What an earlier snapshot of ``name`` held is overwritten.
+
+        Raises:
+            TypeError: the module has no ``checkpoint_state``, or there is something in it that no checkpoint holds.
+            ValueError: a tensor is on the meta device, because its weights were freed.
+        """
+        structure, tensors = take_apart(state_of(name, module))
+        if freed := [key for key, tensor in tensors.items() if tensor.device.type == "meta"]:
+            raise ValueError(f"{name}: {freed[0]} has no values to save, its weights were freed")
+        weights = _parameters(module)
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict(tensors))
+        plan = planner.create_local_plan()
+        # A mesh that does not divide a tensor leaves workers without a row of it.
+        plan = SavePlan([item for item in plan.items if _size(item) or tensors[item.index.fqn].numel() == 0])
+        pieces: dict[MetadataIndex, Piece] = {}
+        devices = set()
+        for item in plan.items:
+            values = local_values(tensors[item.index.fqn])
+            devices.add(values.device)
+            pieces[item.index] = Piece(
+                self._copy(name, item.index, values), checksum_of(values), values.data_ptr() in weights
+            )
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return Snapshot(structure, plan, pieces)
+
+    def _copy(self, name: str, index: MetadataIndex, values: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get((name, index))
+        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            on_cuda = values.device.type == "cuda"
+            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_cuda)
+            self._buffers[name, index] = buffer
+        return buffer.copy_(values, non_blocking=True)
+
+
+def state_of(name: str, module: Any) -> Mapping[str, Any]:
+    """What a worker's module gives to a checkpoint; a plain torch module gives its weights."""
+    if hasattr(module, "checkpoint_state"):
+        return module.checkpoint_state()
+    if isinstance(module, torch.nn.Module):
+        return {"module": module.state_dict()}
+    raise TypeError(f"{name}: {type(module).__name__} has no checkpoint_state()")
+
+
+def give_state(module: Any, state: dict[str, Any]) -> None:
+    """Give a worker's module its state back."""
+    if hasattr(module, "load_checkpoint_state"):
+        module.load_checkpoint_state(state)
+    else:
+        module.load_state_dict(state["module"])
+
+
+def bring_back(module: Any, device: torch.device) -> None:
+    """Give weights that were freed memory on ``device``, for a checkpoint to fill."""
+    if isinstance(module, torch.nn.Module) and any(p.device.type == "meta" for p in module.parameters()):
+        if isinstance(module, ParallelModule):
+            module.move("weights", device)
+        else:
+            replace_parameters(module, device)
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def checksum_of(values: torch.Tensor) -> str:
+    """A checksum of a tensor's bits, computed where the tensor lies: CRC-32 on a CPU, a 64-bit sum elsewhere."""
+    if values.device.type == "cpu":
+        return f"crc32:{zlib.crc32(_bytes(values)):08x}"
+    return f"mix64:{checksum(values)}"
+
+
+def has_checksum(values: torch.Tensor, expected: str) -> bool:
+    """Whether values in host memory are those that ``expected`` was computed from, on whatever device."""
+    kind, _, number = expected.partition(":")
+    if kind == "mix64":
+        return checksum(values) == int(number)
+    return zlib.crc32(_bytes(values)) == int(number, 16)
+
+
+def _bytes(values: torch.Tensor) -> Any:
+    return values.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _parameters(module: Any) -> set[int]:
+    if not isinstance(module, torch.nn.Module):
+        return set()
+    return {local_values(parameter).data_ptr() for parameter in module.parameters() if parameter.is_floating_point()}
+
+
+def _size(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel()

@@ -1,0 +1,196 @@
+"""From snapshots in host memory to a checkpoint on the disk. Runs beside the training, in a thread of each writer."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+from rl_bridge import step_folders
+from rl_bridge.checkpoints.peers import together
+from rl_bridge.checkpoints.snapshot import Snapshot, has_checksum
+
+DRIVER = "driver"
+RANDOM = "random"
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the driver asks its writers for."""
+
+    path: Path
+    """Of the checkpoint."""
+    keep: int
+    engines: Mapping[str, str]
+    """Name in the checkpoint → name of the engine in its workers."""
+    slots: tuple[int, ...]
+    """The writers: every slot with a worker of these engines."""
+    driver: tuple[Any, Mapping[str, torch.Tensor]] | None = None
+    """The driver's state, taken apart, for the first writer alone."""
+
+
+@dataclass
+class Share:
+    """What one writer has to write."""
+
+    request: Request
+    ranks: dict[str, int]
+    """Engine → rank of its worker here."""
+    snapshots: dict[str, Snapshot]
+    random: dict[str, Any]
+    group: dist.ProcessGroup | None
+
+
+@dataclass
+class Written:
+    """What one writer has written: its files' records for the manifest, and what is in the shards."""
+
+    files: dict[str, dict[str, Any]]
+    pieces: dict[str, list[dict[str, Any]]]
+
+
+Proposal = dict[str, tuple[int, SavePlan, str]]
+"""Engine → (rank, what this worker could write, its plain values as JSON)."""
+
+
+def write(share: Share) -> None:
+    """Write the checkpoint, together with the other writers: it gets its name when all of it is on the disk.
+
+    Raises:
+        CheckpointError: it was not written; nothing of it is left.
+    """
+    request, structures = share.request, {}
+
+    def propose() -> Proposal:
+        return {
+            engine: (share.ranks[engine], snapshot.plan, json.dumps(snapshot.structure))
+            for engine, snapshot in share.snapshots.items()
+        }
+
+    def plan(proposals: list[Proposal]) -> list[dict[str, SavePlan]]:
+        step_folders.begin(request.path, [RANDOM, *([DRIVER] if request.driver else []), *request.engines])
+        plans: list[dict[str, SavePlan]] = [{} for _ in proposals]
+        for engine in request.engines:
+            order = sorted(
+                (proposal[engine][0], writer) for writer, proposal in enumerate(proposals) if engine in proposal
+            )
+            writers = [writer for _, writer in order]
+            structures[engine] = _agreed(engine, [proposals[writer][engine][2] for writer in writers])
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            final, _ = planner.create_global_plan([proposals[writer][engine][1] for writer in writers])
+            for writer, its_plan in zip(writers, final, strict=True):
+                plans[writer][engine] = its_plan
+        return plans
+
+    def commit(written: list[Written]) -> list[None]:
+        temporary = step_folders.temporary_path(request.path)
+        records = {name: record for one in written for name, record in one.files.items()}
+        for engine in request.engines:
+            pieces = [piece for one in written for piece in one.pieces.get(engine, [])]
+            content = {"structure": structures[engine], "tensors": _by_tensor(pieces)}
+            records[f"{engine}/{INDEX}"] = step_folders.write_json(temporary / engine / INDEX, content)
+        step_folders.commit(request.path, records, {"step": step_folders.step_of(request.path)}, keep=request.keep)
+        return [None for _ in written]
+
+    what = f"the checkpoint {request.path.name} was not written"
+    try:
+        plans = together(what, share.group, propose, plan)
+        together(what, share.group, lambda: _write_share(share, plans), commit)
+    except Exception:
+        if share.group is None or share.group.rank() == 0:
+            shutil.rmtree(step_folders.temporary_path(request.path), ignore_errors=True)
+        raise
+
+
+def _write_share(share: Share, plans: dict[str, SavePlan]) -> Written:
+    request, written = share.request, Written({}, {})
+    temporary = step_folders.temporary_path(request.path)
+    slot = request.slots[0 if share.group is None else share.group.rank()]
+    name = f"{RANDOM}/slot-{slot:05d}.json"
+    written.files[name] = step_folders.write_json(temporary / name, share.random)
+    if request.driver is not None:
+        structure, tensors = request.driver
+        name = f"{DRIVER}/state.json"
+        written.files[name] = step_folders.write_json(temporary / name, structure)
+        if tensors:
+            name = f"{DRIVER}/tensors.safetensors"
+            written.files[name] = _write_tensors(temporary / name, tensors)
+    for engine, plan in plans.items():
+        name = f"{engine}/rank-{share.ranks[engine]:05d}.safetensors"
+        pieces = {item.index: share.snapshots[engine].pieces[item.index] for item in plan.items}
+        for index, piece in pieces.items():
+            if piece.parameter and not bool(torch.isfinite(piece.values).all()):
+                raise FloatingPointError(f"{engine}: values of {index.fqn} are not finite")
+        if pieces:
+            tensors = {piece_name(index): piece.values for index, piece in pieces.items()}
+            written.files[name] = _write_tensors(temporary / name, tensors)
+            _read_back(temporary / name, {piece_name(index): piece.checksum for index, piece in pieces.items()})
+        written.pieces[engine] = [
+            {
+                "tensor": item.index.fqn,
+                "dtype": str(pieces[item.index].values.dtype).removeprefix("torch."),
+                "shape": list(_data(item).size),
+                "offsets": list(_data(item).chunk.offsets),
+                "sizes": list(_data(item).chunk.sizes),
+                "file": name,
+                "checksum": pieces[item.index].checksum,
+            }
+            for item in plan.items
+        ]
+    return written
+
+
+def piece_name(index: MetadataIndex) -> str:
+    """Name in its file of the piece of a tensor that begins at an offset."""
+    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    step_folders.sync_file(file)
+    return step_folders.record_of(file)
+
+
+def _read_back(file: Path, checksums: Mapping[str, str]) -> None:
+    """What lies on the disk is what the tensors were at the moment of the snapshot, or the checkpoint is none."""
+    with safe_open(file, "pt") as reader:
+        for name, checksum in checksums.items():
+            if not has_checksum(reader.get_tensor(name), checksum):
+                raise OSError(f"{file} holds other values of {name} than the snapshot read")
+
+
+def _agreed(engine: str, structures: list[str]) -> Any:
+    """The plain values of an engine's state, which are the same in all of its workers."""
+    for rank, structure in enumerate(structures):
+        if structure != structures[0]:
+            place = next(i for i, (a, b) in enumerate(zip(structures[0], structure, strict=False)) if a != b)
+            around = slice(max(0, place - 60), place + 20)
+            raise ValueError(
+                f"{engine}: the state of rank {rank} differs from that of rank 0 in more than the values of its "
+                f"tensors: …{structure[around]}… instead of …{structures[0][around]}…"
+            )
+    return json.loads(structures[0])
+
+
+def _by_tensor(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    for piece in pieces:
+        place = {key: piece[key] for key in ("offsets", "sizes", "file", "checksum")}
+        tensor = tensors.setdefault(piece["tensor"], {"dtype": piece["dtype"], "shape": piece["shape"], "pieces": []})
+        tensor["pieces"].append(place)
+    return tensors
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data

@@ -1,0 +1,198 @@
+"""One process: what a checkpoint gives back, what its folder holds, what is refused."""
+
+import copy
+import pickletools
+import random
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from rl_bridge import step_folders
+from rl_bridge.checkpoints import Checkpointer, CheckpointError, load_optimizer_state, optimizer_state
+from rl_bridge.checkpoints.random_states import random_states, set_random_states
+from rl_bridge.engines import TrainEngine
+from tests.bridge.checkpoints.modules import Trained, draw, engine_of, names
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path):
+    policy, reference = engine_of(), TrainEngine(lambda: torch.nn.Linear(2, 1)).build()
+    for _ in range(3):
+        policy.update()
+    checkpointer = Checkpointer(tmp_path)
+    random.gauss(0, 1), np.random.normal()
+    path = checkpointer.save(3, {"policy": policy, "reference": reference}, {"stage": "a", "values": torch.ones(2)})
+    checkpointer.wait()
+    before = copy.deepcopy(reference.state_dict())
+    wanted = [policy.update() for _ in range(4)], draw()
+    other = engine_of(seed=1), TrainEngine(lambda: torch.nn.Linear(2, 1)).build()
+    draw()
+    state = Checkpointer(tmp_path).load(path, dict(zip(("policy", "reference"), other, strict=True)))
+    assert state["stage"] == "a" and torch.equal(state["values"], torch.ones(2))
+    assert ([other[0].update() for _ in range(4)], draw()) == wanted
+    ours, theirs = (engine.checkpoint_state() for engine in (other[0], policy))
+    assert str(ours) == str(theirs)
+    assert ours["module"]["tied"].data_ptr() == ours["module"]["first"].data_ptr()  # still one parameter
+    assert float(ours["optimizer"]["state"]["first"]["step"]) == 7
+    assert all(torch.equal(before[name], value) for name, value in other[1].state_dict().items())
+
+
+def test_the_folder_holds_no_pickle(tmp_path):
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    path = checkpointer.save(1, {"policy": engine_of()}, {"x": 1})
+    assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {
+        "manifest.json",
+        "driver/state.json",
+        "policy/index.json",
+        "policy/rank-00000.safetensors",
+        "random/slot-00000.json",
+    }
+    for file in path.rglob("*.*"):
+        with pytest.raises(ValueError), file.open("rb") as stream:
+            list(pickletools.genops(stream))
+
+
+def test_a_fresh_optimiser_is_saved_as_one_without_updates():
+    module = Trained()
+    module.on_weights_materialized()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module.row.grad = torch.ones_like(module.row)
+    state = copy.deepcopy(optimizer_state(module, module.optimizer)["state"])
+    assert state.keys() == {"first", "row"}
+    assert all(not value.any() for values in state.values() for value in values.values())
+    assert torch.equal(module.row.grad, torch.ones_like(module.row)) and module.first.grad is None
+    assert (module.optimizer.param_groups[0]["lr"], module.optimizer.param_groups[0]["weight_decay"]) == (0.1, 0.01)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    module.row.grad = None
+    fresh, losses = Trained(), []
+    fresh.on_weights_materialized()
+    for one in (module, fresh):
+        torch.manual_seed(0)
+        losses.append([one.update() for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_another_optimiser_is_refused():
+    module, other = Trained(), Trained()
+    module.on_weights_materialized()
+    other.optimizer = torch.optim.AdamW([{"params": [other.first]}, {"params": [other.row]}], lr=0.1)
+    state = optimizer_state(module, module.optimizer)
+    with pytest.raises(ValueError, match=r"are \[first\] \(1\) and \[row\] \(1\), those of the checkpoint \[first"):
+        load_optimizer_state(other, other.optimizer, state)
+    with pytest.raises(ValueError, match="the optimiser has 2 parameters that Linear does not have"):
+        optimizer_state(torch.nn.Linear(1, 1), other.optimizer)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
+    policy = engine_of()
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    path = checkpointer.save(1, {"policy": policy}, {})
+    policy.executor._host.workers[policy.name].module.row.data[0, 1] = value
+    with pytest.raises(CheckpointError, match=rf"policy: values of module/row are not finite; the newest is {path}"):
+        checkpointer.save(2, {"policy": policy}, {})
+    assert names(tmp_path) == [path.name]
+
+
+def test_freed_weights_are_not_saved_and_come_back_with_a_checkpoint(tmp_path):
+    made = [TrainEngine(lambda: torch.nn.Linear(3, 2)).build() for _ in range(2)]
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    path = checkpointer.save(1, {"policy": made[0]}, {})
+    before = copy.deepcopy(made[0].state_dict())
+    made[0].meta()
+    with pytest.raises(ValueError, match="policy: module/weight has no values to save, its weights were freed"):
+        checkpointer.save(2, {"policy": made[0]}, {})
+    assert names(tmp_path) == [path.name]
+    checkpointer.load(path, {"policy": made[0]})
+    assert all(torch.equal(before[name], value) for name, value in made[0].state_dict().items())
+
+
+def test_damage_is_named_and_an_older_one_taken(tmp_path):
+    policy, said = engine_of(), []
+    checkpointer = Checkpointer(tmp_path, keep=3, asynchronous=False)
+    assert checkpointer.latest() is None
+    paths = [checkpointer.save(step, {"policy": policy}, {"step": step}) for step in (1, 2, 3)]
+    shard = paths[2] / "policy" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    (paths[1] / "policy" / "rank-00000.safetensors").unlink()
+    resumed = Checkpointer(tmp_path, keep=3, asynchronous=False, report=said.append)
+    assert resumed.latest() == paths[0] and resumed.read(paths[0]) == {"step": 1}
+    assert said == [
+        f"going on from {paths[0]}, because {shard} has another checksum than was written; "
+        f"{paths[1] / 'policy' / 'rank-00000.safetensors'} is missing"
+    ]
+    for call in (lambda: resumed.load(paths[2], {"policy": policy}), lambda: resumed.read(paths[2])):
+        with pytest.raises(ValueError, match=r"step-00000003 cannot be read: .*00000.safetensors has another checksum"):
+            call()
+    resumed.save(2, {"policy": policy}, {"step": "again"})
+    assert names(tmp_path) == [paths[0].name, paths[1].name, "step-00000002.damaged", "step-00000003.damaged"]
+    assert "step-00000003 is now step-00000003.damaged" in said[1]
+    assert Checkpointer(tmp_path).latest() == paths[1]
+    for path in paths[:2]:
+        (path / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint of .* is whole: .*manifest.json is missing; .*json is"):
+        Checkpointer(tmp_path).latest()
+
+
+def test_the_checkpoint_of_another_model_is_refused(tmp_path):
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    path = checkpointer.save(1, {"policy": TrainEngine(lambda: torch.nn.Linear(3, 2)).build()}, {})
+    for factory, message in (
+        (
+            lambda: torch.nn.Linear(3, 4),
+            r"module/weight was saved as \(\[2, 3\], 'float32'\), .* has \(\[4, 3\]",
+        ),
+        (lambda: torch.nn.Linear(3, 2, dtype=torch.float64), "the model has .*float64"),
+        (lambda: torch.nn.Linear(3, 2, bias=False), "the model lacks module/bias"),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(3, 2)), "the checkpoint lacks module/0.bias, module/0.weight"),
+    ):
+        other = TrainEngine(factory).build()
+        with pytest.raises(ValueError, match=message):
+            checkpointer.load(path, {"policy": other})
+    with pytest.raises(ValueError, match=r"has no state of 'critic'; it has policy"):
+        checkpointer.load(path, {"critic": other})
+    for name in ("driver", "random", "../x", ""):
+        with pytest.raises(ValueError, match="cannot be an engine's name"):
+            checkpointer.save(2, {name: other}, {})
+
+
+def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path):
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    checkpointer.save(1, {}, {"x": 1})
+    with pytest.raises(TypeError, match="got generator at state/x"):
+        checkpointer.save(2, {}, {"x": (i for i in range(3))})
+    assert names(tmp_path) == ["step-00000001"] and Checkpointer(tmp_path).read(tmp_path / "step-00000001") == {"x": 1}
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        Checkpointer(tmp_path, keep=0)
+
+
+def test_random_states_come_back():
+    draw()
+    states = random_states()
+    wanted = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    set_random_states(states)
+    assert draw() == wanted and states["cuda"] is None
+
+
+def test_files_are_on_the_disk_before_the_name_is(tmp_path):
+    """Every file and folder is synchronised, and the rename comes after."""
+    events = []
+    fsync, rename = step_folders.os.fsync, step_folders.os.rename
+
+    def seen_fsync(descriptor):
+        events.append(step_folders.os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def seen_rename(*arguments):
+        events.append("rename")
+        rename(*arguments)
+
+    with patch.object(step_folders.os, "fsync", seen_fsync), patch.object(step_folders.os, "rename", seen_rename):
+        path = Checkpointer(tmp_path, asynchronous=False).save(1, {"policy": engine_of()}, {})
+    written = {str(p).replace(path.name, f"{path.name}.tmp") for p in [path, *path.rglob("*")]}
+    assert written <= set(events[: events.index("rename")])
+    assert events[-1] == str(tmp_path)
