@@ -15,6 +15,7 @@ from rl_bridge.data.arithmetic import split_rows
 from rl_bridge.data.reasoning import reasoning_reward, reasoning_rows
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.models.smollm2 import load_smollm2
+from rl_bridge.models.source import StateSource
 from rl_bridge.pipelines.grpo import GRPOPipeline, prepare, train_and_evaluate
 from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.trainers.grpo import GRPOConfig
@@ -44,7 +45,8 @@ DEFAULT = GRPOPipeline(
 
 def main(pipeline: GRPOPipeline) -> dict:
     """Run the pipeline on the tasks above; returns the summary."""
-    objective = prepare(pipeline)
+    executor = pipeline.start()
+    objective = prepare(pipeline, executor)
     rows = [
         row
         for task, (arguments, size) in TASKS.items()
@@ -52,7 +54,8 @@ def main(pipeline: GRPOPipeline) -> dict:
     ]
     train, held_out = split_rows(rows, pipeline.held_out, seed=0)
     model, tokenizer = load_smollm2()
-    return train_and_evaluate(pipeline, model, tokenizer, train, held_out, reasoning_reward, objective)
+    source = StateSource(model)
+    return train_and_evaluate(pipeline, executor, source, tokenizer, train, held_out, reasoning_reward, objective)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rl_bridge.functional import from_jax
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule
 from rl_bridge.trainers.scoring import ScoringConfig
+from tests.bridge.ready import ready
 
 SHAPES = {
     "tied": {},
@@ -167,9 +168,9 @@ def test_gradient_equals_the_torch_trainers(tmp_path, objective):
         placed[batch.mask] = torch.tensor(values[mask])
         batch = batch._replace(**{name: placed})
     scoring = ScoringConfig(micro_batch_tokens=40)
-    module = PolicyModule(reference, OptimizerConfig(learning_rate=1e-3), objective, updates=1, scoring=scoring)
+    module = ready(PolicyModule, reference, OptimizerConfig(learning_rate=1e-3), objective, updates=1, scoring=scoring)
     parts = module.train_step(batch, float(from_jax(objective.denominator)(batch.mask)))
-    theirs = {name: parameter.grad.numpy() for name, parameter in reference.named_parameters()}
+    theirs = {name: parameter.grad.numpy() for name, parameter in module.model.named_parameters()}
     assert set(ours) == set(theirs)
     scale = max(np.abs(value).max() for value in theirs.values())
     for name, expected in theirs.items():

@@ -19,6 +19,10 @@ class MicroBatch(NamedTuple):
     places: torch.Tensor
     batch: TokenBatch
 
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The batch on a device; the places stay where the larger batch is."""
+        return self._replace(batch=self.batch.to(device))
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The entries of [N, L] that belong to this part; zeros for a stand-in."""
         rows, columns = self.batch.tokens.shape

@@ -175,6 +175,13 @@ class Engine:
         return list(self._slots)
 
     @property
+    def methods(self) -> Description:
+        """Public methods of the workers, and how each declares that its results join."""
+        if not self._slots:
+            raise ValueError(f"call build() of {self.name} first")
+        return dict(self._methods)
+
+    @property
     def device(self) -> torch.device:
         """Where the weights of the first worker are."""
         return self.run(device_of_worker, self.name)[0]

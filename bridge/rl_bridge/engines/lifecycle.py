@@ -53,6 +53,8 @@ def torch_worker(
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"a TrainEngine's factory makes a torch.nn.Module, got {type(module).__name__}")
     own = isinstance(module, ParallelModule)
+    if own:
+        module.device = device
     if mesh is not None:
         from rl_bridge.parallel.plan import parallelize
 

@@ -1,9 +1,12 @@
 """``TrainEngine``: the user's torch module, wherever its workers are, called like the module itself."""
 
+from pathlib import Path
 from typing import ClassVar
 
 from rl_bridge.engines.base import Engine, What
-from rl_bridge.executors.host import Host
+from rl_bridge.weights.sync import EngineRef, SyncReport, sync_weights
+from rl_bridge.weights.through import Through
+from rl_bridge.weights.transports.choice import Transport
 
 
 class TrainEngine(Engine):
@@ -19,14 +22,39 @@ class TrainEngine(Engine):
 
     movable: ClassVar[tuple[What, ...]] = ("weights", "optimizer")
     torch_module: ClassVar[bool] = True
+    last_sync: SyncReport | None = None
+    """What the last ``sync_weights`` from here did."""
+    _syncs = 0
 
-    def sync_weights(self, target: Engine) -> int:
-        """Carry the weights to another engine; returns their version, which its completions then bear."""
-        version = self.call("weights_version")
-        self.run(_carry, self.name, target.name, version)
+    def sync_weights(
+        self,
+        target: Engine,
+        *,
+        transport: Transport | None = None,
+        through: Through | None = None,
+        adapter: bool = False,
+        share: bool = False,
+        folder: str | Path | None = None,
+    ) -> int:
+        """Carry the weights to another engine and prove that they arrived; returns their version.
+
+        The version is what the module's ``weights_version`` says; of a module without that method, the number of this
+        sync. ``transport`` is chosen from where both engines are unless it is named; ``through`` maps the weights on
+        the way, such as ``Cast(torch.bfloat16)``; see ``rl_bridge.weights.sync_weights`` for the rest and the errors.
+        """
+        version = self._syncs + 1
+        if "weights_version" in self.methods:
+            version = self.call("weights_version")
+        report = sync_weights(
+            self.executor,
+            EngineRef(self.name, tuple(self.slots), self.mesh),
+            EngineRef(target.name, tuple(target.slots), target.mesh),
+            version=version,
+            transport=transport,
+            through=through,
+            adapter=adapter,
+            share=share,
+            folder=folder,
+        )
+        self._syncs, self.last_sync = self._syncs + 1, report
         return version
-
-
-def _carry(host: Host, source: str, target: str, version: int) -> None:
-    weights = host.workers[source].module.named_weights()
-    host.workers[target].module.update_weights(weights, version)

@@ -9,31 +9,51 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from rl_bridge.atomic import replacing
 from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.models.source import ModelSource, PretrainedSource
+from rl_bridge.models.tiny import TinySource
+
+
+def pretrained(name: str) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+    """A model that every worker loads its own part of, and its tokenizer with a pad token.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    source = PretrainedSource(name)
+    with torch.device("meta"):
+        source.empty()  # what is wrong shows before workers are made
+    return source, _tokenizer(name)
 
 
 def load_pretrained(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load in float32, with a pad token (the end-of-sequence token if the tokenizer names none)."""
+    tokenizer = _tokenizer(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), tokenizer
     except (OSError, ValueError) as error:
         raise ValueError(f"no model can be loaded from {source!r}: {error}") from error
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no model can be loaded from {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {source!r} has no eos_token")
+        raise ValueError(f"the tokenizer of {name!r} has no eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
+    return tokenizer
 
 
-def new_for_rows(rows: Sequence[Mapping[str, Any]], *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def new_for_rows(rows: Sequence[Mapping[str, Any]], *, seed: int) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     """A tiny Qwen2 and a character tokenizer over the characters of the rows' prompts and answers."""
     for row in rows:
         if not isinstance(row["prompt"], str):
             raise ValueError(f"{row.get('_where', 'a row')}: chat messages need a model with a chat template (--model)")
     alphabet = sorted({character for row in rows for character in row["prompt"] + str(row.get("answer", ""))})
     tokenizer = character_tokenizer("".join(alphabet))
-    return tiny_qwen2(tokenizer, seed=seed), tokenizer
+    return TinySource.for_tokenizer(tokenizer, seed=seed), tokenizer
 
 
 def save_pretrained(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:

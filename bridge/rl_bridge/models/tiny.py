@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from rl_bridge.models.source import fill
 from rl_bridge.models.stored_tensors import TensorsInHand
@@ -58,7 +58,7 @@ class TinySource:
         )
         return Qwen2ForCausalLM(config).float().eval()
 
-    def load(self, model: Qwen2ForCausalLM, device: torch.device | None = None) -> None:
+    def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Draw the weights, whole, and keep this worker's part."""
         fill(model, TensorsInHand(self.whole().state_dict()), device)
 

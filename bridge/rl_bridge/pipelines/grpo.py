@@ -1,6 +1,5 @@
 """GRPO post-training from a config: data, model, warm start, reinforcement learning, evaluation, results."""
 
-import copy
 import platform
 import random
 from collections.abc import Sequence
@@ -11,30 +10,32 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import rl_fn
 from rl_bridge.atomic import write_json
 from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
 from rl_bridge.data.reading import read_rows
 from rl_bridge.data.stream import RowStream
-from rl_bridge.engines import InferenceEngine, TrainEngine
+from rl_bridge.engines import InferenceEngine
+from rl_bridge.executors import Executor
 from rl_bridge.models.encoding import trajectory_of_row
-from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
+from rl_bridge.models.loading import new_for_rows, pretrained, save_pretrained
+from rl_bridge.models.source import ModelSource
+from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm, require_rewards_alone
+from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
 from rl_bridge.rewards import Reward, exact_match, load_reward
-from rl_bridge.rollout import InProcessRollout
 from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.run import Run, free_folder
 from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
 from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.policy import PolicyModule
 from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.trainers.sft import SFTConfig, SupervisedModule, sft
+from rl_bridge.trainers.sft import SFTConfig, sft
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOPipeline:
+class GRPOPipeline(PlacementOptions):
     """Everything a run depends on. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
 
     grpo: GRPOConfig
@@ -58,13 +59,15 @@ class GRPOPipeline:
     """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass."""
     micro_batch_tokens: int = 16384
     """Tokens of one forward pass of the trainer. More cost memory, and fewer cost time."""
+    packing: bool = False
+    """The trainer's rows lie one behind another instead of each padded: faster where their lengths differ much."""
     softcap: float | None = None
     """A cap of the logits beyond the model's own, for policy and reference alike."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the trainer's matrix products."""
     checkpoint_every: int = 50
     threads: int | None = None
-    """CPU threads; None takes torch's default."""
+    """CPU threads of each worker; None takes torch's default."""
 
     def __post_init__(self) -> None:
         """Refuse a policy that the completions were not sampled from."""
@@ -78,6 +81,7 @@ class GRPOPipeline:
         return ScoringConfig(
             temperature=self.grpo.sampling.temperature,
             micro_batch_tokens=self.micro_batch_tokens,
+            packing=self.packing,
             softcap=self.softcap,
             dtype=self.dtype,
         )
@@ -85,20 +89,23 @@ class GRPOPipeline:
 
 def run_grpo(pipeline: GRPOPipeline) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
+    executor = pipeline.start()
     reward = exact_match if pipeline.reward is None else load_reward(pipeline.reward)
     train_rows, held_out = rows_of(pipeline)
-    objective = prepare(pipeline)
+    objective = prepare(pipeline, executor)
     if pipeline.model is None:
-        model, tokenizer = new_for_rows([*train_rows, *held_out], seed=pipeline.seed)
+        source, tokenizer = new_for_rows([*train_rows, *held_out], seed=pipeline.seed)
     else:
-        model, tokenizer = load_pretrained(pipeline.model)
-    return train_and_evaluate(pipeline, model, tokenizer, train_rows, held_out, reward, objective)
+        source, tokenizer = pretrained(pipeline.model)
+    return train_and_evaluate(pipeline, executor, source, tokenizer, train_rows, held_out, reward, objective)
 
 
-def prepare(pipeline: GRPOPipeline) -> rl_fn.Objective:
-    """Threads and seeds of the process, and the objective: what comes before a model is made."""
+def prepare(pipeline: GRPOPipeline, executor: Executor) -> rl_fn.Objective:
+    """Threads and seeds of the processes, and the objective: what comes before a model is made."""
     if pipeline.threads is not None:
         torch.set_num_threads(pipeline.threads)
+        threads = {slot.index: (pipeline.threads,) for slot in executor.slots}
+        executor.call(set_threads, threads, what="set_threads", timeout=60)
     seed_everything(pipeline.seed)
     objective = pipeline.objective.build()
     require_rewards_alone(objective)
@@ -107,41 +114,39 @@ def prepare(pipeline: GRPOPipeline) -> rl_fn.Objective:
 
 def train_and_evaluate(
     pipeline: GRPOPipeline,
-    model: PreTrainedModel,
+    executor: Executor,
+    source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
     train_rows: Sequence[dict],
     held_out: Sequence[dict],
     reward: Reward,
     objective: rl_fn.Objective,
 ) -> dict[str, Any]:
-    """Warm start, reinforcement learning and evaluation of a model in hand."""
+    """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
     folder = pipeline.output / pipeline.name if pipeline.resume else free_folder(pipeline.output, pipeline.name)
+    mesh = pipeline.mesh.of(len(executor.slots))
+    engines = Engines(executor, mesh, source, ParallelConfig(), run=folder.name)
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
-    with Run(folder, pipeline, resume=pipeline.resume, checkpoint_every=pipeline.checkpoint_every) as run:
-        rollout = InferenceEngine(lambda: InProcessRollout(copy.deepcopy(model), tokenizer)).build()
+    with engines, Run(folder, pipeline, resume=pipeline.resume, checkpoint_every=pipeline.checkpoint_every) as run:
+        rollout = engines.rollout(tokenizer)
         # Supervision has the data's own distribution for a target, which has no temperature.
-        warm_start = SupervisedModule(
-            model, pipeline.sft.optimizer, updates=pipeline.sft.steps, scoring=replace(scoring, temperature=1.0)
+        supervised = engines.supervised(
+            pipeline.sft.optimizer, updates=pipeline.sft.steps, scoring=replace(scoring, temperature=1.0)
         )
-        supervised = TrainEngine(lambda: warm_start).build()
         stream = RowStream(train_rows, seed=pipeline.seed)
         sft(run, supervised, stream, lambda row: trajectory_of_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
         before = run.cached_result("before", lambda: evaluate_both(rollout, held_out, reward, pipeline.grpo))
         run.print(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")
 
-        module = PolicyModule(
-            model,
-            pipeline.optimizer,
-            objective,
-            updates=pipeline.grpo.steps * pipeline.grpo.minibatches,
-            scoring=scoring,
-            first_version=pipeline.sft.steps,
-        )
-        policy, reference = TrainEngine(lambda: module).build(), None
-        if objective.kl is not None or pipeline.track_kl:
-            reference = TrainEngine(module.reference).build()
+        updates = pipeline.grpo.steps * pipeline.grpo.minibatches
+        policy = engines.policy(pipeline.optimizer, objective, updates=updates, scoring=scoring)
+        supervised.sync_weights(policy)
+        supervised.release()
+        reference = engines.reference(scoring) if objective.kl is not None or pipeline.track_kl else None
+        if reference is not None:
+            policy.sync_weights(reference)
         grpo(
             run,
             policy,
@@ -173,7 +178,7 @@ def train_and_evaluate(
             "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
             "seed": pipeline.seed,
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": parameters_of(source),
             "objective": objective.explain(),
             "versions": versions(),
         }
@@ -196,6 +201,12 @@ def rows_of(pipeline: GRPOPipeline) -> tuple[list[dict], list[dict]]:
     if pipeline.eval_data is not None:
         return rows, read_rows(pipeline.eval_data, fields=fields)
     return split_rows(rows, pipeline.held_out, pipeline.seed)
+
+
+def parameters_of(source: ModelSource) -> int:
+    """How many numbers the model has; tied ones count once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in source.empty().parameters())
 
 
 def seed_everything(seed: int) -> None:

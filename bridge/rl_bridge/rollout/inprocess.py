@@ -7,25 +7,26 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.data.requests import Request, SamplingParams
 from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
 from rl_bridge.models.encoding import encode_prompt, messages_of
+from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
-from rl_bridge.weights import NamedWeights, receive_weights, replace_parameters
+from rl_bridge.weights import ModuleReceiver, NamedWeights, receive_weights
 
 
 class InProcessRollout:
-    """The rollout worker of one device: its own copy of the weights, updated by ``update_weights``."""
+    """The rollout worker of one device: its own copy of the weights, which a sync brings up to date."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_batch_rows: int = 1024
-    ) -> None:
-        """``model`` becomes this worker's own. Rows beyond ``max_batch_rows`` wait, which bounds the KV cache."""
-        self._model = model.eval().requires_grad_(False)
+    def __init__(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, max_batch_rows: int = 1024) -> None:
+        """The model begins with the source's weights. Rows beyond ``max_batch_rows`` wait: that bounds the KV cache."""
+        with torch.device("meta"):
+            self._model = source.empty().eval().requires_grad_(False)
+        source.load(self._model)
+        self._weights = _Weights(self._model)
         self._tokenizer = tokenizer
         self._eos, self._pad = _token_id(tokenizer, "eos_token"), _token_id(tokenizer, "pad_token")
         self._max_batch_rows = max_batch_rows
-        self._version: int | None = 0
-        self._home = self.weights_device()
 
     @returns("rows")
     @torch.no_grad()
@@ -52,20 +53,22 @@ class InProcessRollout:
 
     def update_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over weights. If it fails, this worker refuses to generate until an update succeeds."""
-        if self._version is not None and version < self._version:
-            raise ValueError(f"stale weights: version {version} came after version {self._version}")
-        self._version = None
-        if self.weights_device().type == "meta":
-            self.move("weights", self._home)
+        receiver = self.weight_receiver()
+        if receiver.version is not None and version < receiver.version:
+            raise ValueError(f"stale weights: version {version} came after version {receiver.version}")
+        receiver.version = None
+        self._weights.make_room()
         receive_weights(self._model, weights)
-        self._version = version
+        receiver.version = version
+
+    def weight_receiver(self) -> ModuleReceiver:
+        """What a sync to here fills."""
+        return self._weights.weight_receiver()
 
     @returns("same")
     def weights_version(self) -> int:
         """The version of the weights in use."""
-        if self._version is None:
-            raise ValueError("the weights here are incomplete: they were freed, or an update failed; sync them first")
-        return self._version
+        return self.weight_receiver().usable_version()
 
     def weights_device(self) -> torch.device:
         """Where the weights are."""
@@ -73,15 +76,8 @@ class InProcessRollout:
 
     def move(self, what: str, device: torch.device) -> None:
         """Move the weights (to ``meta``: free them). A KV cache lives only during a call, so there is none to move."""
-        if what != "weights":
-            return
-        if device.type == "meta":
-            self._version = None
-            self._home = self._home if self.weights_device().type == "meta" else self.weights_device()
-        if "meta" in (device.type, self.weights_device().type):
-            replace_parameters(self._model, device)
-        if device.type != "meta":
-            self._model.to(device=device)  # pyright: ignore[reportCallIssue]
+        if what == "weights":
+            self._weights.move(what, device)
 
     def _trajectory(
         self, request: Request, sample: int, prompt: list[int], tokens: list[int], logprobs: list[float], version: int
@@ -159,6 +155,18 @@ class InProcessRollout:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
+
+
+class _Weights(ParallelModule):
+    """The model's weights as engines move, free and sync them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def exported(self) -> PreTrainedModel:
+        """The model, under its own names."""
+        return self.model
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:

@@ -58,10 +58,10 @@ def grpo(
 ) -> None:
     """Sample, score, compare within groups, update; every step is logged, checkpointed when due, and resumable."""
     require_same_scoring(policy, reference, config.sampling)
-    if objective.over_batch and policy.workers > 1:
+    if objective.over_batch and policy.mesh.data_parts > 1:
         raise ValueError(
-            f"{objective.name} reads statistics of the whole batch, which is split over {policy.workers} workers: "
-            "train it with one"
+            f"{objective.name} reads statistics of the whole batch, which is split over {policy.mesh.data_parts} "
+            f"workers ({policy.mesh}): train it with replicate=1 and shard=1"
         )
     advantages_of, selection_of = from_jax(objective.advantages), from_jax(objective.selection)
     denominator_of = from_jax(objective.denominator)

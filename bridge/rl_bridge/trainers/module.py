@@ -1,13 +1,15 @@
 """What every trainable causal LM needs beyond scoring: an optimiser, its schedule, and their state."""
 
-import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_bridge.checkpoints.optimizers import load_optimizer_state, optimizer_state
+from rl_bridge.engines.results import returns
+from rl_bridge.models.source import ModelSource
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.parallel.gradients import clip_grad_norm
 from rl_bridge.trainers.scoring import ScoringConfig, TokenScorer
 
 
@@ -43,21 +45,20 @@ class OptimizerConfig:
 class CausalLMModule(TokenScorer):
     """A causal LM with its optimiser and schedule. ``updates`` is the number of updates the schedule is made for."""
 
+    trainable: ClassVar[bool] = True
+    movable: ClassVar[tuple[str, ...]] = ("weights", "optimizer")
+
     def __init__(
         self,
-        model: PreTrainedModel,
+        source: ModelSource,
         optimizer: OptimizerConfig,
         *,
         updates: int,
         scoring: ScoringConfig | None = None,
-        first_version: int = 0,
+        parallel: ParallelConfig | None = None,
     ) -> None:
-        """``first_version``: updates that this model had before, so that versions never go back."""
-        super().__init__(model, ScoringConfig() if scoring is None else scoring)
-        self.optimizer_config = optimizer
-        self._updates, self._version = updates, first_version
-        if self.weights_device().type != "meta":
-            self.on_weights_materialized()
+        super().__init__(source, scoring, parallel=parallel)
+        self.optimizer_config, self._updates = optimizer, updates
 
     def on_weights_materialized(self) -> None:
         """Make optimiser and schedule: they hold on to the parameters, which must be the last ones."""
@@ -72,25 +73,19 @@ class CausalLMModule(TokenScorer):
             self.optimizer, lambda step: config.scale(step, self._updates)
         )
 
-    def reference(self) -> TokenScorer:
-        """A frozen copy of the present weights. It scores as this module does and has no optimiser."""
-        return TokenScorer(copy.deepcopy(self.model).requires_grad_(False), self.scoring)
-
+    @returns("same")
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the schedule. A gradient that is not finite stops the run before it spoils a weight."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optimizer_config.max_grad_norm)
+        norm = clip_grad_norm(self.model.parameters(), self.optimizer_config.max_grad_norm, self._mesh)
+        version = self.weights_version()
         if not bool(torch.isfinite(norm)):
-            raise FloatingPointError(f"the gradient norm is {float(norm)} at update {self._version + 1}")
+            raise FloatingPointError(f"the gradient norm is {float(norm)} at update {version + 1}")
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._version += 1
+        self.weight_receiver().version = version + 1
         return {"grad_norm": float(norm), "learning_rate": rate}
-
-    def weights_version(self) -> int:
-        """The number of updates this model has had."""
-        return self._version
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next update depends on."""
@@ -98,7 +93,6 @@ class CausalLMModule(TokenScorer):
             **super().checkpoint_state(),
             "optimizer": optimizer_state(self.model, self.optimizer),
             "scheduler": self.scheduler.state_dict(),
-            "version": self._version,
         }
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
@@ -106,7 +100,6 @@ class CausalLMModule(TokenScorer):
         super().load_checkpoint_state(state)
         load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        self._version = state["version"]
 
     def move(self, what: str, device: torch.device) -> None:
         """Move the weights or the optimiser's state. Freed (``meta``) training weights come back by a checkpoint."""
@@ -118,10 +111,10 @@ class CausalLMModule(TokenScorer):
                     if isinstance(value, torch.Tensor) and value.dim():
                         state[key] = value.to(device)
 
-    def _follow(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+    def on_parameters_replaced(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
         """Point the optimiser at the parameters that took the place of others: old → new."""
         for group in self.optimizer.param_groups:
-            group["params"] = [replaced[parameter] for parameter in group["params"]]
+            group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
         for old, new in replaced.items():
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)

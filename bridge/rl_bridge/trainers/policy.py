@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_bridge.data.micro_batches import MicroBatch, restore
 from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
+from rl_bridge.models.source import ModelSource
+from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
 from rl_bridge.trainers.scoring import ScoringConfig
 from rl_fn import Batch, Objective, Ratio
@@ -21,18 +23,19 @@ class PolicyModule(CausalLMModule):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        source: ModelSource,
         optimizer: OptimizerConfig,
         objective: Objective,
         *,
         updates: int,
         scoring: ScoringConfig | None = None,
-        first_version: int = 0,
+        parallel: ParallelConfig | None = None,
     ) -> None:
-        super().__init__(model, optimizer, updates=updates, scoring=scoring, first_version=first_version)
+        super().__init__(source, optimizer, updates=updates, scoring=scoring, parallel=parallel)
         self.objective = objective
         self._share = from_jax(objective.share)
 
+    @returns("sum")
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ per-token losses / ``denominator`` to the parameters' gradients.
 
@@ -44,7 +47,7 @@ class PolicyModule(CausalLMModule):
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
         parts = self.micro_batches(batch)
         if self.objective.over_batch and len(parts) > 1:
-            return self._step_over_batch(batch, parts, denominator)
+            return self._step_over_batch(batch.to(self.compute_device()), parts, denominator)
         metrics: dict[str, Any] = {}
         for part in parts:
             logprobs, entropies = self(part.batch)
@@ -60,7 +63,7 @@ class PolicyModule(CausalLMModule):
         fields["logprobs"] = logprobs
         # Shown as a metric always; differentiated only where the objective has an entropy bonus.
         fields["entropies"] = entropies if self.objective.entropy is not None else entropies.detach()
-        loss, metrics = self._share(Batch(**fields), torch.tensor(denominator))
+        loss, metrics = self._share(Batch(**fields), torch.tensor(denominator, device=logprobs.device))
         loss.backward()
         return {name: detached(part) for name, part in metrics.items()}
 

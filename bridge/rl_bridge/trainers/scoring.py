@@ -1,18 +1,22 @@
 """Log-probabilities of tokens: how they are scored, and a frozen model that scores them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from transformers import PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl_bridge.data.micro_batches import MicroBatch, micro_batches, restore, stand_in
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.module import ParallelModule
+from rl_bridge.engines.results import returns
+from rl_bridge.models.saving import save_pretrained
+from rl_bridge.models.source import ModelSource, device_of
 from rl_bridge.parallel.attention import use_rl_fn_attention
+from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.documents import Documents
-from rl_bridge.weights import named_weights, replace_parameters
+from rl_bridge.parallel.gradients import agree_max
+from rl_bridge.parallel.plan import parallelize
 from rl_kernels import logits_logprobs
 
 
@@ -45,24 +49,47 @@ class ScoringConfig:
 class TokenScorer(ParallelModule):
     """A causal LM that scores tokens. On its own it has no optimiser: a frozen reference is one."""
 
-    def __init__(self, model: PreTrainedModel, scoring: ScoringConfig) -> None:
-        """``model`` is switched to evaluation: with dropout, no model would agree with its own copy."""
+    trainable: ClassVar[bool] = False
+
+    def __init__(
+        self, source: ModelSource, scoring: ScoringConfig | None = None, *, parallel: ParallelConfig | None = None
+    ) -> None:
+        """The model is in evaluation mode: with dropout, no model would agree with its own copy.
+
+        Made by an engine's factory, on the meta device; its weights come with ``load_weights``.
+        """
         super().__init__()
-        self.model = model.eval()
+        self.model = source.empty().eval().requires_grad_(self.trainable)
         use_rl_fn_attention(self.model)
-        self.scoring = scoring
-        self._freed, self._home = False, self.weights_device()
+        self.scoring = ScoringConfig() if scoring is None else scoring
+        self._source, self._parallel = source, ParallelConfig() if parallel is None else parallel
+        self._mesh: DeviceMesh | None = None
+
+    def exported(self) -> torch.nn.Module:
+        """The Hugging Face model: its weights travel under its own names."""
+        return self.model
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Cut the model over the mesh."""
+        self._mesh = mesh
+        parallelize(self.model, mesh, self._parallel)
+
+    def load_weights(self) -> None:
+        """Read from the source what this worker holds."""
+        if self._mesh is None:
+            parallelize(self.model, None, self._parallel, device_type=self.device.type)
+        self._source.load(self.model, self.device)
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of the tokens that count, [N, L] each, zero where masked."""
-        self._refuse_freed()
+        self.require_weights()
         # Position t predicts token t + 1: shifted before rows are packed, so that no document predicts the next one's.
         targets, counted = (torch.nn.functional.pad(x[:, 1:], (0, 1)) for x in (batch.tokens, batch.mask))
-        if not self.scoring.packing:
+        if not self.scoring.packing and self._ranks("sequence") == 1:
             # Padding is on the right, where attention is causal and needs no mask.
             scores = self._scores(batch.tokens, targets, counted, use_cache=False)
         else:
-            documents = Documents(batch.lengths)
+            documents = Documents(batch.lengths, self._mesh)
             packed = (documents.take(x) for x in (batch.tokens, targets, counted))
             scores = documents.put(self._scores(*packed, **documents.forward_kwargs), batch.tokens.shape)
         scores = torch.nn.functional.pad(scores[:, :-1], (0, 0, 1, 0)).masked_fill(~batch.mask[..., None], 0.0)
@@ -86,58 +113,59 @@ class TokenScorer(ParallelModule):
         return scores.new_zeros((*tokens.shape, 2)).index_copy(1, columns, scores)
 
     def micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
-        """The batch in parts that one forward pass takes; one of a batch without rows too."""
-        parts = micro_batches(batch, self.scoring.micro_batch_tokens, packing=self.scoring.packing)
-        return parts or [stand_in(batch)]
+        """The batch in parts that one forward pass takes, where the model computes; as many on all workers.
 
+        Workers that have fewer, or no rows at all, get stand-ins, so that the models' collectives match.
+        """
+        parts = micro_batches(batch, self.scoring.micro_batch_tokens, packing=self.scoring.packing)
+        count = max(1, len(parts))
+        for axis in ("shard", "replicate"):
+            if self._mesh is not None and self._ranks(axis) > 1:
+                count = int(agree_max(count, self._mesh.get_group(axis)))
+        parts += [stand_in(batch)] * (count - len(parts))
+        return [part.to(self.compute_device()) for part in parts]
+
+    def compute_device(self) -> torch.device:
+        """Where the model computes: not where its weights lie if these are offloaded."""
+        return self.weights_device() if self._mesh is None else device_of(self.model)
+
+    @returns("rows")
     @torch.no_grad()
     def token_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probabilities of the tokens that count under the present weights, [N, L], zero where masked."""
         parts = self.micro_batches(batch)
         return restore([(part.places, self(part.batch)[0]) for part in parts], batch.tokens)
 
+    @returns("same")
     def scoring_config(self) -> ScoringConfig:
         """How this module scores."""
         return self.scoring
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """(Hugging Face name, tensor, checksum) of every parameter."""
-        self._refuse_freed()
-        return named_weights(self.model)
+    @returns("same")
+    def weights_version(self) -> int:
+        """The version that the weights came with."""
+        return self.weight_receiver().usable_version()
 
-    def weights_device(self) -> torch.device:
-        """Where the weights are."""
-        return self.model.device
+    @returns("same")
+    def save_pretrained(self, folder: str) -> None:
+        """Write the model in Hugging Face format, whole; the engine's first worker does."""
+        self.require_weights()
+        save_pretrained(self.model, folder)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """The weights: all that a checkpoint of a frozen model holds."""
-        return {"model": self.model.state_dict()}
+        """The weights and their version: all that a checkpoint of a frozen model holds."""
+        return {"model": self.model.state_dict(), "version": self.weights_version()}
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Take back what ``checkpoint_state`` gave."""
-        if self.weights_device().type == "meta":
-            self.move("weights", self._home)
+        self.make_room()
         self.model.load_state_dict(state["model"])
-        self._freed = False
-
-    def save_pretrained(self, folder: str) -> None:
-        """Write the model in Hugging Face format."""
-        self.model.save_pretrained(folder)
+        self.weight_receiver().version = state["version"]
 
     def move(self, what: str, device: torch.device) -> None:
-        """Move the weights. Weights that were freed (``meta``) come back by a checkpoint. There is nothing else."""
-        if what != "weights":
-            return
-        if device.type == "meta" and not self._freed:
-            self._freed, self._home = True, self.weights_device()
-        if "meta" in (device.type, self.weights_device().type):
-            self._follow(replace_parameters(self.model, device))
-        if device.type != "meta":
-            self.model.to(device=device)  # pyright: ignore[reportCallIssue]
+        """Move the weights. There is nothing else: an optimiser that is not there is anywhere."""
+        if what != "optimizer":
+            super().move(what, device)
 
-    def _follow(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
-        """Called when parameters were replaced by others: old → new."""
-
-    def _refuse_freed(self) -> None:
-        if self._freed:
-            raise ValueError("these weights were freed: load a checkpoint (load_checkpoint_state) first")
+    def _ranks(self, axis: str) -> int:
+        return 1 if self._mesh is None else self._mesh.get_group(axis).size()

@@ -8,6 +8,7 @@ from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
@@ -29,6 +30,7 @@ class SFTConfig:
 class SupervisedModule(CausalLMModule):
     """Mean negative log-likelihood of the rows' own completions."""
 
+    @returns("sum")
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
         total: Any = 0

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Engine, InferenceEngine, Mesh, NeedParallel, TrainEngine, returns
+from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule
+from rl_bridge.trainers.scoring import TokenScorer
 from rl_bridge.trainers.sft import SupervisedModule
 from tests.bridge.engines.many_hosts import ManyHosts
+from tests.bridge.ready import ready
 
 SAMPLING = SamplingParams(max_new_tokens=6, n=2)
 PROMPTS = ["1+1=", "12+34="]
@@ -24,14 +28,18 @@ class Doubler(torch.nn.Module):
         return 2 * x
 
 
+def supervised_engine(model):
+    return TrainEngine(partial(SupervisedModule, StateSource(model), OPTIMIZER, updates=10)).build()
+
+
 @pytest.fixture
 def train(new_model):
-    return TrainEngine(lambda: SupervisedModule(new_model(seed=1), OPTIMIZER, updates=10)).build()
+    return supervised_engine(new_model(seed=1))
 
 
 @pytest.fixture
 def inference(new_model, tokenizer):
-    return InferenceEngine(lambda: InProcessRollout(new_model(), tokenizer)).build()
+    return InferenceEngine(lambda: InProcessRollout(StateSource(new_model()), tokenizer)).build()
 
 
 BATCH = collate([single_turn([2, 3], [4, 5, 1]), single_turn([6], [7, 1])], 0)
@@ -276,14 +284,14 @@ def test_freed_rollout_weights_come_back_with_a_sync(train, inference, brought_b
 
 
 def test_freed_training_weights_come_back_with_a_checkpoint_and_train_on(new_model):
-    engines = [TrainEngine(lambda: SupervisedModule(new_model(), OPTIMIZER, updates=10)).build() for _ in range(2)]
+    engines = [supervised_engine(new_model()) for _ in range(2)]
     for engine in engines:
         update(engine)
     freed, kept = engines
     state = copy.deepcopy(kept.checkpoint_state())
     assert freed.meta().device.type == "meta"
-    for call in (lambda: update(freed), lambda: freed.token_logprobs(BATCH), lambda: list(freed.named_weights())):
-        with pytest.raises(ValueError, match="these weights were freed"):
+    for call in (lambda: update(freed), lambda: freed.token_logprobs(BATCH), freed.checkpoint_state):
+        with pytest.raises(ValueError, match="the weights here are incomplete: they were freed"):
             call()
     freed.load_checkpoint_state(state)
     assert freed.device.type == "cpu"
@@ -295,12 +303,12 @@ def test_freed_training_weights_come_back_with_a_checkpoint_and_train_on(new_mod
 
 def test_freed_training_weights_are_no_better_for_being_moved(train):
     train.meta().cpu()
-    with pytest.raises(ValueError, match="these weights were freed"):
+    with pytest.raises(ValueError, match="the weights here are incomplete: they were freed"):
         update(train)
 
 
 def test_freeing_keeps_tied_weights_tied(new_model):
-    module = SupervisedModule(new_model(), OPTIMIZER, updates=10)
+    module = ready(SupervisedModule, new_model(), OPTIMIZER, updates=10)
     names = [name for name, _ in module.model.named_parameters()]
     for device in ("meta", "cpu"):
         module.move("weights", torch.device(device))
@@ -310,10 +318,12 @@ def test_freeing_keeps_tied_weights_tied(new_model):
 
 def test_a_policy_module_takes_over_where_supervision_ended(new_model, inference):
     model = new_model(seed=1)
-    supervised = TrainEngine(lambda: SupervisedModule(model, OPTIMIZER, updates=10)).build()
+    supervised = supervised_engine(model)
     update(supervised)
     supervised.sync_weights(inference)
-    policy = TrainEngine(
-        lambda: PolicyModule(model, OPTIMIZER, rl_fn.recipes.dapo(), updates=10, first_version=1)
-    ).build()
-    assert policy.sync_weights(inference) == 1
+    policy = TrainEngine(partial(PolicyModule, StateSource(model), OPTIMIZER, rl_fn.recipes.dapo(), updates=10)).build()
+    reference = TrainEngine(partial(TokenScorer, StateSource(model))).build()
+    assert supervised.sync_weights(policy) == policy.sync_weights(reference) == policy.sync_weights(inference) == 1
+    wanted = supervised.token_logprobs(BATCH)
+    assert torch.equal(policy.token_logprobs(BATCH), wanted) and torch.equal(reference.token_logprobs(BATCH), wanted)
+    assert policy.weights_version() == reference.weights_version() == 1

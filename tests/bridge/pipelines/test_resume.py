@@ -23,10 +23,10 @@ when, version = sys.argv[1], int(sys.argv[2])
 update = CausalLMModule.optimizer_step
 
 def dying(self):
-    if when == "before" and self._version == version:
+    if when == "before" and self.weights_version() == version:
         os.kill(os.getpid(), signal.SIGKILL)
     result = update(self)
-    if when == "after" and self._version == version:
+    if when == "after" and self.weights_version() == version:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 

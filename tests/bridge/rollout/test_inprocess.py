@@ -7,6 +7,7 @@ import torch
 
 from rl_bridge.data.requests import SamplingParams, requests_of
 from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
 from tests.bridge.data.trajectories import generate
 from tests.bridge.rollout.distribution import truncated
@@ -29,7 +30,7 @@ def model(new_model):
 
 @pytest.fixture
 def rollout(model, tokenizer):
-    return InProcessRollout(model, tokenizer)
+    return InProcessRollout(StateSource(model), tokenizer)
 
 
 def next_logits(model, ids):
@@ -56,7 +57,7 @@ def test_logprobs_are_those_of_a_full_forward(rollout, model, options):
 def test_how_rows_are_batched_changes_no_token(rollout, model, tokenizer, rows, options):
     sampling = replace(SAMPLING, **options)
     together = generate(rollout, PROMPTS, sampling)
-    apart = generate(InProcessRollout(model, tokenizer, max_batch_rows=rows), PROMPTS, sampling)
+    apart = generate(InProcessRollout(StateSource(model), tokenizer, max_batch_rows=rows), PROMPTS, sampling)
     assert [c.sampled_tokens for c in apart] == [c.sampled_tokens for c in together]
     for a, b in zip(apart, together, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
@@ -136,7 +137,7 @@ def test_text_messages_and_ids_are_the_same_prompt(model):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
-    rollout = InProcessRollout(model, tokenizer)
+    rollout = InProcessRollout(StateSource(model), tokenizer)
     forms = ["1+1=", [{"role": "user", "content": "1+1"}], tokenizer("1+1=").input_ids]
     completions = [generate(rollout, [form], SAMPLING) for form in forms]
     assert len({tuple(c.tokens for c in of_form) for of_form in completions}) == 1
@@ -157,12 +158,12 @@ def test_token_ids_are_used_as_they_are_and_never_made_again(model, tokenizer):
             return "not what was sampled"
 
     counting = Counting()
-    rollout = InProcessRollout(model, counting)
+    rollout = InProcessRollout(StateSource(model), counting)
     ids = [5, 0, EOS, 6]  # would not survive text
     completions = generate(rollout, [ids], SAMPLING)
     assert counting.encoded == 0
     assert all(c.tokens[: len(ids)] == tuple(ids) and not any(c.loss_mask[: len(ids)]) for c in completions)
-    wanted = generate(InProcessRollout(model, tokenizer), [ids], SAMPLING)
+    wanted = generate(InProcessRollout(StateSource(model), tokenizer), [ids], SAMPLING)
     assert [c.sampled_tokens for c in completions] == [c.sampled_tokens for c in wanted]
     generate(rollout, ["1", "2"], SAMPLING)
     assert counting.encoded == 2
@@ -188,4 +189,4 @@ def test_a_tokenizer_must_name_its_end_and_its_padding(model, missing):
     tokenizer = character_tokenizer("0123456789+-=")
     setattr(tokenizer, missing, None)
     with pytest.raises(ValueError, match=f"the tokenizer needs an {missing} with one id"):
-        InProcessRollout(model, tokenizer)
+        InProcessRollout(StateSource(model), tokenizer)

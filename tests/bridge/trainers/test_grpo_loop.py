@@ -9,6 +9,7 @@ import rl_fn
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.trajectory import single_turn
+from rl_bridge.engines import Mesh
 from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
 from rl_bridge.trainers.scoring import ScoringConfig
 
@@ -51,7 +52,7 @@ class FakeRollout:
 class FakePolicy:
     """Counts updates; its log-probabilities are minus the number of updates so far, less one."""
 
-    workers = 1
+    mesh = Mesh()
 
     def __init__(self):
         self.events, self.batches, self.updates = [], [], 0
@@ -174,8 +175,10 @@ def test_the_reference_is_asked_about_every_row():
 
 
 def test_statistics_of_the_batch_are_not_split_over_workers(monkeypatch):
-    run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)
-    monkeypatch.setattr(FakePolicy, "workers", 2)
+    for mesh in (Mesh(), Mesh(tensor=2, sequence=2)):
+        monkeypatch.setattr(FakePolicy, "mesh", mesh)
+        run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)
+    monkeypatch.setattr(FakePolicy, "mesh", Mesh(shard=2, tensor=2))
     run_loop(longest_is_best, rl_fn.recipes.dapo(), steps=1)
     with pytest.raises(ValueError, match="kl_cov reads statistics of the whole batch, which is split over 2 workers"):
         run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)

@@ -10,13 +10,14 @@ from rl_bridge.models.encoding import trajectory_of_row
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.trainers.sft import SupervisedModule, supervised_batch
+from tests.bridge.ready import ready
 
 BATCH = collate([single_turn([2, 3, 4], [4, 5, 1]), single_turn([6], [7, 1])], 0)
 
 
 @pytest.fixture
 def module(new_model):
-    return SupervisedModule(new_model(), OptimizerConfig(learning_rate=1e-2, warmup=2), updates=10)
+    return ready(SupervisedModule, new_model(), OptimizerConfig(learning_rate=1e-2, warmup=2), updates=10)
 
 
 def test_supervision_is_the_mean_negative_log_likelihood(module):
@@ -91,7 +92,7 @@ def test_a_saved_state_goes_on_bit_for_bit(module, new_model):
 
     update(module)
     state = copy.deepcopy(module.checkpoint_state())
-    resumed = SupervisedModule(new_model(seed=9), OptimizerConfig(learning_rate=1e-2, warmup=2), updates=10)
+    resumed = ready(SupervisedModule, new_model(seed=9), OptimizerConfig(learning_rate=1e-2, warmup=2), updates=10)
     resumed.load_checkpoint_state(state)
     assert resumed.weights_version() == 1
     assert [update(resumed) for _ in range(3)] == [update(module) for _ in range(3)]

@@ -3,13 +3,14 @@
 import torch
 
 from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
+from tests.bridge.ready import ready
 
 
 def test_the_config_is_the_optimisers(new_model):
     config = OptimizerConfig(
         learning_rate=1e-3, warmup=0, decay="constant", beta1=0.7, beta2=0.95, weight_decay=0.3, max_grad_norm=2.0
     )
-    module = CausalLMModule(new_model(), config, updates=4)
+    module = ready(CausalLMModule, new_model(), config, updates=4)
     assert isinstance(module.optimizer, torch.optim.AdamW)
     (group,) = module.optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.7, 0.95), 0.3)
@@ -25,7 +26,7 @@ def test_the_config_is_the_optimisers(new_model):
 
 
 def test_moments_follow_a_parameter_that_another_takes_the_place_of(new_model):
-    module = CausalLMModule(new_model(), OptimizerConfig(learning_rate=1e-3), updates=4)
+    module = ready(CausalLMModule, new_model(), OptimizerConfig(learning_rate=1e-3), updates=4)
     for place, parameter in enumerate(module.model.parameters()):
         parameter.grad = torch.full_like(parameter, 1.0 + place)
     module.optimizer_step()

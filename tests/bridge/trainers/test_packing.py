@@ -14,6 +14,7 @@ from rl_bridge.trainers.scoring import ScoringConfig
 from rl_bridge.trainers.sft import SupervisedModule
 from rl_fn import components
 from tests.bridge.data.trajectories import random_batch
+from tests.bridge.ready import ready
 
 OBJECTIVES = {
     "grpo": rl_fn.recipes.grpo(),
@@ -44,9 +45,9 @@ def modules(tokenizer):
         if name not in made:
             model, optimizer = tiny_qwen2(tokenizer, hidden=16, layers=2, heads=2), OptimizerConfig(learning_rate=1e-3)
             made[name] = (
-                SupervisedModule(model, optimizer, updates=1)
+                ready(SupervisedModule, model, optimizer, updates=1)
                 if name == "sft"
-                else PolicyModule(model, optimizer, OBJECTIVES[name], updates=1)
+                else ready(PolicyModule, model, optimizer, OBJECTIVES[name], updates=1)
             )
         return made[name]
 

@@ -15,6 +15,7 @@ from rl_bridge.trainers.policy import PolicyModule, mean
 from rl_bridge.trainers.scoring import ScoringConfig
 from rl_fn import Rollouts, components
 from tests.bridge.data.trajectories import random_batch, widened
+from tests.bridge.ready import ready
 
 NAN, INF = float("nan"), float("inf")
 OBJECTIVES = {
@@ -75,7 +76,7 @@ def policies(tokenizer):
     def policy(objective):
         if objective not in made:
             model = tiny_qwen2(tokenizer, hidden=16, layers=2, heads=2, seed=3)
-            made[objective] = PolicyModule(model, OptimizerConfig(learning_rate=1e-3), objective, updates=1)
+            made[objective] = ready(PolicyModule, model, OptimizerConfig(learning_rate=1e-3), objective, updates=1)
         return made[objective]
 
     return policy

@@ -10,6 +10,13 @@ from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.policy import PolicyModule, mean
 from rl_bridge.trainers.scoring import ScoringConfig, TokenScorer
 from tests.bridge.data.trajectories import random_batch
+from tests.bridge.ready import ready
+
+
+def reference_of(module):
+    """A frozen copy of the module's weights, scored as the module is."""
+    return ready(TokenScorer, module.model, module.scoring)
+
 
 SCORINGS = [
     ScoringConfig(),
@@ -34,7 +41,9 @@ def objective():
 @pytest.fixture
 def policy(new_model, objective):
     def make(scoring):
-        return PolicyModule(new_model(3), OptimizerConfig(learning_rate=0.1), objective, updates=9, scoring=scoring)
+        return ready(
+            PolicyModule, new_model(3), OptimizerConfig(learning_rate=0.1), objective, updates=9, scoring=scoring
+        )
 
     return make
 
@@ -42,7 +51,7 @@ def policy(new_model, objective):
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 def test_kl_to_an_identical_reference_is_exactly_zero_and_has_no_gradient(policy, objective, scoring):
     module, batch = policy(scoring), make_batch()
-    old, ref = module.token_logprobs(batch), module.reference().token_logprobs(batch)
+    old, ref = module.token_logprobs(batch), reference_of(module).token_logprobs(batch)
     assert torch.equal(old, ref) and bool((old[batch.mask] < 0).all())
     batch = batch._replace(old_logprobs=old, ref_logprobs=ref)
     denominator = float(objective.denominator(batch.mask.numpy()))
@@ -68,7 +77,7 @@ def test_scores_are_those_of_the_formula(policy, scoring):
             found, wanted[batch.mask[i, 1:length]], rtol=0, atol=5e-2 if scoring.dtype != "float32" else 1e-5
         )
     assert scores.dtype == torch.float32
-    exact = module.reference()
+    exact = reference_of(module)
     exact.scoring = ScoringConfig(temperature=scoring.temperature, softcap=scoring.softcap)
     assert torch.allclose(exact.token_logprobs(batch), scores, rtol=0, atol=1e-5) == (scoring.dtype == "float32")
 
@@ -87,25 +96,25 @@ def test_dropout_does_not_part_a_policy_from_its_reference(policy):
 
 def test_a_reference_stays_where_it_was_made_and_has_no_optimiser(policy):
     module, batch = policy(ScoringConfig()), make_batch()
-    reference = module.reference()
+    reference = reference_of(module)
     assert type(reference) is TokenScorer and reference.scoring is module.scoring
     assert not any(p.requires_grad for p in reference.parameters()) and all(
         p.requires_grad for p in module.parameters()
     )
-    assert reference.checkpoint_state().keys() == {"model"}
+    assert reference.checkpoint_state().keys() == {"model", "version"}
     before = reference.token_logprobs(batch)
     module.train_step(batch._replace(old_logprobs=before, ref_logprobs=before), float(batch.mask.sum()))
     module.optimizer_step()
     assert torch.equal(reference.token_logprobs(batch), before)
     assert not torch.equal(module.token_logprobs(batch), before)
 
-    other = module.reference()
+    other = reference_of(module)
     other.load_checkpoint_state(reference.checkpoint_state())
     assert torch.equal(other.token_logprobs(batch), before)
     for device in ("meta", "cpu"):
         other.move("weights", torch.device(device))
         other.move("optimizer", torch.device(device))
-    with pytest.raises(ValueError, match="these weights were freed"):
+    with pytest.raises(ValueError, match="the weights here are incomplete: they were freed"):
         other.token_logprobs(batch)
 
 

@@ -6,6 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_bridge.data.requests import SamplingParams, requests_of
+from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.splitmix64 import GOLDEN, MASK, mix, signed
 from rl_bridge.weights import checksum, named_weights, receive_weights, replace_parameters
@@ -146,7 +147,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_weights_are_refused_and_nothing_is_generated_with_them(new_model, tokenizer, fault):
     change, message = FAULTS[fault]
-    rollout = InProcessRollout(new_model(), tokenizer)
+    rollout = InProcessRollout(StateSource(new_model()), tokenizer)
     good = list(named_weights(new_model(seed=1)))
     with pytest.raises(ValueError, match=message):
         rollout.update_weights(change(good), 1)
@@ -158,7 +159,7 @@ def test_faulty_weights_are_refused_and_nothing_is_generated_with_them(new_model
 
 
 def test_a_sender_that_fails_half_way_leaves_no_usable_weights(new_model, tokenizer):
-    rollout = InProcessRollout(new_model(), tokenizer)
+    rollout = InProcessRollout(StateSource(new_model()), tokenizer)
 
     def broken():
         yield next(iter(named_weights(new_model(seed=1))))
@@ -171,7 +172,7 @@ def test_a_sender_that_fails_half_way_leaves_no_usable_weights(new_model, tokeni
 
 
 def test_stale_weights_are_refused_and_the_newer_ones_stay(new_model, tokenizer):
-    rollout = InProcessRollout(new_model(), tokenizer)
+    rollout = InProcessRollout(StateSource(new_model()), tokenizer)
     rollout.update_weights(named_weights(new_model(seed=1)), 5)
     with pytest.raises(ValueError, match="stale weights: version 4 came after version 5"):
         rollout.update_weights(named_weights(new_model(seed=2)), 4)

@@ -1,0 +1,121 @@
+"""Where a pipeline's engines live: options of the command line, and the engines themselves, one function each."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Self
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import rl_fn
+from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
+from rl_bridge.engines.base import Engine
+from rl_bridge.executors import Executor
+from rl_bridge.executors.host import Host
+from rl_bridge.models.source import ModelSource
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.rollout import InProcessRollout
+from rl_bridge.session import current_executor, init
+from rl_bridge.trainers.module import OptimizerConfig
+from rl_bridge.trainers.policy import PolicyModule
+from rl_bridge.trainers.scoring import ScoringConfig, TokenScorer
+from rl_bridge.trainers.sft import SupervisedModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """How the trainer's workers are arranged."""
+
+    replicate: int = 1
+    """Copies of the model, each with rows of its own."""
+    shard: int | None = None
+    """Workers that a copy's parameters and optimiser are cut over, each with its own rows. None: all that are left."""
+    tensor: int = 1
+    """Workers that each matrix is cut over."""
+    sequence: int = 1
+    """Workers that the tokens of the same rows are cut over."""
+
+    def of(self, workers: int) -> Mesh:
+        """The mesh of ``workers`` workers.
+
+        >>> MeshOptions(tensor=2).of(4)
+        Mesh(replicate=1, shard=2, tensor=2, sequence=1)
+
+        Raises:
+            ValueError: the mesh needs more workers, or leaves some out.
+        """
+        others = self.replicate * self.tensor * self.sequence
+        shard = max(1, workers // others) if self.shard is None else self.shard
+        mesh = Mesh(replicate=self.replicate, shard=shard, tensor=self.tensor, sequence=self.sequence)
+        if mesh.size != workers:
+            raise ValueError(f"{mesh} is of {mesh.size} workers, and there are {workers}")
+        return mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """The processes of a run."""
+
+    executor: Literal["auto", "local", "torchrun", "ray"] = "auto"
+    """auto: the ranks of a torchrun job where there is one, else this process."""
+    workers: int | None = None
+    """Processes that Ray starts; elsewhere there are as many as there are."""
+    mesh: MeshOptions = MeshOptions()
+
+    def start(self) -> Executor:
+        """The executor of the run. Under torchrun it is made in rank 0 alone: the other ranks serve until it ends."""
+        if self.executor == "auto" and self.workers is None:
+            return current_executor()
+        return init(None if self.executor == "auto" else self.executor, workers=self.workers)
+
+
+def set_threads(host: Host, threads: int) -> None:
+    """CPU threads of a worker's process."""
+    torch.set_num_threads(threads)
+
+
+class Engines:
+    """Makes the engines of a run, all over the same workers: in turns. On leaving the context it releases them."""
+
+    def __init__(
+        self, executor: Executor, mesh: Mesh, source: ModelSource, parallel: ParallelConfig, *, run: str
+    ) -> None:
+        """``mesh`` is of the trainers: policy, reference and warm start. ``run``: its name, in those of the engines."""
+        self._run = run
+        self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
+        self._made: list[Engine] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for engine in self._made:
+            if engine.slots:
+                engine.release()
+
+    def supervised(self, optimizer: OptimizerConfig, *, updates: int, scoring: ScoringConfig) -> TrainEngine:
+        """The engine of the warm start."""
+        return self._train("supervised", SupervisedModule, self.source, optimizer, updates=updates, scoring=scoring)
+
+    def policy(
+        self, optimizer: OptimizerConfig, objective: rl_fn.Objective, *, updates: int, scoring: ScoringConfig
+    ) -> TrainEngine:
+        """The engine of reinforcement learning."""
+        return self._train("policy", PolicyModule, self.source, optimizer, objective, updates=updates, scoring=scoring)
+
+    def reference(self, scoring: ScoringConfig) -> TrainEngine:
+        """A frozen model that scores as the policy does."""
+        return self._train("reference", TokenScorer, self.source, scoring)
+
+    def rollout(self, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
+        """A copy of the model in every slot."""
+        factory = partial(InProcessRollout, self.source, tokenizer)
+        engine = InferenceEngine(factory, executor=self.executor, name=f"{self._run}/rollout")
+        self._made.append(engine.build(mesh=Mesh(replicate=len(self.executor.slots))))
+        return engine.cuda() if all(slot.device.startswith("cuda") for slot in self.executor.slots) else engine
+
+    def _train(self, name: str, module: type[TokenScorer], *args: object, **options: object) -> TrainEngine:
+        factory = partial(module, *args, **options, parallel=self.parallel)  # type: ignore[arg-type]
+        engine = TrainEngine(factory, executor=self.executor, name=f"{self._run}/{name}")
+        self._made.append(engine.build(mesh=self.mesh))
+        return engine

@@ -1,0 +1,12 @@
+"""A trainer's module as an engine makes it on one worker, without the engine."""
+
+import torch
+
+from rl_bridge.engines.lifecycle import torch_worker
+from rl_bridge.models.source import StateSource
+
+
+def ready(kind, model, *args, **options):
+    """A module of the class ``kind`` with the weights of ``model``: meta device, then weights, then optimiser."""
+    source = StateSource(model)
+    return torch_worker(lambda: kind(source, *args, **options), None, torch.device("cpu"), torch.get_rng_state())
