@@ -129,6 +129,14 @@ def test_a_branch_on_a_size_is_a_program_for_each_side(made):
     assert len(made) == 2
 
 
+def test_a_function_keeps_as_many_programs_as_the_limit(monkeypatch, made):
+    monkeypatch.setattr(call, "_LIMIT", 2)
+    lowered = from_jax(lambda x, factor: x * factor)
+    for factor, count in ((1.0, 1), (2.0, 2), (1.0, 2), (2.0, 2), (3.0, 3), (1.0, 4)):  # the third empties the cache
+        torch.testing.assert_close(lowered(torch.ones(3), factor), torch.full((3,), factor))
+        assert len(made) == count
+
+
 def test_an_abstract_array_of_a_symbol_is_never_that_of_a_number():
     """JAX's table of abstract arrays compares keys of different hashes: about one size in 300 was mistaken."""
     float32 = np.dtype(np.float32)

@@ -172,7 +172,9 @@ CASES = {
     "dynamic_update_slice": [
         (lambda x, u, i: lax.dynamic_update_slice(x, u, (i, i)), FINITE, ROWS[:2, :2], np.int32(i))
         for i in (-9, 0, 1, 9)
-    ],
+    ]
+    + [(lambda x, u, i: lax.dynamic_update_slice(x, u, (i,)), FINITE[0], ROWS[0, :2], np.int32(1))]
+    + [(lambda x, u: lax.dynamic_update_slice(x, u, ()), FINITE[0, 0], FINITE[0, 3])],
     "eq_to": [(lambda x, y: lax.eq_to_p.bind(x, y), *PAIRS)],
     "erf": unary(lax.erf),
     "erf_inv": unary(lax.erf_inv, UNIT),
