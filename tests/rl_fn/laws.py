@@ -1,6 +1,7 @@
 """What the laws share: one compiled program a case, its values and gradients, and junk for masked positions."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,30 @@ optimising_jit = functools.partial(jax.jit, compiler_options=OPTIMISED)
 # As many seeds as the fast profile has examples: all laws of a case meet the same, and share what `clean` computes.
 EXAMPLES = hypothesis.settings().max_examples
 SEEDS = st.integers(0, EXAMPLES - 1 if hypothesis.settings().derandomize else 2**32 - 1)
+
+
+def every_seed(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test for every seed, or for seeds that Hypothesis draws where a profile is not derandomised.
+
+    With all seeds there is nothing to draw, and Hypothesis takes longer for an example than most laws do.
+    """
+    if not hypothesis.settings().derandomize:
+        return hypothesis.given(seed=SEEDS)(test)
+
+    def run_all(**parameters: Any) -> None:
+        for seed in range(EXAMPLES):
+            try:
+                test(**parameters, seed=seed)
+            except BaseException as error:
+                error.add_note(f"seed={seed}")
+                raise
+
+    signature = inspect.signature(test)
+    left = [p for name, p in signature.parameters.items() if name != "seed"]
+    functools.update_wrapper(run_all, test)
+    run_all.__signature__ = signature.replace(parameters=left)  # pyright: ignore[reportFunctionMemberAccess]
+    return run_all
+
 
 JUNK = (np.nan, np.inf, -np.inf, 1e30)
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
 
 import rl_fn
 from tests.rl_fn.extremes import extreme, kind, named
-from tests.rl_fn.laws import DETERMINISTIC, DIFFERENTIABLE, SEEDS, evaluate, function_of_arrays, quick_jit, split
+from tests.rl_fn.laws import DETERMINISTIC, DIFFERENTIABLE, evaluate, every_seed, function_of_arrays, quick_jit, split
 from tests.rl_fn.registry import CASES, B, G, T
 
 ONE_CASE_EACH = sorted({CASES[key].name: key for key in DETERMINISTIC}.values())
@@ -36,7 +35,7 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("key", [key for key in DETERMINISTIC if CASES[key].name not in EXPLODES])
-@given(seed=SEEDS)
+@every_seed
 def test_extreme_arguments_give_finite_values_and_gradients(key, seed):
     leaves, gradients = evaluate(key, split(*extreme(key, seed))[0])
     for x in leaves:
@@ -78,6 +77,8 @@ def _jaxprs(eqn):
 
 MOVES = {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "transpose", "slice", "gather", "select_n"}
 MOVES |= {"concatenate", "dynamic_slice", "copy", "pad", "split", "rev", "stop_gradient"}
+# Their first operand is moved; the others are indices, which the bounds of the axis are compared with.
+INDEXED = {"gather", "dynamic_slice"}
 
 
 def computing_in(jaxpr, narrow) -> set[str]:
@@ -87,8 +88,9 @@ def computing_in(jaxpr, narrow) -> set[str]:
         inner = list(_jaxprs(eqn))
         for sub in inner:
             found |= computing_in(sub, narrow)
-        if not inner and eqn.primitive.name not in MOVES:
-            found |= {eqn.primitive.name for v in eqn.invars if getattr(v.aval, "dtype", None) == narrow}
+        if not inner and eqn.primitive.name not in MOVES - INDEXED:
+            numbers = eqn.invars[1:] if eqn.primitive.name in INDEXED else eqn.invars
+            found |= {eqn.primitive.name for v in numbers if getattr(v.aval, "dtype", None) == narrow}
     return found
 
 
@@ -113,6 +115,9 @@ def test_narrow_input_is_widened_before_anything_is_computed(key, narrow):
 def test_the_search_for_narrow_arithmetic_finds_it():
     half = jnp.ones(3, jnp.float16)
     assert computing_in(jax.make_jaxpr(jax.jit(lambda x: x * x))(half).jaxpr, jnp.dtype(jnp.float16)) == {"mul"}
+    byte, take = jnp.ones(3, jnp.uint8), lambda x, i: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    assert computing_in(jax.make_jaxpr(take)(byte, 1).jaxpr, jnp.dtype(jnp.uint8)) == set()
+    assert "dynamic_slice" in computing_in(jax.make_jaxpr(take)(half, jnp.uint8(1)).jaxpr, jnp.dtype(jnp.uint8))
 
 
 # Sizes tell the axes apart. These have an axis of the same size that is another one.

@@ -61,6 +61,7 @@ def test_nothing_is_computed_in_a_type_that_may_be_too_narrow(key):
         assert computing_in(jaxpr, np.dtype(dtype)) == set()
 
 
+@pytest.mark.slow  # what is computed in no narrow type (above) has the numbers of int32 on every axis
 @pytest.mark.parametrize("key", TAKE_INTEGERS)
 def test_bytes_on_axes_longer_than_a_byte_give_the_numbers_of_int32(key):
     places = integer_places(key)

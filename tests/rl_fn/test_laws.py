@@ -3,16 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
 
 from tests.rl_fn.laws import (
     DETERMINISTIC,
     MASKED,
-    SEEDS,
     both,
     clean,
     close,
     evaluate,
+    every_seed,
     function_of_arrays,
     optimising_jit,
     quick_jit,
@@ -31,7 +30,7 @@ PLAINEST = sorted({CASES[key].name: key for key in reversed(DETERMINISTIC)}.valu
 
 
 @pytest.mark.parametrize("key", MASKED)
-@given(seed=SEEDS)
+@every_seed
 def test_masked_positions_reach_neither_value_nor_gradient(key, seed):
     args, kwargs = CASES[key].make(seed)
     mask = args[CASES[key].mask]
@@ -74,6 +73,7 @@ def test_jit_and_eager_agree(key):
     close(optimised, run(key, args, kwargs))
 
 
+@pytest.mark.slow  # the gradient is of what is traced in eager code too; the value that is not is compared above
 @pytest.mark.parametrize("key", [key for key in PLAINEST if CASES[key].differentiable])
 def test_jit_and_eager_agree_in_the_gradient(key):
     arrays = split(*CASES[key].make(5))[0]
@@ -95,7 +95,7 @@ def _paddable(key: str) -> bool:
 
 
 @pytest.mark.parametrize("key", [key for key in MASKED if _paddable(key)])
-@given(seed=SEEDS)
+@every_seed
 def test_padding_changes_nothing(key, seed):
     args, kwargs = CASES[key].make(seed)
     shape = args[CASES[key].mask].shape
@@ -118,7 +118,7 @@ def test_padding_changes_nothing(key, seed):
 
 
 @pytest.mark.parametrize("key", MASKED)
-@given(seed=SEEDS)
+@every_seed
 def test_order_of_rows_does_not_matter(key, seed):
     args, kwargs = CASES[key].make(seed)
     rows = args[CASES[key].mask].shape[0]

@@ -4,11 +4,10 @@ import inspect
 
 import jax
 import pytest
-from hypothesis import given
 
 import rl_fn
 from tests.oracle.lookup import ORACLE
-from tests.rl_fn.laws import DETERMINISTIC, SEEDS, clean, close
+from tests.rl_fn.laws import DETERMINISTIC, clean, close, every_seed
 from tests.rl_fn.registry import CASES, CONSTRUCTORS, HOST, RECIPES
 
 
@@ -19,7 +18,7 @@ def test_every_function_has_an_oracle():
 
 
 @pytest.mark.parametrize("key", DETERMINISTIC)
-@given(seed=SEEDS)
+@every_seed
 def test_equals_the_oracle(key, seed):
     args, kwargs = CASES[key].make(seed)
     expected = ORACLE[CASES[key].name](*args, **kwargs)

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
 
 import rl_fn
-from tests.rl_fn.laws import SEEDS
+from tests.rl_fn.laws import every_seed
 from tests.rl_fn.permutations import CAPACITY, PERMUTED, M
 
 
@@ -22,7 +21,7 @@ def compare(a, b):
 
 
 @pytest.mark.parametrize("name", PERMUTED)
-@given(seed=SEEDS)
+@every_seed
 def test_members_may_change_places(name, seed):
     law, rng = PERMUTED[name], np.random.default_rng(seed)
     call = law.draw(rng)
@@ -36,7 +35,7 @@ OF_OBJECTIVES = ["hypervolume", "hypervolume_contribution", "pareto_mask", "crow
 
 
 @pytest.mark.parametrize("name", OF_OBJECTIVES)
-@given(seed=SEEDS)
+@every_seed
 def test_objectives_may_change_places(name, seed):
     rng = np.random.default_rng(seed)
     (points, *rest), options = PERMUTED[name].draw(rng)
@@ -47,7 +46,7 @@ def test_objectives_may_change_places(name, seed):
 
 
 @pytest.mark.parametrize("name", [name for name in OF_OBJECTIVES if name != "crowding_distance"])
-@given(seed=SEEDS)
+@every_seed
 def test_larger_is_better_is_smaller_is_better_of_the_negative(name, seed):
     (points, *rest), options = PERMUTED[name].draw(np.random.default_rng(seed))
     turned = {"maximize": tuple(not up for up in options["maximize"])}
@@ -55,7 +54,7 @@ def test_larger_is_better_is_smaller_is_better_of_the_negative(name, seed):
     np.testing.assert_allclose(result, called(name, ((points, *rest), options)), rtol=1e-9)
 
 
-@given(seed=SEEDS)
+@every_seed
 def test_bins_hold_their_capacity_and_no_two_fit_into_one(seed):
     (lengths, capacity), _ = PERMUTED["pack"].draw(np.random.default_rng(seed))
     loads = sorted(int(lengths[part].sum()) for part in rl_fn.pack(lengths, capacity))
@@ -63,7 +62,7 @@ def test_bins_hold_their_capacity_and_no_two_fit_into_one(seed):
     assert len(loads) < 2 or loads[0] + loads[1] > CAPACITY
 
 
-@given(seed=SEEDS)
+@every_seed
 def test_gather_undoes_split_and_split_undoes_gather(seed):
     (whole, ranks), options = PERMUTED["zigzag_split"].draw(np.random.default_rng(seed))
     shards = rl_fn.zigzag_split(whole, ranks, **options)
