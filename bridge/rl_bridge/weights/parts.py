@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 # (start, length) for each dimension.
 Part = tuple[tuple[int, int], ...]
@@ -65,14 +65,35 @@ def part_of(tensor: torch.Tensor) -> Part:
     """The part of the whole tensor that this process holds.
 
     Raises:
-        NotImplementedError: a DTensor whose local values are sums to be reduced, or are no single rectangle.
+        NotImplementedError: a DTensor whose local values are sums to be reduced, are no single rectangle, or are not
+            what its placements say.
     """
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this process is not in the tensor's mesh"
-    kept = [[(0, length)] for length in tensor.shape]
-    for ranks, number, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+    part = placed_part(tensor.shape, mesh.shape, coordinate, tensor.placements)
+    held = tuple(tensor.to_local().shape)
+    if tuple(length for _, length in part) != held:
+        # FSDP2 over tensor parallelism, where the rows do not split evenly: the placements are not what FSDP2 did.
+        raise NotImplementedError(
+            f"a weight of shape {tuple(tensor.shape)} placed {tuple(tensor.placements)} over {tuple(mesh.shape)} ranks "
+            f"should have {part} here, and has a shape of {held}: it does not split evenly"
+        )
+    return part
+
+
+def placed_part(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> Part:
+    """The part of a tensor of ``shape`` at a coordinate of a mesh: each placement cuts what those before it left.
+
+    >>> placed_part([5, 2], [2], [1], [Shard(0)])
+    ((3, 2), (0, 2))
+    """
+    kept = [[(0, length)] for length in shape]
+    for ranks, number, placement in zip(mesh, coordinate, placements, strict=True):
         if isinstance(placement, _StridedShard):
             dim = placement.dim
             kept[dim] = [
@@ -84,9 +105,7 @@ def part_of(tensor: torch.Tensor) -> Part:
             kept[placement.dim] = _chunks(kept[placement.dim], ranks)[number]
         elif not placement.is_replicate():
             raise NotImplementedError(f"a weight placed {placement} over {ranks} ranks: only shards and copies travel")
-    part = tuple(_one(intervals, tensor) for intervals in kept)
-    assert tuple(length for _, length in part) == tuple(tensor.to_local().shape), (part, tensor.placements)
-    return part
+    return tuple(_one(intervals, placements) for intervals in kept)
 
 
 def _chunks(intervals: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
@@ -107,11 +126,11 @@ def _between(intervals: list[tuple[int, int]], low: int, high: int) -> list[tupl
     return kept
 
 
-def _one(intervals: list[tuple[int, int]], tensor: DTensor) -> tuple[int, int]:
+def _one(intervals: list[tuple[int, int]], placements: Sequence[Placement]) -> tuple[int, int]:
     """The intervals as one: neighbours are joined; none at all is an empty one."""
     if not intervals:
         return (0, 0)
     for (a, m), (b, _) in pairwise(intervals):
         if a + m != b:
-            raise NotImplementedError(f"a weight placed {tensor.placements}: this process holds no single rectangle")
+            raise NotImplementedError(f"a weight placed {tuple(placements)}: this process holds no single rectangle")
     return (intervals[0][0], sum(length for _, length in intervals))
