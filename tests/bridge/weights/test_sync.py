@@ -1,10 +1,13 @@
 """Weight syncs over gloo ranks: every transport between every pair of layouts."""
 
+import re
 from functools import partial
 
 import pytest
 
 from tests.bridge.weights import grid
+from tests.bridge.weights.faults import killed_half_way
+from tests.bridge.weights.faults import run as faults_of_ranks
 from tests.ranks import results
 
 # One of each transport with sharded, tensor-parallel and whole ends; the rest is slow.
@@ -39,3 +42,15 @@ def test_the_whole_grid_on_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_the_whole_grid_on_four_ranks(tmp_path):
     check(4, grid.combinations(grid.FOUR), tmp_path)
+
+
+def test_what_goes_wrong_between_ranks(tmp_path):
+    for _, faults in results(faults_of_ranks, 2, tmp_path):
+        assert not faults
+
+
+def test_a_peer_that_is_killed_is_told_at_once(tmp_path):
+    (_, message, seconds, version), _ = results(killed_half_way, 2, tmp_path)
+    assert re.search(r"slot 0 waited for .*, in vain \(limit 20 s\): .*closed by peer", message, re.S)
+    assert seconds < 10
+    assert version is None
