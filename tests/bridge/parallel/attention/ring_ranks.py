@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from rl_bridge.parallel.attention import AttentionPlan, ring
@@ -58,11 +58,17 @@ def attention(packing, dtype, group):
     return numpy(reference.with_gradients(lambda *x: plan.attend(*x, SCALE), q, k, v, grad))
 
 
+def changed_batch(row=None):
+    """The batch, one of its documents made of other tokens."""
+    ids, mask = batch(LENGTHS)
+    if row is not None:
+        ids[row] = ((ids[row] + 1) % 61).where(mask[row], 0)
+    return ids, mask
+
+
 def outputs(mesh, *, name="Qwen2", checkpointed=False, sharded=False, rows=None, changed=None):
     """Logits of the batch and the gradients of a loss of them, summed over the ranks."""
-    ids, mask = batch(LENGTHS)
-    if changed is not None:
-        ids[changed] = ((ids[changed] + 1) % 61).where(mask[changed], 0)
+    ids, mask = changed_batch(changed)
     model = tiny(name)
     if checkpointed:
         model.train().activation_checkpointing_enable()
@@ -77,7 +83,7 @@ def outputs(mesh, *, name="Qwen2", checkpointed=False, sharded=False, rows=None,
     gradients = {}
     for parameter_name, parameter in model.named_parameters():
         if not sharded:
-            dist.all_reduce(parameter.grad)
+            dist.all_reduce(parameter.grad, group=mesh.get_group("sequence"))
         whole = parameter.grad.full_tensor() if sharded else parameter.grad
         gradients[parameter_name] = whole.numpy()
     return logits.detach().numpy(), gradients
@@ -116,7 +122,14 @@ def refusal(group):
 
 def checks(mesh):
     group = mesh.get_group("sequence")
+    # Also where the ranks of a sequence are some of the job's ranks, and other numbers in their group.
+    pairs = (
+        init_device_mesh("cpu", (group.size() // 2, 2), mesh_dim_names=("shard", "sequence"))
+        if group.size() > 2
+        else mesh
+    )
     return {
+        "pairs": outputs(pairs, changed=CHANGED if dist.get_rank() >= 2 else None),
         "attention": {(p, d): attention(p, d, group) for p in PACKINGS for d in TOLERANCE},
         "models": {way: outputs(mesh, **options) for way, options in MODELS.items()},
         "changed": outputs(mesh, changed=CHANGED),
@@ -128,11 +141,11 @@ def checks(mesh):
 
 def rank(number, address, queue, ranks):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=number, world_size=ranks, timeout=timedelta(seconds=60))
     try:
+        patience = timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=address, rank=number, world_size=ranks, timeout=patience)
         queue.put((number, checks(DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("sequence",)))))
+        dist.destroy_process_group()
     except Exception as error:
         queue.put((number, repr(error)))
         raise
-    finally:
-        dist.destroy_process_group()

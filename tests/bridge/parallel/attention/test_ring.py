@@ -15,11 +15,12 @@ from tests.bridge.parallel.attention.ring_ranks import (
     PACKINGS,
     SCALE,
     TOLERANCE,
+    changed_batch,
     numpy,
     rank,
     segments,
 )
-from tests.bridge.parallel.models import batch, tiny
+from tests.bridge.parallel.models import tiny
 from tests.ranks import results
 
 
@@ -50,9 +51,9 @@ def test_the_ring_is_attention(ranks, packing, dtype):
         assert np.abs(got - whole).max() < TOLERANCE[dtype] * largest
 
 
-def one_process(name="Qwen2", rows=None):
+def one_process(name="Qwen2", rows=None, changed=None):
     """Logits and gradients of the padded batch, by SDPA."""
-    ids, mask = batch(LENGTHS)
+    ids, mask = changed_batch(changed)
     if rows is not None:
         mask &= torch.tensor([row in rows for row in range(len(LENGTHS))])[:, None]
     model = tiny(name, "sdpa")
@@ -61,16 +62,25 @@ def one_process(name="Qwen2", rows=None):
     return logits.detach().numpy(), {n: p.grad.numpy() for n, p in model.named_parameters()}
 
 
+def assert_close(got, want):
+    """Logits and gradients to float32 rounding."""
+    assert np.abs(got[0] - want[0]).max() <= 3e-6 * np.abs(want[0]).max()
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        assert np.abs(got[1][name] - gradient).max() <= 5e-6 * np.abs(gradient).max(), name
+
+
 @pytest.mark.parametrize("way", MODELS)
 def test_a_model_computes_the_same_numbers_on_every_rank(ranks, way):
     options = MODELS[way]
-    logits, gradients = one_process(options.get("name", "Qwen2"), options.get("rows"))
+    want = one_process(options.get("name", "Qwen2"), options.get("rows"))
     for found in ranks:
-        got, got_gradients = found["models"][way]
-        assert np.abs(got - logits).max() <= 3e-6 * np.abs(logits).max()
-        assert got_gradients.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            assert np.abs(got_gradients[name] - gradient).max() <= 5e-6 * np.abs(gradient).max(), name
+        assert_close(found["models"][way], want)
+
+
+def test_two_rings_beside_each_other_compute_what_each_is_given(ranks):
+    for number, found in enumerate(ranks):
+        assert_close(found["pairs"], one_process(changed=CHANGED if number >= 2 else None))
 
 
 def test_a_changed_document_changes_no_bit_of_the_others(ranks):
