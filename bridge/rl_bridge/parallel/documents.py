@@ -22,7 +22,7 @@ SEQUENCE = "sequence"
 
 
 class Documents:
-    """Some rows of a right-padded batch, packed one after another without padding.
+    """Some rows of a right-padded batch, packed one after another, shortest first, without padding.
 
     The packed row is as long as its documents; cut over R > 1 sequence-parallel ranks it is padded to a multiple of
     2 · R, and the padding is a document of its own. Without any document there is only padding, so that the model runs
@@ -66,7 +66,8 @@ class Documents:
         self.group = _sequence_group(mesh)
         ranks, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
 
-        documents = [(row, lengths[row]) for row in rows if lengths[row] > 0]
+        # Documents of one length beside each other share a call, and zigzag gives each rank short ones and long ones.
+        documents = sorted(((row, lengths[row]) for row in rows if lengths[row] > 0), key=lambda document: document[1])
         used = sum(length for _, length in documents)
         multiple = 1 if ranks == 1 else 2 * ranks
         padding = -used % multiple if used else multiple

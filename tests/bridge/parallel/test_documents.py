@@ -27,12 +27,13 @@ def arranged(lengths, rows, columns, rest=()):
 
 
 @given(made=batches(), rest=st.sampled_from([(), (2,)]))
-def test_tokens_are_packed_row_by_row_and_come_back(made, rest):
+def test_documents_are_packed_shortest_first_and_come_back(made, rest):
     lengths, rows, columns = made
     values = arranged(lengths, rows, columns, rest)
     documents = Documents(lengths, rows=rows)
     packed = documents.take(values)
-    wanted = [values[row, : lengths[row]] for row in rows if lengths[row]]
+    order = [row for row in sorted(rows, key=lambda row: lengths[row]) if lengths[row]]
+    wanted = [values[row, : lengths[row]] for row in order]
     assert torch.equal(packed[0], torch.cat(wanted) if wanted else torch.zeros(1, *rest, dtype=values.dtype))
     back = documents.put(packed, values.shape[:2])
     kept = torch.zeros_like(values)
@@ -40,7 +41,7 @@ def test_tokens_are_packed_row_by_row_and_come_back(made, rest):
         kept[row, : lengths[row]] = values[row, : lengths[row]]
     assert torch.equal(back, kept)
     positions = documents.forward_kwargs["position_ids"][0].tolist()
-    assert positions == ([i for row in rows for i in range(lengths[row])] or [0])
+    assert positions == ([i for row in order for i in range(lengths[row])] or [0])
 
 
 @given(made=batches())

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn
 
 from rl_bridge.parallel.attention import AttentionPlan, packed, ring
-from rl_bridge.parallel.attention.packed import length_classes
 from rl_bridge.parallel.attention.plan import segments_of
+from rl_bridge.parallel.documents import Documents
 from tests.bridge.parallel.attention import broken_plans, pairs, reference
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 SCALE = 0.3
-# Alike and in place, alike and apart, one class of different lengths, several classes, one token, long ones.
+# Of one length, of one length but apart, all different, of one token, and long ones.
 PACKINGS = [[5, 5, 5], [40, 5, 40], [7, 9, 8, 10], [3, 60, 1, 14, 90, 2, 41], [1], [1, 1], [530, 2, 600]]
 
 
@@ -80,17 +80,13 @@ def test_what_is_in_a_document_changes_no_bit_of_the_others(lengths, value, dtyp
     assert not any(torch.equal(a[~others], b[~others]) for a, b in zip(before, after, strict=True))
 
 
-@given(lengths=st.lists(st.integers(1, 3000), max_size=60), wider=st.sampled_from([1.0, 1.15, 2.0]))
-def test_documents_share_a_call_with_documents_of_about_their_length(lengths, wider):
-    classes = length_classes(lengths, wider, limit=512)
-    assert sorted(number for members in classes for number in members) == list(range(len(lengths)))
-    sizes = [[lengths[number] for number in members] for members in classes]
-    for members in sizes:
-        assert members[0] == max(members) <= wider * min(members)
-        assert members[0] <= 512 or len(set(members)) == 1
-    # Neighbouring classes could not have been one.
-    for longer, shorter in itertools.pairwise(sizes):
-        assert longer[0] > shorter[0] and (longer[0] > wider * shorter[0] or longer[0] > 512)
+@given(segments=pairs.segments(prefixes=False))
+def test_neighbours_of_one_length_are_one_run(segments):
+    spans = [packed.Span(segment.start, segment.stop) for segment in segments]
+    runs = packed.runs_of(spans)
+    again = [(r.start + i * r.length, r.start + (i + 1) * r.length) for r in runs for i in range(r.documents)]
+    assert again == spans
+    assert all(a.length != b.length for a, b in itertools.pairwise(runs))
 
 
 def test_many_short_documents_are_few_calls(monkeypatch):
@@ -98,10 +94,10 @@ def test_many_short_documents_are_few_calls(monkeypatch):
     calls = []
     forward = ring.blocks.forward
     monkeypatch.setattr(ring.blocks, "forward", lambda *x, **y: calls.append(x[0].shape) or forward(*x, **y))
-    segments = segments_of(lengths)
-    attend(segments, *reference.tensors(segments[-1].stop, heads=(1, 1))[:3])
-    assert len(calls) <= 8
-    assert sum(shape[0] * shape[2] for shape in calls) < 1.1 * sum(lengths)
+    documents = Documents(lengths)
+    documents.plan.attend(*reference.tensors(documents.tokens, heads=(1, 1))[:3], SCALE)
+    assert sorted(shape[2] for shape in calls) == list(range(8, 24))
+    assert sum(shape[0] * shape[2] for shape in calls) == sum(lengths)
 
 
 def test_the_backward_pass_keeps_the_tokens_and_a_logsumexp():
