@@ -50,6 +50,8 @@ def init(
         raise ValueError(f"executor {_current[0].name!r} is in use; call its stop() before another init()")
     name = executor or ("torchrun" if under_torchrun() else "local")
     timeout = timeout if debug is None else float("inf")
+    if debug not in (None, "pdb", "debugpy"):
+        raise ValueError(f"debug={debug!r}; there are 'pdb' and 'debugpy'")
     if name != "ray":
         _refuse(name, slots=slots, address=address, restarts=restarts)
     match name:
@@ -59,8 +61,22 @@ def init(
         case "torchrun":
             made = TorchrunExecutor(timeout=timeout, debug=debug)
             _require(name, workers, len(made.slots))
+        case "ray":
+            try:
+                from rl_bridge.executors.ray import RayExecutor
+            except ModuleNotFoundError as error:
+                raise ValueError("executor 'ray' needs Ray: pip install 'rl-fn[ray]'") from error
+            made = RayExecutor(
+                workers=workers,
+                slots=slots,
+                address=address,
+                timeout=timeout,
+                restarts=restarts,
+                log_level=log_level,
+                debug=debug,
+            )
         case _:
-            raise ValueError(f"there is no executor {name!r}; there are 'local' and 'torchrun'")
+            raise ValueError(f"there is no executor {name!r}; there are 'local', 'torchrun' and 'ray'")
     _current[:] = [made]
     return made
 

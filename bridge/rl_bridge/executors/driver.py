@@ -145,6 +145,11 @@ class RemoteExecutor:
                 error.__cause__ = cause
                 call.abandon(error)
 
+    def _replace(self, slots: Sequence[Slot], workers: Sequence[Worker]) -> None:
+        """Go on with other processes."""
+        self.slots = tuple(slots)
+        self._workers = {worker.slot: worker for worker in workers}
+
     def stop(self, patience: float = 10.0) -> None:
         """End the workers' processes: after what they have been sent, but at the latest in ``patience`` seconds."""
         if self.stopped:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_bridge.executors.world import named_group
+from rl_bridge.executors.world import TCPStore, named_group
 
 
 class Host:
@@ -18,6 +18,8 @@ class Host:
         self.slot = slot
         self.device = torch.device(device)
         self.workers: dict[str, Any] = {}
+        self.store: TCPStore | None = None
+        """The store of the job, in the slot that keeps it."""
         self._timeout = timedelta(seconds=group_timeout)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 

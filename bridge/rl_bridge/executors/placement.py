@@ -4,50 +4,98 @@ from collections.abc import Mapping, Sequence
 
 from rl_bridge.executors.base import Slot
 
+Engines = Sequence[Sequence[int]]
+"""Slots of each of several engines."""
+
 
 def place(
     slots: Sequence[Slot],
     size: int,
     *,
     occupied: Mapping[int, Sequence[str]],
-    colocate_with: Sequence[Sequence[int]] = (),
-    not_colocate_with: Sequence[Sequence[int]] = (),
+    colocate_with: Engines = (),
+    not_colocate_with: Engines = (),
     nodes: Sequence[str] | None = None,
     resources: Mapping[str, float] | None = None,
 ) -> list[int]:
     """``size`` slots, in order of rank.
 
-    ``occupied``: names of the engines that a slot holds already. ``colocate_with``: slots of engines to share with,
-    from the first on. Without that wish the emptiest slots come first. ``not_colocate_with``: slots of engines to be
-    apart from. ``nodes``: addresses of machines allowed. ``resources``: what a slot must have at least.
+    ``occupied``: names of the engines that a slot holds already. ``colocate_with``: slots of engines to share with; of
+    this engine and each of those, the smaller has all its slots in common with the other, and ranks meet as far as
+    possible. ``not_colocate_with``: slots of engines to have no slot in common with. ``nodes``: addresses of the
+    machines allowed. ``resources``: what a slot must have at least. Beyond the wishes the emptiest slots are taken, on
+    as few machines as possible.
 
     Raises:
-        ValueError: the wish cannot be met; with the slots that there are, and who holds them.
+        ValueError: the wishes cannot be met; with the slots that there are, and who holds them.
+
+    >>> four = [Slot(i) for i in range(4)]
+    >>> place(four, 2, occupied={0: ["policy"], 1: ["policy"]})
+    [2, 3]
+    >>> place(four, 2, occupied={}, colocate_with=[[3, 1, 0]])
+    [3, 1]
+    >>> place(four, 3, occupied={}, not_colocate_with=[[0, 1]])
+    Traceback (most recent call last):
+        ...
+    ValueError: 3 slots are needed (not_colocate_with slots [0, 1]) and 2 fit; there are slot 0 (cpu on ...
     """
-    refused = {slot for engine in not_colocate_with for slot in engine}
-    allowed = [
-        slot
+    if size < 1:
+        raise ValueError(f"an engine has at least one slot, got {size}")
+    apart = {slot for engine in not_colocate_with for slot in engine}
+    able = {
+        slot.index
         for slot in slots
-        if slot.index not in refused
-        and (nodes is None or slot.node in nodes)
+        if (nodes is None or slot.node in nodes)
         and all(slot.resources.get(name, 0) >= amount for name, amount in (resources or {}).items())
-    ]
-    if colocate_with:
-        shared = list(dict.fromkeys(slot for engine in colocate_with for slot in engine))
-        found = [slot for slot in shared if slot in {candidate.index for candidate in allowed}]
+    }
+    # Within every larger engine, and around every smaller one.
+    fitting = able - apart
+    for engine in colocate_with:
+        if len(engine) > size:
+            fitting &= set(engine)
+    needed = list(dict.fromkeys(slot for engine in colocate_with if len(engine) <= size for slot in engine))
+    if len(fitting) < size or len(needed) > size or not set(needed) <= fitting:
+        count = len(fitting) if set(needed) <= fitting else len(fitting & set(needed))
+        asked = _asked(colocate_with, apart, nodes, resources)
+        raise ValueError(f"{size} slots are needed ({asked}) and {count} fit; {describe(slots, occupied)}")
+    shared = [slot for engine in colocate_with if len(engine) > size for slot in engine if slot in fitting]
+    chosen = needed + [slot for slot in dict.fromkeys(shared) if slot not in needed]
+    if len(chosen) < size:
+        rest = [slot for slot in slots if slot.index in fitting - set(chosen)]
+        chosen += _emptiest(rest, size - len(chosen), occupied)
+    return chosen[:size]
+
+
+def _emptiest(slots: Sequence[Slot], size: int, occupied: Mapping[int, Sequence[str]]) -> list[int]:
+    """The slots with the fewest engines; of those one machine's if it has enough, else the emptiest machines' first."""
+
+    def engines(slot: Slot) -> int:
+        return len(occupied.get(slot.index, ()))
+
+    by_node: dict[str, list[Slot]] = {}
+    for slot in sorted(slots, key=lambda slot: (engines(slot), slot.index)):
+        by_node.setdefault(slot.node, []).append(slot)
+    least = sum(sorted(engines(slot) for slot in slots)[:size])
+    whole = [found for found in by_node.values() if sum(map(engines, found[:size])) == least and len(found) >= size]
+    if whole:
+        # The machine that has the least to spare, so that a larger engine still finds one.
+        chosen = min(whole, key=len)[:size]
     else:
-        found = [slot.index for slot in sorted(allowed, key=lambda s: (len(occupied.get(s.index, ())), s.index))]
-    if len(found) < size:
-        wishes = [
-            f"colocate_with slots {sorted({s for engine in colocate_with for s in engine})}" if colocate_with else "",
-            f"not_colocate_with slots {sorted(refused)}" if refused else "",
-            f"nodes {list(nodes)}" if nodes is not None else "",
-            f"resources {dict(resources)}" if resources else "",
-        ]
-        asked = "; ".join(wish for wish in wishes if wish) or "no further wish"
-        raise ValueError(f"{size} slots are needed ({asked}) and {len(found)} fit; {describe(slots, occupied)}")
-    chosen = found[:size]
-    return chosen if colocate_with else sorted(chosen)
+        free = {node: sum(engines(slot) == 0 for slot in found) for node, found in by_node.items()}
+        chosen = sorted(slots, key=lambda slot: (engines(slot), -free[slot.node], slot.node, slot.index))[:size]
+    return sorted(slot.index for slot in chosen)
+
+
+def _asked(
+    colocate_with: Engines, apart: set[int], nodes: Sequence[str] | None, resources: Mapping[str, float] | None
+) -> str:
+    wishes = [
+        f"colocate_with slots {' and '.join(str(list(engine)) for engine in colocate_with)}" if colocate_with else "",
+        f"not_colocate_with slots {sorted(apart)}" if apart else "",
+        f"nodes {list(nodes)}" if nodes is not None else "",
+        f"resources {dict(resources)}" if resources else "",
+    ]
+    return "; ".join(wish for wish in wishes if wish) or "no further wish"
 
 
 def describe(slots: Sequence[Slot], occupied: Mapping[int, Sequence[str]]) -> str:

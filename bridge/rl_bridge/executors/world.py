@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
+__all__ = ["TCPStore", "backend", "job_store", "join_world", "leave_world", "named_group", "open_store"]
+
 
 def backend(device: torch.device) -> str:
     """Backends of a process that has this device: gloo for host memory, nccl (on ROCm rccl) for the device's."""

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
@@ -32,6 +33,18 @@ def remote(check):
 def scenarios(executor) -> list[str]:
     """Names of those that hold for this executor."""
     return [name for name in SCENARIOS if executor.name != "local" or name not in IN_OTHER_PROCESSES]
+
+
+def outcomes(executor) -> dict[str, str | None]:
+    """What went wrong in each scenario, None where nothing did."""
+    found: dict[str, str | None] = {}
+    for name in scenarios(executor):
+        try:
+            SCENARIOS[name](executor)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
 
 
 def every(executor, *args) -> dict[int, tuple]:

@@ -48,7 +48,7 @@ def test_an_executor_that_engines_live_in_is_not_replaced():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"executor": "slurm"}, r"no executor 'slurm'; there are 'local' and 'torchrun'"),
+        ({"executor": "slurm"}, r"no executor 'slurm'; there are 'local', 'torchrun' and 'ray'"),
         ({"workers": 2}, r"workers=2 was asked for, and executor 'local' has 1"),
         ({"slots": [{"GPU": 1}]}, r"slots=\[\{'GPU': 1\}\] is for executor 'ray'"),
         ({"address": "auto"}, r"address='auto' is for executor 'ray'"),

@@ -2,27 +2,13 @@
 
 import json
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 
 import rl_bridge
 from rl_bridge.executors import channel
-from tests.bridge.executors.scenarios import SCENARIOS, scenarios
-
-
-def outcomes(executor) -> dict[str, str | None]:
-    """What went wrong in each scenario, None where nothing did."""
-    found: dict[str, str | None] = {}
-    for name in scenarios(executor):
-        try:
-            SCENARIOS[name](executor)
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
+from tests.bridge.executors.scenarios import outcomes
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
