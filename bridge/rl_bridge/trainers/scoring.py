@@ -16,8 +16,8 @@ from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.gradients import agree_max
+from rl_bridge.parallel.head import token_logprobs
 from rl_bridge.parallel.plan import parallelize
-from rl_kernels import logits_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class ScoringConfig:
     packing: bool = False
     """Rows lie one behind another instead of each padded to the longest beside it. The results are the same."""
     softcap: float | None = None
-    """softcap · tanh(logits / softcap), on top of what the model itself does to its logits."""
+    """softcap · tanh(logits / softcap), for a model that does not cap its logits itself."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the model's matrix products. Weights and log-probabilities stay in float32."""
 
@@ -99,18 +99,21 @@ class TokenScorer(ParallelModule):
     def _scores(
         self, tokens: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """Log-probabilities and entropies [N, T, 2] of ``targets``; only columns in which some count are computed."""
-        columns = counted.any(0).nonzero()[:, 0]
-        columns = columns if len(columns) else columns.new_zeros(1)
+        """Log-probabilities and entropies [N, T, 2] of ``targets``; only those that count reach the vocabulary."""
         # Switched off as well as on: a caller's own autocast would score a policy otherwise than its reference.
         low = self.scoring.dtype == "bfloat16"
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=low):
-            logits = self.model(input_ids=tokens, logits_to_keep=columns, **options).logits
-        result = logits_logprobs(
-            logits, targets[:, columns], temperature=self.scoring.temperature, softcap=self.scoring.softcap
-        )
-        scores = torch.stack([result.logprobs, result.entropy], -1)
-        return scores.new_zeros((*tokens.shape, 2)).index_copy(1, columns, scores)
+            logprobs, entropies = token_logprobs(
+                self.model,
+                tokens,
+                targets,
+                temperature=self.scoring.temperature,
+                softcap=self.scoring.softcap,
+                mask=counted,
+                **options,
+            )
+        assert entropies is not None
+        return torch.stack([logprobs, entropies], -1)
 
     def micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
         """The batch in parts that one forward pass takes, where the model computes; as many on all workers.
