@@ -6,10 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from rl_bridge.parallel.attention import AttentionPlan, ring
 from rl_bridge.parallel.attention.plan import held, rank_plan, segments_of
 from rl_bridge.parallel.documents import Documents
+from rl_bridge.parallel.tensor import cut_matrices
 from tests.bridge.parallel.attention import broken_plans, reference
 from tests.bridge.parallel.models import batch, tiny
 from tests.kernels.live_bytes import LiveBytes
@@ -38,6 +40,7 @@ MODELS = {
     "no rows": {"rows": []},
 }
 CHANGED = 3
+SPOILED = ("unlike", "float32", 0)
 
 
 def segments(packing):
@@ -48,14 +51,17 @@ def numpy(tensors):
     return [x.detach().double().numpy() for x in tensors]
 
 
-def attention(packing, dtype, group):
-    """This rank's part of the output and of the gradients of q, k and v."""
+def attention(packing, dtype, group, spoiled=None):
+    """This rank's part of the output and of the gradients of q, k and v. A spoiled segment is not a number."""
     cut = segments(packing)
     total = cut[-1].stop
     plan = AttentionPlan(cut, torch.device("cpu"), group)
     own = torch.cat([torch.arange(*span) for span in held(total, group.rank(), group.size())])
-    q, k, v, grad = (x[own] for x in reference.tensors(total, dtype=getattr(torch, dtype)))
-    return numpy(reference.with_gradients(lambda *x: plan.attend(*x, SCALE), q, k, v, grad))
+    arrays = reference.tensors(total, dtype=getattr(torch, dtype))
+    if spoiled is not None:
+        for x in arrays:
+            x[cut[spoiled].start : cut[spoiled].stop] = float("nan")
+    return numpy(reference.with_gradients(lambda *x: plan.attend(*x, SCALE), *(x[own] for x in arrays)))
 
 
 def changed_batch(row=None):
@@ -67,8 +73,7 @@ def changed_batch(row=None):
 
 
 def outputs(mesh, *, name="Qwen2", checkpointed=False, sharded=False, rows=None, changed=None):
-    """Logits of the batch and the gradients of a loss of them, summed over the ranks."""
-    ids, mask = changed_batch(changed)
+    """Logits of the batch and the gradients of a loss of them, summed over the ranks of a sequence."""
     model = tiny(name)
     if checkpointed:
         model.train().activation_checkpointing_enable()
@@ -77,16 +82,32 @@ def outputs(mesh, *, name="Qwen2", checkpointed=False, sharded=False, rows=None,
             fully_shard(module, mesh=mesh["sequence"])
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    logits = through(model, mesh, rows, changed)
+    if not sharded:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group("sequence"))
+    return logits, whole_gradients(model)
+
+
+def tensor_parallel(mesh, changed=None):
+    """The same where two ranks cut the layers' matrices and compute the heads of one half each."""
+    model = tiny()
+    cut_matrices(model, mesh)
+    return through(model, None, None, changed), whole_gradients(model)
+
+
+def through(model, mesh, rows, changed):
+    """Logits of the batch, and gradients in the model's parameters."""
+    ids, mask = changed_batch(changed)
     documents = Documents(mask.sum(1), mesh, rows=rows)
     logits = documents.put(model(documents.take(ids), **documents.forward_kwargs).logits, ids.shape)
     logits.square().sum().backward()
-    gradients = {}
-    for parameter_name, parameter in model.named_parameters():
-        if not sharded:
-            dist.all_reduce(parameter.grad, group=mesh.get_group("sequence"))
-        whole = parameter.grad.full_tensor() if sharded else parameter.grad
-        gradients[parameter_name] = whole.numpy()
-    return logits.detach().numpy(), gradients
+    return logits.detach().numpy()
+
+
+def whole_gradients(model):
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).numpy() for name, x in gradients.items()}
 
 
 def with_broken_plan(mesh, broken):
@@ -123,13 +144,12 @@ def refusal(group):
 def checks(mesh):
     group = mesh.get_group("sequence")
     # Also where the ranks of a sequence are some of the job's ranks, and other numbers in their group.
-    pairs = (
-        init_device_mesh("cpu", (group.size() // 2, 2), mesh_dim_names=("shard", "sequence"))
-        if group.size() > 2
-        else mesh
-    )
+    pairs = init_device_mesh("cpu", (group.size() // 2, 2), mesh_dim_names=("shard", "sequence"))
     return {
         "pairs": outputs(pairs, changed=CHANGED if dist.get_rank() >= 2 else None),
+        "tensor": tensor_parallel(pairs["sequence"]),
+        "tensor, changed": tensor_parallel(pairs["sequence"], CHANGED),
+        "spoiled": attention(*SPOILED[:2], group, spoiled=SPOILED[2]),
         "attention": {(p, d): attention(p, d, group) for p in PACKINGS for d in TOLERANCE},
         "models": {way: outputs(mesh, **options) for way, options in MODELS.items()},
         "changed": outputs(mesh, changed=CHANGED),

@@ -14,6 +14,7 @@ from tests.bridge.parallel.attention.ring_ranks import (
     MODELS,
     PACKINGS,
     SCALE,
+    SPOILED,
     TOLERANCE,
     changed_batch,
     numpy,
@@ -37,18 +38,32 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_ring_is_attention(ranks, packing, dtype):
     cut = segments(packing)
-    total = cut[-1].stop
-    arrays = reference.tensors(total, dtype=getattr(torch, dtype))
+    arrays = reference.tensors(cut[-1].stop, dtype=getattr(torch, dtype))
     wide = [x.double() for x in arrays]
     mask = pairs.mask(cut)
     want = numpy(reference.with_gradients(lambda *x: reference.attention(*x, mask, SCALE)[0], *wide))
-    order = [token for number in range(len(ranks)) for token in pairs.tokens(held(total, number, len(ranks)))]
     largest = max(np.abs(x).max() for x in want)
-    for index, whole in enumerate(want):
-        got = np.empty_like(whole)
-        got[order] = np.concatenate([found["attention"][packing, dtype][index] for found in ranks])
+    for got, whole in zip(gathered(found["attention"][packing, dtype] for found in ranks), want, strict=True):
         assert np.isfinite(got).all()
         assert np.abs(got - whole).max() < TOLERANCE[dtype] * largest
+
+
+def gathered(parts):
+    """Arrays of all tokens, in their order, from what each rank has of them."""
+    parts = list(parts)
+    total = sum(len(part[0]) for part in parts)
+    order = [token for number in range(len(parts)) for token in pairs.tokens(held(total, number, len(parts)))]
+    return [np.concatenate(of_ranks)[np.argsort(order)] for of_ranks in zip(*parts, strict=True)]
+
+
+def test_a_document_that_is_not_a_number_changes_no_bit_of_the_others(ranks):
+    packing, dtype, spoiled = SPOILED
+    before = gathered(found["attention"][packing, dtype] for found in ranks)
+    after = gathered(found["spoiled"] for found in ranks)
+    tokens = slice(*segments(packing)[spoiled][:2])
+    for a, b in zip(before, after, strict=True):
+        assert np.array_equal(np.delete(a, tokens, 0), np.delete(b, tokens, 0))
+        assert np.isnan(b[tokens]).all()
 
 
 def one_process(name="Qwen2", rows=None, changed=None):
@@ -83,9 +98,18 @@ def test_two_rings_beside_each_other_compute_what_each_is_given(ranks):
         assert_close(found["pairs"], one_process(changed=CHANGED if number >= 2 else None))
 
 
-def test_a_changed_document_changes_no_bit_of_the_others(ranks):
+def test_tensor_parallel_ranks_compute_the_same_numbers(ranks):
     for found in ranks:
-        before, after = found["models"]["Qwen2"][0], found["changed"][0]
+        assert_close(found["tensor"], one_process())
+
+
+@pytest.mark.parametrize("parallel", ["sequence", "tensor"])
+def test_a_changed_document_changes_no_bit_of_the_others(ranks, parallel):
+    for found in ranks:
+        if parallel == "sequence":
+            before, after = found["models"]["Qwen2"][0], found["changed"][0]
+        else:
+            before, after = found["tensor"][0], found["tensor, changed"][0]
         assert np.array_equal(np.delete(before, CHANGED, 0), np.delete(after, CHANGED, 0))
         assert np.abs(before[CHANGED] - after[CHANGED]).max() > 0.1
 
