@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.module import ParallelModule, device_of, move_weights
 from rl_bridge.engines.results import Join, declared
 from rl_bridge.engines.worker import Worker
 from rl_bridge.executors.host import Host
-from rl_bridge.weights.meta_parameters import replace_parameters
+from rl_bridge.parallel import moving
 
 Description = dict[str, Join | None]
 """Public methods of a worker's object, and how each declares its results."""
@@ -92,20 +92,14 @@ def materialize(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.set_rng_state(random_state)
         values = dict(named_tensors(factory()))
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        module.to_empty(device=device)
-    else:
-        replace_parameters(module, device)
-        for owner in module.modules():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None and buffer.device.type == "meta":
-                    owner._buffers[key] = torch.empty_like(buffer, device=device)
+    moving.materialize(module, device)
+    for owner in module.modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                owner._buffers[key] = torch.empty_like(buffer, device=device)
     for name, tensor in named_tensors(module):
-        value = values[name].to(device)
-        if isinstance(tensor, DTensor):
-            # Every rank has the whole value: none has to be sent.
-            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.copy_(value)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.copy_(values[name][moving.part_of(tensor)])
 
 
 def methods_of(module: Any) -> Description:

@@ -5,10 +5,10 @@ import re
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from rl_bridge.models.stored_tensors import StoredTensors, whole
+from rl_bridge.models.stored_tensors import StoredTensors
+from rl_bridge.parallel.moving import part_of
 
 # Rotary frequencies were once stored with the weights.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
@@ -38,14 +38,6 @@ def fill_parameters(model: nn.Module, stored: StoredTensors) -> None:
                 raise ValueError(f"{present[0]!r} and {other!r} are one tensor in the model, but differ where stored")
         local = target.to_local() if isinstance(target, DTensor) else target
         local.copy_(values)
-
-
-def part_of(tensor: Tensor) -> tuple[slice, ...]:
-    """The part of a whole tensor that this process holds: all of it, or its shard."""
-    if not isinstance(tensor, DTensor):
-        return whole(tuple(tensor.shape))
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 @torch.no_grad()

@@ -75,12 +75,3 @@ class SafetensorsFolder:
 
     def _slice(self, name: str) -> Any:
         return self._open[self._files[name]].get_slice(name)
-
-
-def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The index of all of a tensor.
-
-    >>> whole((2, 3))
-    (slice(0, 2, None), slice(0, 3, None))
-    """
-    return tuple(slice(0, size) for size in shape)

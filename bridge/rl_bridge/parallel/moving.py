@@ -1,7 +1,9 @@
 """Weights that come into being, move and are freed, sharded or not."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl_bridge.parallel.fsdp import fsdp_parameters, reshard
 from rl_bridge.weights.meta_parameters import replace_parameters
@@ -38,3 +40,15 @@ def move_weights(model: nn.Module, device: torch.device) -> dict[nn.Parameter, n
     if device.type != "meta":
         model.to(device)
     return replaced
+
+
+def part_of(tensor: Tensor) -> tuple[slice, ...]:
+    """The part of a whole tensor that this process holds: all of it, or its shard.
+
+    >>> part_of(torch.zeros(2, 3))
+    (slice(0, 2, None), slice(0, 3, None))
+    """
+    sizes, starts = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
