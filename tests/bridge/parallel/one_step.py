@@ -157,9 +157,25 @@ def rank_of(layouts, count, number, address, queue):
         dist.destroy_process_group()
 
 
+def in_one_process(family, changes=None):
+    return one_step(make(family, **(changes or {})), token_ids(), None)
+
+
+def relative_errors(found, expected, sizes, number):
+    """‖found − wanted‖ / ‖wanted‖ of what is computed forward, of each model's gradient and of its parameters."""
+    sums = {}
+    for key, value in found.items():
+        wanted = expected[key][rows_of(sizes, number)] if key.startswith("rows of") else expected[key]
+        kind = key if key.startswith("rows of") or key == "norm" else key.rpartition(" ")[0]
+        difference, norm = sums.get(kind, (0.0, 0.0))
+        difference += float((torch.from_numpy(value) - wanted).square().sum())
+        sums[kind] = difference, norm + float(wanted.square().sum())
+    return {kind: math.sqrt(difference / norm) for kind, (difference, norm) in sums.items()}
+
+
 def assert_one_process(ranks, name, case, rounding=5e-6):
     family, sizes, _, changes = (*case, {})[:4]
-    expected = one_step(make(family, **changes), token_ids(), None)
+    expected = in_one_process(family, changes)
     for number, found in ranks:
         mine = {key: torch.from_numpy(value) for key, value in found[name].items()}
         assert mine.keys() == expected.keys()
