@@ -1,5 +1,7 @@
 """A 64-bit checksum of a tensor's bits: what proves that a weight arrived as it was sent."""
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -34,11 +36,16 @@ def _on_a_device(words: torch.Tensor) -> int:
     return int(total)
 
 
+@cache
+def _places(count: int) -> np.ndarray:
+    """(place + 1)·golden: mix begins by adding golden once more."""
+    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+
+
 def _on_the_cpu(words: np.ndarray) -> int:
     """The same sum. NumPy has unsigned shifts and works in place, which makes this three times as fast as torch."""
     size = min(_CHUNK, words.size)
-    # mix begins by adding golden once more.
-    places = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    places = _places(_CHUNK)
     bits, shifted = np.empty(size, np.uint64), np.empty(size, np.uint64)
     total = 0
     for start in range(0, words.size, _CHUNK):
