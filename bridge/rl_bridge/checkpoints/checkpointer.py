@@ -86,9 +86,10 @@ class Checkpointer:
         try:
             executor.call(hosts.finish, arguments, what="writing a checkpoint", timeout=self._timeout + 60)
         except Exception as error:
+            reason = error.__cause__ if isinstance(error.__cause__, CheckpointError) else error
             whole = step_folders.checkpoints(self.folder)
             newest = f"the newest is {whole[-1]}" if whole else "there is no older one"
-            raise CheckpointError(f"{error}; {newest}") from error
+            raise CheckpointError(f"{reason}; {newest}") from error
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint; None if there is none at all. What is damaged is reported and passed over.

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_bridge.checkpoints.tree import take_apart
 from rl_bridge.engines.module import ParallelModule
-from rl_bridge.weights import checksum, replace_parameters
+from rl_bridge.weights import checksum
 
 
 @dataclass
@@ -102,10 +103,8 @@ def give_state(module: Any, state: dict[str, Any]) -> None:
 def bring_back(module: Any, device: torch.device) -> None:
     """Give weights that were freed memory on ``device``, for a checkpoint to fill."""
     if isinstance(module, torch.nn.Module) and any(p.device.type == "meta" for p in module.parameters()):
-        if isinstance(module, ParallelModule):
-            module.move("weights", device)
-        else:
-            replace_parameters(module, device)
+        move = module.move if isinstance(module, ParallelModule) else partial(ParallelModule.move, module)
+        move("weights", device)
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,170 @@
+"""Two ranks: states that move from mesh to mesh, ranks that are killed in a step or in a checkpoint, errors of one."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_bridge import step_folders
+from rl_bridge.checkpoints.reading import read_driver
+from tests.bridge.checkpoints.forked import Jobs
+from tests.bridge.checkpoints.modules import names
+
+KILLED = -9
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    jobs = Jobs(tmp_path_factory.mktemp("jobs"))
+    yield jobs
+    jobs.close()
+
+
+def assembled(path, engine):
+    """The whole tensors of an engine, from the pieces of its ranks; and everything else of its state."""
+    index = json.loads((path / engine / "index.json").read_text())
+    shards = {file.name: load_file(file) for file in (path / engine).glob("*.safetensors")}
+    tensors = {}
+    for name, tensor in index["tensors"].items():
+        whole = torch.full(tensor["shape"], -7).to(getattr(torch, tensor["dtype"]))
+        for piece in tensor["pieces"]:
+            place = tuple(slice(a, a + n) for a, n in zip(piece["offsets"], piece["sizes"], strict=True))
+            stored = shards[piece["file"].split("/")[1]]
+            whole[place] = stored[f"{name}@{','.join(map(str, piece['offsets']))}"]
+        tensors[name] = whole
+    return tensors, index["structure"]
+
+
+def assert_same_state(path, other, *engines):
+    for engine in engines:
+        (ours, plain), (theirs, other_plain) = assembled(path, engine), assembled(other, engine)
+        assert plain == other_plain and ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert torch.equal(ours[name], value), (path, name)
+
+
+@pytest.fixture(scope="module")
+def layouts(jobs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    statuses, output = jobs.run("layouts", folder)
+    assert statuses == [0, 0], output
+    return folder
+
+
+def test_a_state_is_the_same_on_every_mesh(layouts):
+    first, *others = step_folders.checkpoints(layouts)
+    tensors, _ = assembled(first, "policy")
+    step = [value for name, value in tensors.items() if name.endswith("/step")]
+    assert len(step) > 10 and all(float(value) == 3 for value in step)
+    assert len(others) == 5
+    for path in others:
+        assert_same_state(path, first, "policy", "line")
+    shards = {path.name: len(list((path / "policy").glob("*.safetensors"))) for path in [first, *others]}
+    assert list(shards.values()) == [1, 2, 2, 2, 2, 1]
+    # Both ranks wrote a part of what both hold.
+    sizes = [file.stat().st_size for file in (others[1] / "policy").glob("*.safetensors")]
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+def test_training_goes_on_as_on_one_worker(layouts):
+    losses = json.loads((layouts / "losses.json").read_text())
+    wanted = losses.pop("0")
+    assert losses.pop("4") is None  # of sequence ranks, which get other tokens, not other rows
+    for found in losses.values():
+        assert found == pytest.approx(wanted, rel=1e-5)
+    assert wanted[1] < wanted[0] and losses["5"] == wanted
+
+
+def test_the_same_mesh_goes_on_bit_for_bit(layouts):
+    folder = layouts / "again"
+    assert_same_state(folder / "step-00000004", folder / "step-00000002", "policy")
+    losses = [read_driver(folder / f"step-0000000{step}")["state"]["losses"] for step in (2, 4)]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3
+    for name in ("slot-00000.json", "slot-00001.json"):
+        ours, theirs = (json.loads((folder / f"step-0000000{step}" / "random" / name).read_text()) for step in (2, 4))
+        assert ours["torch"] == theirs["torch"]
+
+
+def test_an_error_of_one_rank_ends_the_checkpoint_of_all_by_name(layouts):
+    folder = layouts / "failures"
+    full, opinion, none = json.loads((folder / "messages.json").read_text())
+    assert full == (
+        "CheckpointError: the checkpoint step-00000001 was not written: writer 1: OSError: [Errno 28] No space left on "
+        "device; there is no older one"
+    )
+    assert "policy: the state of rank 1 differs from that of rank 0" in opinion and "77" in opinion
+    assert "rank 1 has no state" in none
+    assert names(folder) == ["messages.json", "step-00000002"]
+    assert step_folders.damage(folder / "step-00000002") is None
+
+
+@pytest.fixture(scope="module")
+def whole(jobs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    statuses, output = jobs.run("train", folder, "new", "nowhere", 0, 0)
+    assert statuses == [0, 0], output
+    return folder
+
+
+def result(folder):
+    """What a run leaves behind that must not depend on interruptions."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    newest = step_folders.checkpoints(folder / "checkpoints")[-1]
+    driver = read_driver(newest)
+    del driver["state"]["seconds"], driver["state"]["record"]["metrics_bytes"]
+    generators = {file.name: file.read_bytes() for file in (newest / "random").iterdir()}
+    timeless = [{key: value for key, value in record.items() if key != "seconds"} for record in records]
+    return newest.name, driver, generators, timeless
+
+
+def assert_goes_on(jobs, folder, whole):
+    statuses, output = jobs.run("train", folder, "resume", "nowhere", 0, 0)
+    assert statuses == [0, 0], output
+    assert result(folder) == result(whole)
+    newest = whole / "checkpoints" / result(whole)[0]
+    assert_same_state(folder / "checkpoints" / newest.name, newest, "policy", "reference")
+    assert not list((folder / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("where", "rank", "step", "newest"),
+    [
+        ("step", 1, 4, "step-00000004"),  # a rank, between its gradient and its update
+        ("shard", 1, 3, "step-00000002"),  # a rank, before it has written its share of a checkpoint
+        ("commit", 0, 5, "step-00000004"),  # the driver, when all is written and not yet named
+        pytest.param("step", 0, 3, "step-00000002", marks=pytest.mark.slow),
+        pytest.param("shard", 0, 5, "step-00000004", marks=pytest.mark.slow),
+        pytest.param("commit", 0, 1, None, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed_equals_undisturbed(jobs, tmp_path, whole, where, rank, step, newest):
+    folder = tmp_path / "run"
+    statuses, output = jobs.run("train", folder, "new", where, rank, step)
+    assert statuses[rank] == KILLED and statuses[1 - rank] not in (0, 124), (statuses, output)
+    if rank == 1:
+        assert "WorkerDied" in output
+    whole_ones = step_folders.checkpoints(folder / "checkpoints")
+    assert all(step_folders.damage(path) is None for path in whole_ones)
+    assert [path.name for path in whole_ones][-1:] == ([newest] if newest else [])
+    assert_goes_on(jobs, folder, whole)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_again_and_again(jobs, tmp_path, whole):
+    moments = random.Random(0)
+    folder = tmp_path / "run"
+    kills = 0
+    while kills < 30:
+        resume = "resume" if (folder / "config.json").exists() else "new"
+        if resume == "new" and folder.exists():
+            folder.rmdir()
+        statuses, output = jobs.run("train", folder, resume, "nowhere", 0, 0, kill_after=moments.uniform(0.2, 3.0))
+        assert set(statuses) <= {0, KILLED}, (statuses, output)
+        kills += KILLED in statuses
+        if statuses == [0, 0]:
+            assert result(folder) == result(whole)
+            folder.rename(tmp_path / f"run-{kills}")
+    if folder.exists():
+        assert_goes_on(jobs, folder, whole)
