@@ -1,7 +1,8 @@
 """From a checkpoint on the disk to the state of a worker, on whatever mesh the engine is now."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from rl_bridge.checkpoints.snapshot import bring_back, give_state, state_of
+from rl_bridge.checkpoints.snapshot import give_state, state_of
 from rl_bridge.checkpoints.tree import put_together, take_apart
 from rl_bridge.checkpoints.writing import DRIVER, INDEX, RANDOM, piece_name
+from rl_bridge.engines.module import ParallelModule
+from rl_bridge.parallel.moving import move_weights
 
 
 def read_engine(path: Path, engine: str, module: Any, device: torch.device) -> None:
@@ -35,20 +38,11 @@ def read_engine(path: Path, engine: str, module: Any, device: torch.device) -> N
         saved = sorted(part.name for part in path.iterdir() if part.is_dir() and part.name not in (DRIVER, RANDOM))
         raise ValueError(f"{path} has no state of {engine!r}; it has {', '.join(saved) or 'no engine'}")
     index = json.loads(file.read_text("utf-8"))
-    bring_back(module, device)
-    _, tensors = take_apart(state_of(engine, module))
-    _require_same_tensors(f"{path}: {engine}", index["tensors"], tensors)
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(tensors), _metadata(index["tensors"]))
-    by_file: dict[str, list[ReadItem]] = {}
-    for item in planner.create_local_plan().items:
-        by_file.setdefault(_file_of(index["tensors"], item), []).append(item)
-    with torch.no_grad():
-        for name, items in by_file.items():
-            with safe_open(path / name, "pt") as reader:
-                for item in items:
-                    planner.resolve_tensor(item).detach().copy_(_read(reader, item))
-    give_state(module, put_together(index["structure"], tensors))
+    with _to_be_filled(module, device):
+        _, tensors = take_apart(state_of(engine, module))
+        _require_same_tensors(f"{path}: {engine}", index["tensors"], tensors)
+        _fill(path, index["tensors"], tensors)
+        give_state(module, put_together(index["structure"], tensors))
 
 
 def read_driver(path: Path) -> dict[str, Any]:
@@ -62,6 +56,37 @@ def read_random(path: Path, slot: int) -> dict[str, Any] | None:
     """The random states of a slot; None if the checkpoint was made without it."""
     file = path / RANDOM / f"slot-{slot:05d}.json"
     return json.loads(file.read_text("utf-8")) if file.exists() else None
+
+
+@contextmanager
+def _to_be_filled(module: Any, device: torch.device) -> Iterator[None]:
+    """Memory for weights that were freed. They may be used when all of them have been read."""
+    if not isinstance(module, ParallelModule):
+        if isinstance(module, torch.nn.Module) and any(p.device.type == "meta" for p in module.parameters()):
+            move_weights(module, device)
+        yield
+        return
+    module.make_room()
+    receiver = module.weight_receiver()
+    before, receiver.version = receiver.version, receiver.version or 0
+    try:
+        yield
+    except BaseException:
+        receiver.version = before
+        raise
+
+
+@torch.no_grad()
+def _fill(path: Path, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), _metadata(saved))
+    by_file: dict[str, list[ReadItem]] = {}
+    for item in planner.create_local_plan().items:
+        by_file.setdefault(_file_of(saved, item), []).append(item)
+    for name, items in by_file.items():
+        with safe_open(path / name, "pt") as reader:
+            for item in items:
+                planner.resolve_tensor(item).detach().copy_(_read(reader, item))
 
 
 def _metadata(tensors: dict[str, Any]) -> Metadata:

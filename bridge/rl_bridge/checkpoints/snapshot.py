@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from rl_bridge.checkpoints.tree import take_apart
-from rl_bridge.engines.module import ParallelModule
 from rl_bridge.weights import checksum
 
 
@@ -98,13 +96,6 @@ def give_state(module: Any, state: dict[str, Any]) -> None:
         module.load_checkpoint_state(state)
     else:
         module.load_state_dict(state["module"])
-
-
-def bring_back(module: Any, device: torch.device) -> None:
-    """Give weights that were freed memory on ``device``, for a checkpoint to fill."""
-    if isinstance(module, torch.nn.Module) and any(p.device.type == "meta" for p in module.parameters()):
-        move = module.move if isinstance(module, ParallelModule) else partial(ParallelModule.move, module)
-        move("weights", device)
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:

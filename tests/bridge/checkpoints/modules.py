@@ -33,7 +33,11 @@ class Trained(ParallelModule):
         self.seen += 1
         return float(loss.detach())
 
+    def on_parameters_replaced(self, replaced):
+        self.on_weights_materialized()
+
     def checkpoint_state(self):
+        self.require_weights()
         optimizer = optimizer_state(self, self.optimizer)
         return {"module": self.state_dict(), "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
@@ -41,6 +45,7 @@ class Trained(ParallelModule):
         self.load_state_dict(state["module"])
         load_optimizer_state(self, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self.weight_receiver().version = 0
 
 
 def engine_of(seed=0):
