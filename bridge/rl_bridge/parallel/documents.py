@@ -9,7 +9,7 @@ packed row, and every rank gets all rows back.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,29 @@ from rl_bridge.parallel.attention import AttentionPlan
 from rl_bridge.parallel.attention.plan import held, segments_of
 
 SEQUENCE = "sequence"
+
+
+def shared_prefixes(tokens: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """How many first tokens the rows of a group need to compute only once, [N].
+
+    That is one less than they have in common: the last common token predicts another token in every row. Rows without
+    others in their group have 0.
+
+    tokens: [N, L]. lengths, groups: [N].
+
+    >>> import torch
+    >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [5, 6, 7, 8]])
+    >>> shared_prefixes(tokens, torch.tensor([4, 3, 4]), torch.tensor([1, 1, 2]))
+    tensor([1, 1, 0])
+    """
+    if not len(groups):
+        return torch.zeros_like(lengths)
+    same = groups[:, None] == groups
+    first = same.int().argmax(1)
+    both = torch.arange(tokens.shape[1], device=tokens.device) < torch.minimum(lengths, lengths[first])[:, None]
+    common = ((tokens == tokens[first]) & both).int().cumprod(1).sum(1)
+    common = common.expand_as(same).masked_fill(~same, tokens.shape[1]).amin(1)
+    return torch.where(same.sum(1) > 1, (common - 1).clamp(min=0), 0).to(lengths.dtype)
 
 
 class Documents:
@@ -35,6 +58,8 @@ class Documents:
         mesh: DeviceMesh | None = None,
         *,
         rows: Iterable[int] | None = None,
+        groups: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """Documents of a batch.
@@ -43,6 +68,9 @@ class Documents:
             lengths: tokens of each of the batch's N rows; a row of length 0 has no document.
             mesh: the worker's; the ranks of its dimension "sequence" share the documents and give the same lengths.
             rows: the rows to pack, all of them by default.
+            groups: with ``shared``, [N]: the packed rows of a group have their first tokens once, as a prefix that
+                each of them continues. Numbers and gradients are the same as without.
+            shared: [N], the number of those tokens; ``shared_prefixes`` finds it. Whatever is taken is equal there.
             device: where the batch is; by default where ``lengths`` is, or else the mesh's kind of device.
 
         Raises:
@@ -66,24 +94,25 @@ class Documents:
         self.group = _sequence_group(mesh)
         ranks, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
 
-        # Documents of one length beside each other share a call, and zigzag gives each rank short ones and long ones.
-        documents = sorted(((row, lengths[row]) for row in rows if lengths[row] > 0), key=lambda document: document[1])
-        used = sum(length for _, length in documents)
+        pieces = _pieces(lengths, rows, groups, shared)
+        used = sum(piece.stop - piece.start for piece in pieces)
         multiple = 1 if ranks == 1 else 2 * ranks
         padding = -used % multiple if used else multiple
-        segments = segments_of([length for _, length in documents] + [padding] * (padding > 0))
-        self.plan = AttentionPlan(segments, self.device, self.group)
-        self.batch_rows, self.longest = len(lengths), max((length for _, length in documents), default=0)
+        if padding:
+            pieces.append(_Piece((), 0, padding, None))
+        sizes = [piece.stop - piece.start for piece in pieces]
+        self.plan = AttentionPlan(segments_of(sizes, [piece.prefix for piece in pieces]), self.device, self.group)
+        self.batch_rows, self.longest = len(lengths), max((lengths[row] for row in rows), default=0)
 
-        # Row and column in the batch of every token of the packed row; padding has row −1.
-        owners = torch.tensor([row for row, _ in documents] + [-1] * (padding > 0))
-        sizes = torch.tensor([segment.stop - segment.start for segment in segments])
-        starts = torch.tensor([segment.start for segment in segments])
-        rows_of = owners.repeat_interleave(sizes)
-        columns_of = torch.arange(len(rows_of)) - starts.repeat_interleave(sizes)
-        order = [torch.cat([torch.arange(*span) for span in held(len(rows_of), r, ranks)]) for r in range(ranks)]
-        self._local = _Places(rows_of[order[rank]], columns_of[order[rank]], self.device)
-        self._gathered = _Places(rows_of[torch.cat(order)], columns_of[torch.cat(order)], self.device)
+        of_ranks = [torch.cat([torch.arange(*span) for span in held(sum(sizes), r, ranks)]) for r in range(ranks)]
+        columns = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+        self._positions = columns[of_ranks[rank]].to(self.device)
+        places, gathered = _places(pieces), torch.cat(of_ranks).argsort()
+        self._written = places._replace(tokens=gathered[places.tokens]).to(self.device)
+        read = _places([piece._replace(rows=piece.rows[:1]) for piece in pieces])
+        own = gathered[read.tokens] - rank * self.tokens
+        mine = ((own >= 0) & (own < self.tokens)).nonzero()[:, 0]
+        self._read = _Places(read.rows[mine], read.columns[mine], own[mine]).to(self.device)
         self._asked = False
 
     @property
@@ -96,7 +125,7 @@ class Documents:
         """Arguments of the model's call beside the tokens. The model must use the attention "rl_fn"."""
         self._asked = True
         return {
-            "position_ids": self._local.columns[None],
+            "position_ids": self._positions[None],
             "attention_mask": None,
             "use_cache": False,
             "attention_plan": self.plan,
@@ -105,12 +134,13 @@ class Documents:
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """[N, L, …] packed, [1, T, …]: this rank's tokens, zero where there is padding.
 
-        The gradient of ``values`` is the part that comes from this rank's tokens.
+        A shared token is taken from the first of its rows. The gradient of ``values`` is the part that comes from this
+        rank's tokens.
         """
         self._check_shape(values.shape)
-        places, used = self._local, self._local.used
+        places = self._read
         packed = values.new_zeros((self.tokens, *values.shape[2:]))
-        return packed.index_put((used,), values[places.rows[used], places.columns[used]])[None]
+        return packed.index_put((places.tokens,), values[places.rows, places.columns])[None]
 
     def put(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Packed values of this rank's tokens, [1, T, …], back in their rows, [N, L, …]: zero where no token is.
@@ -131,9 +161,9 @@ class Documents:
                 ' call rl_bridge.parallel.attention.use_rl_fn_attention(model) ("rl_fn") before the forward pass'
             )
         packed = values[0] if self.group is None else _Gather.apply(values[0], self.group)
-        places, used = self._gathered, self._gathered.used
+        places = self._written
         out = packed.new_zeros((*shape, *values.shape[2:]))
-        return out.index_put((places.rows[used], places.columns[used]), packed[used])
+        return out.index_put((places.rows, places.columns), packed[places.tokens])
 
     def _check_shape(self, shape: Sequence[int]) -> None:
         if len(shape) < 2 or shape[0] != self.batch_rows or shape[1] < self.longest:
@@ -142,12 +172,66 @@ class Documents:
             )
 
 
-class _Places:
-    """Rows and columns of packed tokens, and the numbers of those that are no padding."""
+class _Piece(NamedTuple):
+    """Columns start … stop of a row, or of several rows that have them in common; padding is of no row.
 
-    def __init__(self, rows: torch.Tensor, columns: torch.Tensor, device: torch.device) -> None:
-        self.rows, self.columns = rows.to(device), columns.to(device)
-        self.used = (rows >= 0).nonzero()[:, 0].to(device)
+    ``prefix`` is the number of the piece that this one continues.
+    """
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+    prefix: int | None
+
+
+def _pieces(
+    lengths: Sequence[int], rows: Sequence[int], groups: torch.Tensor | None, shared: torch.Tensor | None
+) -> list[_Piece]:
+    """Documents that share nothing, shortest first, then each group's prefix and what continues it.
+
+    Documents of one length beside each other share a call, and zigzag gives each rank short ones and long ones.
+    """
+    rows = sorted((row for row in rows if lengths[row] > 0), key=lambda row: lengths[row])
+    if groups is None or shared is None:
+        return [_Piece((row,), 0, lengths[row], None) for row in rows]
+    numbers, common = groups.tolist(), shared.tolist()
+    if not len(numbers) == len(common) == len(lengths) or any(not 0 <= common[row] <= lengths[row] for row in rows):
+        raise ValueError(f"rows share from 0 to all of their tokens, got shared {common} and lengths {list(lengths)}")
+    members: dict[tuple[int, int], list[int]] = {}
+    for row in rows:
+        members.setdefault((numbers[row], -1) if common[row] else (numbers[row], row), []).append(row)
+    alone = [group[0] for group in members.values() if len(group) == 1]
+    pieces = [_Piece((row,), 0, lengths[row], None) for row in alone]
+    for group in members.values():
+        if len(group) > 1:
+            stop, prefix = min(common[row] for row in group), len(pieces)
+            pieces.append(_Piece(tuple(group), 0, stop, None))
+            pieces += [_Piece((row,), stop, lengths[row], prefix) for row in group if lengths[row] > stop]
+    return pieces
+
+
+class _Places(NamedTuple):
+    """Rows and columns of the batch, and the packed token that belongs to each."""
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    tokens: torch.Tensor
+
+    def to(self, device: torch.device) -> "_Places":
+        return _Places(*(x.to(device) for x in self))
+
+
+def _places(pieces: Sequence[_Piece]) -> _Places:
+    """Every place in the batch that has a token of the packed row, in that row's order."""
+    found, token = [], 0
+    for piece in pieces:
+        length = piece.stop - piece.start
+        found += [(row, piece.start, token, length) for row in piece.rows]
+        token += length
+    rows, starts, tokens, lengths = torch.tensor(found, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    rows, starts, tokens = (x.repeat_interleave(lengths) for x in (rows, starts, tokens))
+    return _Places(rows, starts + within, tokens + within)
 
 
 class _Gather(torch.autograd.Function):

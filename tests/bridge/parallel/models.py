@@ -34,3 +34,14 @@ def batch(lengths, seed=0, columns=None):
     ids = torch.randint(61, (len(lengths), columns), generator=torch.Generator().manual_seed(seed))
     mask = torch.arange(columns) < torch.tensor(lengths)[:, None]
     return ids.where(mask, 0), mask
+
+
+def grouped_batch(lengths, groups, seed=0):
+    """The batch with a common beginning in each group: the shortest row but two tokens, or what there is of it."""
+    ids, mask = batch(lengths, seed)
+    for group in set(groups):
+        rows = [row for row, number in enumerate(groups) if number == group and lengths[row]]
+        common = max(0, min((lengths[row] for row in rows), default=0) - 2)
+        for row in rows:
+            ids[row, :common] = ids[rows[0], :common]
+    return ids, mask

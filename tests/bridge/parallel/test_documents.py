@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_bridge.parallel.attention import use_rl_fn_attention
-from rl_bridge.parallel.documents import Documents
-from tests.bridge.parallel.models import FAMILIES, batch, tiny
+from rl_bridge.parallel.documents import Documents, shared_prefixes
+from tests.bridge.parallel.models import FAMILIES, batch, grouped_batch, tiny
 
 LENGTHS = [7, 0, 1, 12, 7, 3]
 BATCHES = st.lists(st.integers(0, 6), max_size=6)
@@ -98,6 +98,79 @@ def test_packed_and_padded_are_the_same_numbers(name):
     assert_close(outputs(model.train(), ids, mask, True), want)
 
 
+@st.composite
+def grouped(draw):
+    """Rows of a few groups, which begin alike, and some of the rows."""
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=7))
+    groups = [draw(st.integers(0, 2)) for _ in lengths]
+    rows = draw(st.lists(st.sampled_from(range(len(lengths))), unique=True))
+    return *grouped_batch(lengths, groups, draw(st.integers(0, 3))), torch.tensor(groups), rows
+
+
+def in_common(ids, lengths, rows):
+    """Tokens that some rows begin with, less one; the definition."""
+    alike = [len({tuple(ids[row, :t].tolist()) for row in rows}) == 1 for t in range(int(lengths[rows].min()) + 1)]
+    return max(0, sum(alike) - 2) if len(rows) > 1 else 0
+
+
+@given(made=grouped())
+def test_shared_prefixes_are_what_a_group_has_in_common_less_a_token(made):
+    ids, mask, groups, _ = made
+    lengths = mask.sum(1)
+    found = shared_prefixes(ids, lengths, groups)
+    for row, group in enumerate(groups.tolist()):
+        assert found[row] == in_common(ids, lengths, (groups == group).nonzero()[:, 0].tolist())
+
+
+@given(made=grouped())
+def test_a_shared_prefix_is_packed_once_and_comes_back_to_all_of_its_rows(made):
+    ids, mask, groups, rows = made
+    lengths = mask.sum(1)
+    shared = shared_prefixes(ids, lengths, groups)
+    documents = Documents(lengths, rows=rows, groups=groups, shared=shared)
+    kept = torch.zeros_like(mask)
+    kept[rows] = mask[rows]
+    packed = documents.take(ids)
+    assert torch.equal(documents.put(packed, ids.shape), ids.where(kept, 0))
+    used = [row for row in rows if lengths[row]]
+    saved = 0
+    for group in set(groups[used].tolist()):
+        members = groups[used] == group
+        saved += (int(members.sum()) - 1) * int(shared[used][members][0])
+    assert documents.tokens == max(1, int(lengths[used].sum() - saved))
+    # Backward, a token has the gradients of all of its rows.
+    values = packed.double().requires_grad_()
+    weights = torch.arange(1.0, 1 + ids.numel(), dtype=torch.float64).reshape(ids.shape)
+    gradient = torch.autograd.grad((documents.put(values, ids.shape) * weights).sum(), values)[0]
+    assert gradient.sum() == weights[kept].sum()
+
+
+GROUPS = [1, 1, 2, 1, 3, 3]
+
+
+def test_a_shared_prefix_changes_no_number():
+    ids, mask = grouped_batch([7, 9, 1, 12, 7, 9], GROUPS)
+    groups = torch.tensor(GROUPS)
+    shared = shared_prefixes(ids, mask.sum(1), groups)
+    assert shared.tolist() == [4, 4, 0, 4, 4, 4]
+    want = outputs(tiny(attention="sdpa"), ids, mask, False)
+    assert_close(outputs(tiny(), ids, mask, True, groups=groups, shared=shared), want)
+
+
+def test_rows_that_share_a_prefix_do_not_see_each_others_rest():
+    ids, mask = grouped_batch([7, 9, 1, 12, 7, 9], GROUPS)
+    groups = torch.tensor(GROUPS)
+    shared = shared_prefixes(ids, mask.sum(1), groups)
+    other = ids.clone()
+    other[3, 4:] = (other[3, 4:] + 1) % 61
+    options = {"groups": groups, "shared": shared}
+    before, after = (outputs(tiny(), x, mask, True, **options)[0] for x in (ids, other))
+    others = torch.arange(6) != 3
+    assert torch.equal(before[others], after[others])
+    assert torch.equal(before[3, :4], after[3, :4])
+    assert (before[3] - after[3]).abs().max() > 0.1
+
+
 def test_micro_batches_add_up():
     model = tiny()
     ids, mask = batch(LENGTHS)
@@ -152,6 +225,10 @@ def test_a_model_that_ignores_the_plan_is_refused():
         (lambda: Documents([2, -1]), "must not be negative, got -1"),
         (lambda: Documents([2, 1], rows=[0, 2]), r"from 0 to 1, got \[0, 2\]"),
         (lambda: Documents([2, 1], rows=[1, 1]), r"got \[1, 1\]"),
+        (
+            lambda: Documents([2, 3], groups=torch.tensor([0, 0]), shared=torch.tensor([1, 4])),
+            r"got shared \[1, 4\] and lengths \[2, 3\]",
+        ),
         (lambda: Documents([2, 3]).take(torch.zeros(2, 2)), r"2 rows of at least 3 tokens, got \(2, 2\)"),
         (lambda: Documents([2, 3]).take(torch.zeros(3, 3)), r"2 rows of at least 3 tokens, got \(3, 3\)"),
         (lambda: Documents([2, 3]).put(torch.zeros(1, 5), (2, 2)), r"at least 3 tokens, got \(2, 2\)"),

@@ -6,6 +6,7 @@ one long document, few or none for many short ones. The backward pass asks for t
 gradients, so that a rank keeps T / R tokens of everything.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ from rl_bridge.parallel.attention.merge import merge_
 from rl_bridge.parallel.attention.packed import Squares
 from rl_bridge.parallel.attention.plan import Exchange, RankPlan, Rectangle, Segment, Span, rank_plan
 
-# Names of the groups whose ranks have all spoken to one another.
-_connected: set[str] = set()
+# Groups whose ranks have all spoken to one another.
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class AttentionPlan:
@@ -126,9 +127,9 @@ class _Exchanges:
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     """The first communication of an NCCL group is one of all its ranks; an exchange may be one of a few."""
-    if group.group_name not in _connected:
+    if group not in _connected:
         dist.all_reduce(torch.zeros((), device=device), group=group)
-        _connected.add(group.group_name)
+        _connected.add(group)
 
 
 class _Attention(torch.autograd.Function):

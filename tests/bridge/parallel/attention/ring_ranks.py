@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from rl_bridge.parallel.attention import AttentionPlan, ring
 from rl_bridge.parallel.attention.plan import held, rank_plan, segments_of
-from rl_bridge.parallel.documents import Documents
+from rl_bridge.parallel.documents import Documents, shared_prefixes
 from rl_bridge.parallel.tensor import cut_matrices
 from tests.bridge.parallel.attention import broken_plans, reference
-from tests.bridge.parallel.models import batch, tiny
+from tests.bridge.parallel.models import batch, grouped_batch, tiny
 from tests.kernels.live_bytes import LiveBytes
 
 SCALE = 0.3
@@ -30,6 +30,7 @@ PACKINGS = {
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 3e-2}
 # Rows of a batch: 2 · R does not divide their sum.
 LENGTHS = [31, 0, 1, 12, 7, 40, 3]
+GROUPS = [1, 2, 3, 1, 1, 3, 4]
 MODELS = {
     "Qwen2": {},
     "Llama": {"name": "Llama"},
@@ -38,6 +39,7 @@ MODELS = {
     "sharded and checkpointed": {"sharded": True, "checkpointed": True},
     "some rows": {"rows": [5, 2]},
     "no rows": {"rows": []},
+    "shared prefixes": {"groups": GROUPS},
 }
 CHANGED = 3
 SPOILED = ("unlike", "float32", 0)
@@ -64,15 +66,15 @@ def attention(packing, dtype, group, spoiled=None):
     return numpy(reference.with_gradients(lambda *x: plan.attend(*x, SCALE), *(x[own] for x in arrays)))
 
 
-def changed_batch(row=None):
-    """The batch, one of its documents made of other tokens."""
-    ids, mask = batch(LENGTHS)
+def changed_batch(row=None, groups=None):
+    """The batch, one of its documents made of other tokens, or with a common beginning in each group."""
+    ids, mask = batch(LENGTHS) if groups is None else grouped_batch(LENGTHS, groups)
     if row is not None:
         ids[row] = ((ids[row] + 1) % 61).where(mask[row], 0)
     return ids, mask
 
 
-def outputs(mesh, *, name="Qwen2", checkpointed=False, sharded=False, rows=None, changed=None):
+def outputs(mesh, *, name="Qwen2", checkpointed=False, sharded=False, **options):
     """Logits of the batch and the gradients of a loss of them, summed over the ranks of a sequence."""
     model = tiny(name)
     if checkpointed:
@@ -82,7 +84,7 @@ def outputs(mesh, *, name="Qwen2", checkpointed=False, sharded=False, rows=None,
             fully_shard(module, mesh=mesh["sequence"])
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    logits = through(model, mesh, rows, changed)
+    logits = through(model, mesh, **options)
     if not sharded:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=mesh.get_group("sequence"))
@@ -93,13 +95,17 @@ def tensor_parallel(mesh, changed=None):
     """The same where two ranks cut the layers' matrices and compute the heads of one half each."""
     model = tiny()
     cut_matrices(model, mesh)
-    return through(model, None, None, changed), whole_gradients(model)
+    return through(model, None, changed=changed), whole_gradients(model)
 
 
-def through(model, mesh, rows, changed):
+def through(model, mesh, rows=None, changed=None, groups=None):
     """Logits of the batch, and gradients in the model's parameters."""
-    ids, mask = changed_batch(changed)
-    documents = Documents(mask.sum(1), mesh, rows=rows)
+    ids, mask = changed_batch(changed, groups)
+    lengths, shared = mask.sum(1), {}
+    if groups is not None:
+        shared = {"groups": torch.tensor(groups), "shared": shared_prefixes(ids, lengths, torch.tensor(groups))}
+        assert shared["shared"].tolist() == [4, 0, 0, 4, 4, 0, 0]
+    documents = Documents(lengths, mesh, rows=rows, **shared)
     logits = documents.put(model(documents.take(ids), **documents.forward_kwargs).logits, ids.shape)
     logits.square().sum().backward()
     return logits.detach().numpy()
