@@ -66,7 +66,8 @@ def resident_memory() -> int:
 
 # Laws generated over the table of cases. Those of one case run one after another, wherever they are written: they share
 # its compiled program, which can be let go with the last of them.
-GENERATED = {f"rl_fn/test_{law}.py" for law in ("laws", "gradients", "oracle", "adversarial", "ties", "not_a_number")}
+LAWS = ("laws", "gradients", "hessians", "oracle", "adversarial", "ties", "not_a_number")
+GENERATED = {f"rl_fn/test_{law}.py" for law in LAWS}
 GENERATED |= {"functional/test_rl_fn_parity.py"}
 RECIPES = {"rl_fn/test_recipes.py", "rl_fn/test_compatibility.py", "functional/test_recipe_parity.py"}
 

@@ -133,6 +133,40 @@ def values(key: str) -> Callable[..., Any]:
     return quick_jit(function_of_arrays(key))
 
 
+def weighted(leaves: list[Any]) -> jax.Array:
+    """The weighted sum of the floating leaves; what a transform has cut off, −inf, stays so and is left out."""
+    floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.vdot(weights(x), jnp.where(jnp.isinf(x), 0.0, x)) for x in floats if x.size), jnp.zeros(()))
+
+
+def widened(arrays: list[Any]) -> list[Any]:
+    """Float32 as float64, for a program under x64."""
+    return [x.astype(np.float64) if x.dtype == np.float32 else x for x in map(np.asarray, arrays)]
+
+
+@functools.lru_cache(maxsize=8)  # for gradients and for curvatures (conftest.py brings a case's tests together)
+def wide_program(key: str) -> Callable[..., Any]:
+    """In float64, of the arrays moved by step · direction: weighted result, its gradient, and its slope along it."""
+    case, call = CASES[key], function_of_arrays(key)
+
+    def scalar(arrays: list[Any], active: list[Any]) -> tuple[jax.Array, jax.Array]:
+        filled = list(arrays)
+        for i, x in zip(case.differentiable, active, strict=True):
+            filled[i] = x
+        leaves = [x for x in jax.tree.leaves(call(*filled)) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert all(leaf.dtype == jnp.float64 for leaf in leaves)
+        total = weighted(leaves)
+        return total, total
+
+    def program(arrays: list[Any], direction: list[Any], step: float) -> Any:
+        active = [arrays[i] + step * v for i, v in zip(case.differentiable, direction, strict=True)]
+        gradient = jax.grad(functools.partial(scalar, arrays), has_aux=True)
+        slope, curvature, value = jax.jvp(gradient, (active,), (direction,), has_aux=True)
+        return value, slope, curvature
+
+    return quick_jit(program)
+
+
 def surrogate(key: str, moving: list[Any], held: list[Any]) -> np.ndarray:
     """The case's surrogate, of its arrays and of the same arrays held fixed, with the case's static arguments."""
     case = CASES[key]

@@ -17,10 +17,12 @@ from tests.rl_fn.laws import (
     evaluate,
     function_of_arrays,
     is_array,
-    quick_jit,
     split,
     surrogate,
+    weighted,
     weights,
+    wide_program,
+    widened,
 )
 from tests.rl_fn.registry import CASES
 
@@ -29,54 +31,39 @@ SMOOTH = [key for key in DIFFERENTIABLE if CASES[key].surrogate is None]
 STOPPED = [key for key in DIFFERENTIABLE if CASES[key].surrogate is not None]
 
 
-def weighted(leaves):
-    """What a transform has cut off, −inf, stays so."""
-    floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum(jnp.vdot(weights(x), jnp.where(jnp.isinf(x), 0.0, x)) for x in floats if x.size)
-
-
-def assert_slope(value, arrays, positions, gradients):
-    """The gradient in a random direction is the quotient of differences, in float64."""
-    rng = np.random.default_rng(0)
-    for position, got in zip(positions, gradients, strict=True):
+def assert_slope(key, value, arrays):
+    """The gradient in a random direction in each argument is the quotient of differences, in float64."""
+    rng, positions, program = np.random.default_rng(0), CASES[key].differentiable, wide_program(key)
+    still = [np.zeros(arrays[i].shape) for i in positions]
+    gradients = program(arrays, still, 0.0)[1]
+    for number, (position, got) in enumerate(zip(positions, gradients, strict=True)):
         direction = rng.normal(size=arrays[position].shape)
         up, down = (
-            value([x + step * direction if i == position else x for i, x in enumerate(arrays)])
-            for step in (STEP, -STEP)
+            value([direction if i == number else zero for i, zero in enumerate(still)], step) for step in (STEP, -STEP)
         )
         expected = (up - down) / (2 * STEP)
         np.testing.assert_allclose(np.vdot(np.asarray(got), direction), expected, rtol=1e-6, atol=1e-7)
 
 
-def wide_gradient(key):
-    """The arrays of a case in float64, and a compiled function of them: the weighted result and its gradient."""
-    arrays = [x.astype(np.float64) if x.dtype == np.float32 else x for x in split(*CASES[key].make(17))[0]]
-    call = function_of_arrays(key)
-
-    def scalar(*values):
-        leaves = [x for x in jax.tree.leaves(call(*values)) if jnp.issubdtype(x.dtype, jnp.floating)]
-        assert all(leaf.dtype == jnp.float64 for leaf in leaves)
-        return weighted(leaves)
-
-    return arrays, quick_jit(jax.value_and_grad(scalar, argnums=CASES[key].differentiable))
-
-
 @pytest.mark.parametrize("key", SMOOTH)
 def test_gradient_is_the_difference_quotient(key):
     with jax.enable_x64(True):
-        arrays, program = wide_gradient(key)
-        assert_slope(lambda x: program(*x)[0], arrays, CASES[key].differentiable, program(*arrays)[1])
+        arrays = widened(split(*CASES[key].make(17))[0])
+        assert_slope(key, lambda direction, step: wide_program(key)(arrays, direction, step)[0], arrays)
 
 
 @pytest.mark.parametrize("key", STOPPED)
 def test_gradient_is_the_difference_quotient_of_the_surrogate(key):
     with jax.enable_x64(True):
-        arrays, program = wide_gradient(key)
+        arrays = widened(split(*CASES[key].make(17))[0])
 
-        def value(moved):
+        def value(direction, step):
+            moved = list(arrays)
+            for i, x in zip(CASES[key].differentiable, direction, strict=True):
+                moved[i] = moved[i] + step * x
             return float(weighted([jnp.asarray(surrogate(key, moved, arrays))]))
 
-        assert_slope(value, arrays, CASES[key].differentiable, program(*arrays)[1])
+        assert_slope(key, value, arrays)
 
 
 @pytest.mark.parametrize("key", STOPPED)

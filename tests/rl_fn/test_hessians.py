@@ -3,7 +3,6 @@
 A softplus written with max(x, 0) and |x| may have the right slope at 0, and there a curvature of 0 instead of ¼.
 """
 
-import functools
 import inspect
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 import rl_fn
-from tests.rl_fn.laws import function_of_arrays, quick_jit, split
+from tests.rl_fn.laws import split, wide_program, widened
 from tests.rl_fn.registry import CASES
 from tests.rl_fn.test_ties import JUMPS, RANKED
 
@@ -52,34 +51,15 @@ def _smooth_there(key, how):
     return not (how == "constant" and case.name in JUMPS) and _tied(key, how) is not None
 
 
-@functools.lru_cache(maxsize=4)
-def _gradient_and_curvature(key):
-    """The weighted result's gradient at x + step · v and its derivative along v, both in float64."""
-    case, call = CASES[key], function_of_arrays(key)
-
-    def scalar(arrays, active):
-        filled = list(arrays)
-        for i, x in zip(case.differentiable, active, strict=True):
-            filled[i] = x
-        leaves = [x for x in jax.tree.leaves(call(*filled)) if jnp.issubdtype(x.dtype, jnp.floating)]
-        return sum(jnp.vdot(jnp.cos(jnp.arange(x.size, dtype=x.dtype)), x.ravel()) for x in leaves if x.size)
-
-    def both(arrays, direction, step):
-        active = [arrays[i] + step * v for i, v in zip(case.differentiable, direction, strict=True)]
-        return jax.jvp(jax.grad(functools.partial(scalar, arrays)), (active,), (direction,))
-
-    return quick_jit(both)
-
-
 @pytest.mark.parametrize(("key", "how"), [(key, how) for key in CASES for how in TIES if _smooth_there(key, how)])
 def test_the_curvature_where_arguments_are_equal(key, how):
     with jax.enable_x64(True):
-        arrays = [x.astype(np.float64) if x.dtype == np.float32 else x for x in _tied(key, how)]
+        arrays = widened(_tied(key, how))
         rng = np.random.default_rng(0)
         direction = [rng.normal(size=arrays[i].shape) for i in CASES[key].differentiable]
-        both = _gradient_and_curvature(key)
-        up, down = (both(arrays, direction, step)[0] for step in (1e-5, -1e-5))
-        curvature = both(arrays, direction, 0.0)[1]
+        program = wide_program(key)
+        up, down = (program(arrays, direction, step)[1] for step in (1e-5, -1e-5))
+        curvature = program(arrays, direction, 0.0)[2]
         for a, b, found in zip(up, down, curvature, strict=True):
             np.testing.assert_allclose(found, (a - b) / 2e-5, rtol=1e-4, atol=1e-5)
 

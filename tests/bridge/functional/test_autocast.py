@@ -9,8 +9,11 @@ from rl_bridge.functional import from_jax, through_xla
 from tests.bridge.functional.test_programs import NAMES, REGISTRIES, arguments, value_and_gradient
 from tests.rl_fn.registry import CASES
 
+# Autocast acts on torch's operations, which a function's cases share.
+ONE_EACH = sorted({CASES[name].name: name for name in NAMES}.values())
 
-@pytest.mark.parametrize("name", NAMES)
+
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_the_same_numbers_as_without(name):
     lowered = from_jax(CASES[name].function)
     tensors, filled = arguments(name, REGISTRIES[0])
