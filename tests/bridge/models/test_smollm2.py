@@ -60,6 +60,21 @@ def test_model_is_trainable_float32_with_tied_embeddings(loaded):
 
 @pytest.mark.slow
 @needs_model
+def test_a_source_gives_the_same_model(loaded):
+    wanted, _ = loaded
+    source = smollm2.SmolLM2Source()
+    with torch.device("meta"):
+        model = source.empty()
+    source.load(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.to_dict() == wanted.config.to_dict()
+    assert model.generation_config == wanted.generation_config
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.slow
+@needs_model
 def test_padding_is_not_the_end_of_a_turn(loaded):
     model, tokenizer = loaded
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")

@@ -15,6 +15,7 @@ LAYOUTS = {
     "tensor, tied": ("Llama", (1, 1, 1, 2), {"gradient_checkpointing": True}),
     "tensor, biases": ("Qwen2", (1, 1, 1, 2), {}),
     "tensor, norms of heads": ("Qwen3", (1, 1, 1, 2), {}),
+    "tensor, a vocabulary that stays whole": ("Qwen2", (1, 1, 1, 2), {}, {"vocab_size": 43}),
     "offloaded": ("Qwen2", (1, 2, 1, 1), {"cpu_offload": True}),
 }
 
