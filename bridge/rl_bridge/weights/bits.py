@@ -23,6 +23,8 @@ def checksum(tensor: torch.Tensor) -> int:
     False
     """
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()  # a part of another tensor: its words would begin between two of memory
     words = next(octets.view(dtype) for size, dtype in _WORDS if octets.numel() % size == 0)
     return _on_the_cpu(words.numpy()) if words.device.type == "cpu" else _on_a_device(words)
 

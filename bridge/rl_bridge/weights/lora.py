@@ -11,7 +11,6 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch.distributed.tensor import DTensor
 
 from rl_bridge.weights.parts import full, inside, local, part_of, whole
-from rl_bridge.weights.receiver import ModuleReceiver
 from rl_bridge.weights.source import module_tensors, plain_name, reshard
 
 # What an adapter's effect depends on besides its tensors.
@@ -124,29 +123,6 @@ class _Delta(torch.nn.Module):
 
     def forward(self, adapter: str) -> torch.Tensor:
         return self.layer.get_delta_weight(adapter)
-
-
-class PeftReceiver(ModuleReceiver):
-    """A peft model that takes over an adapter, into its active one."""
-
-    def __init__(self, model: PeftModel, *, version: int | None = 0) -> None:
-        """``model`` has an adapter of the same configuration."""
-        super().__init__(model, version=version)
-        self._peft_model = model
-
-    def outline(self, *, adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The adapter's tensors.
-
-        Raises:
-            ValueError: merged weights were offered: beside the adapter here they would count twice.
-        """
-        if not adapter:
-            raise ValueError("a peft model takes over an adapter: sync_weights(..., adapter=True)")
-        return adapter_tensors(self._peft_model)
-
-    def adapter_config(self) -> dict[str, Any]:
-        """The part of the active adapter's configuration that its effect depends on."""
-        return adapter_config(self._peft_model)
 
 
 def adapter_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:

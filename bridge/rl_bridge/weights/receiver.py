@@ -1,6 +1,6 @@
 """The receiving end: what a worker expects, and the proof that it arrived."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -64,19 +64,12 @@ class ReceivesWeights(Protocol):
 class ModuleReceiver:
     """Copies into the parameters and persistent buffers of a module: whole, or each process its shards."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        *,
-        version: int | None = 0,
-        make_room: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, *, version: int | None = 0) -> None:
         """``version``: of the weights that the module has now; None if it has none that may be used.
 
-        ``make_room`` is called when weights come for a module whose own were freed (are on the meta device).
+        A peft model takes over adapters, into its active one.
         """
         self.version = version
-        self._make_room = make_room
         self._module = module
         self._targets: dict[str, torch.Tensor] = {}
         self._seen: set[str] = set()
@@ -93,13 +86,27 @@ class ModuleReceiver:
         return self.version
 
     def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
-        """The module's own tensors."""
+        """The module's own tensors, or its adapter's.
+
+        Raises:
+            ValueError: merged weights for a peft model, where they would count twice, or an adapter for another one.
+        """
+        if is_peft(self._module):
+            if not adapter:
+                raise ValueError("a peft model takes over an adapter: sync_weights(..., adapter=True)")
+            from rl_bridge.weights.lora import adapter_tensors
+
+            return adapter_tensors(self._module)
         if adapter:
             self.adapter_config()
         return module_tensors(self._module)
 
     def adapter_config(self) -> dict[str, Any]:
-        """There is none."""
+        """The part of the active adapter's configuration that its effect depends on."""
+        if is_peft(self._module):
+            from rl_bridge.weights.lora import adapter_config
+
+            return adapter_config(self._module)
         raise ValueError(f"adapter=True needs a peft model, got {type(self._module).__name__}")
 
     def begin(self, manifest: Manifest) -> None:
@@ -107,9 +114,6 @@ class ModuleReceiver:
         self.version = None
         adapter, self._seen = manifest.adapter is not None, set()
         self._targets = dict(self.outline(adapter=adapter))
-        if self._make_room is not None and any(target.device.type == "meta" for target in self._targets.values()):
-            self._make_room()
-            self._targets = dict(self.outline(adapter=adapter))
         for name, target in self._targets.items():
             if target.device.type == "meta":
                 raise ValueError(f"weight {name!r} has no room here: it is on the meta device")
@@ -180,10 +184,5 @@ def receiver_of(module: Any) -> WeightReceiver:
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{type(module).__name__} takes no weights: it is no torch module and has no weight_receiver()")
     if module not in _receivers:
-        if is_peft(module):
-            from rl_bridge.weights.lora import PeftReceiver
-
-            _receivers[module] = PeftReceiver(module)
-        else:
-            _receivers[module] = ModuleReceiver(module)
+        _receivers[module] = ModuleReceiver(module)
     return _receivers[module]

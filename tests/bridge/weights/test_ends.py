@@ -1,13 +1,11 @@
 """What both ends must have in common, and what is refused before anything is overwritten."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_bridge.weights import (
-    ModuleReceiver,
     WeightSyncError,
     replace_parameters,
 )
@@ -82,16 +80,6 @@ def test_freed_weights_are_neither_sent_nor_filled(executor, tmp_path):
     with pytest.raises(WeightSyncError, match="has no room here: it is on the meta device"):
         sync(executor, tmp_path)
     assert version(executor) is None
-
-
-def test_a_target_that_can_makes_room_for_weights(executor, tmp_path):
-    freed = model(2)
-    replace_parameters(freed, META)
-    receiver = ModuleReceiver(freed, version=None, make_room=lambda: replace_parameters(freed, torch.device("cpu")))
-    put(executor, "rollout", SimpleNamespace(weight_receiver=lambda: receiver))
-    sync(executor, tmp_path)
-    assert receiver.usable_version() == 1
-    assert all(torch.equal(a, b) for a, b in zip(freed.parameters(), model(1).parameters(), strict=True))
 
 
 def test_persistent_buffers_travel_and_others_stay(executor, tmp_path):

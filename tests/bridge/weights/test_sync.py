@@ -1,10 +1,12 @@
 """Weight syncs over gloo ranks: every transport between every pair of layouts."""
 
+import json
 import re
 from functools import partial
 
 import pytest
 
+from tests.bridge.executors.jobs import run
 from tests.bridge.weights import grid
 from tests.bridge.weights.faults import killed_half_way
 from tests.bridge.weights.faults import run as faults_of_ranks
@@ -54,3 +56,15 @@ def test_a_peer_that_is_killed_is_told_at_once(tmp_path):
     assert re.search(r"slot 0 waited for .*, in vain \(limit 20 s\): .*closed by peer", message, re.S)
     assert seconds < 10
     assert version is None
+
+
+@pytest.mark.slow
+def test_engines_under_torchrun(tmp_path):
+    result = tmp_path / "result.json"
+    code, output, left = run(2, "-m", "tests.bridge.weights.torchrun_suite", str(result))
+    assert result.exists(), output
+    found = json.loads(result.read_text())
+    wanted = found.pop("wanted")
+    assert len(found) == 3 * 7 + 1
+    assert {name: value for name, value in found.items() if value not in (wanted, True)} == {}
+    assert (code, left) == (0, []), output

@@ -101,6 +101,12 @@ def test_the_cpu_s_checksum_is_every_other_device_s(dtype, count, seed, chunk):
         assert checksum(tensor) == bits._on_a_device(words)
 
 
+@given(dtype=DTYPES, start=st.integers(0, 9), count=st.integers(0, 40), seed=st.integers(0, 999))
+def test_the_checksum_of_a_part_is_of_its_values_wherever_it_begins(dtype, start, count, seed):
+    part = random_tensor(dtype, 64, seed)[start : start + count]
+    assert checksum(part) == checksum(part.clone())
+
+
 def test_empty_and_zero_dimensional_tensors():
     assert checksum(torch.zeros(0)) == 0
     assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(2.0))

@@ -1,0 +1,72 @@
+"""Syncs between engines in a torchrun job of two ranks: torchrun -m tests.bridge.weights.torchrun_suite RESULT.json"""
+
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import rl_bridge
+from rl_bridge.engines import Mesh, ParallelModule, TrainEngine, returns
+from rl_bridge.executors import WorkerError
+from rl_bridge.weights import Cast, WeightSyncError, checksum
+from rl_bridge.weights.parts import full
+
+
+class Net(ParallelModule):
+    """A few parameters that do not split evenly."""
+
+    def __init__(self, value, dtype=torch.float32):
+        super().__init__()
+        values = torch.arange(7 * 5, dtype=torch.float32).view(7, 5) if value is None else torch.full((7, 5), value)
+        self.matrix = torch.nn.Parameter(values.to(dtype))
+        self.bias = torch.nn.Parameter(values[0].clone().to(dtype))
+
+    @returns("same")
+    def fingerprint(self):
+        """A checksum of the whole weights; of unusable ones none."""
+        self.require_weights()
+        return [checksum(full(p)) for p in self.parameters()]
+
+
+def refuses(name, tensor):
+    if tensor.device.type != "meta" and name == "bias":
+        raise ArithmeticError("refused")
+    yield name, tensor
+
+
+def outcomes():
+    """Name → what was found; the lists are fingerprints."""
+    found = {}
+    policy = TrainEngine(partial(Net, None), name="policy").build(mesh=Mesh(shard=2))
+    found["wanted"] = policy.fingerprint()
+    places = {"whole": Mesh(), "shards": Mesh(shard=2), "copies": Mesh(replicate=2)}
+    for place, mesh in places.items():
+        target = TrainEngine(partial(Net, 1.0), name=place).build(mesh=mesh)
+        for transport in ("same_slot", "shared_memory", "broadcast", "file"):
+            with tempfile.TemporaryDirectory() as folder:
+                where = folder if transport == "file" else None
+                policy.sync_weights(target, transport=transport, folder=where)
+            found[f"{place} by {transport}"] = target.fingerprint()
+        try:
+            policy.sync_weights(target, transport="shared_memory", through=refuses)
+        except WeightSyncError as error:
+            found[f"{place} refused"] = "ArithmeticError: refused" in str(error)
+        try:
+            target.fingerprint()
+        except WorkerError as error:
+            found[f"{place} unusable"] = "sync them first" in str(error)
+        policy.sync_weights(target)
+        found[f"{place} again"] = target.fingerprint()
+    low = TrainEngine(partial(Net, 1.0, torch.bfloat16), name="low").build()
+    policy.sync_weights(low, through=Cast(torch.bfloat16))
+    found["cast"] = low.fingerprint() == Net(None, torch.bfloat16).fingerprint()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rl_bridge.init(timeout=60)
+    Path(sys.argv[1]).write_text(json.dumps(outcomes()))
