@@ -4,8 +4,9 @@
     values = model(documents.take(tokens), **documents.forward_kwargs)
     values = documents.put(values, tokens.shape)
 
-This is the only place that says which tokens belong together. Every sequence-parallel rank holds its own part of the
-packed row, and every rank gets all rows back.
+This is the only place that says which tokens belong together. Targets are shifted before they are taken: behind a
+document's last token lies another document, and a token's neighbour may be on another rank. Every sequence-parallel
+rank holds its own part of the packed row, and every rank gets all rows back.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_bridge.parallel.attention import AttentionPlan
@@ -245,6 +247,7 @@ class _Gather(torch.autograd.Function):
         return gathered
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.narrow(0, ctx.group.rank() * ctx.tokens, ctx.tokens), None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from rl_bridge.parallel.attention import blocks
 from rl_bridge.parallel.attention.merge import merge_
@@ -154,6 +155,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         plan, scale = ctx.plan, ctx.scale
         q, k, v, out, lse = ctx.saved_tensors

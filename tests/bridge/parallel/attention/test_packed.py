@@ -62,6 +62,13 @@ def test_gradients_are_derivatives():
     torch.autograd.gradcheck(lambda *x: attend(segments, *x), inputs, fast_mode=True)
 
 
+def test_second_derivatives_are_refused():
+    q, k, v, grad = (x.requires_grad_() for x in reference.tensors(5))
+    first = torch.autograd.grad(attend(segments_of([5]), q, k, v), q, grad, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("lengths", PACKINGS[1:4], ids=str)
