@@ -121,17 +121,24 @@ def arm(host, where, name):
         writing.step_folders.commit = die
 
 
+MESHES = {
+    2: [Mesh(), Mesh(shard=2), Mesh(replicate=2), Mesh(tensor=2), Mesh(sequence=2), Mesh()],
+    # Three workers divide neither the rows of a batch nor most tensors.
+    4: [Mesh(), Mesh(shard=2, tensor=2), Mesh(shard=3), Mesh(replicate=2, shard=2), Mesh(shard=4), Mesh()],
+}
+
+
 def layouts(folder):
     """A state goes from mesh to mesh, saved again on each; ``losses.json`` has the next two losses on each."""
     executor = init()
     executor.call(seed, {slot.index: () for slot in executor.slots}, what="seed")
     checkpointer = Checkpointer(Path(folder), keep=20, asynchronous=False)
-    meshes = [Mesh(), Mesh(shard=2), Mesh(replicate=2), Mesh(tensor=2), Mesh(sequence=2), Mesh()]
+    meshes = MESHES[len(executor.slots)]
     ids, losses = NeedParallel(ids_of(stream().take(ROWS))), {}
     path = None
     for number, mesh in enumerate(meshes):
         engine = TrainEngine(Learner).build(mesh=mesh)
-        line = TrainEngine(lambda: torch.nn.Linear(3, 1)).build(mesh=mesh if mesh.tensor == 1 else Mesh(shard=2))
+        line = TrainEngine(lambda: torch.nn.Linear(3, 1)).build(mesh=Mesh(shard=mesh.size))
         engines = {"policy": engine, "line": line}
         if path is None:
             for _ in range(3):

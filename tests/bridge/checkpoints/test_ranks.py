@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -68,10 +69,26 @@ def test_a_state_is_the_same_on_every_mesh(layouts):
     assert max(sizes) < 1.5 * min(sizes)
 
 
+@pytest.mark.slow
+def test_a_state_is_the_same_on_meshes_of_four(jobs, tmp_path):
+    statuses, output = jobs.run("layouts", tmp_path, ranks=4)
+    assert statuses == [0] * 4, output
+    first, *others = step_folders.checkpoints(tmp_path)
+    for path in others:
+        assert_same_state(path, first, "policy", "line")
+    assert len(list((others[0] / "policy").glob("*.safetensors"))) == 4 and len(others) == 5
+    assert_losses_of_one_worker(tmp_path)
+
+
 def test_training_goes_on_as_on_one_worker(layouts):
+    # Sequence ranks get other tokens, not other rows: their losses are not asked for.
+    assert_losses_of_one_worker(layouts, without="4")
+
+
+def assert_losses_of_one_worker(layouts, without=None):
     losses = json.loads((layouts / "losses.json").read_text())
     wanted = losses.pop("0")
-    assert losses.pop("4") is None  # of sequence ranks, which get other tokens, not other rows
+    assert (losses.pop(without) if without else None) is None
     for found in losses.values():
         assert found == pytest.approx(wanted, rel=1e-5)
     assert wanted[1] < wanted[0] and losses["5"] == wanted
@@ -122,6 +139,10 @@ def result(folder):
 def assert_goes_on(jobs, folder, whole):
     statuses, output = jobs.run("train", folder, "resume", "nowhere", 0, 0)
     assert statuses == [0, 0], output
+    assert_same_result(folder, whole)
+
+
+def assert_same_result(folder, whole):
     assert result(folder) == result(whole)
     newest = whole / "checkpoints" / result(whole)[0]
     assert_same_state(folder / "checkpoints" / newest.name, newest, "policy", "reference")
@@ -153,18 +174,19 @@ def test_killed_and_resumed_equals_undisturbed(jobs, tmp_path, whole, where, ran
 
 @pytest.mark.slow
 def test_killed_at_random_moments_again_and_again(jobs, tmp_path, whole):
-    moments = random.Random(0)
-    folder = tmp_path / "run"
-    kills = 0
-    while kills < 30:
-        resume = "resume" if (folder / "config.json").exists() else "new"
-        if resume == "new" and folder.exists():
-            folder.rmdir()
-        statuses, output = jobs.run("train", folder, resume, "nowhere", 0, 0, kill_after=moments.uniform(0.2, 3.0))
-        assert set(statuses) <= {0, KILLED}, (statuses, output)
+    moments, kills, ends = random.Random(0), 0, 0
+    while kills < 30 or not ends:
+        folder = tmp_path / f"run-{ends}"
+        begun = (folder / "config.json").exists()
+        if not begun and folder.exists():
+            shutil.rmtree(folder)
+        after = None if kills >= 30 else moments.uniform(0.3, 2.0)
+        how = "resume" if begun else "new"
+        statuses, output = jobs.run("train", folder, how, "nowhere", 0, 0, kill_after=after)
         kills += KILLED in statuses
-        if statuses == [0, 0]:
-            assert result(folder) == result(whole)
-            folder.rename(tmp_path / f"run-{kills}")
-    if folder.exists():
-        assert_goes_on(jobs, folder, whole)
+        checkpoints = step_folders.checkpoints(folder / "checkpoints")
+        assert all(step_folders.damage(path) is None for path in checkpoints)
+        if KILLED not in statuses:
+            assert statuses == [0, 0], output
+            assert_same_result(folder, whole)
+            ends += 1
