@@ -98,7 +98,6 @@ def train(folder, resume, where, rank, step):
                 executor.call(arm, {int(rank): (where, policy.name)}, what="arm")
             loss = policy.update(NeedParallel(ids_of(rows.take(ROWS))), noise=True)
             run.log(number, {"nll": loss, "noise": float(torch.rand(()))})
-        run.finish({})
     executor.stop()
 
 
