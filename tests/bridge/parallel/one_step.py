@@ -101,6 +101,62 @@ def one_step(model, ids, mesh, max_norm=0.5):
     return found | {f"after {name}": whole(p) for name, p in model.named_parameters()}
 
 
+def documents_step(model, batch, mesh, data_part, data_parts, max_norm=0.5):
+    """Log-probabilities, gradients and their norm where this rank's rows are documents of one packed row."""
+    from rl_bridge.parallel.attention import use_rl_fn_attention
+    from rl_bridge.parallel.documents import Documents
+    from rl_bridge.parallel.gradients import clip_grad_norm
+    from rl_bridge.parallel.head import token_logprobs
+
+    use_rl_fn_attention(model)
+    ids, lengths = batch
+    share = len(ids) // data_parts
+    mine = slice(data_part * share, (data_part + 1) * share)
+    documents = Documents(lengths[mine], mesh)
+    targets = ids.roll(-1, 1)[mine]
+    packed = documents.take(ids[mine]), documents.take(targets)
+    logprobs, entropy = token_logprobs(model, *packed, **documents.forward_kwargs)
+    scores = documents.put(torch.stack([logprobs, entropy], -1), targets.shape)
+    kept = torch.arange(ids.shape[1] - 1) < lengths[mine, None] - 1
+    logprobs, entropy = (scores[:, :-1] * kept[..., None]).unbind(-1)
+    ((logprobs - 0.1 * entropy).sum() / ROWS).backward()
+    found = {"rows of logprobs": logprobs.detach(), "rows of entropy": entropy.detach()}
+    found |= {f"grad {name}": whole(p.grad) for name, p in model.named_parameters()}
+    return found | {"norm": clip_grad_norm(model.parameters(), max_norm, mesh)}
+
+
+def batch_of_documents():
+    return token_ids(), torch.tensor([LENGTH, 3, 5, 6])
+
+
+def documents_of_rank(host, family, sizes):
+    from rl_bridge.parallel.config import ParallelConfig
+
+    mesh = mesh_of(host, sizes)
+    model = parallel(make(family), mesh, ParallelConfig())
+    part = host.slot // (sizes[2] * sizes[3])
+    found = documents_step(model, batch_of_documents(), mesh, part, sizes[0] * sizes[1])
+    return {name: value.numpy() for name, value in found.items()}
+
+
+def assert_documents_of_one_process(ranks, name, case):
+    """The reference: each document alone, without padding, its logits in one process."""
+    family, sizes = case
+    model, (ids, lengths) = make(family), batch_of_documents()
+    expected = {"rows of logprobs": torch.zeros(ROWS, LENGTH - 1), "rows of entropy": torch.zeros(ROWS, LENGTH - 1)}
+    total = torch.zeros(())
+    for row, length in enumerate(lengths.tolist()):
+        log_p = torch.log_softmax(model(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0, :-1], -1)
+        logprobs, entropy = log_p.gather(-1, ids[row, 1:length, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        expected["rows of logprobs"][row, : length - 1] = logprobs.detach()
+        expected["rows of entropy"][row, : length - 1] = entropy.detach()
+        total = total + (logprobs - 0.1 * entropy).sum() / ROWS
+    total.backward()
+    expected |= {f"grad {name}": p.grad.clone() for name, p in model.named_parameters()}
+    expected["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert_equal(ranks, name, expected, (sizes[0], sizes[1], 1, sizes[2] * sizes[3]))
+
+
 def host_of_rank():
     from rl_bridge.executors.host import Host
 
@@ -143,13 +199,14 @@ def step_of(host, family, sizes, options, changes=None):
     return {name: value.numpy() for name, value in one_step(model, ids, mesh).items()}
 
 
-def rank_of(layouts, count, number, address, queue):
+def rank_of(layouts, documents, count, number, address, queue):
     """A test process: one step on each layout, or the traceback."""
     dist.init_process_group("gloo", init_method=address, rank=number, world_size=count)
     torch.set_num_threads(1)
     try:
         host = host_of_rank()
-        queue.put((number, {name: step_of(host, *case) for name, case in layouts.items()}))
+        found = {name: step_of(host, *case) for name, case in layouts.items()}
+        queue.put((number, found | {name: documents_of_rank(host, *case) for name, case in documents.items()}))
     except BaseException:
         queue.put((number, traceback.format_exc()))
         raise
@@ -173,9 +230,12 @@ def relative_errors(found, expected, sizes, number):
     return {kind: math.sqrt(difference / norm) for kind, (difference, norm) in sums.items()}
 
 
-def assert_one_process(ranks, name, case, rounding=5e-6):
+def assert_one_process(ranks, name, case):
     family, sizes, _, changes = (*case, {})[:4]
-    expected = in_one_process(family, changes)
+    assert_equal(ranks, name, in_one_process(family, changes), sizes)
+
+
+def assert_equal(ranks, name, expected, sizes, rounding=5e-6):
     for number, found in ranks:
         mine = {key: torch.from_numpy(value) for key, value in found[name].items()}
         assert mine.keys() == expected.keys()

@@ -18,10 +18,15 @@ LAYOUTS = {
     "tensor, a vocabulary that stays whole": ("Qwen2", (1, 1, 1, 2), {}, {"vocab_size": 43}),
     "offloaded": ("Qwen2", (1, 2, 1, 1), {"cpu_offload": True}),
 }
+DOCUMENTS = {
+    "documents, sequence": ("Qwen2", (1, 1, 2, 1)),
+    "documents, tensor": ("Qwen3", (1, 1, 1, 2)),
+    "documents, shard": ("Llama", (1, 2, 1, 1)),
+}
 
 
 def rank(number, address, queue):
-    one_step.rank_of(LAYOUTS, 2, number, address, queue)
+    one_step.rank_of(LAYOUTS, DOCUMENTS, 2, number, address, queue)
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +40,8 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_step_is_that_of_one_process(ranks, name):
     one_step.assert_one_process(ranks, name, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_of_one_packed_row_are_those_of_one_process(ranks, name):
+    one_step.assert_documents_of_one_process(ranks, name, DOCUMENTS[name])

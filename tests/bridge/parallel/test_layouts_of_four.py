@@ -18,12 +18,18 @@ LAYOUTS = {
     "four tensor ranks": ("Llama", (1, 1, 1, 4), {}, {"num_key_value_heads": 4}),
     "four shards": ("Qwen3", (1, 4, 1, 1), {}, UNEVEN),
 }
+DOCUMENTS = {
+    "documents, sequence of tensors": ("Qwen3", (1, 1, 2, 2)),
+    "documents, shards of sequences": ("Llama", (1, 2, 2, 1)),
+    "documents, replicated sequences": ("Qwen2", (2, 1, 2, 1)),
+    "documents, four sequence ranks": ("Llama", (1, 1, 4, 1)),
+}
 
 pytestmark = pytest.mark.slow
 
 
 def rank(number, address, queue):
-    one_step.rank_of(LAYOUTS, 4, number, address, queue)
+    one_step.rank_of(LAYOUTS, DOCUMENTS, 4, number, address, queue)
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +43,8 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_step_is_that_of_one_process(ranks, name):
     one_step.assert_one_process(ranks, name, LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_of_one_packed_row_are_those_of_one_process(ranks, name):
+    one_step.assert_documents_of_one_process(ranks, name, DOCUMENTS[name])
