@@ -1,6 +1,7 @@
 """``TokenBatch``: the tensors that travel between rollouts and trainers, under the names of ``rl_fn.Batch``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -62,14 +63,18 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> TokenBatch
     """
     if not trajectories:
         raise ValueError("cannot make a batch of no trajectories")
-    lengths = [len(t.tokens) for t in trajectories]
-    shape = (len(trajectories), max(lengths))
-    tokens = torch.full(shape, pad_token_id)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    logprobs = torch.zeros(shape)
-    for i, (trajectory, length) in enumerate(zip(trajectories, lengths, strict=True)):
-        tokens[i, :length] = torch.tensor(trajectory.tokens)
-        mask[i, :length] = torch.tensor(trajectory.loss_mask)
-        logprobs[i, :length] = torch.tensor(trajectory.logprobs)
-    groups = torch.tensor([t.group for t in trajectories])
-    return TokenBatch(tokens, mask, torch.tensor(lengths), groups, rollout_logprobs=logprobs)
+    lengths = torch.tensor([len(t.tokens) for t in trajectories])
+    inside = torch.arange(int(lengths.max())) < lengths[:, None]
+
+    def padded(values: Iterable[Sequence[Any]], empty: torch.Tensor) -> torch.Tensor:
+        # One tensor of all tokens: one of each row would take longer than a small model's forward pass.
+        empty[inside] = torch.tensor(list(chain.from_iterable(values)), dtype=empty.dtype)
+        return empty
+
+    return TokenBatch(
+        padded((t.tokens for t in trajectories), torch.full(inside.shape, pad_token_id)),
+        padded((t.loss_mask for t in trajectories), torch.zeros_like(inside)),
+        lengths,
+        torch.tensor([t.group for t in trajectories]),
+        rollout_logprobs=padded((t.logprobs for t in trajectories), torch.zeros(inside.shape)),
+    )

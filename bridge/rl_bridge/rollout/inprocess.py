@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from rl_bridge.data.requests import Request, SamplingParams
+from rl_bridge.data.requests import Message, Request, SamplingParams
 from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
@@ -46,8 +46,9 @@ class InProcessRollout:
             chosen = order[start : start + together]
             rows = self._decode([encoded[i] for i in chosen], seeds[torch.tensor(chosen, device=device)], sampling)
             for i in chosen:
+                said = messages_of(requests[i].prompt)
                 made[i] = [
-                    self._trajectory(requests[i], sample, encoded[i], *next(rows), version) for sample in range(n)
+                    self._trajectory(requests[i], sample, encoded[i], said, *next(rows), version) for sample in range(n)
                 ]
         return [made[i] for i in range(len(requests))]
 
@@ -80,7 +81,14 @@ class InProcessRollout:
             self._weights.move(what, device)
 
     def _trajectory(
-        self, request: Request, sample: int, prompt: list[int], tokens: list[int], logprobs: list[float], version: int
+        self,
+        request: Request,
+        sample: int,
+        prompt: list[int],
+        said: tuple[Message, ...],
+        tokens: list[int],
+        logprobs: list[float],
+        version: int,
     ) -> Trajectory:
         finished = tokens[-1] == self._eos
         text = str(self._tokenizer.decode(tokens[:-1] if finished else tokens))
@@ -92,7 +100,7 @@ class InProcessRollout:
             finish_reason="stop" if finished else "length",
             request_id=(*request.id, sample),
             group=request.group,
-            messages=(*messages_of(request.prompt), {"role": "assistant", "content": text}),
+            messages=(*said, {"role": "assistant", "content": text}),
         )
 
     def _decode(
