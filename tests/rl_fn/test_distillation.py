@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rl_fn
+from rl_fn.distillation import _log_total
 from tests.rl_fn.laws import quick_jit
 from tests.rl_fn.registry import Draw
 
@@ -204,3 +205,8 @@ def test_what_is_undefined_raises():
         rl_fn.top_k_distillation(x[:2], x, ids)
     with pytest.raises(ValueError, match="clip"):
         rl_fn.distillation_advantages(x, x, clip=0.0)
+
+
+def test_the_total_of_probabilities_far_apart():
+    assert _log_total(jnp.array([-200.0, 0.0, -jnp.inf])).tolist() == [0.0]
+    assert _log_total(jnp.full(2, -jnp.inf)).tolist() == [-jnp.inf]

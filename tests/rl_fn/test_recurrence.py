@@ -93,8 +93,8 @@ def test_a_cut_keeps_what_is_not_finite_from_the_neighbours(length, reverse):
 def test_the_form_for_symbolic_lengths_is_the_scan(reverse):
     """Its steps are jax.lax.associative_scan's, which JAX alone can run only where the length is a number."""
     rng = np.random.default_rng(0)
-    decay, inputs = (jnp.asarray(x, jnp.float32) for x in rng.uniform(-1.0, 1.0, (2, 3, BLOCK + 3)))
-    init, cuts = jnp.arange(1.0, 4.0), jnp.asarray(rng.random((3, BLOCK + 3)) < 0.2)
+    decay, inputs = (jnp.asarray(x, jnp.float32) for x in rng.uniform(-1.0, 1.0, (2, 2, 3, BLOCK + 3)))
+    init, cuts = jnp.arange(6.0).reshape(2, 3), jnp.asarray(rng.random((2, 3, BLOCK + 3)) < 0.2)
 
     def both(*forms):
         given = [(a, inputs, init, c) for a in (decay, None) for c in (cuts, None)]

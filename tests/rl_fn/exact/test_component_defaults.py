@@ -218,6 +218,12 @@ def test_what_a_component_says_of_itself(kind):
     assert said(one) == {**rule, **SAYS.get(kind, {})}
 
 
+def test_advantages_take_groups_of_any_size_and_failed_completions():
+    kinds = [kind for kind in KINDS if issubclass(kind, components.Advantage)]
+    for flag in ("takes_valid", "takes_group_ids"):
+        assert {kind.__name__ for kind in kinds if not getattr(kind, flag)} <= {"Advantage", "CustomAdvantage"}
+
+
 def test_of_what_nothing_is_known():
     of_batch = components.Custom(lambda b: b.logprobs)
     assert said(of_batch) == said(rl_fn.components.Sum((lambda b: b.logprobs,))) == UNKNOWN

@@ -132,8 +132,11 @@ def test_verl_best_only_in_small():
     np.testing.assert_allclose(got, [2e-4 / (np.sqrt(2.0) * 1e-4 + 1e-6), 0.0], rtol=1e-5)
     # Groups of three in batches of one and two.
     stack = np.array([[[1.0, 4.0, 2.0], [7.0, 2.0, 6.0]]])
-    got = run(VerlAdvantage("grpo_passk", False), stack, np.ones((1, 2, 3, 1), bool), np.zeros((1, 2, 3, 1)))[..., 0]
-    np.testing.assert_array_equal(got, [[[0.0, 2.0, 0.0], [1.0, 0.0, 0.0]]])
+    arrays = stack, np.ones((1, 2, 3, 1), bool), np.zeros((1, 2, 3, 1))
+    gaps = np.array([[[0.0, 2.0, 0.0], [1.0, 0.0, 0.0]]])
+    np.testing.assert_array_equal(run(VerlAdvantage("grpo_passk", False), *arrays)[..., 0], gaps)
+    scaled = gaps / (stack.std(-1, ddof=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(run(VerlAdvantage("grpo_passk"), *arrays)[..., 0], scaled, rtol=1e-5)
 
 
 def test_gpg_with_one_reward_that_is_not_zero():

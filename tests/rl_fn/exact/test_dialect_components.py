@@ -247,6 +247,7 @@ def test_gates_shut_tokens_and_leave_the_count():
     assert not np.array_equal(drift[False] > 0.4, drift[True] > 0.4)
     with pytest.raises(ValueError, match="rollout_logprobs; it is None"):
         OffPolicyGate(0.05, True)(BATCH._replace(rollout_logprobs=None))
+    assert OffPolicyGate(0.05) == OffPolicyGate(0.05, use_vllm=False)
     assert OffPolicyGate(0.05)(BATCH._replace(rollout_logprobs=None)).shape == MASK.shape
 
 

@@ -6,7 +6,25 @@ import numpy as np
 import pytest
 
 from rl_fn._groups import peers, within
-from rl_fn._numerics import as_float, as_mask, deviations, divide, exp, exp_limit, expm1, keep, sqrt, variance
+from rl_fn._numerics import (
+    AT_LEAST_ONE,
+    POSITIVE,
+    as_float,
+    as_ids,
+    as_mask,
+    deviations,
+    divide,
+    exp,
+    exp_limit,
+    expm1,
+    keep,
+    log,
+    numbers,
+    per_row,
+    repeating,
+    sqrt,
+    variance,
+)
 from rl_fn._pairs import per_token, smoothed_logistic, softplus
 
 
@@ -107,3 +125,38 @@ def test_within_dense_and_ragged_groups():
     assert ragged.variance.tolist() == [2.0, 2.0, 0.0, 0.0]
     expected = [[True, True, False, False]] * 2 + [[False, False, True, False]] * 2
     assert peers(valid, jnp.array([0, 0, 1, 1], jnp.int32)).tolist() == expected
+
+
+def test_numbers_are_named_alone_or_under_a_label():
+    with pytest.raises(ValueError, match=r"^a must be positive, got -1.0$"):
+        numbers(jnp.dtype("float32"), POSITIVE, a=-1.0, b=2.0)
+    with pytest.raises(ValueError, match=r"^clips must be positive, got a=2.0, b=-1.0$"):
+        numbers(jnp.dtype("float32"), POSITIVE, "clips", a=2.0, b=-1.0)
+    (one,) = numbers(jnp.dtype("float32"), POSITIVE, a=jnp.array(1, jnp.int32))
+    assert one.dtype == jnp.float32 and numbers(jnp.dtype("float32"), POSITIVE, a=np.float64(2.0)) == [2.0]
+    assert numbers(jnp.dtype("int32"), AT_LEAST_ONE, k=1) == [1]
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        numbers(jnp.dtype("int32"), AT_LEAST_ONE, k=0)
+
+
+def test_arrays_of_parameters_are_not_read():
+    (rows,) = per_row((1,), POSITIVE, t=jnp.array([-1.0]))
+    assert rows.tolist() == [-1.0]
+    for fits in (jnp.ones((2, 1)), jnp.ones((1, 3)), jnp.array(1.0)):
+        assert repeating((2, 3), delta=fits)[0].shape == fits.shape
+    for wrong in (jnp.ones(3), jnp.ones((2, 2)), jnp.ones((1, 2, 3))):
+        with pytest.raises(ValueError, match="1 where an axis repeats"):
+            repeating((2, 3), delta=wrong)
+
+
+def test_the_logarithm_of_a_known_number_is_pythons():
+    assert type(log(2.0)) is float and log(2.0) == float(np.log(2.0))
+    np.testing.assert_allclose(jax.jit(log)(2.0), np.log(2.0), rtol=1e-6)
+
+
+def test_ids_at_the_ends_of_int32():
+    ends = np.array([-(2**31), 2**31 - 1], np.int64)
+    assert as_ids(ends).tolist() == ends.tolist()
+    for beyond in (ends[:1] - 1, ends[1:] + 1):
+        with pytest.raises(ValueError, match="must fit into int32"):
+            as_ids(beyond)

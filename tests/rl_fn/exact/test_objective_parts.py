@@ -36,6 +36,8 @@ def test_a_loss_and_its_terms():
     assert reinforce(kl=p.KL("k1", 0.5))(BATCH)[0] == LOSS + 0.5 * 3
     assert reinforce(entropy=p.EntropyBonus(0.5))(BATCH)[0] == LOSS - 0.5 * 6
     assert reinforce(correction=double)(BATCH)[0] == 2 * LOSS
+    assert reinforce(correction=lambda of: 0.0 * double(of))(BATCH)[0] == 0.0
+    assert reinforce(entropy_aggregation=TOKENS)(BATCH)[0] == LOSS
     assert reinforce()(BATCH, denominator=4)[0] == LOSS / 4
     assert reinforce(aggregation=p.Aggregation("token-mean"))(BATCH)[0] == LOSS / 3
 
@@ -225,3 +227,10 @@ def test_sanitised_and_detached():
         return jnp.sum(stopped.logprobs + 2.0 * jnp.asarray(stopped.values))
 
     np.testing.assert_array_equal(jax.grad(through)(clean.logprobs), np.full((2, 3), 2.0))
+
+
+def test_dynamic_sampling_takes_no_token_in():
+    rollouts = rl_fn.Rollouts(jnp.array([[1.0, 0.0], [1.0, 1.0]]), jnp.array([[[True, False]] * 2] * 2))
+    chosen = rl_fn.recipes.dapo().selection(rollouts, jnp.ones((2, 2, 2)))
+    assert chosen.mask.tolist() == [[[True, False]] * 2, [[False, False]] * 2]
+    assert chosen.rows.tolist() == [[True, True], [False, False]]

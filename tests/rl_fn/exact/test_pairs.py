@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import rl_fn
+from rl_fn.preference_losses.dpo import _slope
 
 LOG2 = math.log(2.0)
 ZERO = jnp.zeros(1)
@@ -185,3 +186,19 @@ def test_a_masked_pair_of_orpo_makes_no_nan_on_the_way():
     with jax.debug_nans(True):
         gradient = jax.grad(lambda x: rl_fn.orpo(x, rejected, mask).sum())(chosen)
     assert gradient[0] < 0 and gradient[1] == 0
+
+
+def test_the_slope_of_alpha_near_zero_is_that_of_its_limit():
+    with jax.enable_x64(True):
+        for alpha in (0.009, 0.011):
+            found = _slope(jnp.array([1.0, -1.0]), "alpha", jnp.array(alpha))
+            np.testing.assert_allclose(found, -np.expm1([-alpha, alpha]) / alpha, rtol=1e-13)
+    found = _slope(jnp.array([jnp.inf, 2.0]), "alpha", jnp.array(0.0))
+    assert found.tolist() == [math.inf, 2.0]
+
+
+def test_preference_metrics_have_no_gradient():
+    def total(*arrays):
+        return sum(jnp.sum(x) for x in rl_fn.preference_metrics(*arrays, beta=0.5))
+
+    assert not any(x.any() for x in jax.grad(total, (0, 1, 2, 3))(*pair(2.0, -1.0)))

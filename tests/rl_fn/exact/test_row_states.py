@@ -17,6 +17,11 @@ def test_a_token_outside_the_row_has_probability_zero():
     assert out.logprobs == -jnp.inf and jnp.isfinite(out.logsumexp)
 
 
+def test_a_row_without_entries_has_no_entropy():
+    out = finalize_row_state(row_state(jnp.full(3, -jnp.inf), jnp.array(1)))
+    assert (out.logprobs, out.entropy, out.logsumexp) == (-jnp.inf, 0.0, -jnp.inf)
+
+
 def test_what_of_a_state_has_a_gradient():
     assert not jax.grad(lambda x: row_state(x, jnp.array(0)).maximum)(LOGITS).any()
 

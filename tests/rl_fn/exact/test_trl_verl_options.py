@@ -102,7 +102,11 @@ TRL = [
         {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_level": "sequence"},
         trl("cispo", TokenLoss(capped_reinforce, (("cap", 5.0), ("level", "sequence")))),
     ),
-    ({"off_policy_mask_threshold": 0.3}, trl("dapo", Gated(PLAIN, (OffPolicyGate(0.3),)))),
+    ({"off_policy_mask_threshold": 0.3}, trl("dapo", Gated(PLAIN, (OffPolicyGate(0.3, use_vllm=False),)))),
+    (
+        {"entropy_coef": 0.1},
+        trl("dapo", PLAIN, entropy=EntropyBonus(0.1), entropy_aggregation=OverHighEntropy(fraction=1.0)),
+    ),
     (
         VLLM | {"off_policy_mask_threshold": 0.3, "top_entropy_quantile": 0.4, "entropy_coef": 0.1},
         trl(
