@@ -6,6 +6,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,18 @@ def damage(path: Path) -> str | None:
         manifest = read_manifest(path)
     except ValueError as error:
         return str(error)
-    for name, record in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            return f"{file} is missing"
-        if (size := file.stat().st_size) != record["bytes"]:
-            return f"{file} has {size} bytes, {record['bytes']} were written"
-        if crc32_of_file(file) != record["crc32"]:
-            return f"{file} has another checksum than was written"
+    with ThreadPoolExecutor(8) as pool:  # reading and CRC-32 leave the interpreter to others
+        found = pool.map(_damage_of_file, [path / name for name in manifest["files"]], manifest["files"].values())
+        return next((reason for reason in found if reason is not None), None)
+
+
+def _damage_of_file(file: Path, record: Mapping[str, Any]) -> str | None:
+    if not file.is_file():
+        return f"{file} is missing"
+    if (size := file.stat().st_size) != record["bytes"]:
+        return f"{file} has {size} bytes, {record['bytes']} were written"
+    if crc32_of_file(file) != record["crc32"]:
+        return f"{file} has another checksum than was written"
     return None
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,9 +39,10 @@ def read_engine(path: Path, engine: str, module: Any, device: torch.device) -> N
         saved = sorted(part.name for part in path.iterdir() if part.is_dir() and part.name not in (DRIVER, RANDOM))
         raise ValueError(f"{path} has no state of {engine!r}; it has {', '.join(saved) or 'no engine'}")
     index = json.loads(file.read_text("utf-8"))
-    with _to_be_filled(module, device):
+    with _to_be_filled(module, device) as progress:
         _, tensors = take_apart(state_of(engine, module))
         _require_same_tensors(f"{path}: {engine}", index["tensors"], tensors)
+        progress.begun = True
         _fill(path, index["tensors"], tensors)
         give_state(module, put_together(index["structure"], tensors))
 
@@ -59,20 +61,21 @@ def read_random(path: Path, slot: int) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _to_be_filled(module: Any, device: torch.device) -> Iterator[None]:
-    """Memory for weights that were freed. They may be used when all of them have been read."""
+def _to_be_filled(module: Any, device: torch.device) -> Iterator[SimpleNamespace]:
+    """Memory for weights that were freed. What was filled in part, because an error came, may not be used."""
+    progress = SimpleNamespace(begun=False)
     if not isinstance(module, ParallelModule):
         if isinstance(module, torch.nn.Module) and any(p.device.type == "meta" for p in module.parameters()):
             move_weights(module, device)
-        yield
+        yield progress
         return
     module.make_room()
     receiver = module.weight_receiver()
     before, receiver.version = receiver.version, receiver.version or 0
     try:
-        yield
+        yield progress
     except BaseException:
-        receiver.version = before
+        receiver.version = None if progress.begun else before
         raise
 
 

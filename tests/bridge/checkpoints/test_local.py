@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_bridge import step_folders
-from rl_bridge.checkpoints import Checkpointer, CheckpointError, load_optimizer_state, optimizer_state
+from rl_bridge.checkpoints import Checkpointer, CheckpointError, load_optimizer_state, optimizer_state, reading
 from rl_bridge.checkpoints.random_states import random_states, set_random_states
 from rl_bridge.engines import TrainEngine
 from tests.bridge.checkpoints.modules import Trained, draw, engine_of, names
@@ -108,6 +108,25 @@ def test_freed_weights_are_not_saved_and_come_back_with_a_checkpoint(tmp_path, f
     checkpointer.load(path, {"policy": policy})
     assert before.keys() == policy.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+    checkpointer.save(2, {"policy": policy}, {})
+
+
+def test_weights_that_were_read_in_part_are_not_used(tmp_path):
+    policy = engine_of()
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    path = checkpointer.save(1, {"policy": policy}, {})
+    reads = iter(range(100))
+
+    def read(reader, item):
+        if next(reads) == 2:
+            raise OSError("the disk is gone")
+        return torch.zeros(item.lengths)
+
+    with patch.object(reading, "_read", read), pytest.raises(OSError, match="the disk is gone"):
+        checkpointer.load(path, {"policy": policy})
+    with pytest.raises(ValueError, match="the weights here are incomplete"):
+        checkpointer.save(2, {"policy": policy}, {})
+    checkpointer.load(path, {"policy": policy})
     checkpointer.save(2, {"policy": policy}, {})
 
 
