@@ -53,7 +53,7 @@ def test_what_goes_wrong_between_ranks(tmp_path):
 
 def test_a_peer_that_is_killed_is_told_at_once(tmp_path):
     (_, message, seconds, version), _ = results(killed_half_way, 2, tmp_path)
-    assert re.search(r"slot 0 waited for .*, in vain \(limit 20 s\): .*closed by peer", message, re.S)
+    assert re.search(r"slot 0 waited for bucket \d of 23 \(.*\) to reach slots \[1\], in vain \(limit 20 s\)", message)
     assert seconds < 10
     assert version is None
 
@@ -67,4 +67,15 @@ def test_engines_under_torchrun(tmp_path):
     wanted = found.pop("wanted")
     assert len(found) == 3 * 7 + 1
     assert {name: value for name, value in found.items() if value not in (wanted, True)} == {}
+    assert (code, left) == (0, []), output
+
+
+@pytest.mark.slow
+def test_rollouts_of_sharded_language_models_under_torchrun(tmp_path):
+    result = tmp_path / "result.json"
+    code, output, left = run(4, "-m", "tests.bridge.weights.torchrun_suite", str(result))
+    assert result.exists(), output
+    found = json.loads(result.read_text())
+    assert len(found) == 4 * 2 * 2
+    assert [name for name, value in found.items() if value is not True] == []
     assert (code, left) == (0, []), output

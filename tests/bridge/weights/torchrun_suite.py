@@ -1,4 +1,4 @@
-"""Syncs between engines in a torchrun job of two ranks: torchrun -m tests.bridge.weights.torchrun_suite RESULT.json"""
+"""Syncs between engines under torchrun, 2 or 4 ranks: torchrun -m tests.bridge.weights.torchrun_suite RESULT.json"""
 
 import json
 import sys
@@ -9,10 +9,18 @@ from pathlib import Path
 import torch
 
 import rl_bridge
-from rl_bridge.engines import Mesh, ParallelModule, TrainEngine, returns
+from rl_bridge.data.requests import SamplingParams
+from rl_bridge.engines import InferenceEngine, Mesh, ParallelModule, TrainEngine, returns
 from rl_bridge.executors import WorkerError
+from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.source import StateSource
+from rl_bridge.rollout import InProcessRollout
+from rl_bridge.trainers.scoring import TokenScorer
 from rl_bridge.weights import Cast, WeightSyncError, checksum
 from rl_bridge.weights.parts import full
+from tests.bridge.weights.engines import model
+
+TOKENIZER, PROMPTS = character_tokenizer("0123456789+-="), ["1+1=", "22-3="]
 
 
 class Net(ParallelModule):
@@ -66,7 +74,28 @@ def outcomes():
     return found
 
 
+def language_models():
+    """Layout and transport → whether a rollout draws from the weights that a sharded language model sent."""
+    rollout, reference = (
+        InferenceEngine(partial(InProcessRollout, StateSource(model(seed)), TOKENIZER), name=f"rollout {seed}").build()
+        for seed in (2, 1)
+    )
+    sampling = SamplingParams(max_new_tokens=5)
+    wanted = [trajectory.tokens for trajectory in reference.generate(PROMPTS, sampling)]
+    found = {}
+    for mesh in (Mesh(tensor=2), Mesh(shard=2, tensor=2), Mesh(replicate=2, shard=2), Mesh(sequence=2, tensor=2)):
+        policy = TrainEngine(partial(TokenScorer, StateSource(model(1)))).build(mesh=mesh)
+        other = TrainEngine(partial(TokenScorer, StateSource(model(3)))).build()
+        for transport in ("shared_memory", "broadcast"):
+            other.sync_weights(rollout, transport="shared_memory")
+            found[f"{mesh} {transport}: others before"] = rollout.generate(PROMPTS, sampling)[0].tokens != wanted[0]
+            policy.sync_weights(rollout, transport=transport)
+            got = [trajectory.tokens for trajectory in rollout.generate(PROMPTS, sampling)]
+            found[f"{mesh} {transport}"] = got == wanted
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rl_bridge.init(timeout=60)
-    Path(sys.argv[1]).write_text(json.dumps(outcomes()))
+    executor = rl_bridge.init(timeout=60)
+    Path(sys.argv[1]).write_text(json.dumps(outcomes() if len(executor.slots) == 2 else language_models()))

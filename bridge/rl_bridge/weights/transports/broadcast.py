@@ -22,9 +22,11 @@ class Broadcast:
         device: torch.device,
     ) -> None:
         """``group`` over ``slots``, the root and all target slots: None if one slot is all, or this is none of them."""
-        self._group, self._root, self._peers = group, root, peers
+        self._group, self._peers = group, peers
         self._group_root = slots.index(root)
         self.writer = 0 if peers.slot == root else None
+        others = [slot for slot in slots if slot != root]
+        self._way = f"from slot {root}" if self.writer is None else f"to reach slots {others}"
         self._works: dict[int, Any] = {}
         self._names = [f"bucket {b.number} of {len(buckets)} ({b.entries[0].name} …)" for b in buckets]
         size = max(Frame.nbytes(bucket, 1) for bucket in buckets) if peers.slot in slots else 0
@@ -50,4 +52,4 @@ class Broadcast:
         """The broadcast of a bucket has ended."""
         work = self._works.pop(number, None)
         if work is not None:
-            self._peers.wait(work, f"{self._names[number]} from slot {self._root}")
+            self._peers.wait(work, f"{self._names[number]} {self._way}")
