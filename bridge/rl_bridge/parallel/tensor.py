@@ -37,11 +37,14 @@ def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
         )
     for trunk in found:
         _check_sizes(trunk, mesh.size())
+    heads = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
+    weights = [(m, m.get_output_embeddings(), m.get_input_embeddings()) for m in heads]
+    tied = [m for m, head, embedding in weights if getattr(head, "weight", None) is embedding.weight]
+    for trunk in found:
         _cut_layers(trunk, mesh)
         _cut_embedding(trunk, mesh)
-    for holder in model.modules():
-        if isinstance(holder, PreTrainedModel) and holder.base_model is not holder:
-            _cut_head(holder, mesh)
+    for holder in heads:
+        _cut_head(holder, mesh, tied=holder in tied)
 
 
 def _check_sizes(trunk: PreTrainedModel, ranks: int) -> None:
@@ -85,13 +88,12 @@ def _cut_embedding(trunk: PreTrainedModel, mesh: DeviceMesh) -> None:
         _run(embedding, partial(_embed, group=mesh.get_group()))
 
 
-def _cut_head(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    if head is None or head.weight.shape[0] % mesh.size():
+def _cut_head(model: PreTrainedModel, mesh: DeviceMesh, *, tied: bool) -> None:
+    head: Any = model.get_output_embeddings()
+    if head.weight.shape[0] % mesh.size():
         return
-    if model.config.get_text_config().tie_word_embeddings:
-        head.weight = embedding.weight
+    if tied:
+        head.weight = model.get_input_embeddings().weight
     _cut(head, mesh, {"weight": 0, "bias": 0})
     _run(head, partial(_logits, group=mesh.get_group()))
 

@@ -62,6 +62,23 @@ def bfloat16(host, family, sizes):
     return found
 
 
+def gathered_after_forward(host, reshard):
+    """Whether a layer's weights, and the root's, are whole between the forward and the backward pass."""
+    from torch.distributed.tensor import DTensor
+
+    from rl_bridge.parallel.config import ParallelConfig
+    from rl_bridge.parallel.fsdp import reshard as free
+
+    mesh = one_step.mesh_of(host, (1, 2, 1, 1))
+    model = one_step.parallel(one_step.make("Llama"), mesh, ParallelConfig(reshard_after_forward=reshard))
+    watched = model.model.layers[0].mlp.up_proj, model.lm_head
+    model(input_ids=one_step.token_ids(), use_cache=False)
+    found = [not isinstance(module.weight, DTensor) for module in watched]
+    free(model)
+    assert all(isinstance(module.weight, DTensor) for module in watched)
+    return found
+
+
 def rank(number, address, queue):
     dist.init_process_group("gloo", init_method=address, rank=number, world_size=2)
     torch.set_num_threads(1)
@@ -73,6 +90,7 @@ def rank(number, address, queue):
         # A group of both and a mesh of one, beside each other.
         found["one"] = bfloat16(host, "Qwen3", None)
         found["blocks"] = gradients_of_blocks(number, one_step.mesh_of(host, (1, 2, 1, 1)))
+        found["gathered"] = [gathered_after_forward(host, reshard) for reshard in (True, False)]
         group = host.group((0, 1))
         found["agreed"] = [agree_max(value, group) for value in (number, 2.5 - number)]
         queue.put((number, found))
@@ -111,6 +129,11 @@ def test_another_module_is_sharded_by_its_lists(ranks):
         assert found["blocks"].keys() == wanted.keys()
         for name, gradient in found["blocks"].items():
             torch.testing.assert_close(torch.from_numpy(gradient), torch.from_numpy(wanted[name]))
+
+
+def test_layers_stay_gathered_for_the_backward_pass_only_without_resharding(ranks):
+    for _, found in ranks:
+        assert found["gathered"] == [[False, True], [True, True]]
 
 
 def test_workers_agree_on_the_largest(ranks):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.bridge.parallel import one_step
 from tests.ranks import results
 
-LAYOUTS = {"shard": (1, 2, 1, 1), "replicate": (2, 1, 1, 1)}
+LAYOUTS = {"shard": (1, 2, 1, 1), "replicate": (2, 1, 1, 1), "tensor": (1, 1, 1, 2)}
 
 
 def load(host, folder, sizes):
@@ -133,6 +133,8 @@ def test_a_worker_reads_and_holds_half(ranks, model):
     for found in ranks:
         assert found["shard"]["read"] == found["shard"]["held"] == everything / 2
         assert found["shard"]["optimizer"] == 2 * everything / 2
+        # Norms and the biases of the rows stay whole.
+        assert everything / 2 < found["tensor"]["read"] == found["tensor"]["held"] < 0.6 * everything
         assert found["replicate"]["read"] == found["replicate"]["held"] == everything
         assert found["replicate"]["optimizer"] == 2 * everything
 
