@@ -2,9 +2,9 @@
 
 import difflib
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import count
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -25,7 +25,7 @@ from rl_bridge.executors.placement import place
 from rl_bridge.session import current_executor
 
 What = Literal["weights", "optimizer", "kv_cache"]
-_numbers = count(1)
+_numbers = itertools.count(1)
 
 
 class Engine:
@@ -88,6 +88,7 @@ class Engine:
             raise ValueError("this engine is built already")
         layout = Mesh() if mesh is None else mesh
         held = self._executor.held
+        self.name = _unused(self.name, {name for names in held.values() for name in names})
         slots = place(
             self._executor.slots,
             layout.size,
@@ -231,6 +232,12 @@ class Engine:
             hint = f"; there is {', '.join(near)}" if near else ""
             raise AttributeError(f"the worker of {self.name} has no method {method!r}{hint}")
         return self._methods[method]
+
+
+def _unused(name: str, used: set[str]) -> str:
+    """``name``, or the first of ``name-2``, ``name-3``, … that no engine of the executor has."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(candidate for candidate in names if candidate not in used)
 
 
 def _parameters(factory: Callable[..., Any]) -> bool:

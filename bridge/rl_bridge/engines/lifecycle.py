@@ -12,6 +12,7 @@ from rl_bridge.engines.results import Join, declared
 from rl_bridge.engines.worker import Worker
 from rl_bridge.executors.host import Host
 from rl_bridge.parallel import moving
+from rl_bridge.parallel.parts import parallelize_parts
 
 Description = dict[str, Join | None]
 """Public methods of a worker's object, and how each declares its results."""
@@ -56,9 +57,7 @@ def torch_worker(
     if own:
         module.device = device
     if mesh is not None:
-        from rl_bridge.parallel.plan import parallelize
-
-        module.parallelize(mesh) if own else parallelize(module, mesh)
+        module.parallelize(mesh) if own else parallelize_parts(module, mesh)
     if own:
         module.load_weights()
     if next(on_meta(module), None) is not None:

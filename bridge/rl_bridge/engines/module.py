@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_bridge.parallel.moving import move_weights
+from rl_bridge.parallel.parts import parallelize_parts
 from rl_bridge.weights.manifest import Manifest
 from rl_bridge.weights.receiver import ModuleReceiver
 from rl_bridge.weights.source import ModuleSource, WeightSource, source_of
@@ -38,10 +39,8 @@ class ParallelModule(torch.nn.Module):
         return self
 
     def parallelize(self, mesh: DeviceMesh) -> None:
-        """Cut the parameters over ``mesh``; one worker has nothing to cut. By default FSDP2 of the whole module."""
-        from rl_bridge.parallel.plan import parallelize
-
-        parallelize(self, mesh)
+        """Cut the parameters over ``mesh``; one worker has nothing to cut. By default FSDP2 of every sub-module."""
+        parallelize_parts(self, mesh)
 
     def load_weights(self) -> None:
         """Give parameters and buffers their values. What is on the meta device after it gets the factory's values."""

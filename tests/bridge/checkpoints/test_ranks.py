@@ -95,10 +95,7 @@ def assert_losses_of_one_worker(layouts, without=None):
 
 
 def test_the_same_mesh_goes_on_bit_for_bit(layouts):
-    assert_goes_on_bit_for_bit(layouts / "again")
-
-
-def assert_goes_on_bit_for_bit(folder):
+    folder = layouts / "again"
     assert_same_state(folder / "step-00000004", folder / "step-00000002", "policy")
     losses = [read_driver(folder / f"step-0000000{step}")["state"]["losses"] for step in (2, 4)]
     assert losses[0] == losses[1] and len(set(losses[0])) == 3
@@ -108,10 +105,7 @@ def assert_goes_on_bit_for_bit(folder):
 
 
 def test_an_error_of_one_rank_ends_the_checkpoint_of_all_by_name(layouts):
-    assert_errors_named(layouts / "failures")
-
-
-def assert_errors_named(folder):
+    folder = layouts / "failures"
     full, opinion, none = json.loads((folder / "messages.json").read_text())
     assert full == (
         "CheckpointError: the checkpoint step-00000001 was not written: writer 1: OSError: [Errno 28] No space left on "

@@ -105,8 +105,8 @@ def test_what_is_no_torch_module_has_an_engine_of_its_own():
 
 
 def test_a_method_that_the_worker_does_not_have():
-    engine = TrainEngine(Doubler, name="policy").build()
-    with pytest.raises(AttributeError, match="the worker of policy has no method 'doubel'; there is double"):
+    engine = TrainEngine(Doubler, name="doubler").build()
+    with pytest.raises(AttributeError, match="the worker of doubler has no method 'doubel'; there is double"):
         engine.doubel(2)
     with pytest.raises(AttributeError, match="TrainEngine has no attribute '_private'"):
         engine._private  # noqa: B018
@@ -143,6 +143,12 @@ def test_a_build_that_fails_leaves_no_worker_behind():
     assert not any(host.workers for host in many.hosts) and not many.held
     with pytest.raises(ValueError, match="call build"):
         engine.call("anything")
+
+
+def test_engines_of_one_name():
+    many = ManyHosts(1)
+    names = [Engine(Rows, executor=many, name="policy").build().name for _ in range(3)]
+    assert names == ["policy", "policy-2", "policy-3"] == many.held[0]
 
 
 def test_release_makes_room():
@@ -192,46 +198,6 @@ def test_an_engine_of_many_workers_is_called_like_one(layout):
     with pytest.raises(ValueError, match="undeclared ran on 3 workers and does not say how their results join"):
         engine.undeclared(NeedParallel(rows))
     assert torch.equal(engine.twice(NeedParallel(rows[:1])), 2 * rows[:1])
-
-
-class TestPlacement:
-    def test_shared_on_one_slot(self):
-        first = TrainEngine(Doubler).build()
-        assert TrainEngine(Doubler).build(colocate_with=[first]).double(2) == 4
-        with pytest.raises(
-            ValueError, match=r"1 slots are needed .*not_colocate_with slots .* and 0 fit; there are slot 0"
-        ):
-            TrainEngine(Doubler).build(not_colocate_with=[first])
-
-    def test_the_emptiest_slots_come_first(self):
-        many = ManyHosts(3)
-        engines = [Engine(Rows, executor=many, name=f"e{i}").build(mesh=Mesh(shard=n)) for i, n in enumerate([2, 1, 1])]
-        assert [engine.slots for engine in engines] == [[0, 1], [2], [0]]
-
-    def test_together_and_apart(self):
-        many = ManyHosts(4)
-        policy = Engine(Rows, executor=many, name="policy").build(mesh=Mesh(shard=2))
-        together = Engine(Rows, executor=many).build(mesh=Mesh(shard=2), colocate_with=[policy])
-        apart = Engine(Rows, executor=many).build(mesh=Mesh(tensor=2), not_colocate_with=[policy])
-        assert (policy.slots, together.slots, apart.slots) == ([0, 1], [0, 1], [2, 3])
-
-    def test_nodes(self):
-        many = ManyHosts(4, nodes=("a", "b"))
-        assert Engine(Rows, executor=many).build(mesh=Mesh(shard=2), nodes=["b"]).slots == [2, 3]
-
-    @pytest.mark.parametrize(
-        ("wish", "message"),
-        [
-            ({"mesh": Mesh(shard=5)}, r"5 slots are needed \(no further wish\) and 4 fit"),
-            ({"nodes": ["c"]}, r"1 slots are needed \(nodes \['c'\]\) and 0 fit"),
-            ({"resources": {"GPU": 1}}, r"1 slots are needed \(resources \{'GPU': 1\}\) and 0 fit"),
-        ],
-    )
-    def test_a_wish_that_cannot_be_met_names_the_slots(self, wish, message):
-        many = ManyHosts(4, nodes=("a", "b"))
-        Engine(Rows, executor=many, name="held").build()
-        with pytest.raises(ValueError, match=f"{message}; there are slot 0 \\(cpu on a: held\\), slot 1 .*free"):
-            Engine(Rows, executor=many).build(**wish)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

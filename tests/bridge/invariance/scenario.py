@@ -1,0 +1,137 @@
+"""One training step under every arrangement of workers, rows and micro-batches: what it computes, to be compared.
+
+python -m tests.bridge.invariance.scenario local OUTPUT [thorough]
+torchrun --nproc_per_node=2 -m tests.bridge.invariance.scenario torchrun OUTPUT [thorough]
+python -m tests.bridge.invariance.scenario ray OUTPUT [thorough]
+"""
+
+import itertools
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import rl_bridge
+import rl_fn
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
+from rl_bridge.models.tiny import TinySource
+from rl_bridge.trainers.module import OptimizerConfig
+from rl_bridge.trainers.policy import PolicyModule
+from rl_bridge.trainers.scoring import ScoringConfig
+from rl_bridge.trainers.sft import SupervisedModule
+from rl_fn import components
+
+ROWS, COLUMNS, VOCABULARY = 11, 24, 20
+SOURCE = TinySource(vocabulary=VOCABULARY, hidden=16, layers=2, heads=4, key_value_heads=2, seed=3)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup=0, max_grad_norm=0.05)
+LAYOUTS = {
+    "1": Mesh(),
+    "2 shard": Mesh(shard=2),
+    "2 replicate": Mesh(replicate=2),
+    "2 tensor": Mesh(tensor=2),
+    "2 sequence": Mesh(sequence=2),
+}
+OBJECTIVES = {
+    "grpo": rl_fn.recipes.grpo().replace(kl=components.KL("k3", 0.1), entropy=components.EntropyBonus(0.01)),
+    "gspo": rl_fn.recipes.gspo(),
+    "dapo": rl_fn.recipes.dapo(),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    trainer: str
+    layout: str
+    packing: bool
+    micro_batches: int
+
+    def scoring(self):
+        # One micro-batch holds everything; eight hold two rows at most, of the longest.
+        tokens = ROWS * COLUMNS if self.micro_batches == 1 else 2 * COLUMNS
+        return ScoringConfig(temperature=0.7, packing=self.packing, micro_batch_tokens=tokens)
+
+    def factory(self):
+        if self.trainer == "sft":
+            return SupervisedModule(SOURCE, OPTIMIZER, updates=4, scoring=self.scoring())
+        return PolicyModule(SOURCE, OPTIMIZER, OBJECTIVES[self.trainer], updates=4, scoring=self.scoring())
+
+
+def cases(executor, extent):
+    """The grid of an executor; of several workers the fast part has eight micro-batches alone."""
+    layouts = ["1"] if executor == "local" else [name for name in LAYOUTS if name != "1"]
+    trainers = ["sft", *OBJECTIVES] if extent == "thorough" else ["grpo"]
+    micro_batches = (1, 8) if executor == "local" or extent == "thorough" else (8,)
+    return [Case(*values) for values in itertools.product(trainers, layouts, (False, True), micro_batches)]
+
+
+def batch():
+    """Rows of very different lengths, a mask with holes, a row in which nothing counts."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([24, 3, 7, 2, 19, 5, 24, 11, 4, 2, 16])
+    columns = torch.arange(COLUMNS)
+    inside = columns < lengths[:, None]
+    mask = inside & (columns > 0) & (torch.rand(ROWS, COLUMNS, generator=generator) < 0.8)
+    mask[3] = False
+
+    def per_token(scale, shift=0.0):
+        return torch.where(mask, scale * torch.randn(ROWS, COLUMNS, generator=generator) + shift, 0.0)
+
+    return TokenBatch(
+        torch.where(inside, torch.randint(1, VOCABULARY, (ROWS, COLUMNS), generator=generator), 0),
+        mask,
+        lengths,
+        torch.arange(ROWS) // 2,
+        rollout_logprobs=per_token(0.3, -3.0),
+        old_logprobs=per_token(0.3, -3.0),
+        ref_logprobs=per_token(0.3, -3.0),
+        advantages=per_token(1.0),
+    )
+
+
+def gradients(host, name):
+    """Whole gradients by name, from the first rank."""
+    worker = host.workers[name]
+    found = {}
+    for parameter_name, parameter in worker.module.exported().named_parameters():
+        gradient = parameter.grad
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        found[parameter_name] = whole.clone()
+    return found if worker.rank == 0 else None
+
+
+def plain(metrics):
+    """Metrics as Python numbers; a Ratio as its two."""
+    return {name: [float(x) for x in value] for name, value in metrics.items()}
+
+
+def run(case, data):
+    engine = TrainEngine(case.factory, name=f"{case}").build(mesh=LAYOUTS[case.layout])
+    denominator = float(data.mask.sum())
+    if case.trainer != "sft":
+        denominator = float(OBJECTIVES[case.trainer].denominator(data.mask.numpy()))
+    first = plain(engine.train_step(NeedParallel(data), denominator))
+    result = {"first step": first, "gradients": engine.run(gradients, engine.name)[0]}
+    result["update"] = engine.optimizer_step()
+    result["log-probabilities"] = engine.token_logprobs(NeedParallel(data))
+    result["second step"] = plain(engine.train_step(NeedParallel(data), denominator))
+    engine.release()
+    return result
+
+
+def main(executor, output, extent="fast"):
+    torch.set_num_threads(1)
+    rl_bridge.init(executor, workers=2) if executor == "ray" else rl_bridge.init(executor)
+    data = batch()
+    results = {case: run(case, data) for case in cases(executor, extent)}
+    Path(output).write_bytes(pickle.dumps(results))
+    rl_bridge.current_executor().stop()
+
+
+if __name__ == "__main__":
+    # By its name: what is pickled here is unpickled by whoever compares.
+    from tests.bridge.invariance import scenario
+
+    scenario.main(*sys.argv[1:])

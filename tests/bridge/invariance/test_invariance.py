@@ -1,0 +1,37 @@
+"""Loss, metrics, gradients, update: the same however workers, rows and micro-batches are arranged."""
+
+import pytest
+
+from tests.bridge.invariance import comparison
+from tests.bridge.invariance.scenario import cases
+
+# Float32 sums in another order: the gradients' largest entries are about 0.1, log-probabilities about 3.
+TOLERANCE = 3e-6
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("invariance")
+    return {executor: comparison.results(executor, folder, "fast") for executor in ("local", "torchrun")}
+
+
+FAST = [(executor, case) for executor in ("local", "torchrun") for case in cases(executor, "fast")]
+
+
+@pytest.mark.parametrize(("executor", "case"), FAST, ids=str)
+def test_one_step_is_the_same(found, executor, case):
+    expected = found["local"][comparison.baseline(case)]
+    assert comparison.largest_gradient(expected) > 1e-3
+    parts = comparison.differences(case, found[executor][case], expected)
+    assert all(difference <= TOLERANCE for difference in parts.values()), parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["local", "torchrun", "ray"])
+def test_one_step_of_every_trainer_is_the_same(executor, tmp_path):
+    if executor == "ray":
+        pytest.importorskip("ray")
+    expected = comparison.results("local", tmp_path, "thorough")
+    for case, result in comparison.results(executor, tmp_path, "thorough").items():
+        parts = comparison.differences(case, result, expected[comparison.baseline(case)])
+        assert comparison.all_finite(result) and all(difference <= TOLERANCE for difference in parts.values()), case
