@@ -44,9 +44,10 @@ def terminal_debugger(kind: str | None) -> OnError | None:
 def _post_mortem(slot: int, error: BaseException) -> None:
     terminal = _terminal(slot, f"{type(error).__name__}: {error}")
     if terminal is not None:
-        debugger = pdb.Pdb(stdin=terminal, stdout=terminal)
+        debugger = _RemotePdb(*terminal)
         debugger.reset()
         debugger.interaction(None, error.__traceback__)
+        debugger.hang_up()
 
 
 def _breakpoint(slot: int, *args: object, **kwargs: object) -> None:
@@ -54,10 +55,32 @@ def _breakpoint(slot: int, *args: object, **kwargs: object) -> None:
     terminal = _terminal(slot, f"breakpoint() at {frame.f_code.co_filename}:{frame.f_lineno}")
     if terminal is not None:
         # The last call here: a debugger that steps would stop in the next one.
-        pdb.Pdb(stdin=terminal, stdout=terminal).set_trace(frame)
+        _RemotePdb(*terminal).set_trace(frame)
 
 
-def _terminal(slot: int, why: str) -> IO[str] | None:
+class _RemotePdb(pdb.Pdb):
+    """Hangs up when there is nothing more to stop at."""
+
+    def __init__(self, reader: IO[str], writer: IO[str]) -> None:
+        super().__init__(stdin=reader, stdout=writer)
+        self._files = (reader, writer)
+
+    def set_continue(self) -> None:
+        super().set_continue()
+        if not self.breaks:
+            self.hang_up()
+
+    def set_quit(self) -> None:
+        super().set_quit()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """The client reads the end."""
+        for file in self._files:
+            file.close()
+
+
+def _terminal(slot: int, why: str) -> tuple[IO[str], IO[str]] | None:
     """A connection to somebody who has read the word that this prints; None if nobody comes."""
     word = secrets.token_urlsafe(9)
     with socket.create_server(("127.0.0.1", 0)) as door:
@@ -73,16 +96,18 @@ def _terminal(slot: int, why: str) -> IO[str] | None:
                 print(f"rl_bridge: slot {slot}: nobody came in {PATIENCE:g} s", file=sys.stderr, flush=True)
                 return None
             connection.settimeout(60)
-            file = connection.makefile("rw", encoding="utf-8")
+            # Two files: one for both directions forgets what it has read ahead when it writes.
+            reader, writer = connection.makefile("r", encoding="utf-8"), connection.makefile("w", encoding="utf-8")
             try:
-                known = hmac.compare_digest(file.readline(100).strip().encode(), word.encode())
+                known = hmac.compare_digest(reader.readline(100).strip().encode(), word.encode())
             except (OSError, ValueError):  # too slow, or no text
                 known = False
             connection.settimeout(None)
-            connection.close()  # once the file is closed too
+            connection.close()  # once the files are closed too
             if known:
-                return file
-            file.close()
+                return reader, writer
+            reader.close()
+            writer.close()
 
 
 def _debugpy(slot: int) -> OnError:

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from experiments.benchmarks.jobs import run
 from rl_bridge.executors import DeadlineExceeded, WorkerDied
-from tests.bridge.executors.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS, add, every, outcomes
 
 ray = pytest.importorskip("ray")

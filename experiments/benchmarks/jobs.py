@@ -1,4 +1,4 @@
-"""Starts torchrun jobs for tests and finds the processes that they leave behind."""
+"""Starts jobs, of torchrun or of one driver, and finds the processes that they leave behind."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-MARK = "RL_BRIDGE_TEST_JOB"
-ROOT = Path(__file__).parents[3]
+MARK = "RL_BRIDGE_JOB"
+ROOT = Path(__file__).parents[2]
 
 
 def start(workers: int, *command: str, mark: str, torchrun: bool = True, **environment: str) -> subprocess.Popen:
@@ -41,7 +41,7 @@ def run(workers: int, *command: str, timeout: float = 120, **options) -> tuple[i
     return job.returncode, output, left
 
 
-def orphans(mark: str, patience: float = 10.0) -> list[str]:
+def orphans(mark: str, patience: float = 20.0) -> list[str]:
     """Processes with ``mark`` that have not ended within ``patience`` seconds; they are killed."""
     end = time.monotonic() + patience
     while (found := marked(mark)) and time.monotonic() < end:
