@@ -18,7 +18,7 @@ def drills():
             yield pytest.param("ray", name, marks=WITH_RAY)
 
 
-@pytest.mark.parametrize(("kind", "drill"), drills())
+@pytest.mark.parametrize(("kind", "drill"), list(drills()))
 def test_a_failed_run_ends_with_its_cause_and_leaves_no_process(kind, drill):
     found = job(drill, kind)
     assert found["passed"], found

@@ -8,7 +8,7 @@ from experiments.benchmarks.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_every_scenario_under_torchrun(workers, tmp_path):
     result = tmp_path / "result.json"
     code, output, left = run(workers, "-m", "tests.bridge.executors.torchrun_suite", str(result))
