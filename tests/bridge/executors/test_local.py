@@ -3,7 +3,8 @@
 import pytest
 
 from rl_bridge.executors import LocalExecutor
-from tests.bridge.executors.scenarios import IN_OTHER_PROCESSES, SCENARIOS, add, fail
+from tests.bridge.executors.call_scenarios import add, fail
+from tests.bridge.executors.scenarios import IN_OTHER_PROCESSES, SCENARIOS
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in IN_OTHER_PROCESSES])

@@ -8,7 +8,8 @@ import pytest
 
 from experiments.benchmarks.jobs import run
 from rl_bridge.executors import DeadlineExceeded, WorkerDied
-from tests.bridge.executors.scenarios import SCENARIOS, add, every, outcomes
+from tests.bridge.executors.call_scenarios import add
+from tests.bridge.executors.scenarios import SCENARIOS, every, outcomes
 
 ray = pytest.importorskip("ray")
 from rl_bridge.executors.ray import RayExecutor  # noqa: E402
