@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from experiments.benchmarks.jobs import run
 from rl_bridge.executors import DeadlineExceeded, WorkerDied
 from tests.bridge.executors.call_scenarios import add
+from tests.bridge.executors.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS, every, outcomes
 
 ray = pytest.importorskip("ray")

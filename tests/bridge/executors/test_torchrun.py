@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments.benchmarks.jobs import run
+from tests.bridge.executors.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from experiments.benchmarks.jobs import run
+from tests.bridge.executors.jobs import run
 from tests.bridge.weights import grid
 from tests.bridge.weights.faults import killed_half_way
 from tests.bridge.weights.faults import run as faults_of_ranks
