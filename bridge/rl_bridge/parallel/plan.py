@@ -35,8 +35,8 @@ def parallelize(
         cut_matrices(model, model_mesh(mesh)["tensor"])
     if config.gradient_checkpointing:
         checkpoint_layers(model)
-    alone = not config.cpu_offload and all(parameter.dtype == config.param_dtype for parameter in model.parameters())
-    if mesh is None and alone:
+    same_dtype = all(parameter.dtype == config.param_dtype for parameter in model.parameters())
+    if mesh is None and same_dtype and not config.cpu_offload:
         return
     shard_model(model, one_rank_mesh(device_type) if mesh is None else model_mesh(mesh), config)
     if isinstance(model, PreTrainedModel):

@@ -38,13 +38,12 @@ def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
     for trunk in found:
         _check_sizes(trunk, mesh.size())
     heads = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
-    weights = [(m, m.get_output_embeddings(), m.get_input_embeddings()) for m in heads]
-    tied = [m for m, head, embedding in weights if getattr(head, "weight", None) is embedding.weight]
+    tied = [_is_tied(holder) for holder in heads]
     for trunk in found:
         _cut_layers(trunk, mesh)
         _cut_embedding(trunk, mesh)
-    for holder in heads:
-        _cut_head(holder, mesh, tied=holder in tied)
+    for holder, was_tied in zip(heads, tied, strict=True):
+        _cut_head(holder, mesh, tied=was_tied)
 
 
 def _check_sizes(trunk: PreTrainedModel, ranks: int) -> None:
@@ -86,6 +85,10 @@ def _cut_embedding(trunk: PreTrainedModel, mesh: DeviceMesh) -> None:
     if embedding.weight.shape[0] % mesh.size() == 0:
         _cut(embedding, mesh, {"weight": 0})
         _run(embedding, partial(_embed, group=mesh.get_group()))
+
+
+def _is_tied(model: Any) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def _cut_head(model: PreTrainedModel, mesh: DeviceMesh, *, tied: bool) -> None:
