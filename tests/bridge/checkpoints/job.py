@@ -4,6 +4,8 @@ import json
 import os
 import random
 import signal
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +86,10 @@ class Config:
 
 
 def train(folder, resume, where, rank, step):
-    """Seven steps with a checkpoint every two. Rank ``rank`` kills itself: in step ``step``, or in its checkpoint."""
+    """Seven steps with a checkpoint every two. Rank ``rank`` kills itself: in step ``step``, or in its checkpoint.
+
+    ``where`` is "nowhere" if none is to die, "slowly" if there has to be time for a signal.
+    """
     executor = init()
     executor.call(seed, {slot.index: () for slot in executor.slots}, what="seed")
     policy = TrainEngine(Learner).build(mesh=Mesh(shard=len(executor.slots)))
@@ -93,7 +98,9 @@ def train(folder, resume, where, rank, step):
     state = {"policy": policy, "reference": reference, "stream": rows}
     with Run(Path(folder), Config(), resume=resume == "resume", checkpoint_every=2) as run:
         for number in run.steps("train", Config().steps, state=state):
-            if where != "nowhere" and number == int(step):
+            if where == "slowly":
+                time.sleep(0.3)
+            elif where != "nowhere" and number == int(step):
                 run._checkpointer.wait()  # the kill is to hit this step's checkpoint, not the one before
                 executor.call(arm, {int(rank): (where, policy.name)}, what="arm")
             loss = policy.update(NeedParallel(ids_of(rows.take(ROWS))), noise=True)
@@ -171,6 +178,14 @@ def again(executor, folder):
         engine.release()
 
 
+def under_ray(folder):
+    executor = init("ray", slots=[{"CPU": 1}, {"CPU": 1}])
+    executor.call(seed, {slot.index: () for slot in executor.slots}, what="seed")
+    again(executor, Path(folder) / "again")
+    failures(executor, Path(folder) / "failures")
+    executor.stop()
+
+
 def failures(executor, folder):
     """An error of one rank ends the checkpoint of all, by name, and the next one is written."""
     engine = TrainEngine(Learner).build(mesh=Mesh(shard=2))
@@ -214,3 +229,7 @@ def restore(host, name):
     writing.save_file = SAVE_FILE
     host.workers[name].module.updates = 0
     vars(host.workers[name].module).pop("checkpoint_state", None)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -95,7 +95,10 @@ def assert_losses_of_one_worker(layouts, without=None):
 
 
 def test_the_same_mesh_goes_on_bit_for_bit(layouts):
-    folder = layouts / "again"
+    assert_goes_on_bit_for_bit(layouts / "again")
+
+
+def assert_goes_on_bit_for_bit(folder):
     assert_same_state(folder / "step-00000004", folder / "step-00000002", "policy")
     losses = [read_driver(folder / f"step-0000000{step}")["state"]["losses"] for step in (2, 4)]
     assert losses[0] == losses[1] and len(set(losses[0])) == 3
@@ -105,7 +108,10 @@ def test_the_same_mesh_goes_on_bit_for_bit(layouts):
 
 
 def test_an_error_of_one_rank_ends_the_checkpoint_of_all_by_name(layouts):
-    folder = layouts / "failures"
+    assert_errors_named(layouts / "failures")
+
+
+def assert_errors_named(folder):
     full, opinion, none = json.loads((folder / "messages.json").read_text())
     assert full == (
         "CheckpointError: the checkpoint step-00000001 was not written: writer 1: OSError: [Errno 28] No space left on "
