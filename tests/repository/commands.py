@@ -123,6 +123,19 @@ COMMANDS = [
         f".venv/bin/python experiments/quickstart.py --name again --seed 1 {TINY}",
         "four minutes a seed",
     ),
+    *(
+        Command(text, f"{text} --threads 1 --name {name} {TINY}", "minutes")
+        for name, text in {
+            "shards": ".venv/bin/torchrun --nproc_per_node=2 experiments/quickstart.py",
+            "tensors": ".venv/bin/torchrun --nproc_per_node=4 experiments/quickstart.py --mesh.tensor 2",
+        }.items()
+    ),
+    Command(
+        ".venv/bin/python experiments/quickstart.py --executor ray --workers 2 --mesh.sequence 2",
+        "pip install --quiet --constraint constraints.txt ray && .venv/bin/python experiments/quickstart.py "
+        f"--executor ray --workers 2 --mesh.sequence 2 --threads 1 --name ray {TINY}",
+        "minutes, and Ray is an extra",
+    ),
     Command("python kernels/benchmarks/limits.py --tflops 790 --gbs 4300"),
     Command(
         "python kernels/benchmarks/linear_logprobs.py",

@@ -78,6 +78,7 @@ def test_other_meshes_do_too(tmp_path, words, run_to_end, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.ray
 def test_ray_does_too(tmp_path, words, run_to_end):
     one = run_to_end(["train", "grpo", *words("one")])
     in_a_process(words("two", "--executor", "ray", "--workers", "2"))
