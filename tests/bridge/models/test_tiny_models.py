@@ -140,9 +140,9 @@ def test_a_folder_without_a_model(tmp_path):
 
 def test_a_new_model_knows_every_character_of_the_rows():
     rows = [{"prompt": "ab", "answer": 12}, {"prompt": "c", "answer": "é"}]
-    model, tokenizer = new_for_rows(rows, seed=0)
+    source, tokenizer = new_for_rows(rows, seed=0)
     assert tokenizer.decode(tokenizer("12abcé").input_ids) == "12abcé"
-    assert model.config.vocab_size == len(tokenizer) == 8
+    assert source.whole().config.vocab_size == len(tokenizer) == 8
 
 
 def test_a_new_model_has_no_chat_template():
