@@ -1,9 +1,7 @@
 """``InferenceEngine``: prompts in; token ids, and the log-probabilities they were sampled with, out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
-
-from torch import Tensor
 
 from rl_bridge.data.requests import Prompt, SamplingParams, requests_of
 from rl_bridge.data.trajectory import Trajectory
@@ -20,10 +18,6 @@ class InferenceEngine(Engine):
         """``sampling.n`` trajectories a prompt, prompt by prompt. Token ids are never decoded and encoded again."""
         groups = self.call("generate", NeedParallel(requests_of(prompts, sampling.seed)), sampling)
         return [trajectory for group in groups for trajectory in group]
-
-    def update_weights(self, named_weights: Iterable[tuple[str, Tensor, int]], version: int) -> None:
-        """Take over new weights: an unknown, missing or damaged tensor, or an older version, is an error."""
-        self.call("update_weights", named_weights, version)
 
     @property
     def weights_version(self) -> int:

@@ -12,7 +12,7 @@ from rl_bridge.engines.results import returns
 from rl_bridge.models.encoding import encode_prompt, messages_of
 from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
-from rl_bridge.weights import ModuleReceiver, NamedWeights, receive_weights
+from rl_bridge.weights import ModuleReceiver
 
 
 class InProcessRollout:
@@ -51,16 +51,6 @@ class InProcessRollout:
                     self._trajectory(requests[i], sample, encoded[i], said, *next(rows), version) for sample in range(n)
                 ]
         return [made[i] for i in range(len(requests))]
-
-    def update_weights(self, weights: NamedWeights, version: int) -> None:
-        """Take over weights. If it fails, this worker refuses to generate until an update succeeds."""
-        receiver = self.weight_receiver()
-        if receiver.version is not None and version < receiver.version:
-            raise ValueError(f"stale weights: version {version} came after version {receiver.version}")
-        receiver.version = None
-        self._weights.make_room()
-        receive_weights(self._model, weights)
-        receiver.version = version
 
     def weight_receiver(self) -> ModuleReceiver:
         """What a sync to here fills."""

@@ -7,7 +7,6 @@ from rl_bridge.weights.receiver import Arrival, ModuleReceiver, ReceivesWeights,
 from rl_bridge.weights.source import ModuleSource, SendsWeights, WeightSource, source_of
 from rl_bridge.weights.sync import EngineRef, SyncReport, sync_weights
 from rl_bridge.weights.through import Cast
-from rl_bridge.weights.transfer import NamedWeights, named_weights, receive_weights
 from rl_bridge.weights.transports import choose_transport
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "EngineRef",
     "ModuleReceiver",
     "ModuleSource",
-    "NamedWeights",
     "ReceivesWeights",
     "SendsWeights",
     "SyncReport",
@@ -25,8 +23,6 @@ __all__ = [
     "WeightSyncError",
     "checksum",
     "choose_transport",
-    "named_weights",
-    "receive_weights",
     "receiver_of",
     "replace_parameters",
     "source_of",
