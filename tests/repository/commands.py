@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-STARTS = re.compile(r"^(make |python |pip install|bash |rl-fn |apt |for |\S*bin/)")
+STARTS = re.compile(r"^(make |python |pip install|bash |rl-fn |torchrun |apt |for |\S*bin/)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -50,6 +50,7 @@ TINY = "--sft.steps 2 --sft.rows-per-step 8 --grpo.steps 2 --grpo.prompts-per-st
 GYM = "--held-out 4 --grpo.steps 1 --grpo.prompts-per-step 2 --grpo.sampling.n 2 --grpo.evaluate-every 1"
 JAX = "--warm-start-steps 2 --steps 2 --prompts 4 --groups 2 --held-out 8 --evaluate-every 1 --checkpoint-every 1"
 PIP = "$SCRATCH/pip/bin/pip install --quiet --constraint constraints.txt"
+PINNED_HERE = ".venv/bin/pip install --quiet --constraint constraints.txt --editable"
 PINNED = "without the pins pip takes CUDA's build of torch, gigabytes"
 
 COMMANDS = [
@@ -71,6 +72,17 @@ COMMANDS = [
         ".venv/bin/rl-fn train grpo --name quickstart --resume",
         f".venv/bin/rl-fn train grpo --name quickstart --resume {TINY}",
         "goes on with the short run",
+    ),
+    Command("python experiments/quickstart.py", f"python experiments/quickstart.py --name one {TINY}", "minutes"),
+    Command(
+        "torchrun --nproc_per_node=2 experiments/quickstart.py",
+        f"torchrun --standalone --nproc_per_node=2 experiments/quickstart.py --name two {TINY}",
+        "minutes",
+    ),
+    Command(
+        "python experiments/quickstart.py --executor ray --workers 2",
+        f'{PINNED_HERE} ".[ray]" && python experiments/quickstart.py --executor ray --workers 2 --name three {TINY}',
+        "minutes; Ray is an extra",
     ),
     Command(".venv/bin/rl-fn train grpo --help"),
     Command(
