@@ -143,6 +143,7 @@ class RayExecutor(RemoteExecutor):
             self._end_actors()
             if self._group is not None:
                 remove_placement_group(self._group)
+                self._group = None
             if self._own_cluster:
                 ray.shutdown()
 
