@@ -243,7 +243,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group, ctx.tokens = group, len(values)
         gathered = values.new_empty((group.size() * len(values), *values.shape[1:]))
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
+        dist.all_gather(list(gathered.chunk(group.size())), values.contiguous(), group=group)
         return gathered
 
     @staticmethod

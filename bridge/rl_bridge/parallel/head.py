@@ -135,7 +135,9 @@ def of_targets(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     options = options | {"softcap": own if options["softcap"] is None else options["softcap"]}
-    return linear_logprobs(hidden, weight, targets, bias=bias, logit_scale=scale, start=start, group=group, **options)
+    found = linear_logprobs(hidden, weight, targets, bias=bias, logit_scale=scale, start=start, group=group, **options)
+    # FSDP2 hangs its hook on what leaves here, and warns of views: a change in place would go round it.
+    return TokenLogprobs(*(value.clone() for value in found))
 
 
 def gather_head_for_logprobs(model: PreTrainedModel) -> None:
