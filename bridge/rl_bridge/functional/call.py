@@ -122,9 +122,9 @@ class _Lowering:
             else:
                 _bound(self._families)
                 self._families.setdefault(family, []).append(program)
-                if program.allows(found):  # asked for torch.compile, which learns the conditions so
+                if program.allows(found):  # true here; under torch.compile the question makes the conditions its guards
                     return program
-        shapes = [tuple(int(size) for size in x.shape) for x in tensors]  # a number ties what torch.compile makes to it
+        shapes = [tuple(int(size) for size in x.shape) for x in tensors]  # under torch.compile a guard on each size
         return self._trace(leaves, tree, tensors, arguments, shapes, ())
 
     def _trace_symbolic(

@@ -1,6 +1,6 @@
 """Symbolic sizes for a trace: what the trace asks about a size is decided by the sizes at hand, and written down.
 
-JAX refuses to compare two symbols that could be ordered either way, and takes two that could be equal for different.
+JAX refuses to compare two symbols that could be ordered either way, and treats two that could be equal as different.
 Here such a question is answered as the sizes at hand answer it, and the verdict becomes a condition of the program:
 the program is used for other sizes only if every verdict is the same for them.
 """
@@ -28,7 +28,7 @@ class SizeNeeded(jax.errors.InconclusiveDimensionOperation, TypeError):
 
 
 def pattern(shapes: Sequence[Sequence[Size]]) -> tuple[tuple[tuple[int, ...], ...], tuple[Size, ...]]:
-    """Which sizes are equal, and what they are: negative numbers stand for them; 0 and 1, which broadcast, stay."""
+    """The shapes with a negative number for every distinct size, and these sizes; 0 and 1, which broadcast, stay."""
     sizes: list[Size] = []
     result = []
     for shape in shapes:
