@@ -251,6 +251,12 @@ def test_gates_shut_tokens_and_leave_the_count():
     assert OffPolicyGate(0.05)(BATCH._replace(rollout_logprobs=None)).shape == MASK.shape
 
 
+def test_the_highest_entropies_alone_depend_on_the_batch():
+    row_by_row = (OffPolicyGate(0.1), SequenceSapo((), "token"), RatioClip(0.2, 0.2), TokenLoss(sapo, ()))
+    assert not any(part.over_batch for part in row_by_row)
+    assert EntropyGate(0.5).over_batch and Gated(Reinforce(), (EntropyGate(0.5),)).over_batch
+
+
 def test_the_highest_entropies():
     cut = np.quantile(H[MASK].astype(np.float32), 0.75)
     high = MASK & (cut <= H)
