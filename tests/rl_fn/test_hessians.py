@@ -54,7 +54,7 @@ def _smooth_there(key, how):
 @pytest.mark.parametrize(("key", "how"), [(key, how) for key in CASES for how in TIES if _smooth_there(key, how)])
 def test_the_curvature_where_arguments_are_equal(key, how):
     with jax.enable_x64(True):
-        arrays = widened(_tied(key, how))
+        arrays = widened(_tied(key, how) or [])
         rng = np.random.default_rng(0)
         direction = [rng.normal(size=arrays[i].shape) for i in CASES[key].differentiable]
         program = wide_program(key)
