@@ -118,6 +118,14 @@ COMMANDS = [
         "--output $SCRATCH/ppo",
         "minutes",
     ),
+    Command(
+        "make benchmark-engines",
+        "python experiments/benchmarks/ring_attention.py --tokens 64 --documents 1 --repeats 1 --scale 0.02 "
+        "--output $SCRATCH/ring && python experiments/benchmarks/weight_sync.py --layers 1 --repeats 1 "
+        "--output $SCRATCH/sync && python experiments/benchmarks/executor_overhead.py --kind local --repeats 10 "
+        "--result $SCRATCH/overhead.json",
+        "minutes, and Ray",
+    ),
     Command("python experiments/controllers.py"),
     Command("python experiments/estimators.py"),
     Command(

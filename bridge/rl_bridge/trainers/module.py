@@ -78,6 +78,7 @@ class CausalLMModule(TokenScorer):
         """Clip, update, advance the schedule. A gradient that is not finite stops the run before it spoils a weight."""
         norm = clip_grad_norm(self.model.parameters(), self.optimizer_config.max_grad_norm, self._mesh)
         version = self.weights_version()
+        self._require_optimizer()
         if not bool(torch.isfinite(norm)):
             raise FloatingPointError(f"the gradient norm is {float(norm)} at update {version + 1}")
         rate = self.optimizer.param_groups[0]["lr"]
@@ -89,6 +90,7 @@ class CausalLMModule(TokenScorer):
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next update depends on."""
+        self._require_optimizer()
         return {
             **super().checkpoint_state(),
             "optimizer": optimizer_state(self.model, self.optimizer),
@@ -102,14 +104,33 @@ class CausalLMModule(TokenScorer):
         self.scheduler.load_state_dict(state["scheduler"])
 
     def move(self, what: str, device: torch.device) -> None:
-        """Move the weights or the optimiser's state. Freed (``meta``) training weights come back by a checkpoint."""
+        """Move the weights or the optimiser's state. What was freed (``meta``) comes back by a checkpoint."""
         super().move(what, device)
         if what == "optimizer":
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    # AdamW keeps its step counts on the host.
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        state[key] = value.to(device)
+            if device.type != "meta":
+                self._require_optimizer()
+            self._move_optimizer(device)
+
+    def make_room(self) -> None:
+        """Bring freed weights and a freed optimiser's state back, without values, for a checkpoint to fill."""
+        super().make_room()
+        if self._optimizer_is_freed():
+            self._move_optimizer(self.weights_device())
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                # AdamW keeps its step counts on the host.
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+
+    def _optimizer_is_freed(self) -> bool:
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        return any(isinstance(value, torch.Tensor) and value.is_meta for value in states)
+
+    def _require_optimizer(self) -> None:
+        if self._optimizer_is_freed():
+            raise ValueError("the optimiser's state was freed: load a checkpoint first")
 
     def on_parameters_replaced(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
         """Point the optimiser at the parameters that took the place of others: old → new."""
