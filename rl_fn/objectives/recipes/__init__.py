@@ -1,4 +1,7 @@
-"""Published algorithms as Objectives with their papers' constants; `objective.replace(...)` sets the rest."""
+"""Published algorithms as Objectives with their papers' constants; one that a component refuses is a ValueError.
+
+`objective.replace(...)` sets the rest.
+"""
 
 from rl_fn.objectives.recipes.critic import decoupled_ppo, ppo, reinforce_pp, reinforce_pp_baseline, vapo
 from rl_fn.objectives.recipes.group_relative import dapo, dr_grpo, gdpo, gigpo, grpo, grpo_passk, passk

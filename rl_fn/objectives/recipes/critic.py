@@ -34,12 +34,6 @@ def ppo(
         clip_low: ε_low.
         clip_high: ε_high.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Schulman et al., arXiv 1707.06347, equations 7 and 11 (λ = 0.95, ε = 0.2 in its experiments).
 
@@ -81,12 +75,6 @@ def vapo(
         clip_high: ε_high.
         positive_coef: μ; 0 needs no batch.correct.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Yue et al. (VAPO), arXiv 2504.05118, equations 5 and 8 to 10, section 5.1 (α, ε, μ).
 
@@ -121,12 +109,6 @@ def decoupled_ppo(
         clip_high: ε_high.
         weight_cap: bound of π_old/μ; none in the paper.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Fu et al. (AReaL), arXiv 2505.24298, equations 4 and 5, appendix B.1 (ε, γ); after Hilton et al.,
         arXiv 2110.00641.
@@ -159,12 +141,6 @@ def reinforce_pp(
         clip_low: ε_low.
         clip_high: ε_high.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Hu et al. (REINFORCE++), arXiv 2501.03262, equations 4 and 5 of its version 9.
 
@@ -188,12 +164,6 @@ def reinforce_pp_baseline(*, eps: Number = 1e-8, clip_low: Number = 0.2, clip_hi
         eps: added to the variance.
         clip_low: ε_low.
         clip_high: ε_high.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Hu et al. (REINFORCE++), arXiv 2501.03262, equations 6 to 8 of its version 9.

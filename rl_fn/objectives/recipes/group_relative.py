@@ -33,12 +33,6 @@ def grpo(
         clip_high: ε_high.
         kl_coef: β of the k3 penalty in the loss; 0 needs no ref_logprobs.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Shao et al. (DeepSeekMath), arXiv 2402.03300, equations 3 and 4, section 4.2 (β = 0.04).
 
@@ -72,12 +66,6 @@ def dr_grpo(
         clip_low: ε_low.
         clip_high: ε_high.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Liu et al., arXiv 2503.20783, section 3.2, appendix G (ε = 0.2, no KL).
 
@@ -102,12 +90,6 @@ def dapo(*, eps: Number = 1e-6, clip_low: Number = 0.2, clip_high: Number = 0.28
         eps: added to the standard deviation.
         clip_low: ε_low.
         clip_high: ε_high.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Yu et al., arXiv 2503.14476, equation 8, section 4.1 (clips).
@@ -139,12 +121,6 @@ def gdpo(
         eps: added to the standard deviation.
         clip_low: ε_low.
         clip_high: ε_high.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Liu et al. (GDPO), arXiv 2601.05242, equations 3 to 7.
@@ -186,12 +162,6 @@ def gigpo(
         clip_low: ε_low.
         clip_high: ε_high.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Feng et al. (GiGPO), arXiv 2505.10978, equations 3 and 5 to 9, appendix E.1 (γ, ω).
 
@@ -221,11 +191,8 @@ def passk(*, k: int = 4, clip_low: Number = 0.2, clip_high: Number = 0.28) -> Ob
         clip_low: ε_low.
         clip_high: ε_high.
 
-    Returns:
-        Objective.
-
     Raises:
-        ValueError: for constants that a component refuses; advantages() for a group of fewer than k.
+        ValueError: by advantages() for a group of fewer than k.
 
     Reference:
         Chen et al. (Pass@k Training), arXiv 2508.10751, section 2.1 and equations 11 to 15.
@@ -249,12 +216,6 @@ def grpo_passk(
         eps: added to the standard deviation.
         clip_low: ε_low.
         clip_high: ε_high.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Tang et al., arXiv 2503.19595, for the lead of the best completion; the std, the clip and the mean are verl's.

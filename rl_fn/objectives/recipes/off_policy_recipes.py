@@ -28,12 +28,6 @@ def dro(*, beta: Number = 1.0, level: str = "sequence_sum") -> Objective:
         beta: β > 0, the paper's τ.
         level: of the square: "sequence_sum" as in the paper, or "token" as in trainers.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Richemond et al. (DRO), arXiv 2405.19107, equation 8, section 4.1 (τ = 1).
 
@@ -54,12 +48,6 @@ def kimi(*, tau: Number = 0.1, level: str = "sequence_sum") -> Objective:
     Args:
         tau: τ > 0.
         level: of the square: "sequence_sum" as in the paper, or "token" as in trainers.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Kimi Team (Kimi k1.5), arXiv 2501.12599, equation 3.
@@ -85,12 +73,6 @@ def topr(*, baseline: Number = 0.0, level: str = "sequence_sum", behaviour: str 
         level: of the ratio: "sequence_sum" as in the paper, "token" or "sequence".
         behaviour: policy under the ratio: "rollout" (μ, rollout_logprobs) or "old" (π_old).
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Le Roux et al. (TOPR), arXiv 2503.14286, equation 8, section 4.2 (rewards of ±1, no baseline).
 
@@ -114,12 +96,6 @@ def m2po(*, eps: Number = 1e-6, threshold: Number = 0.04) -> Objective:
         eps: added to the standard deviation.
         threshold: τ > 0, nats².
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Zheng et al. (M2PO), arXiv 2510.01161, equation 5 and algorithm 1, section 5.2 (τ = 0.04).
 
@@ -141,12 +117,6 @@ def on_policy_distillation(*, clip: Number | None = None) -> Objective:
 
     Args:
         clip: bound of A; none by default.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Lu & Thinking Machines Lab, "On-Policy Distillation" (2025).

@@ -22,12 +22,6 @@ def reinforce(*, baseline: Number = 0.0) -> Objective:
     Args:
         baseline: b, a constant.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Williams, Simple Statistical Gradient-Following Algorithms (1992).
 
@@ -49,11 +43,8 @@ def rloo() -> Objective:
     The paper has a KL penalty in the reward, reward_kl=KL("k1", β); its β (0.03 or 0.1, by the data) is not a
     default.
 
-    Returns:
-        Objective.
-
     Raises:
-        ValueError: for constants that a component refuses; advantages() for a group of one, which has no others.
+        ValueError: by advantages() for a group of one, which has no others.
 
     Reference:
         Ahmadian et al., arXiv 2402.14740 (RLOO).
@@ -72,18 +63,11 @@ def remax() -> Objective:
 
     Advantages come from advantages(Rollouts(rewards, mask, greedy_rewards=...)).
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Li et al. (ReMax), arXiv 2310.10505.
 
     >>> print(remax().advantage.explain())
     r − r(greedy)
-
     """
     return Objective("remax", ReMaxAdvantage(), Reinforce(), Aggregation("seq-mean-token-sum"))
 
@@ -95,18 +79,11 @@ def opo() -> Objective:
 
     Exact only on policy: there is no ratio, and no KL or entropy term in the paper.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Hao et al. (OPO), arXiv 2505.23585.
 
     >>> print(opo().advantage.explain())
     r − Σ l r / Σ l, l = tokens of the completion
-
     """
     return Objective("opo", OPOAdvantage(), Reinforce(), Aggregation("seq-mean-token-sum"))
 
@@ -119,18 +96,11 @@ def maxrl() -> Objective:
     Rewards must not be negative (0 or 1 in the paper). The sum over an completion's tokens makes it the gradient of log
     p(completion).
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Tajwar et al. (MaxRL), arXiv 2602.02710, equation 10 and algorithm 1.
 
     >>> print(maxrl().advantage.explain())
     (r − mean)/mean, 0 where the mean is 0
-
     """
     return Objective("maxrl", MaxRLAdvantage(), Reinforce(), Aggregation("seq-mean-token-sum"))
 
@@ -143,12 +113,6 @@ def gpg(*, norm: Number = 1.0, alpha: str = "informative") -> Objective:
     Args:
         norm: F > 0.
         alpha: "informative", "nonzero" (verl) or "none", see gpg_advantages.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Chu et al. (GPG), arXiv 2504.02546, equations 5 to 8 (F = 1 in its final form).

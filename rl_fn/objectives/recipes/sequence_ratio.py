@@ -15,12 +15,6 @@ def gspo(*, eps: Number = 1e-6, clip_low: Number = 3e-4, clip_high: Number = 4e-
         clip_low: ε_low.
         clip_high: ε_high.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Zheng et al. (GSPO), arXiv 2507.18071, equations 5 and 7, section 5.1 (clips).
 
@@ -41,12 +35,6 @@ def gspo_token(*, eps: Number = 1e-6, clip_low: Number = 3e-4, clip_high: Number
         eps: added to the standard deviation.
         clip_low: ε_low.
         clip_high: ε_high.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Zheng et al. (GSPO), arXiv 2507.18071, equations 13 and 14, section 5.1 (clips, GSPO's).
@@ -73,12 +61,6 @@ def luspo(*, eps: Number = 1e-6, clip_low: Number = 2e-3, clip_high: Number = 2.
         clip_low: ε_low.
         clip_high: ε_high.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Liu et al. (LUSPO), arXiv 2602.05261, equation 7, section 5.1 (clips).
 
@@ -100,12 +82,6 @@ def gmpo(*, eps: Number = 1e-6, clip_low: Number = 0.4, clip_high: Number = 0.4)
         eps: added to the standard deviation.
         clip_low: ε_low, nats.
         clip_high: ε_high, nats.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Zhao et al. (GMPO), arXiv 2507.20673, equation 4, section 3 (clips).
@@ -140,12 +116,6 @@ def vespo(
         k_neg: k where A < 0.
         lambda_neg: λ where A < 0.
         behaviour: policy under the ratio: "rollout" (μ, rollout_logprobs) or "old" (π_old).
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Shen et al. (VESPO), arXiv 2602.10693, equation 20 of its version 3, section 4.1 (k, λ).

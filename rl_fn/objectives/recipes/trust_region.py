@@ -17,12 +17,6 @@ def cispo(*, eps: Number = 1e-6, clip_high: Number = 4.0, clip_low: Number | Non
         clip_high: ε_high, the cap less 1.
         clip_low: ε_low; no lower bound in the paper.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         MiniMax (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
 
@@ -42,12 +36,6 @@ def sapo(*, eps: Number = 1e-6, tau_pos: Number = 1.0, tau_neg: Number = 1.05) -
         eps: added to the standard deviation.
         tau_pos: τ_pos > 0.
         tau_neg: τ_neg > 0; larger fades faster.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Gao et al. (SAPO), arXiv 2511.20347, equations 5 and 6 (τ = 1 and 1.05 in its experiments).
@@ -74,12 +62,6 @@ def dppo(
         divergence: "tv" or "kl".
         ratio_cap: the ratio is held at this value; none by default.
         behaviour: policy under the ratio: "rollout" (μ, rollout_logprobs) or "old" (π_old).
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Qi et al. (DPPO), arXiv 2602.04879, equation 12 of its version 3, appendix C (δ).
@@ -121,12 +103,6 @@ def clip_cov(
         clip_low: ε_low.
         clip_high: ε_high.
 
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
-
     Reference:
         Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617, equations 10 to 12, section 4.3 (fraction, bounds).
 
@@ -153,12 +129,6 @@ def kl_cov(*, eps: Number = 1e-6, fraction: Number = 2e-4, coef: Number = 1.0) -
         eps: added to the standard deviation.
         fraction: of the counted tokens.
         coef: β.
-
-    Returns:
-        Objective.
-
-    Raises:
-        ValueError: for constants that a component refuses.
 
     Reference:
         Cui et al. (The Entropy Mechanism of RL), arXiv 2505.22617, equations 10, 13 and 14, section 4.3 (share for 32B,
