@@ -22,7 +22,7 @@ from rl_fn.objectives.components import (
     EntropyBonus,
     ValueLoss,
 )
-from rl_fn.objectives.components.component import describe, per_token, shown
+from rl_fn.objectives.components.component import per_token, shown
 
 
 class Selection(NamedTuple):
@@ -270,15 +270,15 @@ class Objective:
         terms = ["w·ℓ" if self.correction is not None else "ℓ"]
         terms += [] if self.kl is None else [f"{shown(self.kl.coef)}·kl"]
         sign = "" if self.entropy is None else f" − {shown(self.entropy.coef)}·H"
-        lines = [f"{self.name}: minimise {describe(self.aggregation)} of {' + '.join(terms)}{sign}"]
+        lines = [f"{self.name}: minimise {self.aggregation.explain()} of {' + '.join(terms)}{sign}"]
         rows = {"ℓ": self.loss, "A": self.advantage, "w": self.correction, "kl": self.kl, "critic": self.value}
-        lines += [f"  {symbol} = {describe(part)}" for symbol, part in rows.items() if part is not None]
+        lines += [f"  {symbol} = {part.explain()}" for symbol, part in rows.items() if part is not None]
         if self.reward_kl is not None:
-            lines.append(f"  r less {shown(self.reward_kl.coef)}·({describe(self.reward_kl)}, of old_logprobs)")
+            lines.append(f"  r less {shown(self.reward_kl.coef)}·({self.reward_kl.explain()}, of old_logprobs)")
         lines.append("  ρ = exp(logprobs − old_logprobs)")
         named = {
             "trained on": self.dynamic_sampling,
             "kl averaged by": self.kl_aggregation,
             "H averaged by": self.entropy_aggregation,
         }
-        return "\n".join([*lines, *(f"  {name} {describe(part)}" for name, part in named.items() if part is not None)])
+        return "\n".join([*lines, *(f"  {name} {part.explain()}" for name, part in named.items() if part is not None)])

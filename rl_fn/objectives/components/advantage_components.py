@@ -11,7 +11,7 @@ from rl_fn._numerics import AT_LEAST_ONE, NOT_NEGATIVE, Array, Number, as_float,
 from rl_fn.advantages import baselines, group, passk, whitened
 from rl_fn.advantages.returns import Advantages
 from rl_fn.objectives.batch import Rollouts, counted, on_every_token, rewards_of
-from rl_fn.objectives.components.component import Component, check_numbers, shown
+from rl_fn.objectives.components.component import Component, check_numbers, constants_of, shown
 
 
 class Advantage(Component):
@@ -55,16 +55,13 @@ class PerCompletion(Advantage):
 
     def __post_init__(self) -> None:
         # The function's own checks of its hyper-parameters, when the component is made and not at the first rollout.
-        jax.eval_shape(lambda r: type(self).function(r, **self.constants()), jnp.zeros((1, 8)))
-
-    def constants(self) -> dict[str, Any]:
-        """Return the keyword arguments of the function."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        if constants := constants_of(self):
+            jax.eval_shape(lambda r: type(self).function(r, **constants), jnp.zeros((1, 8)))
 
     def per_completion(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per completion."""
         of = {"valid": rollouts.valid, "group_ids": rollouts.group_ids}
-        return type(self).function(rewards_of(rollouts), **of, **self.constants())
+        return type(self).function(rewards_of(rollouts), **of, **constants_of(self))
 
     def per_token_advantages(self, rollouts: Rollouts) -> jax.Array:
         """Return the completion's advantage on each of its tokens."""
@@ -182,9 +179,6 @@ class OPOAdvantage(PerCompletion):
 
     equation = "r − Σ l r / Σ l, l = tokens of the completion"
 
-    def __post_init__(self) -> None:
-        """There is no constant."""
-
     def per_completion(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per completion."""
         lengths = jnp.sum(counted(rollouts), axis=-1, dtype=jnp.int32)
@@ -197,9 +191,6 @@ class ReMaxAdvantage(PerCompletion):
 
     required_fields = ("rewards", "greedy_rewards")
     equation = "r − r(greedy)"
-
-    def __post_init__(self) -> None:
-        """There is no constant."""
 
     def per_completion(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per completion."""

@@ -31,9 +31,9 @@ def check_numbers(legal: Range, **values: Number | None) -> None:
     numbers(jnp.dtype(jnp.float32), legal, **{name: value for name, value in values.items() if value is not None})
 
 
-def describe(component: Any) -> str:
-    """Return a component's equation."""
-    return component.explain()
+def constants_of(component: Any) -> dict[str, Any]:
+    """Return a component's fields by name."""
+    return {field.name: getattr(component, field.name) for field in dataclasses.fields(component)}
 
 
 class Component:
@@ -43,8 +43,8 @@ class Component:
 
     def explain(self) -> str:
         """Return the equation with its constants."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
-        return self.equation.format(**{name: shown(value) for name, value in fields.items() if value is not None})
+        constants = constants_of(self).items()
+        return self.equation.format(**{name: shown(value) for name, value in constants if value is not None})
 
 
 class PerToken(Component):
@@ -104,14 +104,9 @@ def per_token(component: Any, required_fields: tuple[str, ...] = ()) -> PerToken
     return component if isinstance(component, PerToken) else Custom(component, required_fields)
 
 
-class FunctionLoss(PerToken):
-    """A loss of the library: the fields are the function's hyper-parameters, which the function checks.
+class Known(PerToken):
+    """A loss or a correction of the library, whose constants its function checks."""
 
-    segments: the function takes segment_ids.
-    """
-
-    function: ClassVar[Callable[..., jax.Array]]
-    segments: ClassVar[bool] = False
     accepts_packed = True
     over_batch = False
     gradient_without_advantage = False
@@ -119,20 +114,28 @@ class FunctionLoss(PerToken):
     def __post_init__(self) -> None:
         # The function's own checks of its hyper-parameters, when the component is made and not at the first batch.
         row, mask = (jax.ShapeDtypeStruct((1,), dtype) for dtype in (jnp.float32, jnp.bool_))
-        jax.eval_shape(lambda x, m: self(Batch(x, x, x, m, rollout_logprobs=x, correct=m)), row, mask)
+        jax.eval_shape(lambda x, m: self(Batch(x, x, x, m, rollout_logprobs=x, entropies=x, correct=m)), row, mask)
+
+
+class FunctionLoss(Known):
+    """A loss function: the component's fields are its hyper-parameters.
+
+    reads: the fields of a batch that are its positional arguments. segments: it takes segment_ids.
+    """
+
+    function: ClassVar[Callable[..., jax.Array]]
+    reads: tuple[str, ...] = ("logprobs", "old_logprobs", "advantages", "mask")
+    segments: ClassVar[bool] = False
 
     def constants(self) -> dict[str, Any]:
         """Return the keyword arguments of the function."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
-
-    def arrays(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the positional arguments of the function."""
-        return batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask
+        return constants_of(self)
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return the loss per token."""
         packed = {"segment_ids": batch.segment_ids} if self.segments else {}
-        return type(self).function(*self.arrays(batch), **self.constants(), **packed)
+        arrays = (getattr(batch, name) for name in self.reads)
+        return type(self).function(*arrays, **self.constants(), **packed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,15 +162,10 @@ class BehaviourLoss(FunctionLoss):
         """Return the keyword arguments of the function."""
         return {name: value for name, value in super().constants().items() if name != "behaviour"}
 
-    def arrays(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the positional arguments of the function."""
-        behind = batch.rollout_logprobs if self.weighs_rollout else batch.old_logprobs
-        return batch.logprobs, behind, batch.advantages, batch.mask
-
-    def explain(self) -> str:
-        """Return the equation with its constants; {symbol} is the policy under the ratio."""
-        symbol = "rollout_logprobs" if self.weighs_rollout else "old_logprobs"
-        return super().explain().replace("<symbol>", symbol)
+    @property
+    def reads(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The ratio is to rollout_logprobs or to old_logprobs."""
+        return "logprobs", f"{self.behaviour}_logprobs", "advantages", "mask"
 
 
 def joined(parts: tuple[PerToken, ...]) -> dict[str, Any]:

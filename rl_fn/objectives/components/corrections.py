@@ -1,7 +1,8 @@
 """Off-policy corrections as components: weights, or masks of 0 and 1, that multiply the policy loss."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,85 +10,72 @@ import jax.numpy as jnp
 from rl_fn._numerics import Number, require
 from rl_fn.importance import ratios, rejection
 from rl_fn.objectives.batch import Batch
-from rl_fn.objectives.components.component import PerToken, Several, describe
+from rl_fn.objectives.components.component import Known, Several, constants_of
 from rl_fn.policy_losses import covariance
 
-ROLLOUT = ("rollout_logprobs",)
 
+class Correction(Known):
+    """A correction of the library: a statistic of a token or of its sequence."""
 
-class Correction(PerToken):
-    """A correction of the library: a statistic of a token or of its sequence, checked when it is made."""
-
-    accepts_packed = True
-    over_batch = False
-    gradient_without_advantage = False
-    required_fields = ROLLOUT
-
-    def __post_init__(self) -> None:
-        # The function's own checks of its hyper-parameters, when the component is made and not at the first batch.
-        row, mask = (jax.ShapeDtypeStruct((1,), dtype) for dtype in (jnp.float32, jnp.bool_))
-        jax.eval_shape(lambda x, m: self(Batch(x, x, x, m, rollout_logprobs=x, entropies=x)), row, mask)
+    required_fields = ("rollout_logprobs",)
 
     def __call__(self, batch: Batch) -> jax.Array:
-        """Return the weight per token: 1 where kept, else 0."""
-        return self.kept(batch).astype(jnp.asarray(batch.logprobs).dtype)
+        """Return the weight per token; 1 where a mask keeps the token, else 0."""
+        weights = self.weights(batch)
+        return weights.astype(jnp.asarray(batch.logprobs).dtype) if weights.dtype == jnp.bool_ else weights
 
-    def kept(self, batch: Batch) -> jax.Array:
-        """Return whether the token is kept."""
+    def weights(self, batch: Batch) -> jax.Array:
+        """Return the weight per token, or whether the token is kept."""
         raise NotImplementedError
 
 
-def log_old_over_rollout(batch: Batch) -> jax.Array:
-    """Return log π_old/μ per token."""
-    assert batch.rollout_logprobs is not None
-    return ratios.log_ratio(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
+class FunctionCorrection(Correction):
+    """A function of log π_old/μ and the mask: the component's fields are its hyper-parameters."""
+
+    function: ClassVar[Callable[..., jax.Array]]
+
+    def arrays(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the positional arguments of the function."""
+        assert batch.rollout_logprobs is not None
+        return ratios.log_ratio(batch.old_logprobs, batch.rollout_logprobs, batch.mask), batch.mask
+
+    def weights(self, batch: Batch) -> jax.Array:
+        """Return what the function returns per token."""
+        return type(self).function(*self.arrays(batch), **constants_of(self), segment_ids=batch.segment_ids)
 
 
 @dataclasses.dataclass(frozen=True)
-class TIS(Correction):
+class TIS(FunctionCorrection):
     """Truncated importance sampling: weights min(π_old/μ, cap), see truncated_importance_weights."""
 
     cap: Number = 2.0
     level: str = "token"
     weighs_rollout = True
+    function = staticmethod(ratios.truncated_importance_weights)
     equation = "min(exp(old_logprobs − rollout_logprobs), {cap}) per {level}"
-
-    def __call__(self, batch: Batch) -> jax.Array:
-        """Return the weight per token."""
-        constants = {"cap": self.cap, "level": self.level, "segment_ids": batch.segment_ids}
-        return ratios.truncated_importance_weights(log_old_over_rollout(batch), batch.mask, **constants)
 
 
 @dataclasses.dataclass(frozen=True)
-class IcePop(Correction):
-    """IcePop, masked importance sampling (MIS): weights π_old/μ inside [low, high], else 0."""
+class IcePop(FunctionCorrection):
+    """IcePop, masked importance sampling (MIS): weights π_old/μ inside [low, high], see masked_importance_weights."""
 
     low: Number = 0.5
     high: Number = 5.0
     level: str = "token"
     weighs_rollout = True
+    function = staticmethod(ratios.masked_importance_weights)
     equation = "exp(old_logprobs − rollout_logprobs) inside [{low}, {high}], else 0, per {level}"
-
-    def __call__(self, batch: Batch) -> jax.Array:
-        """Return the weight per token, see masked_importance_weights."""
-        constants = {"low": self.low, "high": self.high, "level": self.level, "segment_ids": batch.segment_ids}
-        return ratios.masked_importance_weights(log_old_over_rollout(batch), batch.mask, **constants)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rejection(Correction):
+class Rejection(FunctionCorrection):
     """Keep what is close to the policy that sampled, see rejection_mask."""
 
     threshold: Number
     statistic: str = "k3"
     level: str = "token"
+    function = staticmethod(rejection.rejection_mask)
     equation = "1 where |{statistic}(old ‖ rollout)| ≤ {threshold} per {level}, else 0"
-
-    def kept(self, batch: Batch) -> jax.Array:
-        """Return whether the token is kept."""
-        constants = {"threshold": self.threshold, "statistic": self.statistic, "level": self.level}
-        ratio, ids = log_old_over_rollout(batch), batch.segment_ids
-        return rejection.rejection_mask(ratio, batch.mask, **constants, segment_ids=ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,22 +87,18 @@ class M2POMask(Correction):
     required_fields = ()
     equation = "1 on the largest set of smallest (log ρ)² whose mean is ≤ {threshold}, else 0"
 
-    def kept(self, batch: Batch) -> jax.Array:
+    def weights(self, batch: Batch) -> jax.Array:
         """Return whether the token is kept."""
         ratio = jax.lax.stop_gradient(ratios.log_ratio(batch.logprobs, batch.old_logprobs, batch.mask))
         return rejection.second_moment_mask(ratio, batch.mask, threshold=self.threshold)
 
 
-class Drift(Correction):
+class Drift(FunctionCorrection):
     """A mask by how far the policy has gone from the one that sampled, and by the sign of the advantage."""
 
-    threshold: Number
-    function: ClassVar
-
-    def kept(self, batch: Batch) -> jax.Array:
-        """Return whether the token is kept."""
-        arrays = (batch.advantages, jax.lax.stop_gradient(batch.logprobs), batch.rollout_logprobs, batch.mask)
-        return type(self).function(*arrays, threshold=self.threshold, segment_ids=batch.segment_ids)
+    def arrays(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the positional arguments of the function."""
+        return batch.advantages, jax.lax.stop_gradient(batch.logprobs), batch.rollout_logprobs, batch.mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +128,7 @@ class HighEntropyMask(Correction):
     required_fields = ("entropies",)
     equation = "1 where H ≥ its {quantile}-quantile, else 0"
 
-    def kept(self, batch: Batch) -> jax.Array:
+    def weights(self, batch: Batch) -> jax.Array:
         """Return whether the token is kept."""
         assert batch.entropies is not None
         return covariance.high_entropy_mask(jax.lax.stop_gradient(batch.entropies), batch.mask, quantile=self.quantile)
@@ -169,4 +153,4 @@ class Product(Several):
 
     def explain(self) -> str:
         """Return the factors."""
-        return " · ".join(f"[{describe(part)}]" for part in self.parts)
+        return " · ".join(f"[{part.explain()}]" for part in self.parts)

@@ -1,18 +1,16 @@
 """Policy losses as components, each named after its algorithm."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rl_fn._numerics import NOT_NEGATIVE, Array, Number, numbers
 from rl_fn.objectives.batch import Batch
-from rl_fn.objectives.components.component import BehaviourLoss, FunctionLoss, Several, describe
+from rl_fn.objectives.components.component import BehaviourLoss, FunctionLoss, Several
 from rl_fn.policy_losses import covariance, ppo, regularised, token_level
 from rl_fn.policy_losses import sequence_level as by_sequence
 
-ROLLOUT = ("rollout_logprobs",)
 SUMS = ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 # Every token holds its sequence's loss: what a mean over tokens would weight by length once more.
 BY_SEQUENCE = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -29,11 +27,8 @@ class Reinforce(FunctionLoss):
     """−A log π, see reinforce."""
 
     function = staticmethod(ppo.reinforce)
+    reads = ("logprobs", "advantages", "mask")
     equation = "−A log π"
-
-    def arrays(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the positional arguments of the function."""
-        return batch.logprobs, batch.advantages, batch.mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +70,8 @@ class DecoupledPPO(PPOClip):
     weight_cap: Number | None = None
     function = staticmethod(token_level.decoupled_ppo)
     weighs_rollout = True
-    required_fields = ROLLOUT
-
-    def arrays(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the positional arguments of the function."""
-        return batch.logprobs, batch.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.mask
+    reads = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask")
+    required_fields = ("rollout_logprobs",)
 
     @property
     def equation(self) -> str:
@@ -128,7 +120,7 @@ class DPPO(BehaviourLoss):
         """The ratio is bare without a cap."""
         region = "0 where the {divergence} of the token's probability exceeds {threshold} and would grow"
         ratio = "r" if self.ratio_cap is None else "min(r, {ratio_cap})"
-        return f"−{ratio} A, {region}, r = exp(logprobs − <symbol>)"
+        return f"−{ratio} A, {region}, r = exp(logprobs − {{behaviour}}_logprobs)"
 
 
 class QuadraticPull(FunctionLoss):
@@ -174,15 +166,12 @@ class ClipCov(FunctionLoss):
     clip_low: Number = 0.2
     clip_high: Number = 0.2
     function = staticmethod(covariance.clip_cov)
+    reads = (*FunctionLoss.reads, "noise")
     over_batch = True
     equation = (
         "−min(ρA, clip(ρ, 1 − {clip_low}, 1 + {clip_high})A), "
         "0 for {fraction} of the tokens, with {cov_low} < cov(A, log π) < {cov_high}"
     )
-
-    def arrays(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the positional arguments of the function."""
-        return *super().arrays(batch), batch.noise
 
     def clipped(self, batch: Batch) -> jax.Array | None:
         """Return the tokens whose gradient the clip cuts."""
@@ -267,7 +256,7 @@ class VESPO(BehaviourLoss):
     segments = True
     equation = (
         "−sg(e^λ wᵏ e^(−λw)) A log π, (k, λ) = ({k_pos}, {lambda_pos}) where A ≥ 0, else ({k_neg}, {lambda_neg}), "
-        "w = exp(Σ logprobs − <symbol>)"
+        "w = exp(Σ logprobs − {behaviour}_logprobs)"
     )
 
 
@@ -278,7 +267,9 @@ class TOPR(BehaviourLoss):
     level: str = "sequence_sum"
     function = staticmethod(regularised.topr)
     segments = True
-    equation = "−A log π where A ≥ 0, −sg(min(r, 1)) A log π where A < 0, r = exp(logprobs − <symbol>) per {level}"
+    equation = (
+        "−A log π where A ≥ 0, −sg(min(r, 1)) A log π where A < 0, r = exp(logprobs − {behaviour}_logprobs) per {level}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +277,7 @@ class PositiveExample(FunctionLoss):
     """coef · −log π on the tokens of completions that earned the reward (batch.correct): VAPO's language-model loss."""
 
     coef: Number = 0.1
+    reads = ("logprobs", "correct", "mask")
     gradient_without_advantage = True
     required_fields = ("correct",)
     equation = "−{coef} log π where correct"
@@ -296,10 +288,6 @@ class PositiveExample(FunctionLoss):
         logprobs = jnp.asarray(logprobs)
         (weight,) = numbers(logprobs.dtype, NOT_NEGATIVE, coef=coef)
         return ppo.reinforce(logprobs, jnp.asarray(correct).astype(logprobs.dtype) * weight, mask)
-
-    def arrays(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the positional arguments of the function."""
-        return batch.logprobs, batch.correct, batch.mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,4 +303,4 @@ class Sum(Several):
 
     def explain(self) -> str:
         """Return the equations."""
-        return " + ".join(f"[{describe(loss)}]" for loss in self.parts)
+        return " + ".join(f"[{loss.explain()}]" for loss in self.parts)

@@ -12,7 +12,7 @@ from rl_fn.advantages import token, whitened
 from rl_fn.advantages.returns import Advantages, gae, length_adaptive_lambda, whiten
 from rl_fn.objectives.batch import Rollouts, counted, on_every_token, rewards_of, token_rewards_of
 from rl_fn.objectives.components.advantage_components import Advantage
-from rl_fn.objectives.components.component import check_numbers
+from rl_fn.objectives.components.component import check_numbers, constants_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,9 @@ class GiGPOAdvantage(Advantage):
         """Return a step's advantage on each of its tokens."""
         assert rollouts.rewards is not None and rollouts.state_ids is not None
         mask = counted(rollouts)
-        constants = {"gamma": self.gamma, "weight": self.weight, "scale": self.scale, "eps": self.eps}
         of = {"valid": rollouts.valid, "group_ids": rollouts.group_ids}
         taken = jnp.any(mask, axis=-1)
-        per_step = token.step_group_advantages(rollouts.rewards, rollouts.state_ids, taken, **of, **constants)
+        per_step = token.step_group_advantages(rollouts.rewards, rollouts.state_ids, taken, **of, **constants_of(self))
         return on_every_token(per_step, mask)
 
     @property

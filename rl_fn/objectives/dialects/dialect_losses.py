@@ -12,7 +12,7 @@ from rl_fn._numerics import Array, Number, as_float, as_mask, exp, magnitude, re
 from rl_fn.importance import ratios as importance
 from rl_fn.objectives.batch import Batch
 from rl_fn.objectives.components import PerToken, PPOClip
-from rl_fn.objectives.components.component import describe, joined, per_token
+from rl_fn.objectives.components.component import joined, per_token
 from rl_fn.objectives.components.corrections import Correction
 from rl_fn.policy_losses import ppo as policy_losses
 
@@ -152,7 +152,7 @@ class Gated(PerToken):
 
     def explain(self) -> str:
         """Return the loss and its gates."""
-        return " where ".join([describe(per_token(self.loss)), *(repr(gate) for gate in self.gates)])
+        return " where ".join([per_token(self.loss).explain(), *(repr(gate) for gate in self.gates)])
 
 
 @dataclasses.dataclass(frozen=True)
