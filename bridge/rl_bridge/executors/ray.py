@@ -7,6 +7,7 @@ as long), and the death of an actor is both the end of a stream and an error of 
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -200,15 +201,18 @@ def _attach(
         ray.init(address=address, logging_level=level, log_to_driver=chatty)
         return False
     needed = workers or 1 if slots is None else sum(slot.get("CPU", 0) for slot in slots)
-    ray.init(
-        address="local",
-        num_cpus=max(int(needed), os.cpu_count() or 1),
-        logging_level=level,
-        log_to_driver=chatty,
-        include_dashboard=False,
-        # Data does not go through the object store.
-        object_store_memory=128 * 2**20,
-    )
+    with warnings.catch_warnings():
+        # Where JAX has run it warns of every fork. Ray's processes become other programs at once.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        ray.init(
+            address="local",
+            num_cpus=max(int(needed), os.cpu_count() or 1),
+            logging_level=level,
+            log_to_driver=chatty,
+            include_dashboard=False,
+            # Data does not go through the object store.
+            object_store_memory=128 * 2**20,
+        )
     return True
 
 

@@ -93,7 +93,9 @@ def train(folder, resume, where, rank, step):
     executor = init()
     executor.call(seed, {slot.index: () for slot in executor.slots}, what="seed")
     policy = TrainEngine(Learner).build(mesh=Mesh(shard=len(executor.slots)))
-    reference = TrainEngine(lambda: torch.nn.Linear(3, 1)).build(mesh=Mesh(shard=len(executor.slots)))
+    reference = TrainEngine(lambda: torch.nn.Sequential(torch.nn.Linear(3, 1))).build(
+        mesh=Mesh(shard=len(executor.slots))
+    )
     rows = stream()
     state = {"policy": policy, "reference": reference, "stream": rows}
     with Run(Path(folder), Config(), resume=resume == "resume", checkpoint_every=2) as run:
@@ -144,7 +146,7 @@ def layouts(folder):
     path = None
     for number, mesh in enumerate(meshes):
         engine = TrainEngine(Learner).build(mesh=mesh)
-        line = TrainEngine(lambda: torch.nn.Linear(3, 1)).build(mesh=Mesh(shard=mesh.size))
+        line = TrainEngine(lambda: torch.nn.Sequential(torch.nn.Linear(3, 1))).build(mesh=Mesh(shard=mesh.size))
         engines = {"policy": engine, "line": line}
         if path is None:
             for _ in range(3):

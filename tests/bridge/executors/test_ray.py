@@ -14,7 +14,13 @@ from tests.bridge.executors.scenarios import SCENARIOS, every, outcomes
 ray = pytest.importorskip("ray")
 from rl_bridge.executors.ray import RayExecutor  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("ray"),
+    # JAX warns of every fork where it has run, and Ray's processes become other programs at once.
+    pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
