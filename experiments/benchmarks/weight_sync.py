@@ -172,7 +172,7 @@ def measure(layers: int, repeats: int, bucket_bytes: int, output: Path) -> None:
 
 def through_ray(layers: int, repeats: int) -> list[float]:
     """One tensor at a time through Ray's object store: seconds a sync."""
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 

@@ -11,11 +11,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 import torch
-from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 from rl_bridge.executors.base import Slot
 from rl_bridge.executors.bundles import Resources, bundles, check_feasible
