@@ -9,7 +9,7 @@ from rl_fn import aggregation, rewards, value_losses
 from rl_fn._numerics import NOT_NEGATIVE, POSITIVE, Array, Number, require
 from rl_fn.divergences import estimators as divergences
 from rl_fn.objectives.batch import Batch, Rollouts
-from rl_fn.objectives.components.component import Component, check_numbers
+from rl_fn.objectives.components.component import Component, check_numbers, constants_of
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 KL_EQUATIONS = {"k1": "d", "k2": "d²/2", "k3": "e^(−d) + d − 1", "abs": "|d|"}
@@ -127,10 +127,7 @@ class DynamicSampling(Component):
     def kept(self, rollouts: Rollouts) -> jax.Array:
         """Return `*batch G`: whether the completion's group is trained on."""
         assert rollouts.rewards is not None
-        bounds = {
-            "low": -jnp.inf if self.low is None else self.low,
-            "high": jnp.inf if self.high is None else self.high,
-        }
+        bounds = {name: bound for name, bound in constants_of(self).items() if bound is not None}
         return rewards.group_filter(rollouts.rewards, rollouts.valid, **bounds, group_ids=rollouts.group_ids)
 
     @property

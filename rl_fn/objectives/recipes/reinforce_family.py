@@ -93,7 +93,7 @@ def maxrl() -> Objective:
 
     seq-mean-token-sum of −((r − mean)/mean) log π
 
-    Rewards must not be negative (0 or 1 in the paper). The sum over an completion's tokens makes it the gradient of log
+    Rewards must not be negative (0 or 1 in the paper). The sum over a completion's tokens makes it the gradient of log
     p(completion).
 
     Reference:

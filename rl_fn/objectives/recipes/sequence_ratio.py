@@ -26,7 +26,7 @@ def gspo(*, eps: Number = 1e-6, clip_low: Number = 3e-4, clip_high: Number = 4e-
 
 
 def gspo_token(*, eps: Number = 1e-6, clip_low: Number = 3e-4, clip_high: Number = 4e-4) -> Objective:
-    """GSPO-token: GSPO's ratio with a gradient for each token, for advantages that differ inside an completion.
+    """GSPO-token: GSPO's ratio with a gradient for each token, for advantages that differ inside a completion.
 
     seq-mean-token-mean of −min(sA, clip(s, 1 − ε_low, 1 + ε_high)A),  s = sg(exp(mean log ρ)) π/sg(π),  A = (r −
     mean)/(std + ε)
@@ -74,7 +74,7 @@ def luspo(*, eps: Number = 1e-6, clip_low: Number = 2e-3, clip_high: Number = 2.
 
 
 def gmpo(*, eps: Number = 1e-6, clip_low: Number = 0.4, clip_high: Number = 0.4) -> Objective:
-    """GMPO: the geometric mean of an completion's ratios, each clipped first.
+    """GMPO: the geometric mean of a completion's ratios, each clipped first.
 
     seq-mean-token-mean of −A exp(mean x),  x = log ρ clipped to ≤ ε_high where A > 0, ≥ −ε_low where A < 0
 
