@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.layers import layers_of
+from rl_bridge.parallel.layers import layers_of, without_peft
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> None:
@@ -23,7 +23,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> N
     over = mesh["fsdp"] if mesh["replicate"].size() == 1 else mesh["replicate", "fsdp"]
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     # A transformers model takes token ids, which no cast may touch, and per-token numbers that must stay exact.
-    cast_root = not isinstance(model, PreTrainedModel)
+    cast_root = not isinstance(without_peft(model), PreTrainedModel)
     for module in [*layers_of(model), model]:
         root = module is model
         policy = MixedPrecisionPolicy(

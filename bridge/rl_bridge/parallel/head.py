@@ -1,7 +1,7 @@
 """Log-probabilities from hidden states and the output embeddings, wherever parallelism has put these."""
 
 import types
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from rl_bridge.parallel.fsdp import fsdp_parameters, reshard_without_backward
+from rl_bridge.parallel.layers import without_peft
 from rl_kernels import TokenLogprobs, linear_logprobs
 
 _METHOD = "_token_logprobs_of_targets"
@@ -51,7 +52,7 @@ def head_of(model: PreTrainedModel) -> Head:
     Raises:
         ValueError: no output embeddings; or FSDP holds them and has not gathered them.
     """
-    module = model.get_output_embeddings()
+    module = cast(PreTrainedModel, without_peft(model)).get_output_embeddings()
     if module is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings: it is no causal language model")
     weight, bias = module.weight, getattr(module, "bias", None)
@@ -89,7 +90,7 @@ def token_logprobs(
     of a mesh call the function; tensor-parallel ranks give the same rows, and all get every result.
 
     Args:
-        model: a causal language model, plain, after ``parallelize``, or under autocast.
+        model: a causal language model, plain, of peft, after ``parallelize``, or under autocast.
         ids: ``[B, T]``.
         targets: ``[B, T]``.
         temperature: a positive number, or ``[B, T]``.
@@ -121,12 +122,13 @@ def of_targets(
     model: PreTrainedModel, ids: Tensor, targets: Tensor, options: dict[str, Any], forward_kwargs: dict[str, Any]
 ) -> TokenLogprobs:
     """What ``token_logprobs`` does once the weights are gathered. ``targets`` may be shorter than ``ids``."""
-    scale, own = head_options(model)
+    inner = cast(PreTrainedModel, without_peft(model))
+    scale, own = head_options(inner)
     if options["softcap"] is not None and own is not None:
         raise ValueError(
             f"{type(model).__name__} caps its logits at {own}: it takes no softcap of {options['softcap']} besides"
         )
-    trunk = model.base_model(input_ids=ids, **{"use_cache": False, **forward_kwargs})
+    trunk = inner.base_model(input_ids=ids, **{"use_cache": False, **forward_kwargs})
     hidden = trunk.last_hidden_state[:, : targets.shape[1]]
     weight, bias, start, group = head_of(model)
     kind = hidden.device.type

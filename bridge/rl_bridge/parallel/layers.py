@@ -3,6 +3,13 @@
 from torch import nn
 from transformers import PreTrainedModel
 
+from rl_bridge.weights.source import is_peft
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """The model that a peft model wraps, adapters inside; any other model is itself."""
+    return model.get_base_model() if is_peft(model) else model
+
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers, in order: of a transformers model by its own declaration, else what direct ModuleLists hold.

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.parallel.layers import without_peft
 from rl_bridge.parallel.plan import DEFAULT, parallelize
 
 
@@ -20,7 +21,7 @@ def parallelize_parts(module: nn.Module, mesh: DeviceMesh, config: ParallelConfi
         ValueError: a parameter that belongs to the module itself, or to two of its sub-modules. Only a ``parallelize``
             of the module's own can tell what is to become of it.
     """
-    if isinstance(module, PreTrainedModel):
+    if isinstance(without_peft(module), PreTrainedModel):
         parallelize(module, mesh, config)
         return
     parts = callable_parts(module)

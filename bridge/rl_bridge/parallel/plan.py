@@ -1,5 +1,7 @@
 """One call that makes a model parallel: tensor parallelism, then checkpointing, then sharding."""
 
+from typing import cast
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -8,6 +10,7 @@ from rl_bridge.parallel.checkpointing import checkpoint_layers
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.fsdp import shard_model
 from rl_bridge.parallel.head import gather_head_for_logprobs
+from rl_bridge.parallel.layers import without_peft
 from rl_bridge.parallel.mesh import model_mesh, one_rank_mesh
 from rl_bridge.parallel.tensor import cut_matrices
 
@@ -23,13 +26,13 @@ def parallelize(
     workers. One worker (``mesh`` None) needs FSDP only for what it does besides: another ``param_dtype``, offload.
 
     Args:
-        model: a transformers model, or any module: its layers are then what its direct ModuleLists hold.
+        model: a transformers or peft model, or any module: its layers are then what its direct ModuleLists hold.
         mesh: of ``make_mesh``.
         config: precision, resharding, checkpointing, offload.
         device_type: "cpu" or "cuda", where there is no mesh to tell.
 
     Raises:
-        ValueError: tensor parallelism for a model without a plan or with sizes that do not divide.
+        ValueError: tensor parallelism for a model without a plan, with sizes that do not divide, or with adapters.
     """
     if mesh is not None and mesh["tensor"].size() > 1:
         cut_matrices(model, model_mesh(mesh)["tensor"])
@@ -39,5 +42,5 @@ def parallelize(
     if mesh is None and same_dtype and not config.cpu_offload:
         return
     shard_model(model, one_rank_mesh(device_type) if mesh is None else model_mesh(mesh), config)
-    if isinstance(model, PreTrainedModel):
-        gather_head_for_logprobs(model)
+    if isinstance(without_peft(model), PreTrainedModel):
+        gather_head_for_logprobs(cast(PreTrainedModel, model))

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rl_bridge.parallel.collectives import Concatenate, SumGradients, SumValues
+from rl_bridge.weights.source import is_peft
 
 # Their attention and MLP use their input for cut matrices alone, which the sum of the input's gradients relies on.
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -28,8 +29,11 @@ def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: the dimension "tensor" of a model's mesh.
 
     Raises:
-        ValueError: another model; attention heads, key-value heads or widths that the ranks do not divide.
+        ValueError: another model, or one with LoRA adapters; attention heads, key-value heads or widths that the ranks
+            do not divide.
     """
+    if is_peft(model):
+        raise ValueError(f"LoRA adapters have no tensor-parallel plan: train them with tensor=1, not {mesh.size()}")
     found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.base_model is m]
     if not found:
         raise ValueError(

@@ -64,7 +64,7 @@ class CausalLMModule(TokenScorer):
         """Make optimiser and schedule: they hold on to the parameters, which must be the last ones."""
         config = self.optimizer_config
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self.trained_parameters(),
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
@@ -73,10 +73,14 @@ class CausalLMModule(TokenScorer):
             self.optimizer, lambda step: config.scale(step, self._updates)
         )
 
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        """All of them, or those that the source did not freeze."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     @returns("same")
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the schedule. A gradient that is not finite stops the run before it spoils a weight."""
-        norm = clip_grad_norm(self.model.parameters(), self.optimizer_config.max_grad_norm, self._mesh)
+        norm = clip_grad_norm(self.trained_parameters(), self.optimizer_config.max_grad_norm, self._mesh)
         version = self.weights_version()
         self._require_optimizer()
         if not bool(torch.isfinite(norm)):
@@ -89,7 +93,7 @@ class CausalLMModule(TokenScorer):
         return {"grad_norm": float(norm), "learning_rate": rate}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Everything that the next update depends on."""
+        """Everything that the next update depends on; with LoRA the frozen base too."""
         self._require_optimizer()
         return {
             **super().checkpoint_state(),

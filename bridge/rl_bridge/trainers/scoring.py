@@ -59,7 +59,9 @@ class TokenScorer(ParallelModule):
         Made by an engine's factory, on the meta device; its weights come with ``load_weights``.
         """
         super().__init__()
-        self.model = source.empty().eval().requires_grad_(self.trainable)
+        self.model = source.empty().eval()
+        if not self.trainable:
+            self.model.requires_grad_(False)  # else the source says what is trained: with LoRA the adapters alone
         use_rl_fn_attention(self.model)
         self.scoring = ScoringConfig() if scoring is None else scoring
         self._source, self._parallel = source, ParallelConfig() if parallel is None else parallel

@@ -63,6 +63,7 @@ class PeftSource:
 
     def _merging(self) -> Iterator[tuple[str, torch.Tensor, LoraLayer | None]]:
         """(name in the wrapped model, its tensor, the LoRA layer whose delta is to be added)."""
+        reshard(self._model)
         wrapped = self._model.get_base_model()
         layers = _lora_layers(wrapped)
         saved = {n: m for n, m in wrapped.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
@@ -93,11 +94,7 @@ def merged(weight: torch.Tensor, layer: LoraLayer) -> torch.Tensor:
     total = held
     for adapter in _active(layer):
         delta_of = _Delta(layer)
-        factors = {
-            n: full(p)
-            for n, p in delta_of.named_parameters()
-            if n.startswith("layer.lora_") and adapter in n.split(".")
-        }
+        factors = {n: full(p) for n, p in delta_of.named_parameters() if _is_factor(n, adapter)}
         delta = torch.func.functional_call(delta_of, factors, (adapter,))
         total = total + inside(delta.to(held.device), whole(weight.shape), part_of(weight))
     total = total.to(held.dtype)

@@ -1,0 +1,157 @@
+"""LoRA: a frozen base model from any source, and small adapters that are trained in its place."""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rl_bridge.models.source import ModelSource, device_of
+from rl_bridge.models.stored_tensors import SafetensorsFolder
+from rl_bridge.parallel.moving import materialize, part_of
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+_ADAPTER = "default"
+_FILE = "adapter_model.safetensors"
+# What an adapter's effect depends on besides its tensors and its target modules, which its tensors name.
+_DECIDES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "bias", "fan_in_fan_out")
+_DECIDES += ("modules_to_save", "rank_pattern", "alpha_pattern")
+
+
+@dataclass(frozen=True)
+class LoRASource:
+    """A peft model around the model of ``source``: W + scaling · B A, with W frozen and A, B trainable in float32.
+
+    scaling is alpha / rank, or alpha / √rank with ``use_rslora``. B starts at zero, so that the model begins as its
+    base. Its weights travel merged, or as an adapter with ``sync_weights(..., adapter=True)``.
+    """
+
+    source: ModelSource
+    """Of the base model."""
+    rank: int
+    alpha: float
+    target_modules: str | Sequence[str] = "all-linear"
+    """Ends of module names, or "all-linear": every linear layer but the output embeddings."""
+    use_rslora: bool = False
+    adapter: str | None = None
+    """Folder in peft's format that A and B are read from. None draws A from ``seed``, the same on every layout."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse adapters without effect."""
+        if self.rank < 1 or not self.alpha > 0:
+            raise ValueError(f"need rank ≥ 1 and alpha > 0, got rank={self.rank}, alpha={self.alpha}")
+
+    def empty(self) -> "PeftModel":  # type: ignore[override]
+        """The peft model, in evaluation mode.
+
+        Raises:
+            ImportError: peft is not installed.
+            ValueError: the base model has no such target modules.
+        """
+        peft, base = _peft(), self.source.empty()
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            # peft asks transformers under the property's old name.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            model = peft.get_peft_model(base, self._config(), adapter_name=_ADAPTER)
+        return model.eval()
+
+    def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
+        """Load the base as its own source does, then read or draw the adapters; each worker keeps its part.
+
+        Raises:
+            ValueError: as the base's source does; or the folder ``adapter`` holds another kind of adapter.
+        """
+        device = device_of(model) if device is None else device
+        if any(parameter.is_meta for parameter in model.parameters()):
+            materialize(model, device)
+        with _without_adapters(model) as base:
+            self.source.load(base, device)
+        names = {name: p for name, p in model.named_parameters() if f".{_ADAPTER}." in name and ".lora_" in name}
+        values = self._drawn(names) if self.adapter is None else self._stored(names)
+        with torch.no_grad():
+            for name, value in values:
+                target = names[name]
+                (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
+
+    def _config(self) -> "LoraConfig":
+        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        return _peft().LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.rank,
+            lora_alpha=self.alpha,  # type: ignore[arg-type]
+            target_modules=targets,
+            use_rslora=self.use_rslora,
+        )
+
+    def _drawn(self, names: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+        """peft's own start: A uniform in ±1/√inputs, B zero. Each A is drawn whole, in the order of the names."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, parameter in names.items():
+            whole = torch.zeros(parameter.shape, device="cpu")
+            if ".lora_A." in name:
+                torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            yield name, whole[part_of(parameter)]
+
+    def _stored(self, names: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the folder, under peft's names, which do not have the adapter's own name."""
+        folder = Path(self.adapter or "")
+        if not (folder / _FILE).is_file():
+            raise ValueError(f"{folder} has no {_FILE}")
+        mine, found = (
+            {name: config.to_dict().get(name) for name in _DECIDES}
+            for config in (self._config(), _peft().PeftConfig.from_pretrained(str(folder)))
+        )
+        if other := {name: found[name] for name in _DECIDES if (found[name] or None) != (mine[name] or None)}:
+            wanted = {name: mine[name] for name in other}
+            raise ValueError(f"the adapter in {folder} has {other}, and this source {wanted}")
+        stored = SafetensorsFolder(_names_in(folder / _FILE))
+        wanted = {name.replace(f".{_ADAPTER}.", "."): tuple(parameter.shape) for name, parameter in names.items()}
+        if wrong := sorted(set(wanted.items()) ^ set(stored.shapes.items())):
+            raise ValueError(f"the adapter in {folder} does not fit the model: {len(wrong)} differ, first {wrong[:2]}")
+        for name, parameter in names.items():
+            yield name, stored.read(name.replace(f".{_ADAPTER}.", "."), part_of(parameter))
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError('LoRA needs peft: pip install ".[lora]"') from error
+    return peft
+
+
+def _names_in(file: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), file)
+
+
+@contextmanager
+def _without_adapters(model: Any) -> Iterator[PreTrainedModel]:
+    """The base as it was before peft: its own modules under its own names, which its source knows."""
+    from peft.tuners.lora import LoraLayer
+
+    base = model.get_base_model()
+    found = [
+        (owner, name, child)
+        for owner in base.modules()
+        for name, child in owner._modules.items()
+        if isinstance(child, LoraLayer)
+    ]
+    try:
+        for owner, name, layer in found:
+            owner._modules[name] = layer.get_base_layer()
+        yield base
+    finally:
+        for owner, name, layer in found:
+            owner._modules[name] = layer  # type: ignore[assignment]
