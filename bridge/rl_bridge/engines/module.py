@@ -9,7 +9,7 @@ from rl_bridge.parallel.moving import move_weights
 from rl_bridge.parallel.parts import parallelize_parts
 from rl_bridge.weights.manifest import Manifest
 from rl_bridge.weights.receiver import ModuleReceiver
-from rl_bridge.weights.source import ModuleSource, WeightSource, source_of
+from rl_bridge.weights.source import ModuleSource, WeightSource, is_peft, source_of
 
 
 class ParallelModule(torch.nn.Module):
@@ -29,6 +29,7 @@ class ParallelModule(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._home: torch.device | None = None
+        self._base_is_freed = False
         self._receiver: ModuleReceiver | None = None
 
     def exported(self) -> torch.nn.Module:
@@ -67,6 +68,7 @@ class ParallelModule(torch.nn.Module):
         if what != "weights":
             raise ValueError(f"{type(self).__name__} has no {what!r} to move; it has {', '.join(self.movable)}")
         if device.type == "meta":
+            self._base_is_freed = is_peft(self.exported())
             self.weight_receiver().version = None
             self._home = self._home or self.weights_device()
         else:
@@ -77,6 +79,7 @@ class ParallelModule(torch.nn.Module):
         """Bring freed weights back, without values, to where they were, for a sync or a checkpoint to fill."""
         if self._home is not None:
             self.move("weights", self._home)
+        self._base_is_freed = False
 
     def weight_source(self) -> WeightSource:
         """What a sync from here sends."""
@@ -110,6 +113,9 @@ class _OwnReceiver(ModuleReceiver):
         self._owner = module
 
     def begin(self, manifest: Manifest) -> None:
+        if self._owner._base_is_freed:
+            # A peft model takes over adapters alone, and these would lie on weights without values.
+            raise ValueError("the weights under the adapter were freed, which no sync brings: load a checkpoint")
         self._owner.make_room()
         super().begin(manifest)
 

@@ -20,6 +20,7 @@ from rl_bridge.rollout import InProcessRollout
 from rl_bridge.trainers.module import OptimizerConfig
 from rl_bridge.trainers.scoring import TokenScorer
 from rl_bridge.trainers.sft import SupervisedModule
+from rl_bridge.weights import WeightSyncError
 
 TOKENIZER = character_tokenizer("0123456789+=")
 BASE = TinySource.for_tokenizer(TOKENIZER, hidden=16, layers=2, heads=2)
@@ -147,6 +148,10 @@ def test_engines_train_merge_and_send(tmp_path):
         torch.testing.assert_close(plain.token_logprobs(NeedParallel(BATCH)), trained, atol=5e-6, rtol=0)
         assert torch.equal(twin.token_logprobs(NeedParallel(BATCH)), trained)
         assert torch.equal(frozen.token_logprobs(NeedParallel(BATCH)), trained)
+        twin.meta()
+        twin.cpu("weights")
+        with pytest.raises(WeightSyncError, match="weights under the adapter were freed"):
+            policy.sync_weights(twin, adapter=True)
         policy.save_pretrained(str(tmp_path))
         completion = rollout.generate(["1+1="], SamplingParams(max_new_tokens=3, temperature=0))[0]
     finally:
