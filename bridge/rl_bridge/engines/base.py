@@ -84,7 +84,8 @@ class Engine:
         Raises:
             ValueError: the wishes cannot be met, or the engine is built already.
         """
-        if self._slots:
+        # An executor that was started again holds no engine, and this one may be built again.
+        if any(self.name in self._executor.held.get(slot, ()) for slot in self._slots):
             raise ValueError("this engine is built already")
         layout = Mesh() if mesh is None else mesh
         held = self._executor.held

@@ -109,9 +109,20 @@ def methods_of(module: Any) -> Description:
 
 def call_worker(host: Host, name: str, method: str, args: tuple, kwargs: dict, speakers: Sequence[int] | None) -> Any:
     """Call a method of a worker; only the ranks among ``speakers`` (None: all) send their result back."""
-    worker: Worker = host.workers[name]
+    worker = worker_of(host, name)
     result = getattr(worker.module, method)(*args, **kwargs)
     return result if speakers is None or worker.rank in speakers else None
+
+
+def worker_of(host: Host, name: str) -> Worker:
+    """The worker of an engine in this slot.
+
+    Raises:
+        ValueError: it is gone, or was never made.
+    """
+    if name not in host.workers:
+        raise ValueError(f"slot {host.slot} holds no worker of {name!r} (any more): build() the engine again")
+    return host.workers[name]
 
 
 def forget_worker(host: Host, name: str) -> None:
@@ -121,7 +132,7 @@ def forget_worker(host: Host, name: str) -> None:
 
 def move_worker(host: Host, name: str, what: str, device: str) -> None:
     """Move a part of a worker. ``cuda`` is the slot's own device."""
-    module = host.workers[name].module
+    module = worker_of(host, name).module
     target = host.device if device == "cuda" else torch.device(device)
     if not isinstance(module, torch.nn.Module) or isinstance(module, ParallelModule):
         module.move(what, target)
@@ -131,7 +142,7 @@ def move_worker(host: Host, name: str, what: str, device: str) -> None:
 
 def device_of_worker(host: Host, name: str) -> torch.device:
     """Where a worker's weights are."""
-    module: Any = host.workers[name].module
+    module: Any = worker_of(host, name).module
     if isinstance(module, torch.nn.Module) and not isinstance(module, ParallelModule):
         return device_of(module)
     return module.weights_device()

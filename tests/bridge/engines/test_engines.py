@@ -145,6 +145,19 @@ def test_a_build_that_fails_leaves_no_worker_behind():
         engine.call("anything")
 
 
+def test_an_engine_is_built_again_after_its_executor_was():
+    many = ManyHosts(2)
+    engine = Engine(Rows, executor=many, name="policy").build(mesh=Mesh(shard=2))
+    for host in many.hosts:
+        host.workers.clear()
+    many.held.clear()
+    with pytest.raises(
+        ValueError, match=r"slot 0 holds no worker of 'policy' \(any more\): build\(\) the engine again"
+    ):
+        engine.constant(1)
+    assert engine.build(mesh=Mesh(shard=2)).constant(1) == 1
+
+
 def test_engines_of_one_name():
     many = ManyHosts(1)
     names = [Engine(Rows, executor=many, name="policy").build().name for _ in range(3)]
