@@ -126,6 +126,11 @@ COMMANDS = [
         "--result $SCRATCH/overhead.json",
         "minutes, and Ray",
     ),
+    Command(
+        ".venv/bin/python experiments/benchmarks/executor_failures.py",
+        ".venv/bin/python experiments/benchmarks/executor_failures.py --help",
+        "half an hour, and Ray",
+    ),
     Command("python experiments/controllers.py"),
     Command("python experiments/estimators.py"),
     Command(
