@@ -43,7 +43,8 @@ def trainer(tmp_path):
     from datasets import Dataset
 
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
-    model, tokenizer = new_for_rows(rows, seed=0)
+    source, tokenizer = new_for_rows(rows, seed=0)
+    model = source.whole()
     # A vocabulary that is large beside the rest, as real ones are.
     model.resize_token_embeddings(20000)
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.1)
