@@ -6,20 +6,24 @@ the program is used for other sizes only if every verdict is the same for them.
 """
 
 import contextlib
+import dis
 import functools
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax import core, export
+from jax import export
 
 from rl_bridge.functional import associative_scan
 
 Size = Any  # an int, a SymInt, or one of JAX's symbolic dimensions
 _LOCK = threading.RLock()
 _RELATIONS = {"__eq__": "==", "__ge__": ">=", "__le__": "<=", "__gt__": ">", "__lt__": "<"}
+_COMPARISONS = {dis.opmap["COMPARE_OP"], dis.opmap["CONTAINS_OP"]}
 FUNCTIONS = {"floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b}  # as JAX prints them
 
 
@@ -59,7 +63,6 @@ class Verdicts:
         self.names = tuple(f"s{i}" for i in range(len(sizes)))
         self._values = {**FUNCTIONS, **dict(zip(self.names, sizes, strict=True))}
         self._answers: dict[str, bool] = {}
-        self.interning = False  # whether JAX looks up an abstract array, and asks for identity instead of equality
         # Symbols are at least 2 and all different: these answers are known without being asked.
         self._trivial = {f"{name}{rest} == 0" for name in self.names for rest in ("", " - 1")}
         self._trivial |= {f"{a} - {b} == 0" for a in self.names for b in self.names}
@@ -98,23 +101,11 @@ def _questions_answered(kind: Any, scope: Any, verdicts: Verdicts) -> Iterator[N
     """JAX's symbolic dimensions of this scope, with a definite answer to every comparison; other scopes keep JAX's."""
     originals = {name: getattr(kind, name) for name in _RELATIONS}
     multiply, scan = kind.__rmul__, jax.lax.associative_scan
-    arrays: Any = core.ShapedArray
-    intern = arrays._create
 
     def repeated(self: Any, other: Any) -> Any:
         return _refuse_number(self) if isinstance(other, (list, tuple)) else multiply(self, other)
 
-    # JAX keeps one object for equal abstract arrays, in a table that may compare keys of different hashes. A symbol
-    # that equals its size at hand would be found under the number: the program would be wrong for every other size.
-    def interned(*arguments: Any) -> Any:
-        verdicts.interning = True
-        try:
-            return intern(*arguments)
-        finally:
-            verdicts.interning = False
-
     try:
-        arrays._create = staticmethod(interned)
         for name, relation in _RELATIONS.items():
             setattr(kind, name, _comparison(originals[name], kind, scope, relation, verdicts))
         kind.__index__, kind.__rmul__ = _refuse_number, repeated
@@ -126,7 +117,6 @@ def _questions_answered(kind: Any, scope: Any, verdicts: Verdicts) -> Iterator[N
         del kind.__index__
         kind.__rmul__ = multiply
         jax.lax.associative_scan = scan
-        arrays._create = staticmethod(intern)
 
 
 def _comparison(
@@ -134,7 +124,7 @@ def _comparison(
 ) -> Callable[..., bool]:
     def compare(self: Any, other: Any) -> bool:
         same_scope = isinstance(other, (int, np.integer)) or (isinstance(other, kind) and other.scope is scope)
-        if self.scope is not scope or not same_scope or verdicts.interning:
+        if self.scope is not scope or not same_scope:
             return original(self, other)
         difference = self - other
         if isinstance(difference, (int, np.integer)) or associative_scan.SLICE in str(difference):
@@ -143,10 +133,22 @@ def _comparison(
             known = original(self, other)
         except jax.errors.InconclusiveDimensionOperation:
             return verdicts.answer(difference, relation)
-        # JAX's == says no where it does not know.
-        return known if relation != "==" else verdicts.answer(difference, relation)
+        if relation != "==" or _of_a_table(sys._getframe(1)):
+            return known
+        return verdicts.answer(difference, relation)  # JAX's == says no where it does not know
 
     return compare
+
+
+def _of_a_table(caller: types.FrameType) -> bool:
+    """Whether a table of JAX's asks, which looks for an identical key, instead of Python code that compares sizes.
+
+    Some of these tables are in C++ and compare keys of different hashes, for about one key in 128. A symbol that
+    equals its size at hand would be found under the number, and the program would be wrong for every other size.
+    """
+    if caller.f_code.co_name == "__ne__" and caller.f_back is not None:
+        caller = caller.f_back
+    return caller.f_code.co_code[caller.f_lasti] not in _COMPARISONS
 
 
 def _refuse_number(self: Any) -> int:
