@@ -1,6 +1,6 @@
 """The main pipeline: GRPO of a small language model on two-digit arithmetic, to the end.
 
-python experiments/quickstart.py            # the same as: rl-fn train grpo
+python experiments/quickstart.py            # the same as: rl-fn train policy
 python experiments/quickstart.py --help     # every option
 """
 
@@ -9,4 +9,4 @@ import sys
 from rl_bridge.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", "grpo", *sys.argv[1:]]))
+    sys.exit(main(["train", "policy", *sys.argv[1:]]))

@@ -16,20 +16,20 @@ from rl_bridge.data.reasoning import reasoning_reward, reasoning_rows
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.models.smollm2 import load_smollm2
 from rl_bridge.models.source import StateSource
-from rl_bridge.pipelines.grpo import GRPOPipeline, prepare, train_and_evaluate
 from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.trainers.grpo import GRPOConfig
-from rl_bridge.trainers.module import OptimizerConfig
+from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.policy import PolicyConfig
 
 # Facts of one task are not asked by the other, so that a held-out prompt is new in substance and not only in wording.
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASKS = {"chain_sum": (ONE_DIGIT, 200), "products": (ONE_DIGIT, 100)}  # task: (its arguments, all its problems)
 INSTRUCTION = "You are a calculator."
 
-DEFAULT = GRPOPipeline(
+DEFAULT = PolicyPipeline(
     name="smollm2_reasoning",
     held_out=100,
-    grpo=GRPOConfig(
+    policy=PolicyConfig(
         steps=48,
         prompts_per_step=8,
         sampling=SamplingParams(max_new_tokens=12, n=8),
@@ -43,7 +43,7 @@ DEFAULT = GRPOPipeline(
 )
 
 
-def main(pipeline: GRPOPipeline) -> dict:
+def main(pipeline: PolicyPipeline) -> dict:
     """Run the pipeline on the tasks above; returns the summary."""
     executor = pipeline.start()
     objective = prepare(pipeline, executor)

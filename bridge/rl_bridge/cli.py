@@ -6,17 +6,17 @@ from typing import Any
 
 import tyro
 
-from rl_bridge.pipelines.grpo import GRPOPipeline, run_grpo
+from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
 from rl_bridge.recipes import quickstart
 from rl_bridge.tracking.run import Stopped
 
-USAGE = """usage: rl-fn train grpo [--help] [options] [objective:ALGORITHM] [options of the algorithm]
+USAGE = """usage: rl-fn train policy [--help] [options] [objective:ALGORITHM] [options of the algorithm]
 
        rl-fn check {trl,verl,openrlhf,tunix}
        rl-fn doctor
 
 commands:
-  train grpo   post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit
+  train policy   post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit
                arithmetic and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.
   check        rl_fn's dialects against an installed library's own functions: value and gradient, option by option
   doctor       this machine's device and versions, and which backend each kernel operation takes here
@@ -33,20 +33,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check(words[1:])
     if words == ["doctor"]:
         return print_diagnosis()
-    if words[:2] != ["train", "grpo"]:
+    if words[:2] != ["train", "policy"]:
         wanted = words in ([], ["--help"], ["-h"])
         print(USAGE if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{USAGE}", end="")
         return 0 if wanted else 2
-    return report(run_grpo, parse(quickstart(), words[2:], prog="rl-fn train grpo"))
+    return report(run_policy, parse(quickstart(), words[2:], prog="rl-fn train policy"))
 
 
-def parse(default: GRPOPipeline, words: Sequence[str], *, prog: str) -> GRPOPipeline:
+def parse(default: PolicyPipeline, words: Sequence[str], *, prog: str) -> PolicyPipeline:
     """The pipeline that a command line describes; what it does not name is the default's.
 
     The options of the pipeline may stand before and after the algorithm's sub-command.
     """
     return tyro.cli(
-        GRPOPipeline, default=default, args=list(words), prog=prog, config=(tyro.conf.CascadeSubcommandArgs,)
+        PolicyPipeline, default=default, args=list(words), prog=prog, config=(tyro.conf.CascadeSubcommandArgs,)
     )
 
 
@@ -67,7 +67,7 @@ def print_diagnosis() -> int:
     return 0
 
 
-def report(run: Callable[[GRPOPipeline], dict[str, Any]], pipeline: GRPOPipeline) -> int:
+def report(run: Callable[[PolicyPipeline], dict[str, Any]], pipeline: PolicyPipeline) -> int:
     """Run a pipeline and print its result on the last line. A user's mistake is one line, not a traceback."""
     try:
         summary = run(pipeline)

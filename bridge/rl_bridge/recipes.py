@@ -1,26 +1,26 @@
 """Full configs of known-good runs; start from one with ``dataclasses.replace`` or command-line flags."""
 
 from rl_bridge.data.requests import SamplingParams
-from rl_bridge.pipelines.grpo import GRPOPipeline
 from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.trainers.grpo import GRPOConfig
-from rl_bridge.trainers.module import OptimizerConfig
+from rl_bridge.pipelines.policy import PolicyPipeline
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.policy import PolicyConfig
 from rl_bridge.trainers.sft import SFTConfig
 
 
-def quickstart() -> GRPOPipeline:
+def quickstart() -> PolicyPipeline:
     """GRPO of a 1 M-parameter Qwen2 on two-digit addition: under five minutes on two CPU cores.
 
     The warm start ends at its full learning rate, before it has learned the task.
     """
-    return GRPOPipeline(
+    return PolicyPipeline(
         name="quickstart",
         sft=SFTConfig(
             steps=135,
             rows_per_step=256,
             optimizer=OptimizerConfig(learning_rate=2e-3, warmup=50, decay="constant", beta2=0.99),
         ),
-        grpo=GRPOConfig(
+        policy=PolicyConfig(
             steps=240,
             prompts_per_step=192,
             minibatches=2,

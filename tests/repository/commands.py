@@ -46,8 +46,10 @@ class Command:
         return self.text if self.run is None else self.run
 
 
-TINY = "--sft.steps 2 --sft.rows-per-step 8 --grpo.steps 2 --grpo.prompts-per-step 4 --held-out 8 --checkpoint-every 1"
-GYM = "--held-out 4 --grpo.steps 1 --grpo.prompts-per-step 2 --grpo.sampling.n 2 --grpo.evaluate-every 1"
+TINY = (
+    "--sft.steps 2 --sft.rows-per-step 8 --policy.steps 2 --policy.prompts-per-step 4 --held-out 8 --checkpoint-every 1"
+)
+GYM = "--held-out 4 --policy.steps 1 --policy.prompts-per-step 2 --policy.sampling.n 2 --policy.evaluate-every 1"
 JAX = "--warm-start-steps 2 --steps 2 --prompts 4 --groups 2 --held-out 8 --evaluate-every 1 --checkpoint-every 1"
 PIP = "$SCRATCH/pip/bin/pip install --quiet --constraint constraints.txt"
 PINNED_HERE = ".venv/bin/pip install --quiet --constraint constraints.txt --editable"
@@ -69,8 +71,8 @@ COMMANDS = [
     Command("make install"),
     Command("make quickstart", f'make quickstart OPTIONS="{TINY}"', "minutes"),
     Command(
-        ".venv/bin/rl-fn train grpo --name quickstart --resume",
-        f".venv/bin/rl-fn train grpo --name quickstart --resume {TINY}",
+        ".venv/bin/rl-fn train policy --name quickstart --resume",
+        f".venv/bin/rl-fn train policy --name quickstart --resume {TINY}",
         "goes on with the short run",
     ),
     Command("python experiments/quickstart.py", f"python experiments/quickstart.py --name one {TINY}", "minutes"),
@@ -84,19 +86,19 @@ COMMANDS = [
         f'{PINNED_HERE} ".[ray]" && python experiments/quickstart.py --executor ray --workers 2 --name three {TINY}',
         "minutes; Ray is an extra",
     ),
-    Command(".venv/bin/rl-fn train grpo --help"),
+    Command(".venv/bin/rl-fn train policy --help"),
     Command(
-        ".venv/bin/rl-fn train grpo objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01",
-        ".venv/bin/rl-fn train grpo objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01 "
+        ".venv/bin/rl-fn train policy objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01",
+        ".venv/bin/rl-fn train policy objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01 "
         f"--name gspo {TINY}",
         "minutes",
     ),
-    Command(".venv/bin/rl-fn train grpo objective:gspo --help"),
-    Command("rl-fn train grpo", "rl-fn train grpo --help", "the quickstart again"),
+    Command(".venv/bin/rl-fn train policy objective:gspo --help"),
+    Command("rl-fn train policy", "rl-fn train policy --help", "the quickstart again"),
     Command(
-        ".venv/bin/rl-fn train grpo --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id "
+        ".venv/bin/rl-fn train policy --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id "
         "--sft.steps 0",
-        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train grpo "
+        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train policy "
         f"--data problems.jsonl --reward my_reward.py:score --model $CLONE/runs/quickstart/model {TINY} --sft.steps 0",
         "the files are the reader's own; the model is the quickstart's",
     ),

@@ -16,10 +16,10 @@ from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.session import current_executor, init
-from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.policy import PolicyModule
-from rl_bridge.trainers.scoring import ScoringConfig, TokenScorer
-from rl_bridge.trainers.sft import SupervisedModule
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.policy import PolicyModule
+from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.trainers.modules.supervised import SupervisedModule
 
 
 @dataclass(frozen=True, kw_only=True)

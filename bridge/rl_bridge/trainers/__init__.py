@@ -1,1 +1,1 @@
-"""Algorithms and the modules that they train. An algorithm holds engines and knows nothing of processes."""
+"""Algorithms, one loop a file; `modules` has what they train. A loop holds engines and knows nothing of processes."""

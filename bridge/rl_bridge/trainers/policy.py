@@ -1,101 +1,147 @@
-"""The module that policy-gradient algorithms train: an ``rl_fn`` objective over a causal LM."""
+"""Policy optimisation with verifiable rewards on groups of completions: GRPO, DAPO, RLOO …, by the objective."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rl_bridge.data.micro_batches import MicroBatch, restore
-from rl_bridge.data.token_batch import TokenBatch
-from rl_bridge.engines.results import returns
+from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.stream import RowStream
+from rl_bridge.data.token_batch import collate
+from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax
-from rl_bridge.models.source import ModelSource
-from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
-from rl_bridge.trainers.scoring import ScoringConfig
-from rl_fn import Batch, Objective, Ratio
-
-SHARED = tuple(name for name in Batch._fields if name in TokenBatch._fields)
-"""Fields that an objective reads and a batch brings along."""
+from rl_bridge.rewards import Reward, score
+from rl_bridge.tracking.run import Run
+from rl_bridge.trainers.modules.policy import mean
+from rl_fn import Objective, Rollouts
 
 
-class PolicyModule(CausalLMModule):
-    """``train_step`` accumulates the gradient of the objective over micro-batches; ``optimizer_step`` applies it."""
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """One step: ``prompts_per_step`` prompts, ``sampling.n`` completions each, ``minibatches`` updates."""
 
-    def __init__(
-        self,
-        source: ModelSource,
-        optimizer: OptimizerConfig,
-        objective: Objective,
-        *,
-        updates: int,
-        scoring: ScoringConfig | None = None,
-        parallel: ParallelConfig | None = None,
-    ) -> None:
-        super().__init__(source, optimizer, updates=updates, scoring=scoring, parallel=parallel)
-        self.objective = objective
-        self._share = from_jax(objective.share)
+    steps: int
+    prompts_per_step: int
+    sampling: SamplingParams
+    minibatches: int = 1
+    evaluate_every: int = 25
+    recompute_old_logprobs: bool = False
+    """False takes π_old from sampling time. The two are equal where the rollout has the trainer's own weights and
+    precision and samples the whole distribution."""
 
-    @returns("sum")
-    def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
-        """Add the gradient of Σ per-token losses / ``denominator`` to the parameters' gradients.
+    def __post_init__(self) -> None:
+        """Refuse what has no group to compare within."""
+        if min(self.steps, self.prompts_per_step, self.minibatches, self.evaluate_every) < 1 or self.sampling.n < 2:
+            raise ValueError(f"counts must be ≥ 1 and a group needs sampling.n ≥ 2 completions, got {self}")
+        if self.sampling.temperature == 0:
+            raise ValueError("greedy completions of one prompt are all the same: sampling.temperature must be > 0")
+        truncated = [name for name in ("top_k", "top_p", "min_p") if getattr(self.sampling, name) is not None]
+        if truncated and not self.recompute_old_logprobs:
+            # π is of the whole distribution: against a truncated π_old no ratio would start at 1.
+            raise ValueError(f"sampling with {', '.join(truncated)} needs recompute_old_logprobs=True")
 
-        ``denominator`` is ``objective.denominator`` of the whole batch, over all micro-batches and workers: the
-        gradient then does not depend on how the batch was cut. A denominator of 0 (a sum) means 1. Returns undivided
-        metrics, which add up likewise.
-        """
-        if batch.old_logprobs is None or batch.advantages is None:
-            raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
-        parts = self.micro_batches(batch)
-        if self.objective.over_batch and len(parts) > 1:
-            return self._step_over_batch(batch.to(self.compute_device()), parts, denominator)
-        metrics: dict[str, Any] = {}
-        for part in parts:
-            logprobs, entropies = self(part.batch)
-            for name, value in self._backward(part.batch, logprobs, entropies, denominator).items():
-                metrics[name] = metrics.get(name, 0) + value
-        return metrics
 
-    def _backward(
-        self, batch: TokenBatch, logprobs: torch.Tensor, entropies: torch.Tensor, denominator: float
-    ) -> dict[str, Any]:
-        """Send the loss of these log-probabilities back through them; returns the metrics."""
-        fields: dict[str, Any] = {name: getattr(batch, name) for name in SHARED}
-        fields["logprobs"] = logprobs
-        # Shown as a metric always; differentiated only where the objective has an entropy bonus.
-        fields["entropies"] = entropies if self.objective.entropy is not None else entropies.detach()
-        loss, metrics = self._share(Batch(**fields), torch.tensor(denominator, device=logprobs.device))
-        loss.backward()
-        return {name: detached(part) for name, part in metrics.items()}
-
-    def _step_over_batch(self, batch: TokenBatch, parts: list[MicroBatch], denominator: float) -> dict:
-        """``train_step`` of a loss that reads statistics of the whole batch: two forward passes, the same memory.
-
-        The first pass, without a graph, gives the loss every log-probability at once, and the loss gives each of them
-        its gradient. The second pass carries these gradients to the parameters, one micro-batch at a time.
-        """
-        with torch.no_grad():
-            outputs = [self(part.batch) for part in parts]
-        logprobs, entropies = (
-            restore([(part.places, x) for part, x in zip(parts, column, strict=True)], batch.tokens).requires_grad_()
-            for column in zip(*outputs, strict=True)
+def train_policy(
+    run: Run,
+    policy: TrainEngine,
+    rollout: InferenceEngine,
+    stream: RowStream,
+    reward: Reward,
+    objective: Objective,
+    config: PolicyConfig,
+    *,
+    held_out: Sequence[dict],
+    reference: TrainEngine | None = None,
+    pad_token_id: int,
+    seed: int,
+) -> None:
+    """Sample, score, compare within groups, update; every step is logged, checkpointed when due, and resumable."""
+    require_same_scoring(policy, reference, config.sampling)
+    if objective.over_batch and policy.mesh.data_parts > 1:
+        raise ValueError(
+            f"{objective.name} reads statistics of the whole batch, which is split over {policy.mesh.data_parts} "
+            f"workers ({policy.mesh}): train it with replicate=1 and shard=1"
         )
-        metrics = self._backward(batch, logprobs, entropies, denominator)
-        for part in parts:
-            pairs = [
-                (x, part.of(w.grad))
-                for x, w in zip(self(part.batch), (logprobs, entropies), strict=True)
-                if w.grad is not None
-            ]
-            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
-        return metrics
+    advantages_of, selection_of = from_jax(objective.advantages), from_jax(objective.selection)
+    denominator_of = from_jax(objective.denominator)
+    state = {"policy": policy, "stream": stream} | ({} if reference is None else {"reference": reference})
+    for step in run.steps("policy", config.steps, state=state):
+        policy.sync_weights(rollout)
+        rows = stream.take(config.prompts_per_step)
+        sampling = replace(config.sampling, seed=seed * 1_000_003 + step)
+        trajectories = score(reward, rollout.generate([row["prompt"] for row in rows], sampling), rows)
+        rewards = torch.tensor([t.rewards["reward"] for t in trajectories]).view(len(rows), sampling.n)
+
+        batch = collate(trajectories, pad_token_id)
+        of_group: Any = (rewards, batch.mask.view(*rewards.shape, -1))
+        rollouts = Rollouts(*of_group)
+        advantages = advantages_of(rollouts).advantages
+        computed, counted = selection_of(rollouts, advantages)
+        batch = batch._replace(advantages=advantages.flatten(0, 1), old_logprobs=batch.rollout_logprobs)
+        metrics = {"reward": float(rewards.mean()), "tokens": float(batch.mask.sum(1).float().mean())}
+        metrics["informative"] = float(computed.float().mean())
+        processed = int(batch.lengths.sum())
+
+        parts = list(minibatches_of(computed.flatten(), counted.flatten(0, 1), config.minibatches))
+        denominators = [float(denominator_of(mask)) for _, mask in parts]
+        minibatches = [batch.rows(index) for index, _ in parts]
+        if config.recompute_old_logprobs:  # all of them before any update of this step
+            minibatches = [m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))) for m in minibatches]
+        for minibatch, denominator in zip(minibatches, denominators, strict=True):
+            if reference is not None:
+                # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
+                minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
+            totals = policy.train_step(NeedParallel(minibatch), denominator)
+            metrics |= {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
+        if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
+            policy.sync_weights(rollout)
+            metrics["held_out"] = evaluate(rollout, held_out, reward, config.sampling)["reward"]
+        run.log(step, metrics, tokens=processed)
 
 
-def detached(part: Any) -> Any:
-    """A ``Ratio`` of torch scalars without its graph, in float64 for the sum over many parts."""
-    return Ratio(*(value.detach().double() for value in part))
+def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sampling: SamplingParams) -> None:
+    """Refuse a policy or a reference that computes another distribution than the completions are sampled from."""
+    scoring = policy.scoring_config()
+    if scoring.temperature != sampling.temperature:
+        raise ValueError(
+            f"completions are sampled at temperature {sampling.temperature}, the policy is scored at "
+            f"{scoring.temperature}: no ratio would start at 1"
+        )
+    if reference is not None and reference.scoring_config() != scoring:
+        raise ValueError(
+            f"the policy is scored with {scoring}, the reference with {reference.scoring_config()}: "
+            "the KL of a model to its own copy would not be 0"
+        )
 
 
-def mean(metric: Any) -> float:
-    """The value of a ``Ratio`` of torch scalars as a Python number, once all of its parts are in."""
-    total, denominator = float(metric.total), float(metric.denominator)
-    return total / denominator if denominator else total
+def minibatches_of(
+    computed: torch.Tensor, counted: torch.Tensor, count: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut an objective's ``selection`` into ``count`` shares: rows to compute, and the mask that a share counts.
+
+    ``computed`` is [N], ``counted`` is [N, T]. A share without a row to compute has no gradient and makes no update.
+    """
+    for share in counted.any(1).nonzero()[:, 0].tensor_split(count):
+        index = share[computed[share]]
+        if len(index):
+            yield index, counted[share]
+
+
+def evaluate(
+    rollout: InferenceEngine,
+    rows: Sequence[dict],
+    reward: Reward,
+    sampling: SamplingParams,
+    *,
+    temperature: float = 0.0,
+) -> dict[str, Any]:
+    """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read."""
+    once = replace(sampling, temperature=temperature, n=1, seed=0)
+    trajectories = score(reward, rollout.generate([row["prompt"] for row in rows], once), rows)
+    scores = [t.rewards["reward"] for t in trajectories]
+    samples = [
+        {"prompt": t.row["prompt"], "completion": t.completion, "answer": t.row.get("answer"), **t.rewards}
+        for t in trajectories[:16]
+    ]
+    return {"reward": sum(scores) / len(scores), "scores": scores, "samples": samples}

@@ -1,21 +1,15 @@
-"""Supervised fine-tuning: the module and the loop."""
+"""Supervised fine-tuning: the loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines import NeedParallel, TrainEngine
-from rl_bridge.engines.results import returns
-from rl_bridge.functional import from_jax
 from rl_bridge.tracking.run import Run
-from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
-from rl_bridge.trainers.policy import detached, mean
-from rl_fn import Ratio, aggregate_parts
-
-_aggregate_parts = from_jax(aggregate_parts)
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.policy import mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,21 +21,7 @@ class SFTConfig:
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-3, warmup=50)
 
 
-class SupervisedModule(CausalLMModule):
-    """Mean negative log-likelihood of the rows' own completions."""
-
-    @returns("sum")
-    def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
-        """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
-        total: Any = 0
-        for _, part in self.micro_batches(batch):
-            loss = _aggregate_parts(-self(part)[0], part.mask, "token-mean")
-            (loss.total / denominator).backward()
-            total = total + detached(loss)
-        return {"nll": total}
-
-
-def sft(
+def train_sft(
     run: Run,
     policy: TrainEngine,
     stream: RowStream,

@@ -11,10 +11,10 @@ from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Engine, InferenceEngine, Mesh, NeedParallel, TrainEngine, returns
 from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.policy import PolicyModule
-from rl_bridge.trainers.scoring import TokenScorer
-from rl_bridge.trainers.sft import SupervisedModule
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.policy import PolicyModule
+from rl_bridge.trainers.modules.scoring import TokenScorer
+from rl_bridge.trainers.modules.supervised import SupervisedModule
 from tests.bridge.engines.many_hosts import ManyHosts
 from tests.bridge.ready import ready
 

@@ -18,10 +18,10 @@ import rl_fn
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.models.tiny import TinySource
-from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.policy import PolicyModule
-from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.trainers.sft import SupervisedModule
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.policy import PolicyModule
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.trainers.modules.supervised import SupervisedModule
 from rl_fn import components
 
 ROWS, COLUMNS, VOCABULARY = 11, 24, 20

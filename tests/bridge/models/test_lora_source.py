@@ -17,9 +17,9 @@ from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.tiny import TinySource
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.scoring import TokenScorer
-from rl_bridge.trainers.sft import SupervisedModule
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.scoring import TokenScorer
+from rl_bridge.trainers.modules.supervised import SupervisedModule
 from rl_bridge.weights import WeightSyncError
 
 TOKENIZER = character_tokenizer("0123456789+=")

@@ -39,9 +39,9 @@ def module_of(mesh, *, packing=False, gradient_checkpointing=False):
     from rl_bridge.models.lora import LoRASource
     from rl_bridge.models.tiny import TinySource
     from rl_bridge.parallel.config import ParallelConfig
-    from rl_bridge.trainers.module import OptimizerConfig
-    from rl_bridge.trainers.policy import PolicyModule
-    from rl_bridge.trainers.scoring import ScoringConfig
+    from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+    from rl_bridge.trainers.modules.policy import PolicyModule
+    from rl_bridge.trainers.modules.scoring import ScoringConfig
 
     base = TinySource(vocabulary=20, hidden=16, layers=2, heads=4, key_value_heads=2, seed=3)
     make = partial(

@@ -10,10 +10,10 @@ from rl_bridge.models.tiny import tiny_qwen2
 OPTIONS = {
     "--sft.steps": 6,
     "--sft.rows-per-step": 16,
-    "--grpo.steps": 8,
-    "--grpo.prompts-per-step": 4,
-    "--grpo.sampling.n": 4,
-    "--grpo.evaluate-every": 4,
+    "--policy.steps": 8,
+    "--policy.prompts-per-step": 4,
+    "--policy.sampling.n": 4,
+    "--policy.evaluate-every": 4,
     "--checkpoint-every": 3,
     "--held-out": 20,
     "--threads": 1,
@@ -34,7 +34,7 @@ def words_of(folder, model_folder, name, *more, **changes):
     options = {**OPTIONS, "--output": folder, "--model": model_folder, "--name": name, **changes}
     algorithm = [word for word in more if word.startswith("objective:")]
     rest = [word for word in more if word not in algorithm]
-    return ["train", "grpo", *algorithm, *(str(word) for pair in options.items() for word in pair), *rest]
+    return ["train", "policy", *algorithm, *(str(word) for pair in options.items() for word in pair), *rest]
 
 
 @pytest.fixture

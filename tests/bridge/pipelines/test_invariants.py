@@ -12,22 +12,22 @@ from rl_bridge.cli import main
 from rl_bridge.data.arithmetic import split_rows
 from rl_bridge.data.stream import RowStream
 from rl_bridge.models.loading import load_pretrained
-from rl_bridge.trainers.module import OptimizerConfig
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from tests.bridge.pipelines.conftest import OPTIONS, words_of
 from tests.bridge.pipelines.results import metrics
 from tests.bridge.pipelines.tracing import REWARD, same, trace_calls
 
 SETTINGS = {
     "plain": {},
-    "cold": {"--grpo.sampling.temperature": 0.6},
-    "hot": {"--grpo.sampling.temperature": 1.5},
-    "truncated": {"--grpo.sampling.temperature": 0.7, "--grpo.sampling.top-k": 6, "--grpo.sampling.top-p": 0.9},
+    "cold": {"--policy.sampling.temperature": 0.6},
+    "hot": {"--policy.sampling.temperature": 1.5},
+    "truncated": {"--policy.sampling.temperature": 0.7, "--policy.sampling.top-k": 6, "--policy.sampling.top-p": 0.9},
 }
-RECOMPUTED = "--grpo.recompute-old-logprobs"
+RECOMPUTED = "--policy.recompute-old-logprobs"
 
 
 # Two steps with a KL penalty, in which every row has a gradient.
-SHORT = {"--sft.steps": 2, "--grpo.steps": 2, "--grpo.minibatches": 1, "--held-out": 8}
+SHORT = {"--sft.steps": 2, "--policy.steps": 2, "--policy.minibatches": 1, "--held-out": 8}
 
 
 def short_words(folder, model_folder, *more, **changes):
@@ -54,7 +54,12 @@ def traced(tmp_path_factory, model_folder):
     (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, PROBLEMS)))
     # A rate at which two steps change what the policy says.
     options = {"--data": folder / "problems.jsonl", "--optimizer.learning-rate": 0.02, "--optimizer.warmup": 0}
-    options |= {"--seed": SEED, "--grpo.sampling.temperature": 0.6, "--grpo.minibatches": 2, "--grpo.evaluate-every": 1}
+    options |= {
+        "--seed": SEED,
+        "--policy.sampling.temperature": 0.6,
+        "--policy.minibatches": 2,
+        "--policy.evaluate-every": 1,
+    }
     with pytest.MonkeyPatch.context() as patch:
         trace = trace_calls(patch)
         assert main(short_words(folder, model_folder, **options)) == 0
@@ -65,7 +70,7 @@ def traced(tmp_path_factory, model_folder):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_before_the_first_update_policy_reference_and_old_policy_are_one(setting, short, run_to_end):
     first = metrics(run_to_end(short(RECOMPUTED, **SETTINGS[setting])))[2]
-    assert (first["stage"], first["step"]) == ("grpo", 0)
+    assert (first["stage"], first["step"]) == ("policy", 0)
     assert first["kl"] == 0.0 and first["approx_kl"] == 0.0 and first["ratio_mean"] == 1.0
     assert first["clip_fraction"] == 0.0
 
@@ -189,7 +194,7 @@ def test_the_summary_compares_the_same_rows_before_and_after(traced):
 
 def test_old_and_reference_log_probabilities_are_of_their_own_weights(short, run_to_end, monkeypatch):
     trace = trace_calls(monkeypatch)
-    run_to_end(short(RECOMPUTED, **{"--grpo.minibatches": 2, "--grpo.sampling.temperature": 0.7}))
+    run_to_end(short(RECOMPUTED, **{"--policy.minibatches": 2, "--policy.sampling.temperature": 0.7}))
     for step in (0, 2):
         for batch, _ in trace.trained[step : step + 2]:
             reference = trace.reference.token_logprobs(batch)
@@ -200,7 +205,7 @@ def test_old_and_reference_log_probabilities_are_of_their_own_weights(short, run
 @pytest.mark.parametrize(("minibatches", "setting"), [(1, "plain"), (3, "truncated")])
 def test_the_last_learning_rate_is_the_schedule_s_last(minibatches, setting, short, run_to_end):
     # The objective's own KL term asks for a reference, whether or not the KL is to be shown.
-    words = short(RECOMPUTED, "--no-track-kl", **{"--grpo.minibatches": minibatches, "--grpo.steps": 4})
+    words = short(RECOMPUTED, "--no-track-kl", **{"--policy.minibatches": minibatches, "--policy.steps": 4})
     folder = run_to_end([*words, *(str(word) for pair in SETTINGS[setting].items() for word in pair)])
     config = json.loads((folder / "config.json").read_text())
     optimizer, updates = OptimizerConfig(**config["optimizer"]), 4 * minibatches

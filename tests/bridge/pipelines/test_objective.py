@@ -23,7 +23,7 @@ BEYOND = {"ppo", "vapo", "on_policy_distillation", "remax", "gdpo", "gigpo"}
 
 
 def built(*words):
-    return parse(quickstart(), words, prog="rl-fn train grpo").objective.build()
+    return parse(quickstart(), words, prog="rl-fn train policy").objective.build()
 
 
 def test_every_recipe_is_there_with_its_own_options_and_the_shared_ones():
@@ -128,12 +128,12 @@ def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
 
 
 def test_options_stand_before_and_after_the_algorithm():
-    words = ["--seed", "5", "objective:gspo", "--objective.clip-high", "0.5", "--grpo.steps", "7"]
-    pipeline = parse(quickstart(), words, prog="rl-fn train grpo")
-    assert (pipeline.seed, pipeline.grpo.steps) == (5, 7)
+    words = ["--seed", "5", "objective:gspo", "--objective.clip-high", "0.5", "--policy.steps", "7"]
+    pipeline = parse(quickstart(), words, prog="rl-fn train policy")
+    assert (pipeline.seed, pipeline.policy.steps) == (5, 7)
     assert pipeline.objective.build() == rl_fn.recipes.gspo(clip_high=0.5)
     assert dataclasses.asdict(pipeline)["objective"]["algorithm"] == "gspo"
-    assert parse(quickstart(), [], prog="rl-fn train grpo") == quickstart()
+    assert parse(quickstart(), [], prog="rl-fn train policy") == quickstart()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rl_bridge.cli import main
 from tests.bridge.pipelines.results import metrics
 
 LAST_LINE = r"held-out accuracy \d\.\d\d → \d\.\d\d in \d+ s"
-QUICK = {"--sft.steps": 2, "--grpo.steps": 2, "--grpo.evaluate-every": 1}
+QUICK = {"--sft.steps": 2, "--policy.steps": 2, "--policy.evaluate-every": 1}
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def test_own_data_reward_and_model_to_the_end(tmp_path, arguments, data, reward,
     names = {"config.json", "metrics.jsonl", "events", "curves.png", "samples.json", "summary.json", "model"}
     assert {path.name for path in folder.iterdir()} == names | {"checkpoints"}
     config = json.loads((folder / "config.json").read_text())
-    assert (config["data"], config["seed"], config["grpo"]["steps"]) == (str(data), 5, 2)
+    assert (config["data"], config["seed"], config["policy"]["steps"]) == (str(data), 5, 2)
 
     records = metrics(folder)
-    assert [(r["stage"], r["step"]) for r in records] == [("sft", 0), ("sft", 1), ("grpo", 0), ("grpo", 1)]
+    assert [(r["stage"], r["step"]) for r in records] == [("sft", 0), ("sft", 1), ("policy", 0), ("policy", 1)]
     assert {"nll", "grad_norm", "learning_rate"} <= records[0].keys()
     assert {"reward", "held_out", "kl", "entropy", "clip_fraction", "ratio_mean", "informative"} <= records[3].keys()
     accumulator = EventAccumulator(str(folder / "events")).Reload()
-    rewards = [(event.step, event.value) for event in accumulator.Scalars("grpo/reward")]
+    rewards = [(event.step, event.value) for event in accumulator.Scalars("policy/reward")]
     assert rewards == [(2, pytest.approx(records[2]["reward"])), (3, pytest.approx(records[3]["reward"]))]
     with Image.open(folder / "curves.png") as image:
         image.load()
@@ -105,8 +105,8 @@ def test_the_quickstart_makes_its_own_model_for_the_rows(tmp_path, capsys):
     data.write_text("prompt,answer\n" + "\n".join(f"{a}*{a}=,{a * a}" for a in range(10)))
     # Held-out rows may have characters that no row of training has.
     evaluation.write_text(json.dumps([{"prompt": "x", "answer": "y"}]))
-    words = ["train", "grpo", "--data", str(data), "--eval-data", str(evaluation), "--output", str(tmp_path / "runs")]
-    words += ["--sft.steps", "1", "--sft.rows-per-step", "8", "--grpo.steps", "1", "--grpo.prompts-per-step", "2"]
+    words = ["train", "policy", "--data", str(data), "--eval-data", str(evaluation), "--output", str(tmp_path / "runs")]
+    words += ["--sft.steps", "1", "--sft.rows-per-step", "8", "--policy.steps", "1", "--policy.prompts-per-step", "2"]
     assert main([*words, "--threads", "1"]) == 0
     assert re.fullmatch(LAST_LINE, capsys.readouterr().out.splitlines()[-1])
     summary = json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())
@@ -120,7 +120,7 @@ def test_the_quickstart_makes_its_own_model_for_the_rows(tmp_path, capsys):
         ("return float('nan') if row['answer'] == 3 else 1.0", r"returned nan, expected a finite number; .*"),
         # In the second step of GRPO.
         (
-            "return None if Path(METRICS).read_text().count('grpo') else 1.0",
+            "return None if Path(METRICS).read_text().count('\"policy\"') else 1.0",
             r"returned None, expected a finite number; .*",
         ),
     ],
@@ -129,7 +129,7 @@ def test_a_reward_that_fails_names_file_and_row_and_leaves_nothing_half_written(
     tmp_path, arguments, data, reward, capsys, body, message
 ):
     source = reward(body.replace("METRICS", repr(str(tmp_path / "run" / "metrics.jsonl"))))
-    words = arguments("run", **QUICK, **{"--data": data, "--reward": source, "--grpo.prompts-per-step": 40})
+    words = arguments("run", **QUICK, **{"--data": data, "--reward": source, "--policy.prompts-per-step": 40})
     assert main(words) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"rl-fn: error: reward score on {re.escape(str(data))}, row \d+ {message}", last)
@@ -161,13 +161,13 @@ def test_a_mistake_is_one_line_and_makes_no_folder(tmp_path, arguments, capsys, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--grpo.sampling.n", "1"], "a group needs sampling.n"),
-        (["--grpo.sampling.top-p", "0.9"], "sampling with top_p needs recompute_old_logprobs=True"),
+        (["--policy.sampling.n", "1"], "a group needs sampling.n"),
+        (["--policy.sampling.top-p", "0.9"], "sampling with top_p needs recompute_old_logprobs=True"),
         (["--softcap", "5"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),
         (["--dtype", "bfloat16"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),
         (["--micro-batch-tokens", "0"], "micro_batch_tokens > 0"),
-        (["--grpo.stepz", "1"], "grpo.stepz"),
-        (["--grpo.steps", "many"], "many"),
+        (["--policy.stepz", "1"], "policy.stepz"),
+        (["--policy.steps", "many"], "many"),
     ],
 )
 def test_options_are_checked_before_anything_runs(arguments, tmp_path, capsys, words, message):
@@ -183,6 +183,6 @@ def test_the_command_itself(capsys):
     [command] = entry_points(group="console_scripts", name="rl-fn")
     assert command.load() is main
     assert main([]) == main(["--help"]) == main(["-h"]) == 0
-    assert capsys.readouterr().out.count("usage: rl-fn train grpo") == 3
+    assert capsys.readouterr().out.count("usage: rl-fn train policy") == 3
     assert main(["train", "sft"]) == 2
     assert "unknown command 'train sft'" in capsys.readouterr().out

@@ -15,7 +15,7 @@ DYING = """
 import os, signal, sys
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.cli import main
-from rl_bridge.trainers.module import CausalLMModule
+from rl_bridge.trainers.modules.trainable import CausalLMModule
 
 # What the kill finds on the disk is then known. Kills while one is being written: tests/bridge/checkpoints.
 Checkpointer.__init__.__kwdefaults__["asynchronous"] = False
@@ -73,7 +73,7 @@ def die(words, when, version):
 
 
 def test_killed_in_supervision_and_in_grpo(tmp_path, arguments, reward, run_to_end):
-    options = {"--reward": reward, "--objective.kl.coef": 0.05, "--grpo.minibatches": 2}
+    options = {"--reward": reward, "--objective.kl.coef": 0.05, "--policy.minibatches": 2}
     whole = result(run_to_end(arguments("whole", "objective:grpo", **options)))
     assert len(whole["metrics"]) == 6 + 8
     assert whole["metrics"][-1]["kl"] > 0 and whole["metrics"][-1]["grad_norm"] > 0
@@ -85,7 +85,7 @@ def test_killed_in_supervision_and_in_grpo(tmp_path, arguments, reward, run_to_e
 
     words.append("--resume")
     die(words, "before", 6 + 2 * 4 + 1)  # in step 4 of GRPO, between its two updates
-    assert [(m["stage"], m["step"]) for m in metrics(folder)[-2:]] == [("grpo", 2), ("grpo", 3)]
+    assert [(m["stage"], m["step"]) for m in metrics(folder)[-2:]] == [("policy", 2), ("policy", 3)]
     assert max(path.name for path in (folder / "checkpoints").iterdir()) == "step-00000009"
     assert not (folder / "summary.json").exists()
 
@@ -101,7 +101,7 @@ def test_killed_in_supervision_and_in_grpo(tmp_path, arguments, reward, run_to_e
 
 
 def test_stopped_by_ctrl_c(tmp_path, arguments, reward, run_to_end, capsys):
-    options = {"--reward": reward, "--grpo.minibatches": 3}
+    options = {"--reward": reward, "--policy.minibatches": 3}
     whole = result(run_to_end(arguments("whole", **options)))
     assert any(0 < m.get("informative", 0) < 1 for m in whole["metrics"])
 
@@ -110,14 +110,14 @@ def test_stopped_by_ctrl_c(tmp_path, arguments, reward, run_to_end, capsys):
     capsys.readouterr()
     assert main(words) == 130
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "stopped after step 5 of 8 of grpo; go on with the same command and --name stopped --resume"
+    assert last == "stopped after step 5 of 8 of policy; go on with the same command and --name stopped --resume"
     assert max(path.name for path in (folder / "checkpoints").iterdir()) == "step-00000011"
     assert not (folder / "summary.json").exists() and not (folder / "model").exists()
     assert_same(result(run_to_end([*words, "--resume"])), whole)
 
 
 def test_other_data_is_no_continuation(tmp_path, arguments, reward, capsys):
-    words = arguments("run", **{"--reward": reward, "--sft.steps": 3, "--grpo.steps": 1})
+    words = arguments("run", **{"--reward": reward, "--sft.steps": 3, "--policy.steps": 1})
     assert main(words) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     capsys.readouterr()

@@ -16,8 +16,8 @@ from tests.bridge.pipelines.results import metrics
 ROOT = Path(__file__).parents[3]
 # Rewards that depend on the tokens alone and differ within a group.
 REWARD = "def even_digits(completion, row):\n    return sum(c in '02468' for c in completion) + 0.1 * len(completion)\n"
-SHORT = {"--sft.steps": 2, "--grpo.steps": 3, "--grpo.minibatches": 1, "--held-out": 8, "--optimizer.warmup": 0}
-SHORT |= {"--grpo.evaluate-every": 2, "--optimizer.learning-rate": 0.01, "--grpo.sampling.temperature": 0.7}
+SHORT = {"--sft.steps": 2, "--policy.steps": 3, "--policy.minibatches": 1, "--held-out": 8, "--optimizer.warmup": 0}
+SHORT |= {"--policy.evaluate-every": 2, "--optimizer.learning-rate": 0.01, "--policy.sampling.temperature": 0.7}
 
 
 def in_a_process(words, *, ranks=1):
@@ -62,7 +62,7 @@ def words(tmp_path, model_folder):
 
 
 def test_two_ranks_of_torchrun_end_as_one_process_does(tmp_path, words, run_to_end):
-    one = run_to_end(["train", "grpo", *words("one")])
+    one = run_to_end(["train", "policy", *words("one")])
     printed = in_a_process(words("two"), ranks=2)
     assert "held-out accuracy" in printed.splitlines()[-1] and printed.count("before GRPO") == 1
     assert_same_run(tmp_path / "two", one)
@@ -71,7 +71,7 @@ def test_two_ranks_of_torchrun_end_as_one_process_does(tmp_path, words, run_to_e
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"replicate": 2, "shard": 1}], ids=str)
 def test_other_meshes_do_too(tmp_path, words, run_to_end, mesh):
-    one = run_to_end(["train", "grpo", *words("one")])
+    one = run_to_end(["train", "policy", *words("one")])
     options = [str(word) for axis, size in mesh.items() for word in (f"--mesh.{axis}", size)]
     in_a_process(words("two", "--packing", *options), ranks=2)
     assert_same_run(tmp_path / "two", one)
@@ -80,7 +80,7 @@ def test_other_meshes_do_too(tmp_path, words, run_to_end, mesh):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_ray_does_too(tmp_path, words, run_to_end):
-    one = run_to_end(["train", "grpo", *words("one")])
+    one = run_to_end(["train", "policy", *words("one")])
     in_a_process(words("two", "--executor", "ray", "--workers", "2"))
     assert_same_run(tmp_path / "two", one)
 
@@ -88,5 +88,5 @@ def test_ray_does_too(tmp_path, words, run_to_end):
 def test_a_mesh_that_does_not_fit_is_refused(words, capsys):
     from rl_bridge.cli import main
 
-    assert main(["train", "grpo", *words("never"), "--mesh.tensor", "2"]) == 1
+    assert main(["train", "policy", *words("never"), "--mesh.tensor", "2"]) == 1
     assert "is of 2 workers, and there are 1" in capsys.readouterr().err

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from rl_bridge.engines import InferenceEngine
-from rl_bridge.pipelines import grpo as pipeline
-from rl_bridge.trainers.policy import PolicyModule
+from rl_bridge.pipelines import policy as pipeline
+from rl_bridge.trainers.modules.policy import PolicyModule
 
 # The rewards of a group differ, and each is written down with what it was asked about.
 REWARD = """
@@ -62,7 +62,7 @@ def same(a, b):
 def trace_calls(monkeypatch):
     """The trace that the next run in this process writes."""
     trace, generate, step = Trace(), InferenceEngine.generate, PolicyModule.train_step
-    sft, grpo = pipeline.sft, pipeline.grpo
+    train_sft, train_policy = pipeline.train_sft, pipeline.train_policy
 
     def generating(engine, prompts, sampling):
         completions = generate(engine, prompts, sampling)
@@ -76,15 +76,15 @@ def trace_calls(monkeypatch):
 
     def supervising(run, policy, *rest, **options):
         trace.supervised = module_of(policy)
-        return sft(run, policy, *rest, **options)
+        return train_sft(run, policy, *rest, **options)
 
     def looping(run, policy, rollout, *rest, reference=None, **options):
         trace.policy, trace.reference = module_of(policy), module_of(reference)
         trace.policy_at_start, trace.reference_at_start = weights(trace.policy.model), weights(trace.reference.model)
-        return grpo(run, policy, rollout, *rest, reference=reference, **options)
+        return train_policy(run, policy, rollout, *rest, reference=reference, **options)
 
     monkeypatch.setattr(InferenceEngine, "generate", generating)
     monkeypatch.setattr(PolicyModule, "train_step", training)
-    monkeypatch.setattr(pipeline, "sft", supervising)
-    monkeypatch.setattr(pipeline, "grpo", looping)
+    monkeypatch.setattr(pipeline, "train_sft", supervising)
+    monkeypatch.setattr(pipeline, "train_policy", looping)
     return trace

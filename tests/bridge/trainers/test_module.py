@@ -7,9 +7,10 @@ import torch
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.encoding import trajectory_of_row
-from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.trainers.sft import SupervisedModule, supervised_batch
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.trainers.modules.supervised import SupervisedModule
+from rl_bridge.trainers.sft import supervised_batch
 from tests.bridge.ready import ready
 
 BATCH = collate([single_turn([2, 3, 4], [4, 5, 1]), single_turn([6], [7, 1])], 0)

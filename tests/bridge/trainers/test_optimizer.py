@@ -2,7 +2,8 @@
 
 import torch
 
-from rl_bridge.trainers.module import CausalLMModule, OptimizerConfig
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.trainable import CausalLMModule
 from tests.bridge.ready import ready
 
 

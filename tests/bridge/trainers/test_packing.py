@@ -8,10 +8,10 @@ import torch
 import rl_fn
 from rl_bridge.data.micro_batches import stand_in
 from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.policy import PolicyModule, mean
-from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.trainers.sft import SupervisedModule
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.policy import PolicyModule, mean
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.trainers.modules.supervised import SupervisedModule
 from rl_fn import components
 from tests.bridge.data.trajectories import random_batch
 from tests.bridge.ready import ready

@@ -9,10 +9,10 @@ import rl_fn
 from rl_bridge.data.micro_batches import micro_batches
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.trainers.grpo import minibatches_of
-from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.policy import PolicyModule, mean
-from rl_bridge.trainers.scoring import ScoringConfig
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.policy import PolicyModule, mean
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.trainers.policy import minibatches_of
 from rl_fn import Rollouts, components
 from tests.bridge.data.trajectories import random_batch, widened
 from tests.bridge.ready import ready

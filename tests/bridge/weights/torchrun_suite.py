@@ -15,7 +15,7 @@ from rl_bridge.executors import WorkerError
 from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.scoring import TokenScorer
+from rl_bridge.trainers.modules.scoring import TokenScorer
 from rl_bridge.weights import Cast, WeightSyncError, checksum
 from rl_bridge.weights.parts import full
 from tests.bridge.weights.engines import model

@@ -10,8 +10,8 @@ from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh
-from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
-from rl_bridge.trainers.scoring import ScoringConfig
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.trainers.policy import PolicyConfig, evaluate, train_policy
 
 ROWS = [{"prompt": str(i), "answer": str(i), "_where": f"rows, row {i}"} for i in range(10)]
 
@@ -79,11 +79,13 @@ class FakePolicy:
 
 def run_loop(reward, objective=None, reference=None, steps=2, **options):
     sampling = SamplingParams(max_new_tokens=4, n=4, temperature=0.8)
-    config = GRPOConfig(**{"steps": steps, "prompts_per_step": 3, "sampling": sampling, "evaluate_every": 2} | options)
+    config = PolicyConfig(
+        **{"steps": steps, "prompts_per_step": 3, "sampling": sampling, "evaluate_every": 2} | options
+    )
     run, policy, rollout = FakeRun(), FakePolicy(), FakeRollout()
     stream = RowStream(ROWS, 0)
     chosen = rl_fn.recipes.dapo() if objective is None else objective
-    grpo(
+    train_policy(
         run, policy, rollout, stream, reward, chosen, config,
         held_out=ROWS[:5], reference=reference, pad_token_id=0, seed=7,
     )  # fmt: skip
@@ -224,17 +226,17 @@ SAMPLING = SamplingParams(max_new_tokens=4, n=2)
 )
 def test_counts_are_checked(options):
     with pytest.raises(ValueError, match=r"counts must be ≥ 1 and a group needs sampling\.n ≥ 2 completions"):
-        GRPOConfig(**{"steps": 1, "prompts_per_step": 1, "sampling": SAMPLING} | options)
+        PolicyConfig(**{"steps": 1, "prompts_per_step": 1, "sampling": SAMPLING} | options)
 
 
 def test_greedy_groups_are_refused():
     with pytest.raises(ValueError, match=r"sampling\.temperature must be > 0"):
-        GRPOConfig(steps=1, prompts_per_step=1, sampling=SamplingParams(max_new_tokens=4, n=2, temperature=0.0))
+        PolicyConfig(steps=1, prompts_per_step=1, sampling=SamplingParams(max_new_tokens=4, n=2, temperature=0.0))
 
 
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_a_truncated_pi_old_is_refused(options):
     sampling = SamplingParams(max_new_tokens=4, n=2, **options)
     with pytest.raises(ValueError, match=f"sampling with {next(iter(options))} needs recompute_old_logprobs=True"):
-        GRPOConfig(steps=1, prompts_per_step=1, sampling=sampling)
-    GRPOConfig(steps=1, prompts_per_step=1, sampling=sampling, recompute_old_logprobs=True)
+        PolicyConfig(steps=1, prompts_per_step=1, sampling=sampling)
+    PolicyConfig(steps=1, prompts_per_step=1, sampling=sampling, recompute_old_logprobs=True)

@@ -28,21 +28,21 @@ from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
 from rl_bridge.rewards import Reward, exact_match, load_reward
 from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.run import Run, free_folder
-from rl_bridge.trainers.grpo import GRPOConfig, evaluate, grpo
-from rl_bridge.trainers.module import OptimizerConfig
-from rl_bridge.trainers.scoring import ScoringConfig
-from rl_bridge.trainers.sft import SFTConfig, sft
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.trainers.policy import PolicyConfig, evaluate, train_policy
+from rl_bridge.trainers.sft import SFTConfig, train_sft
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOPipeline(PlacementOptions):
+class PolicyPipeline(PlacementOptions):
     """Everything a run depends on. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
 
-    grpo: GRPOConfig
+    policy: PolicyConfig
     optimizer: OptimizerConfig
     objective: Algorithm = field(default_factory=ALGORITHMS["dapo"])
     sft: SFTConfig = SFTConfig()
-    name: str = "grpo"
+    name: str = "policy"
     output: Path = Path("runs")
     seed: int = 0
     resume: bool = False
@@ -72,14 +72,14 @@ class GRPOPipeline(PlacementOptions):
     def __post_init__(self) -> None:
         """Refuse a policy that the completions were not sampled from."""
         scoring = self.scoring()
-        if (scoring.softcap is not None or scoring.dtype != "float32") and not self.grpo.recompute_old_logprobs:
+        if (scoring.softcap is not None or scoring.dtype != "float32") and not self.policy.recompute_old_logprobs:
             # The rollout samples in float32 and knows no cap but the model's own.
             raise ValueError("softcap and dtype bfloat16 need recompute_old_logprobs=True: sampling has neither")
 
     def scoring(self) -> ScoringConfig:
         """How policy, old policy and reference of this run are scored."""
         return ScoringConfig(
-            temperature=self.grpo.sampling.temperature,
+            temperature=self.policy.sampling.temperature,
             micro_batch_tokens=self.micro_batch_tokens,
             packing=self.packing,
             softcap=self.softcap,
@@ -87,7 +87,7 @@ class GRPOPipeline(PlacementOptions):
         )
 
 
-def run_grpo(pipeline: GRPOPipeline) -> dict[str, Any]:
+def run_policy(pipeline: PolicyPipeline) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
     reward = exact_match if pipeline.reward is None else load_reward(pipeline.reward)
@@ -100,7 +100,7 @@ def run_grpo(pipeline: GRPOPipeline) -> dict[str, Any]:
     return train_and_evaluate(pipeline, executor, source, tokenizer, train_rows, held_out, reward, objective)
 
 
-def prepare(pipeline: GRPOPipeline, executor: Executor) -> rl_fn.Objective:
+def prepare(pipeline: PolicyPipeline, executor: Executor) -> rl_fn.Objective:
     """Threads and seeds of the processes, and the objective: what comes before a model is made."""
     if pipeline.threads is not None:
         torch.set_num_threads(pipeline.threads)
@@ -113,7 +113,7 @@ def prepare(pipeline: GRPOPipeline, executor: Executor) -> rl_fn.Objective:
 
 
 def train_and_evaluate(
-    pipeline: GRPOPipeline,
+    pipeline: PolicyPipeline,
     executor: Executor,
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
@@ -135,33 +135,35 @@ def train_and_evaluate(
             pipeline.sft.optimizer, updates=pipeline.sft.steps, scoring=replace(scoring, temperature=1.0)
         )
         stream = RowStream(train_rows, seed=pipeline.seed)
-        sft(run, supervised, stream, lambda row: trajectory_of_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
+        train_sft(
+            run, supervised, stream, lambda row: trajectory_of_row(tokenizer, row), pipeline.sft, pad_token_id=pad
+        )
         supervised.sync_weights(rollout)
-        before = run.cached_result("before", lambda: evaluate_both(rollout, held_out, reward, pipeline.grpo))
+        before = run.cached_result("before", lambda: evaluate_both(rollout, held_out, reward, pipeline.policy))
         run.print(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")
 
-        updates = pipeline.grpo.steps * pipeline.grpo.minibatches
+        updates = pipeline.policy.steps * pipeline.policy.minibatches
         policy = engines.policy(pipeline.optimizer, objective, updates=updates, scoring=scoring)
         supervised.sync_weights(policy)
         supervised.release()
         reference = engines.reference(scoring) if objective.kl is not None or pipeline.track_kl else None
         if reference is not None:
             policy.sync_weights(reference)
-        grpo(
+        train_policy(
             run,
             policy,
             rollout,
             stream,
             reward,
             objective,
-            pipeline.grpo,
+            pipeline.policy,
             held_out=held_out,
             reference=reference,
             pad_token_id=pad,
             seed=pipeline.seed,
         )
         policy.sync_weights(rollout)  # a run resumed after its last step has made none
-        after = evaluate_both(rollout, held_out, reward, pipeline.grpo)
+        after = evaluate_both(rollout, held_out, reward, pipeline.policy)
         save_pretrained(folder / "model", policy, tokenizer)
         evaluations = [("before", before), ("after", after)]
         write_json(
@@ -187,14 +189,14 @@ def train_and_evaluate(
 
 
 def evaluate_both(
-    rollout: InferenceEngine, rows: Sequence[dict], reward: Reward, config: GRPOConfig
+    rollout: InferenceEngine, rows: Sequence[dict], reward: Reward, config: PolicyConfig
 ) -> dict[str, dict[str, Any]]:
     """Completions of held-out prompts, greedy and at the temperature of training."""
     sampled = evaluate(rollout, rows, reward, config.sampling, temperature=config.sampling.temperature)
     return {"greedy": evaluate(rollout, rows, reward, config.sampling), "sampled": sampled}
 
 
-def rows_of(pipeline: GRPOPipeline) -> tuple[list[dict], list[dict]]:
+def rows_of(pipeline: PolicyPipeline) -> tuple[list[dict], list[dict]]:
     """Rows to train on and rows held out."""
     fields = ("prompt", "answer") if pipeline.reward is None or pipeline.sft.steps else ("prompt",)
     rows = arithmetic_rows(["+"]) if pipeline.data is None else read_rows(pipeline.data, fields=fields)

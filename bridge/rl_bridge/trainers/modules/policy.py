@@ -1,0 +1,102 @@
+"""The module that policy-gradient algorithms train: an ``rl_fn`` objective over a causal LM."""
+
+from typing import Any
+
+import torch
+
+from rl_bridge.data.micro_batches import MicroBatch, restore
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines.results import returns
+from rl_bridge.functional import from_jax
+from rl_bridge.models.source import ModelSource
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.trainers.modules.trainable import CausalLMModule
+from rl_fn import Batch, Objective, Ratio
+
+SHARED = tuple(name for name in Batch._fields if name in TokenBatch._fields)
+"""Fields that an objective reads and a batch brings along."""
+
+
+class PolicyModule(CausalLMModule):
+    """``train_step`` accumulates the gradient of the objective over micro-batches; ``optimizer_step`` applies it."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        optimizer: OptimizerConfig,
+        objective: Objective,
+        *,
+        updates: int,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(source, optimizer, updates=updates, scoring=scoring, parallel=parallel)
+        self.objective = objective
+        self._share = from_jax(objective.share)
+
+    @returns("sum")
+    def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
+        """Add the gradient of Σ per-token losses / ``denominator`` to the parameters' gradients.
+
+        ``denominator`` is ``objective.denominator`` of the whole batch, over all micro-batches and workers: the
+        gradient then does not depend on how the batch was cut. A denominator of 0 (a sum) means 1. Returns undivided
+        metrics, which add up likewise.
+        """
+        if batch.old_logprobs is None or batch.advantages is None:
+            raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
+        parts = self.micro_batches(batch)
+        if self.objective.over_batch and len(parts) > 1:
+            return self._step_over_batch(batch.to(self.compute_device()), parts, denominator)
+        metrics: dict[str, Any] = {}
+        for part in parts:
+            logprobs, entropies = self(part.batch)
+            for name, value in self._backward(part.batch, logprobs, entropies, denominator).items():
+                metrics[name] = metrics.get(name, 0) + value
+        return metrics
+
+    def _backward(
+        self, batch: TokenBatch, logprobs: torch.Tensor, entropies: torch.Tensor, denominator: float
+    ) -> dict[str, Any]:
+        """Send the loss of these log-probabilities back through them; returns the metrics."""
+        fields: dict[str, Any] = {name: getattr(batch, name) for name in SHARED}
+        fields["logprobs"] = logprobs
+        # Shown as a metric always; differentiated only where the objective has an entropy bonus.
+        fields["entropies"] = entropies if self.objective.entropy is not None else entropies.detach()
+        loss, metrics = self._share(Batch(**fields), torch.tensor(denominator, device=logprobs.device))
+        loss.backward()
+        return {name: detached(part) for name, part in metrics.items()}
+
+    def _step_over_batch(self, batch: TokenBatch, parts: list[MicroBatch], denominator: float) -> dict:
+        """``train_step`` of a loss that reads statistics of the whole batch: two forward passes, the same memory.
+
+        The first pass, without a graph, gives the loss every log-probability at once, and the loss gives each of them
+        its gradient. The second pass carries these gradients to the parameters, one micro-batch at a time.
+        """
+        with torch.no_grad():
+            outputs = [self(part.batch) for part in parts]
+        logprobs, entropies = (
+            restore([(part.places, x) for part, x in zip(parts, column, strict=True)], batch.tokens).requires_grad_()
+            for column in zip(*outputs, strict=True)
+        )
+        metrics = self._backward(batch, logprobs, entropies, denominator)
+        for part in parts:
+            pairs = [
+                (x, part.of(w.grad))
+                for x, w in zip(self(part.batch), (logprobs, entropies), strict=True)
+                if w.grad is not None
+            ]
+            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+        return metrics
+
+
+def detached(part: Any) -> Any:
+    """A ``Ratio`` of torch scalars without its graph, in float64 for the sum over many parts."""
+    return Ratio(*(value.detach().double() for value in part))
+
+
+def mean(metric: Any) -> float:
+    """The value of a ``Ratio`` of torch scalars as a Python number, once all of its parts are in."""
+    total, denominator = float(metric.total), float(metric.denominator)
+    return total / denominator if denominator else total

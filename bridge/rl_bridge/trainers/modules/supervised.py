@@ -1,0 +1,26 @@
+"""The module that supervised fine-tuning trains."""
+
+from typing import Any
+
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines.results import returns
+from rl_bridge.functional import from_jax
+from rl_bridge.trainers.modules.policy import detached
+from rl_bridge.trainers.modules.trainable import CausalLMModule
+from rl_fn import Ratio, aggregate_parts
+
+_aggregate_parts = from_jax(aggregate_parts)
+
+
+class SupervisedModule(CausalLMModule):
+    """Mean negative log-likelihood of the rows' own completions."""
+
+    @returns("sum")
+    def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
+        """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
+        total: Any = 0
+        for _, part in self.micro_batches(batch):
+            loss = _aggregate_parts(-self(part)[0], part.mask, "token-mean")
+            (loss.total / denominator).backward()
+            total = total + detached(loss)
+        return {"nll": total}
