@@ -24,9 +24,9 @@ class MicroBatch(NamedTuple):
         return self._replace(batch=self.batch.to(device))
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The entries of [N, L] that belong to this part; zeros for a stand-in."""
+        """The entries of [N, L, ...] that belong to this part; zeros for a stand-in."""
         rows, columns = self.batch.tokens.shape
-        return whole[self.places, :columns] if len(self.places) else whole.new_zeros((rows, columns))
+        return whole[self.places, :columns] if len(self.places) else whole.new_zeros((rows, columns, *whole.shape[2:]))
 
 
 def padded_rows(lengths: Sequence[int], max_tokens: int) -> list[np.ndarray]:
@@ -74,7 +74,8 @@ def stand_in(batch: TokenBatch) -> MicroBatch:
     """What a worker computes while others still have rows, so that all join the same collectives: it adds nothing."""
 
     def nothing(value: torch.Tensor) -> torch.Tensor:
-        return value.new_zeros((1, 2) if value.dim() > 1 else 1)
+        # Behind [N, L] there are sets of tokens: −1 is no token.
+        return value.new_zeros((1, 2)[: value.dim()]) if value.dim() < 3 else value.new_full((1, 2, 1), -1)
 
     empty = batch.map(nothing)
     return MicroBatch(batch.lengths.new_zeros(0), empty._replace(lengths=empty.lengths + 2))

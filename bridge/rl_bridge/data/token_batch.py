@@ -31,6 +31,8 @@ class TokenBatch(NamedTuple):
     old_values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    allowed_tokens: torch.Tensor | None = None
+    """[N, L, S] int64: ids that the truncated sampler allowed, rising, −1 behind them and where nothing was drawn."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenBatch":
         """The batch with ``function`` applied to every field that is present."""
@@ -50,16 +52,23 @@ class TokenBatch(NamedTuple):
         return self.map(lambda value: value.to(device))
 
     def trim(self) -> "TokenBatch":
-        """Drop the columns that are padding in every row: fewer tokens, the same numbers. One column stays."""
+        """Drop the columns that are padding in every row: fewer tokens, the same numbers. One column stays.
+
+        Of the allowed tokens those places are dropped, too, that no set of these rows fills.
+        """
         width = max(1, int(self.lengths.max())) if len(self.lengths) else 1
-        return self.map(lambda value: value if value.dim() < 2 else value[:, :width])
+        batch = self.map(lambda value: value if value.dim() < 2 else value[:, :width])
+        if batch.allowed_tokens is None:
+            return batch
+        largest = max(1, int((batch.allowed_tokens >= 0).flatten(0, 1).any(0).sum()))
+        return batch._replace(allowed_tokens=batch.allowed_tokens[..., :largest])
 
 
 def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> TokenBatch:
     """Trajectories → a padded batch with the log-probabilities kept from sampling time.
 
     Raises:
-        ValueError: for no trajectories.
+        ValueError: for no trajectories, or where only some recorded the tokens that were allowed.
     """
     if not trajectories:
         raise ValueError("cannot make a batch of no trajectories")
@@ -77,4 +86,28 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> TokenBatch
         lengths,
         torch.tensor([t.group for t in trajectories]),
         rollout_logprobs=padded((t.logprobs for t in trajectories), torch.zeros(inside.shape)),
+        allowed_tokens=_allowed_tokens(trajectories, inside),
     )
+
+
+def _allowed_tokens(trajectories: Sequence[Trajectory], inside: torch.Tensor) -> torch.Tensor | None:
+    """[N, L, S] of the sets of tokens at the places that are ``inside`` [N, L]; None if nobody recorded any."""
+    if all(t.allowed_tokens is None for t in trajectories):
+        return None
+    # Whose policy drew nothing has no set to record.
+    without = [n for n, t in enumerate(trajectories) if t.allowed_tokens is None and any(t.loss_mask)]
+    if without:
+        raise ValueError(
+            f"allowed_tokens are recorded in all trajectories of a batch or in none: {len(without)} of "
+            f"{len(trajectories)} lack them, trajectory {without[0]} first"
+        )
+    sets: list[Sequence[int]] = []
+    for t in trajectories:
+        sets.extend([()] * len(t.tokens) if t.allowed_tokens is None else t.allowed_tokens)
+    counts = torch.tensor([len(ids) for ids in sets])
+    ids = torch.tensor(list(chain.from_iterable(sets)), dtype=torch.int64)
+    largest = max(1, int(counts.max()))
+    allowed = torch.full((*inside.shape, largest), -1)
+    row, column = (x.repeat_interleave(counts) for x in inside.nonzero(as_tuple=True))
+    allowed[row, column, torch.arange(len(ids)) - (counts.cumsum(0) - counts).repeat_interleave(counts)] = ids
+    return allowed

@@ -28,8 +28,9 @@ class Trajectory:
     weights_versions: tuple[int, ...]
     """Version of the weights that drew each token; −1 elsewhere."""
     finish_reason: FinishReason
-    allowed_tokens: tuple[tuple[int, ...], ...] | None = None
-    """Ids that the truncated sampler allowed for each drawn token, () elsewhere; None where nobody recorded them."""
+    allowed_tokens: Sequence[Sequence[int]] | None = None
+    """Ids that the truncated sampler allowed for each drawn token, rising; none elsewhere. A rollout gives them in
+    ``array("i")``, 4 bytes an id. None where nobody recorded them, or where nothing was truncated."""
     turns: int = 1
     request_id: RequestId = ()
     group: int = 0

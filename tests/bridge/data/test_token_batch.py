@@ -1,3 +1,5 @@
+from array import array
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -5,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.data.micro_batches import micro_batches, padded_rows, restore
+from rl_bridge.data.micro_batches import micro_batches, padded_rows, restore, stand_in
 from rl_bridge.data.token_batch import TokenBatch, collate
 from tests.bridge.data.trajectories import PAD, TRAJECTORIES, trajectory, unpadded, widened
 
@@ -82,3 +84,51 @@ def test_rows_map_and_devices_reach_every_field_that_is_there():
     assert all(len(value) == 1 for value in chosen if value is not None)
     assert all(a is None or torch.equal(a, b) for a, b in zip(batch.to("cpu"), batch, strict=True))
     assert isinstance(batch.map(torch.clone), TokenBatch)
+
+
+def with_sets(prompt, *sets):
+    """A trajectory that recorded these sets, and drew the largest id of each."""
+    return trajectory(prompt, [max(s) for s in sets], allowed_tokens=(*[()] * len(prompt), *sets))
+
+
+SETS = [with_sets([2, 3], (4, 5, 6), array("i", [7])), with_sets([2], (1, 8)), trajectory([2, 3, 4], [])]
+
+
+def test_collate_lays_the_allowed_tokens_beside_the_tokens_drawn_from_them():
+    allowed = collate(SETS, PAD).allowed_tokens
+    none = [-1, -1, -1]
+    wanted = [[none, none, [4, 5, 6], [7, -1, -1]], [none, [1, 8, -1], none, none], [none] * 4]
+    assert allowed.dtype == torch.int64 and allowed.tolist() == wanted
+
+
+def test_nobody_recorded_allowed_tokens():
+    batch = collate([trajectory([2], [3]), trajectory([2], [3, 4])], PAD)
+    assert batch.allowed_tokens is None and batch.trim().allowed_tokens is None
+
+
+def test_allowed_tokens_of_some_trajectories_are_refused():
+    with pytest.raises(ValueError, match="in none: 1 of 3 lack them, trajectory 1 first"):
+        collate([SETS[0], trajectory([2], [3]), SETS[2]], PAD)
+
+
+@given(TRAJECTORIES, st.integers(1, 60), st.integers(0, 3))
+def test_parts_of_a_batch_hold_the_sets_of_their_rows(trajectories, max_tokens, more):
+    sets = [[()] * len(t.prompt_tokens) + [range(token) for token in t.sampled_tokens] for t in trajectories]
+    batch = collate([replace(t, allowed_tokens=s) for t, s in zip(trajectories, sets, strict=True)], PAD)
+    batch = batch._replace(allowed_tokens=torch.nn.functional.pad(batch.allowed_tokens, (0, more), value=-1))
+    for part in micro_batches(batch, max_tokens):
+        allowed = part.batch.allowed_tokens
+        assert allowed.shape[:2] == part.batch.tokens.shape
+        for row, place in enumerate(part.places.tolist()):
+            assert [[i for i in ids if i >= 0] for ids in allowed[row].tolist()[: len(sets[place])]] == [
+                list(ids) for ids in sets[place]
+            ]
+        assert allowed.shape[2] == max(1, max(len(ids) for place in part.places.tolist() for ids in sets[place]))
+        whole = part.of(batch.allowed_tokens)
+        assert torch.equal(whole[..., : allowed.shape[2]], allowed)
+
+
+def test_a_stand_in_allows_nothing():
+    part = stand_in(collate(SETS, PAD))
+    assert part.batch.allowed_tokens.tolist() == [[[-1], [-1]]] and part.batch.tokens.shape == (1, 2)
+    assert part.batch.groups.shape == (1,) and part.of(torch.ones(3, 4, 5)).shape == (1, 2, 5)
