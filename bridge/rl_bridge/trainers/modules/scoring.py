@@ -123,12 +123,16 @@ class TokenScorer(ParallelModule):
         Workers that have fewer, or no rows at all, get stand-ins, so that the models' collectives match.
         """
         parts = micro_batches(batch, self.scoring.micro_batch_tokens, packing=self.scoring.packing)
-        count = max(1, len(parts))
+        parts += [stand_in(batch)] * (self.agreed_count(len(parts)) - len(parts))
+        return [part.to(self.compute_device()) for part in parts]
+
+    def agreed_count(self, parts: int) -> int:
+        """Forward passes that each worker makes, where this one has ``parts``: the most of all, and at least one."""
+        count = max(1, parts)
         for axis in ("shard", "replicate"):
             if self._mesh is not None and self._ranks(axis) > 1:
                 count = int(agree_max(count, self._mesh.get_group(axis)))
-        parts += [stand_in(batch)] * (count - len(parts))
-        return [part.to(self.compute_device()) for part in parts]
+        return count
 
     def compute_device(self) -> torch.device:
         """Where the model computes: not where its weights lie if these are offloaded."""
