@@ -46,8 +46,11 @@ class ScoringConfig:
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
 
 
-class TokenScorer(ParallelModule):
-    """A causal LM that scores tokens. On its own it has no optimiser: a frozen reference is one."""
+class Scorer(ParallelModule):
+    """A transformer over batches of tokens, in micro-batches, over a mesh. What it makes of a token a subclass says.
+
+    On its own it has no optimiser: its weights are frozen.
+    """
 
     trainable: ClassVar[bool] = False
 
@@ -81,6 +84,65 @@ class TokenScorer(ParallelModule):
         if self._mesh is None:
             parallelize(self.model, None, self._parallel, device_type=self.device.type)
         self._source.load(self.model, self.device)
+
+    def micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
+        """The batch in parts that one forward pass takes, where the model computes; as many on all workers.
+
+        Workers that have fewer, or no rows at all, get stand-ins, so that the models' collectives match.
+        """
+        parts = micro_batches(batch, self.scoring.micro_batch_tokens, packing=self.scoring.packing)
+        parts += [stand_in(batch)] * (self.agreed_count(len(parts)) - len(parts))
+        return [part.to(self.compute_device()) for part in parts]
+
+    def agreed_count(self, parts: int) -> int:
+        """Forward passes that each worker makes, where this one has ``parts``: the most of all, and at least one."""
+        count = max(1, parts)
+        for axis in ("shard", "replicate"):
+            if self._mesh is not None and self._ranks(axis) > 1:
+                count = int(agree_max(count, self._mesh.get_group(axis)))
+        return count
+
+    def compute_device(self) -> torch.device:
+        """Where the model computes: not where its weights lie if these are offloaded."""
+        return self.weights_device() if self._mesh is None else device_of(self.model)
+
+    @returns("same")
+    def scoring_config(self) -> ScoringConfig:
+        """How this module scores."""
+        return self.scoring
+
+    @returns("same")
+    def weights_version(self) -> int:
+        """The version that the weights came with."""
+        return self.weight_receiver().usable_version()
+
+    @returns("same")
+    def save_pretrained(self, folder: str) -> None:
+        """Write the model in Hugging Face format, whole; the engine's first worker does."""
+        self.require_weights()
+        save_pretrained(self.model, folder)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The weights and their version: all that a checkpoint of a frozen model holds."""
+        return {"model": self.model.state_dict(), "version": self.weights_version()}
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``checkpoint_state`` gave."""
+        self.make_room()
+        self.model.load_state_dict(state["model"])
+        self.weight_receiver().version = state["version"]
+
+    def move(self, what: str, device: torch.device) -> None:
+        """Move the weights. There is nothing else: an optimiser that is not there is anywhere."""
+        if what != "optimizer":
+            super().move(what, device)
+
+    def _ranks(self, axis: str) -> int:
+        return 1 if self._mesh is None else self._mesh.get_group(axis).size()
+
+
+class TokenScorer(Scorer):
+    """A causal LM that scores tokens. A frozen reference is one."""
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of the tokens that count, [N, L] each, zero where masked."""
@@ -117,64 +179,9 @@ class TokenScorer(ParallelModule):
         assert entropies is not None
         return torch.stack([logprobs, entropies], -1)
 
-    def micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
-        """The batch in parts that one forward pass takes, where the model computes; as many on all workers.
-
-        Workers that have fewer, or no rows at all, get stand-ins, so that the models' collectives match.
-        """
-        parts = micro_batches(batch, self.scoring.micro_batch_tokens, packing=self.scoring.packing)
-        parts += [stand_in(batch)] * (self.agreed_count(len(parts)) - len(parts))
-        return [part.to(self.compute_device()) for part in parts]
-
-    def agreed_count(self, parts: int) -> int:
-        """Forward passes that each worker makes, where this one has ``parts``: the most of all, and at least one."""
-        count = max(1, parts)
-        for axis in ("shard", "replicate"):
-            if self._mesh is not None and self._ranks(axis) > 1:
-                count = int(agree_max(count, self._mesh.get_group(axis)))
-        return count
-
-    def compute_device(self) -> torch.device:
-        """Where the model computes: not where its weights lie if these are offloaded."""
-        return self.weights_device() if self._mesh is None else device_of(self.model)
-
     @returns("rows")
     @torch.no_grad()
     def token_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probabilities of the tokens that count under the present weights, [N, L], zero where masked."""
         parts = self.micro_batches(batch)
         return restore([(part.places, self(part.batch)[0]) for part in parts], batch.tokens)
-
-    @returns("same")
-    def scoring_config(self) -> ScoringConfig:
-        """How this module scores."""
-        return self.scoring
-
-    @returns("same")
-    def weights_version(self) -> int:
-        """The version that the weights came with."""
-        return self.weight_receiver().usable_version()
-
-    @returns("same")
-    def save_pretrained(self, folder: str) -> None:
-        """Write the model in Hugging Face format, whole; the engine's first worker does."""
-        self.require_weights()
-        save_pretrained(self.model, folder)
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        """The weights and their version: all that a checkpoint of a frozen model holds."""
-        return {"model": self.model.state_dict(), "version": self.weights_version()}
-
-    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``checkpoint_state`` gave."""
-        self.make_room()
-        self.model.load_state_dict(state["model"])
-        self.weight_receiver().version = state["version"]
-
-    def move(self, what: str, device: torch.device) -> None:
-        """Move the weights. There is nothing else: an optimiser that is not there is anywhere."""
-        if what != "optimizer":
-            super().move(what, device)
-
-    def _ranks(self, axis: str) -> int:
-        return 1 if self._mesh is None else self._mesh.get_group(axis).size()

@@ -1,4 +1,4 @@
-"""What every trained module needs beyond scoring: an optimiser, its schedule, and their state."""
+"""What every trained module needs beyond its scores: an optimiser, its schedule, and their state."""
 
 from typing import Any, ClassVar
 
@@ -10,11 +10,14 @@ from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.gradients import clip_grad_norm
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.trainers.modules.scoring import Scorer, ScoringConfig, TokenScorer
 
 
-class CausalLMModule(TokenScorer):
-    """A causal LM with its optimiser and schedule. ``updates`` is the number of updates the schedule is made for."""
+class Trainable(Scorer):
+    """The optimiser's half of a trained module: a class names it before the scorer that it trains.
+
+    ``updates`` is the number of updates that the schedule is made for.
+    """
 
     trainable: ClassVar[bool] = True
     movable: ClassVar[tuple[str, ...]] = ("weights", "optimizer")
@@ -114,3 +117,7 @@ class CausalLMModule(TokenScorer):
         for old, new in replaced.items():
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)
+
+
+class CausalLMModule(Trainable, TokenScorer):
+    """A causal LM with its optimiser and schedule."""
