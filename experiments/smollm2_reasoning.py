@@ -13,13 +13,12 @@ import sys
 from rl_bridge.cli import parse, report
 from rl_bridge.data.arithmetic import split_rows
 from rl_bridge.data.reasoning import reasoning_reward, reasoning_rows
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.models.smollm2 import load_smollm2
 from rl_bridge.models.source import StateSource
 from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.policy import PolicyConfig
+from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
 
 # Facts of one task are not asked by the other, so that a held-out prompt is new in substance and not only in wording.
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -32,7 +31,8 @@ DEFAULT = PolicyPipeline(
     policy=PolicyConfig(
         steps=48,
         prompts_per_step=8,
-        sampling=SamplingParams(max_new_tokens=12, n=8),
+        responses_per_prompt=8,
+        sampling=SamplingOptions(max_new_tokens=12),
         evaluate_every=16,
     ),
     optimizer=OptimizerConfig(learning_rate=1e-5, warmup=5, decay="constant", beta2=0.95),

@@ -1,10 +1,9 @@
 """Full configs of known-good runs; start from one with ``dataclasses.replace`` or command-line flags."""
 
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.policy import PolicyConfig
+from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
 from rl_bridge.trainers.sft import SFTConfig
 
 
@@ -23,11 +22,12 @@ def quickstart() -> PolicyPipeline:
         policy=PolicyConfig(
             steps=240,
             prompts_per_step=192,
-            minibatches=2,
+            updates_per_step=2,
             evaluate_every=20,
             # At the same cost, four completions of 192 prompts learn faster than eight of 96,
             # and eight of 96 faster than sixteen of 48.
-            sampling=SamplingParams(max_new_tokens=5, n=4),
+            responses_per_prompt=4,
+            sampling=SamplingOptions(max_new_tokens=5),
         ),
         # Five times this rate learns more slowly: the noise of a group's advantage undoes what it teaches.
         optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup=10, final=0.2, beta2=0.99),

@@ -30,7 +30,8 @@ from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.run import Run, free_folder
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy import PolicyConfig, evaluate, train_policy
+from rl_bridge.trainers.policy import evaluate, train_policy
+from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.sft import SFTConfig, train_sft
 
 
@@ -142,7 +143,7 @@ def train_and_evaluate(
         before = run.cached_result("before", lambda: evaluate_both(rollout, held_out, reward, pipeline.policy))
         run.print(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")
 
-        updates = pipeline.policy.steps * pipeline.policy.minibatches
+        updates = pipeline.policy.steps * pipeline.policy.updates_per_step
         policy = engines.policy(pipeline.optimizer, objective, updates=updates, scoring=scoring)
         supervised.sync_weights(policy)
         supervised.release()

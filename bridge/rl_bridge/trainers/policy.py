@@ -1,12 +1,11 @@
 """Policy optimisation with verifiable rewards on groups of completions: GRPO, DAPO, RLOO …, by the objective."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
@@ -14,32 +13,8 @@ from rl_bridge.functional import from_jax
 from rl_bridge.rewards import Reward, score
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.modules.policy import mean
+from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
 from rl_fn import Objective, Rollouts
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """One step: ``prompts_per_step`` prompts, ``sampling.n`` completions each, ``minibatches`` updates."""
-
-    steps: int
-    prompts_per_step: int
-    sampling: SamplingParams
-    minibatches: int = 1
-    evaluate_every: int = 25
-    recompute_old_logprobs: bool = False
-    """False takes π_old from sampling time. The two are equal where the rollout has the trainer's own weights and
-    precision and samples the whole distribution."""
-
-    def __post_init__(self) -> None:
-        """Refuse what has no group to compare within."""
-        if min(self.steps, self.prompts_per_step, self.minibatches, self.evaluate_every) < 1 or self.sampling.n < 2:
-            raise ValueError(f"counts must be ≥ 1 and a group needs sampling.n ≥ 2 completions, got {self}")
-        if self.sampling.temperature == 0:
-            raise ValueError("greedy completions of one prompt are all the same: sampling.temperature must be > 0")
-        truncated = [name for name in ("top_k", "top_p", "min_p") if getattr(self.sampling, name) is not None]
-        if truncated and not self.recompute_old_logprobs:
-            # π is of the whole distribution: against a truncated π_old no ratio would start at 1.
-            raise ValueError(f"sampling with {', '.join(truncated)} needs recompute_old_logprobs=True")
 
 
 def train_policy(
@@ -69,7 +44,7 @@ def train_policy(
     for step in run.steps("policy", config.steps, state=state):
         policy.sync_weights(rollout)
         rows = stream.take(config.prompts_per_step)
-        sampling = replace(config.sampling, seed=seed * 1_000_003 + step)
+        sampling = config.sampling.params(n=config.responses_per_prompt, seed=seed * 1_000_003 + step)
         trajectories = score(reward, rollout.generate([row["prompt"] for row in rows], sampling), rows)
         rewards = torch.tensor([t.rewards["reward"] for t in trajectories]).view(len(rows), sampling.n)
 
@@ -83,7 +58,7 @@ def train_policy(
         metrics["informative"] = float(computed.float().mean())
         processed = int(batch.lengths.sum())
 
-        parts = list(minibatches_of(computed.flatten(), counted.flatten(0, 1), config.minibatches))
+        parts = list(minibatches_of(computed.flatten(), counted.flatten(0, 1), config.updates_per_step))
         denominators = [float(denominator_of(mask)) for _, mask in parts]
         minibatches = [batch.rows(index) for index, _ in parts]
         if config.recompute_old_logprobs:  # all of them before any update of this step
@@ -100,7 +75,7 @@ def train_policy(
         run.log(step, metrics, tokens=processed)
 
 
-def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sampling: SamplingParams) -> None:
+def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sampling: SamplingOptions) -> None:
     """Refuse a policy or a reference that computes another distribution than the completions are sampled from."""
     scoring = policy.scoring_config()
     if scoring.temperature != sampling.temperature:
@@ -132,12 +107,12 @@ def evaluate(
     rollout: InferenceEngine,
     rows: Sequence[dict],
     reward: Reward,
-    sampling: SamplingParams,
+    sampling: SamplingOptions,
     *,
     temperature: float = 0.0,
 ) -> dict[str, Any]:
     """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read."""
-    once = replace(sampling, temperature=temperature, n=1, seed=0)
+    once = replace(sampling, temperature=temperature).params()
     trajectories = score(reward, rollout.generate([row["prompt"] for row in rows], once), rows)
     scores = [t.rewards["reward"] for t in trajectories]
     samples = [

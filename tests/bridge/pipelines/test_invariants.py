@@ -27,7 +27,7 @@ RECOMPUTED = "--policy.recompute-old-logprobs"
 
 
 # Two steps with a KL penalty, in which every row has a gradient.
-SHORT = {"--sft.steps": 2, "--policy.steps": 2, "--policy.minibatches": 1, "--held-out": 8}
+SHORT = {"--sft.steps": 2, "--policy.steps": 2, "--policy.updates-per-step": 1, "--held-out": 8}
 
 
 def short_words(folder, model_folder, *more, **changes):
@@ -57,7 +57,7 @@ def traced(tmp_path_factory, model_folder):
     options |= {
         "--seed": SEED,
         "--policy.sampling.temperature": 0.6,
-        "--policy.minibatches": 2,
+        "--policy.updates-per-step": 2,
         "--policy.evaluate-every": 1,
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -194,7 +194,7 @@ def test_the_summary_compares_the_same_rows_before_and_after(traced):
 
 def test_old_and_reference_log_probabilities_are_of_their_own_weights(short, run_to_end, monkeypatch):
     trace = trace_calls(monkeypatch)
-    run_to_end(short(RECOMPUTED, **{"--policy.minibatches": 2, "--policy.sampling.temperature": 0.7}))
+    run_to_end(short(RECOMPUTED, **{"--policy.updates-per-step": 2, "--policy.sampling.temperature": 0.7}))
     for step in (0, 2):
         for batch, _ in trace.trained[step : step + 2]:
             reference = trace.reference.token_logprobs(batch)
@@ -205,7 +205,7 @@ def test_old_and_reference_log_probabilities_are_of_their_own_weights(short, run
 @pytest.mark.parametrize(("minibatches", "setting"), [(1, "plain"), (3, "truncated")])
 def test_the_last_learning_rate_is_the_schedule_s_last(minibatches, setting, short, run_to_end):
     # The objective's own KL term asks for a reference, whether or not the KL is to be shown.
-    words = short(RECOMPUTED, "--no-track-kl", **{"--policy.minibatches": minibatches, "--policy.steps": 4})
+    words = short(RECOMPUTED, "--no-track-kl", **{"--policy.updates-per-step": minibatches, "--policy.steps": 4})
     folder = run_to_end([*words, *(str(word) for pair in SETTINGS[setting].items() for word in pair)])
     config = json.loads((folder / "config.json").read_text())
     optimizer, updates = OptimizerConfig(**config["optimizer"]), 4 * minibatches

@@ -73,7 +73,7 @@ def die(words, when, version):
 
 
 def test_killed_in_supervision_and_in_grpo(tmp_path, arguments, reward, run_to_end):
-    options = {"--reward": reward, "--objective.kl.coef": 0.05, "--policy.minibatches": 2}
+    options = {"--reward": reward, "--objective.kl.coef": 0.05, "--policy.updates-per-step": 2}
     whole = result(run_to_end(arguments("whole", "objective:grpo", **options)))
     assert len(whole["metrics"]) == 6 + 8
     assert whole["metrics"][-1]["kl"] > 0 and whole["metrics"][-1]["grad_norm"] > 0
@@ -101,7 +101,7 @@ def test_killed_in_supervision_and_in_grpo(tmp_path, arguments, reward, run_to_e
 
 
 def test_stopped_by_ctrl_c(tmp_path, arguments, reward, run_to_end, capsys):
-    options = {"--reward": reward, "--policy.minibatches": 3}
+    options = {"--reward": reward, "--policy.updates-per-step": 3}
     whole = result(run_to_end(arguments("whole", **options)))
     assert any(0 < m.get("informative", 0) < 1 for m in whole["metrics"])
 

@@ -16,7 +16,13 @@ from tests.bridge.pipelines.results import metrics
 ROOT = Path(__file__).parents[3]
 # Rewards that depend on the tokens alone and differ within a group.
 REWARD = "def even_digits(completion, row):\n    return sum(c in '02468' for c in completion) + 0.1 * len(completion)\n"
-SHORT = {"--sft.steps": 2, "--policy.steps": 3, "--policy.minibatches": 1, "--held-out": 8, "--optimizer.warmup": 0}
+SHORT = {
+    "--sft.steps": 2,
+    "--policy.steps": 3,
+    "--policy.updates-per-step": 1,
+    "--held-out": 8,
+    "--optimizer.warmup": 0,
+}
 SHORT |= {"--policy.evaluate-every": 2, "--optimizer.learning-rate": 0.01, "--policy.sampling.temperature": 0.7}
 
 

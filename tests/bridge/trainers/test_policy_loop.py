@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh
 from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy import PolicyConfig, evaluate, train_policy
+from rl_bridge.trainers.policy import evaluate, train_policy
+from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
 
 ROWS = [{"prompt": str(i), "answer": str(i), "_where": f"rows, row {i}"} for i in range(10)]
 
@@ -78,9 +78,10 @@ class FakePolicy:
 
 
 def run_loop(reward, objective=None, reference=None, steps=2, **options):
-    sampling = SamplingParams(max_new_tokens=4, n=4, temperature=0.8)
+    sampling = SamplingOptions(max_new_tokens=4, temperature=0.8)
     config = PolicyConfig(
-        **{"steps": steps, "prompts_per_step": 3, "sampling": sampling, "evaluate_every": 2} | options
+        **{"steps": steps, "prompts_per_step": 3, "responses_per_prompt": 4, "sampling": sampling, "evaluate_every": 2}
+        | options
     )
     run, policy, rollout = FakeRun(), FakePolicy(), FakeRollout()
     stream = RowStream(ROWS, 0)
@@ -148,19 +149,19 @@ def test_a_step_without_any_difference_makes_no_update():
 
 
 def test_more_minibatches_than_informative_rows():
-    _, policy, _ = run_loop(first_prompt_alone, reference=FakePolicy(), steps=1, minibatches=7)
+    _, policy, _ = run_loop(first_prompt_alone, reference=FakePolicy(), steps=1, updates_per_step=7)
     assert policy.updates == 4
     assert [len(batch.mask) for batch, _ in policy.batches] == [1] * 4
 
 
 def test_minibatches_share_the_rows():
-    _, policy, _ = run_loop(longest_is_best, steps=1, minibatches=5)
+    _, policy, _ = run_loop(longest_is_best, steps=1, updates_per_step=5)
     assert [len(batch.mask) for batch, _ in policy.batches] == [3, 3, 2, 2, 2]
     assert [denominator for _, denominator in policy.batches] == [float(b.mask.sum()) for b, _ in policy.batches]
 
 
 def test_old_logprobs_are_those_of_before_the_step_s_first_update():
-    _, policy, _ = run_loop(longest_is_best, minibatches=3, recompute_old_logprobs=True)
+    _, policy, _ = run_loop(longest_is_best, updates_per_step=3, recompute_old_logprobs=True)
     assert policy.events[:6] == ["sync", "logprobs", "logprobs", "logprobs", "train", "train"]
     olds = [float(batch.old_logprobs[0, 0]) for batch, _ in policy.batches]
     assert olds == [-1.0] * 3 + [-4.0] * 3
@@ -205,13 +206,14 @@ def test_each_completion_is_rewarded_by_the_row_of_its_prompt():
 
 def test_evaluation_shows_scores_and_samples():
     rollout = FakeRollout()
-    result = evaluate(rollout, ROWS * 2, lambda c, row: float(row["answer"]), SamplingParams(max_new_tokens=4, n=3))
+    result = evaluate(rollout, ROWS * 2, lambda c, row: float(row["answer"]), SamplingOptions(max_new_tokens=4))
     assert result["reward"] == 4.5 and result["scores"] == [float(i) for i in range(10)] * 2
     assert len(result["samples"]) == 16
     assert result["samples"][1] == {"prompt": "1", "completion": "1/0", "answer": "1", "reward": 1.0}
 
 
-SAMPLING = SamplingParams(max_new_tokens=4, n=2)
+SAMPLING = SamplingOptions(max_new_tokens=4)
+COUNTS = {"steps": 1, "prompts_per_step": 1, "responses_per_prompt": 2}
 
 
 @pytest.mark.parametrize(
@@ -219,24 +221,24 @@ SAMPLING = SamplingParams(max_new_tokens=4, n=2)
     [
         {"steps": 0},
         {"prompts_per_step": 0},
-        {"minibatches": 0},
+        {"updates_per_step": 0},
         {"evaluate_every": 0},
-        {"sampling": SamplingParams(max_new_tokens=4, n=1)},
+        {"responses_per_prompt": 1},
     ],
 )
 def test_counts_are_checked(options):
-    with pytest.raises(ValueError, match=r"counts must be ≥ 1 and a group needs sampling\.n ≥ 2 completions"):
-        PolicyConfig(**{"steps": 1, "prompts_per_step": 1, "sampling": SAMPLING} | options)
+    with pytest.raises(ValueError, match=r"counts must be ≥ 1 and a group needs responses_per_prompt ≥ 2"):
+        PolicyConfig(**COUNTS | {"sampling": SAMPLING} | options)
 
 
 def test_greedy_groups_are_refused():
     with pytest.raises(ValueError, match=r"sampling\.temperature must be > 0"):
-        PolicyConfig(steps=1, prompts_per_step=1, sampling=SamplingParams(max_new_tokens=4, n=2, temperature=0.0))
+        PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4, temperature=0.0))
 
 
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_a_truncated_pi_old_is_refused(options):
-    sampling = SamplingParams(max_new_tokens=4, n=2, **options)
+    sampling = SamplingOptions(max_new_tokens=4, **options)
     with pytest.raises(ValueError, match=f"sampling with {next(iter(options))} needs recompute_old_logprobs=True"):
-        PolicyConfig(steps=1, prompts_per_step=1, sampling=sampling)
-    PolicyConfig(steps=1, prompts_per_step=1, sampling=sampling, recompute_old_logprobs=True)
+        PolicyConfig(**COUNTS, sampling=sampling)
+    PolicyConfig(**COUNTS, sampling=sampling, recompute_old_logprobs=True)
