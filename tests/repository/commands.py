@@ -49,7 +49,8 @@ class Command:
 TINY = (
     "--sft.steps 2 --sft.rows-per-step 8 --policy.steps 2 --policy.prompts-per-step 4 --held-out 8 --checkpoint-every 1"
 )
-GYM = "--held-out 4 --policy.steps 1 --policy.prompts-per-step 2 --policy.responses-per-prompt 2 --policy.evaluate-every 1"
+GYM = "--held-out 4 --policy.steps 1 --policy.prompts-per-step 2 --policy.responses-per-prompt 2"
+GYM += " --policy.evaluate-every 1"
 JAX = "--warm-start-steps 2 --steps 2 --prompts 4 --groups 2 --held-out 8 --evaluate-every 1 --checkpoint-every 1"
 PIP = "$SCRATCH/pip/bin/pip install --quiet --constraint constraints.txt"
 PINNED_HERE = ".venv/bin/pip install --quiet --constraint constraints.txt --editable"

@@ -31,7 +31,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """One step: ``prompts_per_step`` prompts with ``responses_per_prompt`` completions, ``updates_per_step`` updates."""
+    """One step: ``prompts_per_step`` prompts of ``responses_per_prompt`` completions, ``updates_per_step`` updates."""
 
     steps: int
     prompts_per_step: int
