@@ -13,6 +13,7 @@ from rl_bridge.parallel.head import gather_head_for_logprobs
 from rl_bridge.parallel.layers import without_peft
 from rl_bridge.parallel.mesh import model_mesh, one_rank_mesh
 from rl_bridge.parallel.tensor import cut_matrices
+from rl_bridge.parallel.values import gather_head_for_values
 
 DEFAULT = ParallelConfig()
 
@@ -42,5 +43,7 @@ def parallelize(
     if mesh is None and same_dtype and not config.cpu_offload:
         return
     shard_model(model, one_rank_mesh(device_type) if mesh is None else model_mesh(mesh), config)
-    if isinstance(without_peft(model), PreTrainedModel):
-        gather_head_for_logprobs(cast(PreTrainedModel, model))
+    inner = without_peft(model)
+    if isinstance(inner, PreTrainedModel):
+        gather_head = gather_head_for_values if inner.get_output_embeddings() is None else gather_head_for_logprobs
+        gather_head(cast(PreTrainedModel, model))

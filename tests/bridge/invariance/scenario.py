@@ -18,10 +18,12 @@ import rl_fn
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.models.tiny import TinySource
+from rl_bridge.models.values import ValueSource
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import PolicyModule
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.modules.supervised import SupervisedModule
+from rl_bridge.trainers.modules.value import ValueModule
 from rl_fn import components
 
 ROWS, COLUMNS, VOCABULARY = 11, 24, 20
@@ -38,6 +40,7 @@ OBJECTIVES = {
     "grpo": rl_fn.recipes.grpo().replace(kl=components.KL("k3", 0.1), entropy=components.EntropyBonus(0.01)),
     "gspo": rl_fn.recipes.gspo(),
     "dapo": rl_fn.recipes.dapo(),
+    "critic": rl_fn.recipes.ppo(),
 }
 
 
@@ -56,13 +59,16 @@ class Case:
     def factory(self):
         if self.trainer == "sft":
             return SupervisedModule(SOURCE, OPTIMIZER, updates=4, scoring=self.scoring())
+        if self.trainer == "critic":
+            source = ValueSource(SOURCE, seed=4)
+            return ValueModule(source, OPTIMIZER, OBJECTIVES["critic"], updates=4, scoring=self.scoring())
         return PolicyModule(SOURCE, OPTIMIZER, OBJECTIVES[self.trainer], updates=4, scoring=self.scoring())
 
 
 def cases(executor, extent):
     """The grid of an executor; of several workers the fast part has eight micro-batches alone."""
     layouts = ["1"] if executor == "local" else [name for name in LAYOUTS if name != "1"]
-    trainers = ["sft", *OBJECTIVES] if extent == "thorough" else ["grpo"]
+    trainers = ["sft", *OBJECTIVES] if extent == "thorough" else ["grpo", "critic"]
     micro_batches = (1, 8) if executor == "local" or extent == "thorough" else (8,)
     return [Case(*values) for values in itertools.product(trainers, layouts, (False, True), micro_batches)]
 
@@ -88,6 +94,8 @@ def batch():
         old_logprobs=per_token(0.3, -3.0),
         ref_logprobs=per_token(0.3, -3.0),
         advantages=per_token(1.0),
+        old_values=per_token(0.5),
+        returns=per_token(1.0),
     )
 
 
@@ -115,7 +123,9 @@ def run(case, data):
     first = plain(engine.train_step(NeedParallel(data), denominator))
     result = {"first step": first, "gradients": engine.run(gradients, engine.name)[0]}
     result["update"] = engine.optimizer_step()
-    result["log-probabilities"] = engine.token_logprobs(NeedParallel(data))
+    # A critic's values have the place of log-probabilities.
+    scores = engine.values if case.trainer == "critic" else engine.token_logprobs
+    result["log-probabilities"] = scores(NeedParallel(data))
     result["second step"] = plain(engine.train_step(NeedParallel(data), denominator))
     engine.release()
     return result
