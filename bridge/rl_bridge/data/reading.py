@@ -2,48 +2,128 @@
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from rl_bridge.data.rows import missing, policy_row
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+SHOWN = 5
+"""Bad rows that an error names; the others are counted."""
 
 
-def read_rows(source: str, *, fields: Sequence[str] = ("prompt",)) -> list[dict[str, Any]]:
-    """All rows of ``source``, each with the ``fields``; a file by its suffix, else a Hugging Face dataset.
+class Unreadable(NamedTuple):
+    """What stands where a row should."""
 
-    ``source`` is a path, a folder written by ``Dataset.save_to_disk``, or ``NAME[:SPLIT]`` of a dataset that
-    ``datasets.load_dataset`` finds (split ``train`` unless named). ``prompt`` must be text or a list of chat messages.
+    reason: str
+
+
+def read_rows(
+    source: str,
+    *,
+    fields: Sequence[str] = ("prompt",),
+    check: Callable[[Mapping[str, Any]], dict[str, Any]] = policy_row,
+) -> list[dict[str, Any]]:
+    """All rows of ``source``, each as ``check`` returns it, with the ``fields``; ``_where`` has its file and number.
+
+    ``source`` is a file by its suffix, a folder of such files, a folder written by ``save_to_disk``, or the name of a
+    dataset that ``datasets.load_dataset`` finds. A split follows as ``SOURCE@SPLIT`` or ``NAME:SPLIT`` (``train``
+    unless named); a part of it as ``train[10:20]``.
+
+    ``check`` takes a row and returns it in the form that is trained on, or raises ValueError with the field and what
+    was expected: ``policy_row``, ``supervised_row``.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a row that cannot be read, lacks a field, or has an unusable prompt: with file and row number.
+        ValueError: rows that cannot be read, lack a field, or are refused by ``check``: the first few with file and
+            row number, and how many others.
     """
-    path = Path(source)
-    if path.suffix.lower() in SUFFIXES:
-        if not path.is_file():
-            raise FileNotFoundError(f"no such file: {source}")
-        numbered: Iterable[tuple[int, Any]] = _READERS[path.suffix.lower()](path)
-    else:
-        numbered = enumerate(_hugging_face(source, path), 1)
-    rows = [_checked(row, f"{source}, row {number}", fields) for number, row in numbered]
+    rows: list[dict[str, Any]] = []
+    bad: list[str] = []
+    for where, row in _numbered(source):
+        try:
+            rows.append(_checked(row, fields, check) | {"_where": where})
+        except ValueError as error:
+            bad.append(f"{where}: {error}")
+    if len(bad) > SHOWN:
+        bad[SHOWN:] = [f"and {len(bad) - SHOWN} more bad rows of {len(bad) + len(rows)}"]
+    if bad:
+        raise ValueError("; ".join(bad))
     if not rows:
         raise ValueError(f"{source} has no rows")
     return rows
 
 
-def _checked(row: Any, where: str, fields: Sequence[str]) -> dict[str, Any]:
+def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    if isinstance(row, Unreadable):
+        raise ValueError(row.reason)
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object with fields {', '.join(fields)}, got {type(row).__name__}")
+        raise ValueError(f"expected an object with fields {', '.join(fields)}, got {type(row).__name__}")
+    checked = check(row)
     for field in fields:
-        if row.get(field) in (None, "", []):
-            raise ValueError(f"{where}: field {field!r} is missing or empty; the row has {sorted(map(str, row))}")
-    prompt = row.get("prompt", "")
-    messages = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-    if not (isinstance(prompt, str) or messages):
-        raise ValueError(f"{where}: prompt must be text or messages with role and content, got {prompt!r}")
-    return {**row, "_where": where}
+        if missing(checked, field):
+            raise ValueError(f"field {field!r} is missing or empty; the row has {sorted(map(str, row))}")
+    return checked
+
+
+def _numbered(source: str) -> Iterator[tuple[str, Any]]:
+    """The rows, each with its place as an error names it."""
+    name, split = _split_of(source)
+    path = Path(name)
+    if path.suffix.lower() in SUFFIXES and not path.is_dir():
+        files = [path]
+    elif path.is_dir() and not any((path / saved).is_file() for saved in _SAVED):
+        files = _files_of(path, split)
+        split = None if split is None else "".join(split.partition("[")[1:])
+    else:
+        yield from (
+            (f"{source}, row {number}", row) for number, row in enumerate(_hugging_face(source, path, split), 1)
+        )
+        return
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"no such file: {source}")
+    places = ((f"{file}, row {number}", row) for file in files for number, row in _READERS[file.suffix.lower()](file))
+    yield from places if split is None else _part(source, split, list(places))
+
+
+def _split_of(source: str) -> tuple[str, str | None]:
+    """``PATH@SPLIT`` or ``NAME:SPLIT`` in two; a path that exists is one, whatever characters it has."""
+    if Path(source).exists():
+        return source, None
+    name, at, split = source.rpartition("@")
+    if at and name and split:
+        return name, split
+    name, colon, split = source.partition(":")
+    return (name, split) if colon and split and Path(name).suffix.lower() not in SUFFIXES else (source, None)
+
+
+def _files_of(folder: Path, split: str | None) -> list[Path]:
+    """The data files in a folder, by name. Those of a split lie in a folder of its name, or begin with the name."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    wanted = None if split is None else split.partition("[")[0]
+    if wanted:
+        files = [
+            file
+            for file in files
+            if wanted in file.relative_to(folder).parts[:-1] or re.match(rf"{re.escape(wanted)}(?![^\W_])", file.name)
+        ]
+    if not files:
+        of_split = f" of the split {wanted!r}" if wanted else ""
+        raise ValueError(f"{folder} has no file{of_split} that ends in {', '.join(SUFFIXES)}")
+    return files
+
+
+def _part(source: str, split: str, rows: list[Any]) -> list[Any]:
+    """The rows of ``train[10:20]``; a file is one split, ``train``."""
+    match = re.fullmatch(r"(?:train)?(?:\[(-?\d*):(-?\d*)\])?", split)
+    if match is None:
+        raise ValueError(f"{source!r}: a file has one split, 'train', or a part as 'train[10:20]'; got {split!r}")
+    start, stop = (int(number) if number else None for number in match.groups(default=""))
+    return rows[start:stop]
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -64,7 +144,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line)
                 except ValueError as error:
-                    raise ValueError(f"{path}, row {number}: not valid JSON: {error}") from error
+                    yield number, Unreadable(f"not valid JSON: {error}")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
@@ -80,8 +160,9 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
                 return
             if None in row or None in row.values():
                 expected = len(reader.fieldnames or ())
-                raise ValueError(f"{path}, row {number}: expected {expected} columns as in the header line")
-            yield number, row
+                yield number, Unreadable(f"expected {expected} columns as in the header line")
+            else:
+                yield number, row
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -111,17 +192,23 @@ def _arrow_rows(path: Path, read: Any) -> list[Any]:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 
 
-def _hugging_face(source: str, path: Path) -> Iterable[Any]:
+def _hugging_face(source: str, path: Path, split: str | None) -> Iterable[Any]:
     import datasets
 
-    if path.is_dir() and (path / "state.json").is_file():
-        return datasets.load_from_disk(str(path))
-    name, _, split = source.partition(":")
+    if path.is_dir():
+        saved: Any = datasets.load_from_disk(str(path))
+        if not isinstance(saved, Mapping):
+            return _part(source, split, list(saved)) if split else saved
+        wanted, bracket, rest = (split or "train").partition("[")
+        if wanted not in saved:
+            raise ValueError(f"{source} has no split {wanted!r}; it has {', '.join(map(repr, saved))}")
+        return _part(source, bracket + rest, list(saved[wanted])) if bracket else saved[wanted]
     try:
-        return datasets.load_dataset(name, split=split or "train")
+        return datasets.load_dataset(source if split is None else source[: -1 - len(split)], split=split or "train")
     except Exception as error:
         known = ", ".join(SUFFIXES)
         raise ValueError(f"{source!r} is neither a file ({known}) nor a dataset that loads: {error}") from error
 
 
+_SAVED = ("state.json", "dataset_dict.json")
 _READERS = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}

@@ -1,22 +1,35 @@
 """Prompts and completions → token ids, once; nothing is ever decoded and encoded again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.requests import Message, Prompt
-from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.data.rows import RESPONSES, response_field, shortened
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.models.templates import rendered, spans
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Text, messages (through the tokenizer's chat template) or token ids → token ids."""
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
+    """Text, messages (through the tokenizer's chat template) or token ids → token ids.
+
+    Text gets the tokens that the tokenizer puts before one, as the beginning of a sequence, unless the text has it. An
+    end of sequence that the tokenizer puts behind is left out: the completion follows. Without ``apply_chat_template``
+    the contents of messages are concatenated as one text.
+
+    Raises:
+        ValueError: the prompt is none of these, or the tokenizer or its template refuses it.
+    """
+    ids: Any = prompt
     if isinstance(prompt, str):
-        ids: Any = _encode_text(tokenizer, prompt, "prompt")
+        ids = _beginning(tokenizer, prompt)
     elif prompt and isinstance(prompt[0], Mapping):
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)  # type: ignore[arg-type]
-    else:
-        ids = prompt
+        messages: Any = prompt
+        if apply_chat_template:
+            ids = _encode(tokenizer, rendered(tokenizer, messages, generation_prompt=True), "prompt")
+        else:
+            ids = _beginning(tokenizer, "".join(content_of(message) for message in messages))
     if not ids or not all(isinstance(token, int) for token in ids):
         raise ValueError(f"a prompt must be text, messages or token ids and not be empty, got {prompt!r}")
     return list(ids)
@@ -29,16 +42,147 @@ def messages_of(prompt: Prompt) -> tuple[Message, ...]:
     return tuple(message for message in prompt if isinstance(message, Mapping))
 
 
-def trajectory_of_row(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Trajectory:
-    """The row's ``answer`` and the end-of-sequence token, as if they had been sampled."""
-    text = str(row["answer"])
-    tokens = [*_encode_text(tokenizer, text, "answer"), tokenizer.eos_token_id]
-    messages = (*messages_of(row["prompt"]), {"role": "assistant", "content": text})
-    return single_turn(encode_prompt(tokenizer, row["prompt"]), tokens, row=row, messages=messages)
+def encode_row(
+    tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], *, apply_chat_template: bool = True
+) -> Trajectory:
+    """The row as if the policy had drawn what the assistant says: the loss counts these tokens, each turn with its end.
+
+    A row has ``messages``, or a ``prompt`` (text, messages, token ids) and ``response``, ``completion`` or ``answer``.
+    Messages go through the chat template; each part is encoded once, behind the tokens before. Text gets the
+    end-of-sequence token. Without ``apply_chat_template`` contents are concatenated, and each turn of the assistant
+    ends with that token.
+
+    Raises:
+        ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
+            that changes earlier tokens when a message is added.
+    """
+    messages, alone = _conversation(row)
+    tokens: list[int] = []
+    mask: list[bool] = []
+
+    def add(ids: list[int], drawn: int = 0) -> None:
+        tokens.extend(ids)
+        mask.extend([True] * drawn + [False] * (len(ids) - drawn))
+
+    def of(text: str, what: str) -> list[int]:
+        return _encode(tokenizer, text, what, behind=tokens) if tokens else _beginning(tokenizer, text)
+
+    def add_turn(text: str, what: str) -> None:
+        ids = [*of(text, what), _end(tokenizer)]
+        add(ids, len(ids))
+
+    if alone is not None:
+        add(encode_prompt(tokenizer, row["prompt"]))
+        add_turn(str(row[alone]), alone)
+    elif not apply_chat_template:
+        for message in messages:
+            if message["role"] == "assistant":
+                add_turn(content_of(message), "conversation")
+            elif text := content_of(message):
+                add(of(text, "conversation"))
+    else:
+        for text, drawn in spans(tokenizer, messages, row.get("tools")):
+            ids = _encode(tokenizer, text, "conversation", behind=tokens)
+            add(ids, _length_of_turn(tokenizer, ids) if drawn else 0)
+        if any(mask[-1:]) and tokens[-1] not in tokenizer.all_special_ids:
+            add([_end(tokenizer)], 1)  # the template ends no turn
+    return _trajectory(tokens, mask, row, messages)
 
 
-def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:
+def content_of(message: Mapping[str, Any]) -> str:
+    """The text of a message; of a content in parts, their texts.
+
+    Raises:
+        ValueError: the content is no text.
+    """
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str) and all("text" in part for part in content):
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"a message without text cannot be concatenated: {dict(message)!r}")
+    return content
+
+
+def _conversation(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str | None]:
+    """The row's messages; and the field of the response, if prompt and response stand there without roles."""
+    prompt, found = row.get("prompt"), response_field(row)
+    if row.get("messages") and (prompt is None or found is None):
+        return tuple(row["messages"]), None
+    if prompt is None or found is None:
+        raise ValueError(
+            f"a row has messages, or prompt and one of {', '.join(RESPONSES)}; got {sorted(map(str, row))}"
+        )
+    in_roles = isinstance(row[found], list)
+    said = row[found] if in_roles else [{"role": "assistant", "content": str(row[found])}]
+    prompted = messages_of(prompt)
+    alone = not in_roles and (isinstance(prompt, str) or not prompted)
+    return (*prompted, *said), found if alone else None
+
+
+def _trajectory(tokens: list[int], mask: list[bool], row: Mapping[str, Any], messages: tuple) -> Trajectory:
+    if True not in mask[1:]:
+        raise ValueError(f"the row has no token of the assistant to learn: {shortened(messages)}")
+    # What stands behind the last drawn token teaches nothing and costs time.
+    length = len(mask) - mask[::-1].index(True)
+    tokens, mask = tokens[:length], [False, *mask[1:length]]
+    return Trajectory(
+        tokens=tuple(tokens),
+        loss_mask=tuple(mask),
+        logprobs=(0.0,) * length,
+        weights_versions=tuple(0 if drawn else -1 for drawn in mask),
+        finish_reason="stop",
+        turns=sum(message["role"] == "assistant" for message in messages),
+        row=row,
+        messages=messages,
+    )
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Text at the start of a sequence, with the special tokens that the tokenizer puts before one."""
+    ids = _encode(tokenizer, text, "prompt", add_special_tokens=True)
+    plain = _encode(tokenizer, text, "prompt")
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and ids[:2] == [bos, bos] and plain[:1] == [bos]:
+        return plain  # the text has its own
+    return ids[:-1] if ids[-1:] == [eos] and ids[:-1][-len(plain) :] == plain else ids
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    what: str,
+    *,
+    behind: Sequence[int] = (),
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Token ids of text that stands ``behind`` other tokens."""
     try:
-        return tokenizer(text, add_special_tokens=what == "prompt").input_ids
+        ids = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        if behind and ids and _puts_space(tokenizer, ids[0], text):
+            # That space is for a text that begins: encoded behind something, this text begins nothing.
+            special: Any = tokenizer.convert_ids_to_tokens(behind[-1])
+            before = special if behind[-1] in tokenizer.all_special_ids else "\n"
+            first = tokenizer(before, add_special_tokens=False).input_ids
+            ids = tokenizer(before + text, add_special_tokens=False).input_ids[len(first) :]
     except Exception as error:  # the tokenizers library raises bare Exception for a character it does not know
         raise ValueError(f"the tokenizer cannot encode the {what} {text!r}: {error}") from error
+    return ids
+
+
+def _puts_space(tokenizer: PreTrainedTokenizerBase, first: int, text: str) -> bool:
+    """Whether a tokenizer of SentencePiece's kind has put a space before a text that has none."""
+    token: Any = tokenizer.convert_ids_to_tokens(first)
+    return token.startswith("▁") and not text.startswith((" ", "▁"))
+
+
+def _length_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
+    """Tokens of a turn up to its end, as the policy draws them: not the line's end that a template writes behind."""
+    special = set(tokenizer.all_special_ids)
+    return next((place for place in range(len(ids), 0, -1) if ids[place - 1] in special), len(ids))
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no eos_token, with which a completion ends")
+    assert isinstance(tokenizer.eos_token_id, int)
+    return tokenizer.eos_token_id

@@ -19,7 +19,7 @@ from rl_bridge.data.reading import read_rows
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.executors import Executor
-from rl_bridge.models.encoding import trajectory_of_row
+from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.loading import new_for_rows, pretrained, save_pretrained
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
@@ -136,9 +136,7 @@ def train_and_evaluate(
             pipeline.sft.optimizer, updates=pipeline.sft.steps, scoring=replace(scoring, temperature=1.0)
         )
         stream = RowStream(train_rows, seed=pipeline.seed)
-        train_sft(
-            run, supervised, stream, lambda row: trajectory_of_row(tokenizer, row), pipeline.sft, pad_token_id=pad
-        )
+        train_sft(run, supervised, stream, lambda row: encode_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
         before = run.cached_result("before", lambda: evaluate_both(rollout, held_out, reward, pipeline.policy))
         run.print(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")

@@ -184,3 +184,82 @@ def test_a_dataset_that_does_not_load(monkeypatch):
         ValueError, match=r"'rows\.txt' is neither a file \(\.json, .*\) nor a dataset that loads: offline"
     ):
         read_rows("rows.txt")
+
+
+def test_a_path_and_its_split(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, ROWS)
+    assert without_place(read_rows(f"{path}@train")) == ROWS
+    part = read_rows(f"{path}@train[1:3]")
+    assert without_place(part) == ROWS[1:3] and part[0]["_where"] == f"{path}, row 3"
+    assert without_place(read_rows(f"{path}@[-2:]")) == ROWS[-2:]
+    with pytest.raises(ValueError, match=r"a file has one split, 'train', or a part as 'train\[10:20\]'; got 'test'"):
+        read_rows(f"{path}@test")
+    with pytest.raises(FileNotFoundError, match=r"absent\.jsonl@train"):
+        read_rows(f"{tmp_path / 'absent.jsonl'}@train")
+    write_jsonl(tmp_path / "me@home.jsonl", ROWS)
+    assert without_place(read_rows(str(tmp_path / "me@home.jsonl"))) == ROWS
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or ROWS)
+    read_rows("org/name@test[:5%]")
+    assert asked == [("org/name", "test[:5%]")]
+
+
+def test_a_folder_of_files(tmp_path):
+    (tmp_path / "nested").mkdir()
+    write_jsonl(tmp_path / "b.jsonl", ROWS[2:4])
+    write_parquet(tmp_path / "a.parquet", ROWS[:2])
+    write_csv(tmp_path / "nested" / "c.csv", ROWS[4:])
+    (tmp_path / "README.md").write_text("not data")
+    rows = read_rows(str(tmp_path), fields=("prompt", "answer"))
+    assert without_place(rows) == ROWS
+    assert rows[-1]["_where"] == f"{tmp_path / 'nested' / 'c.csv'}, row 2"
+    assert without_place(read_rows(f"{tmp_path}@[1:4]")) == ROWS[1:4]
+    with pytest.raises(ValueError, match=r"has no file of the split 'test' that ends in \.json"):
+        read_rows(f"{tmp_path}@test")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty has no file that ends in \.json, \.jsonl"):
+        read_rows(str(tmp_path / "empty"))
+
+
+def test_the_files_of_a_split_have_its_name_or_its_folder(tmp_path):
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", ROWS[:2])
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", ROWS[2:3])
+    write_parquet(tmp_path / "test.parquet", ROWS[3:4])
+    write_parquet(tmp_path / "testing.parquet", ROWS[4:])
+    (tmp_path / "dev").mkdir()
+    write_jsonl(tmp_path / "dev" / "rows.jsonl", ROWS[4:])
+    assert without_place(read_rows(f"{tmp_path}@train")) == ROWS[:2]
+    assert without_place(read_rows(f"{tmp_path}@test")) == ROWS[2:4]
+    assert without_place(read_rows(f"{tmp_path}@test[1:]")) == ROWS[3:4]
+    assert without_place(read_rows(f"{tmp_path}@dev")) == ROWS[4:]
+
+
+def test_the_splits_of_a_saved_dataset(tmp_path):
+    parts = {"train": ROWS[:4], "test": ROWS[4:]}
+    datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}).save_to_disk(
+        tmp_path / "both"
+    )
+    assert without_place(read_rows(f"{tmp_path / 'both'}")) == ROWS[:4]
+    assert without_place(read_rows(f"{tmp_path / 'both'}@test")) == ROWS[4:]
+    assert without_place(read_rows(f"{tmp_path / 'both'}@train[:2]")) == ROWS[:2]
+    with pytest.raises(ValueError, match="has no split 'dev'; it has 'train', 'test'"):
+        read_rows(f"{tmp_path / 'both'}@dev")
+
+
+def test_many_bad_rows_are_named_up_to_five_and_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([GOOD, "{", *['{"prompt": ""}'] * 8, GOOD]))
+    with pytest.raises(ValueError) as raised:
+        read_rows(str(path))
+    message = str(raised.value)
+    assert f"{path}, row 2: not valid JSON" in message and f"{path}, row 6: field 'prompt' is missing" in message
+    assert "row 7" not in message and message.endswith("; and 4 more bad rows of 11") and "\n" not in message
+
+
+def test_messages_of_an_arrow_table_have_no_keys_of_other_messages(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    messages = [{"role": "user", "content": "1+1"}, call, {"role": "tool", "content": "2", "name": "add"}]
+    write_parquet(tmp_path / "rows.parquet", [{"messages": messages}])
+    (row,) = read_rows(str(tmp_path / "rows.parquet"))
+    assert row["prompt"] == messages

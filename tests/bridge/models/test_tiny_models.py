@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.encoding import encode_prompt, messages_of, trajectory_of_row
+from rl_bridge.models.encoding import encode_prompt, encode_row, messages_of
 from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
 from rl_bridge.models.tiny import tiny_qwen2
 
@@ -56,18 +56,18 @@ def test_prompts_that_are_none_of_these(prompt):
 
 def test_an_answer_as_a_completion_ends_with_the_end_of_sequence():
     row = {"prompt": "ab", "answer": 0}
-    trajectory = trajectory_of_row(TOKENIZER, row)
+    trajectory = encode_row(TOKENIZER, row)
     assert (trajectory.prompt_tokens, trajectory.sampled_tokens) == ((2, 3), (ALPHABET.index("0") + 2, 1))
     assert trajectory.finish_reason == "stop" and trajectory.row is row
     assert trajectory.messages == ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "0"})
     with pytest.raises(ValueError, match="the tokenizer cannot encode the answer '7'"):
-        trajectory_of_row(TOKENIZER, {"prompt": "ab", "answer": 7})
+        encode_row(TOKENIZER, {"prompt": "ab", "answer": 7})
 
 
 def test_special_tokens_are_before_the_prompt_alone():
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
-    trajectory = trajectory_of_row(tokenizer, {"prompt": "ab", "answer": "ba"})
+    trajectory = encode_row(tokenizer, {"prompt": "ab", "answer": "ba"})
     assert (trajectory.prompt_tokens, trajectory.sampled_tokens) == ((0, 2, 3), (3, 2, 1))
 
 

@@ -6,7 +6,7 @@ import torch
 
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.models.encoding import trajectory_of_row
+from rl_bridge.models.encoding import encode_row
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.modules.supervised import SupervisedModule
@@ -144,6 +144,6 @@ def test_an_optimizer_that_cannot_train_is_refused(options):
 
 def test_a_supervised_batch_is_the_rows_own_answers(tokenizer):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "5=", "answer": "55"}]
-    batch = supervised_batch(rows, lambda row: trajectory_of_row(tokenizer, row), 0)
+    batch = supervised_batch(rows, lambda row: encode_row(tokenizer, row), 0)
     assert tokenizer.batch_decode(batch.tokens) == ["1+1=2<eos>", "5=55<eos><pad>"]
     assert batch.mask.tolist() == [[False] * 4 + [True] * 2, [False] * 2 + [True] * 3 + [False]]

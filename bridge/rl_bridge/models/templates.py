@@ -1,0 +1,116 @@
+"""A conversation as text, message by message: a chat template must only add to what the model has already seen."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.data.requests import Message
+
+ADVICE = (
+    "train with apply_chat_template=false, which concatenates the contents, or with a chat_template of your own "
+    "that only adds text"
+)
+
+
+class ChangedEarlierText(ValueError):
+    """A chat template that renders earlier messages in another way when a message is added."""
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    generation_prompt: bool,
+    tools: Sequence[Any] | None = None,
+) -> str:
+    """The text of a conversation by the tokenizer's chat template.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template refuses the messages: with its words.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "chat messages need a model with a chat template, and this tokenizer has none; "
+            "apply_chat_template=false concatenates the contents"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+        )
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(
+            f"{template_of(tokenizer)} refuses messages of the roles {roles}: {error}; "
+            "change the messages, or apply_chat_template=false concatenates the contents"
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Any] | None = None
+) -> Iterator[tuple[str, bool]]:
+    """The text up to the assistant's last message in parts: (text, whether the assistant says it).
+
+    Raises:
+        ChangedEarlierText: a part cannot be added without changing what stands before.
+        ValueError: as ``rendered`` does.
+    """
+    seen, done = "", 0
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for upto, prompted in ((place, True), (place + 1, False)):
+            # A conversation may begin with the assistant: then nothing stands before its words.
+            whole = rendered(tokenizer, messages[:upto], generation_prompt=prompted, tools=tools) if upto else ""
+            if not whole.startswith(seen):
+                cause = f"message {place} (assistant) takes the place of the generation prompt"
+                if prompted:
+                    cause = _cause(tokenizer, messages, tools, done, place, seen)
+                raise _changed(tokenizer, cause, seen, whole)
+            if len(whole) > len(seen):
+                yield whole[len(seen) :], not prompted
+            seen = whole
+        done = place + 1
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template's name in an error message: of which tokenizer."""
+    name = tokenizer.name_or_path
+    return f"the chat template of {name!r}" if name else f"the chat template of this {type(tokenizer).__name__}"
+
+
+def _cause(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    done: int,
+    place: int,
+    seen: str,
+) -> str:
+    """Which of the messages from ``done`` up to ``place`` changed what was ``seen``; else the generation prompt."""
+    for upto in range(done + 1, place + 1):
+        if not rendered(tokenizer, messages[:upto], generation_prompt=False, tools=tools).startswith(seen):
+            return f"message {upto - 1} ({messages[upto - 1]['role']}) is added"
+    return "the generation prompt is added"
+
+
+def _changed(tokenizer: PreTrainedTokenizerBase, cause: str, seen: str, whole: str) -> ChangedEarlierText:
+    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (seen, whole))
+    position = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+    return ChangedEarlierText(
+        f"{template_of(tokenizer)} changes earlier tokens when {cause}: from token {position} on, "
+        f"{_around(tokenizer, before, position)} becomes {_around(tokenizer, after, position)}. A policy would be "
+        f"trained on another text than it wrote or read; {ADVICE}"
+    )
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: int) -> str:
+    start, stop = max(0, place - 4), place + 12
+    text = tokenizer.decode(ids[start:stop])
+    return f"{'…' if start else ''}{text!r}{'…' if stop < len(ids) else ''}"
