@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+Row = TypeVar("Row")
 
 
-class RowStream:
+class RowStream(Generic[Row]):
     """Every row once an epoch, in an order that depends on the seed and the epoch alone."""
 
-    def __init__(self, rows: Sequence[dict], seed: int) -> None:
+    def __init__(self, rows: Sequence[Row], seed: int) -> None:
         if not rows:
             raise ValueError("there are no rows to train on")
         self._rows = rows
@@ -17,9 +19,9 @@ class RowStream:
         self._position = 0
         self._order = self._shuffled()
 
-    def take(self, count: int) -> list[dict]:
+    def take(self, count: int) -> list[Row]:
         """The next ``count`` rows; an epoch's end in the middle of them is no boundary."""
-        taken: list[dict] = []
+        taken: list[Row] = []
         while len(taken) < count:
             stop = min(len(self._order), self._position + count - len(taken))
             taken += [self._rows[i] for i in self._order[self._position : stop]]

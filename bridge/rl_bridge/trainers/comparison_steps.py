@@ -1,0 +1,97 @@
+"""What the loops over comparisons share: reference, statistics of a batch, losses over a batch, evaluation."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import rl_fn
+from rl_bridge.data.examples import Example, batch_of
+from rl_bridge.data.pair_batch import PairBatch
+from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.functional import from_jax
+from rl_bridge.tracking.intervals import confidence_interval
+from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
+from rl_bridge.trainers.modules.policy import mean
+
+CACHED_AT_ONCE = 1024
+"""Examples that the reference scores in one call."""
+_kto_kl = from_jax(rl_fn.kto_kl)
+
+
+def with_reference(examples: Sequence[Example], reference: TrainEngine, pad_token_id: int) -> list[Example]:
+    """The examples with the reference's log-probabilities, computed once."""
+    found: list[Example] = []
+    for start in range(0, len(examples), CACHED_AT_ONCE):
+        part = examples[start : start + CACHED_AT_ONCE]
+        scores = reference.completion_logprobs(NeedParallel(batch_of(part, pad_token_id)))
+        for example, row in zip(part, scores.tolist(), strict=True):
+            found.append(replace(example, ref_logprobs=tuple(row[: len(example.completions)])))
+    return found
+
+
+class BatchStatistics:
+    """The numbers of whole batches that a loss reads: KTO's KL of this batch, BCO's moving mean of the ones before."""
+
+    def __init__(self, loss: ComparisonLoss, momentum: float) -> None:
+        self._loss, self._momentum = loss, momentum
+        self.delta = 0.0
+
+    def of(self, policy: TrainEngine, batch: PairBatch) -> dict[str, float]:
+        """The statistics under the present weights, of all comparisons wherever they are computed."""
+        if "kl" in self._loss.statistics:
+            others = batch.side(1)
+            logprobs = policy.completion_logprobs(NeedParallel(others))
+            assert others.ref_logprobs is not None
+            return {"kl": float(_kto_kl(logprobs[:, 0], others.ref_logprobs[:, 0]))}
+        return {"delta": self.delta} if "delta" in self._loss.statistics else {}
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Move the shift towards the middle between the mean rewards of the two sides."""
+        if "delta" in self._loss.statistics and not metrics.get("skipped"):
+            middle = 0.5 * (metrics["chosen_reward"] + metrics["rejected_reward"])
+            self.delta = self._momentum * self.delta + (1 - self._momentum) * middle
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The moving mean."""
+        return {"delta": self.delta}
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``checkpoint_state`` gave."""
+        self.delta = state["delta"]
+
+
+def accumulate(
+    policy: TrainEngine, loss: ComparisonLoss, batch: PairBatch, statistics: Mapping[str, float]
+) -> dict[str, float]:
+    """Add the gradient of the batch's mean loss to the parameters' gradients; returns the metrics.
+
+    A loss that sorts the batch gets every log-probability at once, on the driver, and gives each its gradient: two
+    forward passes, the same memory, the same numbers on any number of workers.
+    """
+    learned = batch.side(0) if loss.form == "singles" else batch
+    count = float(len(learned.present))
+    if not loss.over_batch:
+        totals = policy.train_step(NeedParallel(learned), count, dict(statistics))
+        return {name: mean(value) for name, value in totals.items()}
+    outputs = policy.completion_logprobs(NeedParallel(learned)).requires_grad_()
+    losses = loss(learned, outputs, statistics)
+    (losses.sum() / count).backward()
+    policy.backward_through(NeedParallel(learned), NeedParallel(outputs.grad))
+    return {name: mean(value) for name, value in loss.metrics(learned, outputs, losses).items()}
+
+
+def held_out_metrics(
+    loss: ComparisonLoss, batch: PairBatch, outputs: torch.Tensor, statistics: Mapping[str, float]
+) -> dict[str, float]:
+    """Loss and metrics of held-out comparisons, and a 95 % bootstrap interval of the accuracy over them."""
+    outputs = outputs.detach()
+    totals = loss.metrics(batch, outputs, loss(batch, outputs, statistics))
+    found = {f"held_out_{name}": mean(value) for name, value in totals.items()}
+    right, counted = (
+        x.double().flatten(1) if x.dim() > 1 else x.double()[:, None] for x in loss.watch(batch, outputs)["accuracy"]
+    )
+    each = ((right * counted).sum(1) / counted.sum(1).clamp(min=1.0)).tolist()
+    interval = confidence_interval(each, [0.0] * len(each), resamples=1000)
+    return found | {"held_out_accuracy_low": interval["low"], "held_out_accuracy_high": interval["high"]}
