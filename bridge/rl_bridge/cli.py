@@ -1,31 +1,50 @@
 """The command ``rl-fn``."""
 
+import dataclasses
+import importlib
+import io
+import math
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tyro
 
-from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
-from rl_bridge.recipes import quickstart
+from rl_bridge.messages import is_expected, lines_of
 from rl_bridge.tracking.run import Stopped
 
-USAGE = """usage: rl-fn train policy [--help] [options] [objective:ALGORITHM] [options of the algorithm]
 
-       rl-fn check {trl,verl,openrlhf,tunix}
-       rl-fn doctor
+@dataclass(frozen=True)
+class Trainer:
+    """A line of ``rl-fn train``'s table. Nothing of a trainer is loaded before it is asked for."""
 
-commands:
-  train policy   post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit
-               arithmetic and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.
-  check        rl_fn's dialects against an installed library's own functions: value and gradient, option by option
-  doctor       this machine's device and versions, and which backend each kernel operation takes here
-"""
+    default: str
+    """``module:name`` of a function that returns the default config, or of the config's class."""
+    run: str
+    """``module:name`` of the function that runs a config to its end and returns the summary.
+
+    ``summary["result"]`` is one sentence about it, and ``summary["seconds"]`` the time it took.
+    """
+    about: str
+
+
+TRAINERS = {
+    "policy": Trainer(
+        "rl_bridge.recipes:quickstart",
+        "rl_bridge.pipelines.policy:run_policy",
+        "post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit arithmetic "
+        "and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.",
+    ),
+}
+TRACEBACK = "--traceback"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _print_anything()
     if words[:1] == ["check"]:
         # Not loaded for a training run.
         from rl_bridge.check.report import check
@@ -33,21 +52,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check(words[1:])
     if words == ["doctor"]:
         return print_diagnosis()
-    if words[:2] != ["train", "policy"]:
-        wanted = words in ([], ["--help"], ["-h"])
-        print(USAGE if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{USAGE}", end="")
-        return 0 if wanted else 2
-    return report(run_policy, parse(quickstart(), words[2:], prog="rl-fn train policy"))
+    if words[:1] == ["train"] and len(words) > 1 and words[1] in TRAINERS:
+        trainer, rest = TRAINERS[words[1]], [word for word in words[2:] if word != TRACEBACK]
+        pipeline = parse(_load(trainer.default), rest, prog=f"rl-fn train {words[1]}")
+        return report(_load(trainer.run), pipeline, traceback=TRACEBACK in words)
+    wanted = words in ([], ["--help"], ["-h"])
+    print(usage() if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{usage()}", end="")
+    return 0 if wanted else 2
 
 
-def parse(default: PolicyPipeline, words: Sequence[str], *, prog: str) -> PolicyPipeline:
-    """The pipeline that a command line describes; what it does not name is the default's.
+def usage() -> str:
+    """What ``rl-fn --help`` prints."""
+    trainers = "".join(f"  train {name:<15}{trainer.about}\n" for name, trainer in TRAINERS.items())
+    return f"""usage: rl-fn train {{{",".join(TRAINERS)}}} [--help] [{TRACEBACK}] [options]
 
-    The options of the pipeline may stand before and after the algorithm's sub-command.
+       rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
+       rl-fn check {{trl,verl,openrlhf,tunix}}
+       rl-fn doctor
+
+commands:
+{trainers}  check                rl_fn's dialects against an installed library's own functions: value and gradient
+  doctor               this machine's device and versions, and which backend each kernel operation takes here
+
+{TRACEBACK} shows where an error of a run came from.
+"""
+
+
+def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
+    """The config that a command line describes. ``default``: a config, a function that returns one, or its class.
+
+    The options of the pipeline may stand before and after the algorithm's sub-command. Not a number is no option's
+    value: the process ends with status 2, as for every option that cannot be.
     """
-    return tyro.cli(
-        PolicyPipeline, default=default, args=list(words), prog=prog, config=(tyro.conf.CascadeSubcommandArgs,)
-    )
+    settings: Any = {"args": list(words), "prog": prog, "config": (tyro.conf.CascadeSubcommandArgs,)}
+    if isinstance(default, type):
+        config = tyro.cli(default, **settings)
+    else:
+        default = default() if callable(default) else default
+        config = tyro.cli(type(default), default=default, **settings)
+    for name in not_numbers(config):
+        print(f"{prog}: error: --{name} is not a number", file=sys.stderr)
+        raise SystemExit(2)
+    return config
+
+
+def not_numbers(config: Any, prefix: str = "") -> Iterator[str]:
+    """Names of the options that are NaN, as the command line has them."""
+    for option in dataclasses.fields(config):
+        name, value = f"{prefix}{option.name.replace('_', '-')}", getattr(config, option.name)
+        if dataclasses.is_dataclass(value):
+            yield from not_numbers(value, f"{name}.")
+        elif isinstance(value, float) and math.isnan(value):
+            yield name
 
 
 def print_diagnosis() -> int:
@@ -67,19 +123,45 @@ def print_diagnosis() -> int:
     return 0
 
 
-def report(run: Callable[[PolicyPipeline], dict[str, Any]], pipeline: PolicyPipeline) -> int:
-    """Run a pipeline and print its result on the last line. A user's mistake is one line, not a traceback."""
+def report(run: Callable[[Any], dict[str, Any]], pipeline: Any, *, traceback: bool = False) -> int:
+    """Run a pipeline and print its result on the last line. A user's mistake is one line, not a traceback.
+
+    What nobody expected keeps its traceback; ``traceback`` shows every error's.
+    """
     try:
         summary = run(pipeline)
     except Stopped as stop:
         print(f"{stop}; go on with the same command and --name {stop.name} --resume")
-        return 130
-    except (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError) as error:
-        print(f"rl-fn: error: {error}", file=sys.stderr)
+        return 128 + stop.number
+    except SystemExit as left:
+        # The ranks of a torchrun job that only serve end here. Of a run it is a user's function that left.
+        if left.code not in (None, 0) or os.environ.get("RANK", "0") != "0":
+            raise
+        if traceback:
+            sys.excepthook(type(left), left, left.__traceback__)
+        print("rl-fn: error: a function called sys.exit() in the middle of the run", file=sys.stderr)
         return 1
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    print(f"held-out accuracy {before:.2f} → {after:.2f} in {summary['seconds']:.0f} s")
+    except Exception as error:
+        message, hints = lines_of(error)
+        print("\n".join(hints), end="\n" if hints else "")
+        if traceback or not is_expected(error):
+            sys.excepthook(type(error), error, error.__traceback__)
+        print(f"rl-fn: error: {message}", file=sys.stderr)
+        return 1
+    print(f"{summary['result']} in {summary['seconds']:.0f} s")
     return 0
+
+
+def _load(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _print_anything() -> None:
+    """A terminal without UTF-8 shows a question mark for what it lacks, instead of ending a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

@@ -47,8 +47,17 @@ def begin(path: Path, parts: Sequence[str]) -> Path:
     return temporary
 
 
-def commit(path: Path, files: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any], *, keep: int) -> None:
+def commit(
+    path: Path,
+    files: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, Any],
+    *,
+    keep: int,
+    pinned: Sequence[int] = (),
+) -> None:
     """Write the manifest of ``path``'s temporary folder, give the folder its name, drop all but the newest ``keep``.
+
+    The steps ``pinned`` stay however old they are.
 
     ``files``: name → {"bytes", "crc32"}. Everything is on the disk before the name is, so that the loss of power leaves
     a whole checkpoint or none.
@@ -64,7 +73,8 @@ def commit(path: Path, files: Mapping[str, Mapping[str, Any]], about: Mapping[st
     _sync_folder(path.parent)
     older = [other for other in checkpoints(path.parent) if step_of(other) < step_of(path)]
     for other in older[: len(older) + 1 - keep]:
-        _discard(other)
+        if step_of(other) not in pinned:
+            _discard(other)
     sweep(path.parent)
 
 

@@ -47,10 +47,13 @@ class Checkpointer:
         self._whole: set[Path] = set()
         self._alone = LocalExecutor("cpu")
 
-    def save(self, step: int, engines: Mapping[str, Engine], driver: Mapping[str, Any]) -> Path:
+    def save(
+        self, step: int, engines: Mapping[str, Engine], driver: Mapping[str, Any], *, pinned: tuple[int, ...] = ()
+    ) -> Path:
         """Write ``folder/step-N``. A save that is still being written is waited for first, and its error raised here.
 
         ``engines``: name in the checkpoint → engine; all of one executor. ``driver``: what else the run depends on.
+        ``pinned``: steps whose checkpoints stay, however many newer ones there are.
 
         Raises:
             CheckpointError: the one before, or (not asynchronous) this one, was not written.
@@ -59,12 +62,13 @@ class Checkpointer:
         self.wait()
         self._set_damaged_aside()
         executor, slots = self._place(engines)
-        path = step_folders.path_of(self.folder, step)
+        path = self.path(step)
         names = {name: engine.name for name, engine in engines.items()}
         structure, tensors = take_apart({"state": dict(driver), "random": random_states()})
         state = structure, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         arguments = {
-            slot: (Request(path, self._keep, names, slots, state if slot == slots[0] else None),) for slot in slots
+            slot: (Request(path, self._keep, pinned, names, slots, state if slot == slots[0] else None),)
+            for slot in slots
         }
         executor.call(hosts.stage, arguments, what=f"snapshot for {path.name}", timeout=self._timeout)
         executor.call(hosts.start, dict.fromkeys(slots, ()), what=f"start of {path.name}")
@@ -87,9 +91,17 @@ class Checkpointer:
             executor.call(hosts.finish, arguments, what="writing a checkpoint", timeout=self._timeout + 60)
         except Exception as error:
             reason = error.__cause__ if isinstance(error.__cause__, CheckpointError) else error
-            whole = step_folders.checkpoints(self.folder)
-            newest = f"the newest is {whole[-1]}" if whole else "there is no older one"
-            raise CheckpointError(f"{reason}; {newest}") from error
+            newest = self.newest()
+            older = "there is no older one" if newest is None else f"the newest is {newest}"
+            raise CheckpointError(f"{reason}; {older}") from error
+
+    def path(self, step: int) -> Path:
+        """Of the checkpoint ``step-N``."""
+        return step_folders.path_of(self.folder, step)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint by its name, which only a whole one gets. Damage that came later is not looked for."""
+        return next(iter(reversed(step_folders.checkpoints(self.folder))), None)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint; None if there is none at all. What is damaged is reported and passed over.

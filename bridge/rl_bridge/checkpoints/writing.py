@@ -31,6 +31,8 @@ class Request:
     path: Path
     """Of the checkpoint."""
     keep: int
+    pinned: tuple[int, ...]
+    """Steps whose checkpoints stay besides the newest."""
     engines: Mapping[str, str]
     """Name in the checkpoint → name of the engine in its workers."""
     slots: tuple[int, ...]
@@ -99,7 +101,8 @@ def write(share: Share) -> None:
             pieces = [piece for one in written for piece in one.pieces.get(engine, [])]
             content = {"structure": structures[engine], "tensors": _by_tensor(pieces)}
             records[f"{engine}/{INDEX}"] = step_folders.write_json(temporary / engine / INDEX, content)
-        step_folders.commit(request.path, records, {"step": step_folders.step_of(request.path)}, keep=request.keep)
+        about = {"step": step_folders.step_of(request.path)}
+        step_folders.commit(request.path, records, about, keep=request.keep, pinned=request.pinned)
         return [None for _ in written]
 
     what = f"the checkpoint {request.path.name} was not written"

@@ -159,9 +159,9 @@ def _workers(world: int, timeout: float) -> list[tuple[int, tuple[Channel, tuple
 
 def _serve(host: Host, world: int, timeout: float, on_error: OnError | None) -> None:
     """The life of a rank other than 0."""
-    # Both reach every rank, and what to do about them is the driver's to say: it may want to save first. They are not
+    # They reach every rank, and what to do about them is the driver's to say: it may want to save first. They are not
     # ignored but handled by nothing, because what the worker starts would inherit the former.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     store = job_store()
     store.wait([_KEY], timedelta(seconds=timeout))

@@ -1,6 +1,6 @@
 """Where a pipeline's engines live: options of the command line, and the engines themselves, one function each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Self
 
@@ -16,6 +16,7 @@ from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.session import current_executor, init
+from rl_bridge.tracking.options import MAY_CHANGE
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import PolicyModule
 from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
@@ -56,11 +57,11 @@ class MeshOptions:
 class PlacementOptions:
     """The processes of a run."""
 
-    executor: Literal["auto", "local", "torchrun", "ray"] = "auto"
+    executor: Literal["auto", "local", "torchrun", "ray"] = field(default="auto", metadata=MAY_CHANGE)
     """auto: the ranks of a torchrun job where there is one, else this process."""
-    workers: int | None = None
+    workers: int | None = field(default=None, metadata=MAY_CHANGE)
     """Processes that Ray starts; elsewhere there are as many as there are."""
-    mesh: MeshOptions = MeshOptions()
+    mesh: MeshOptions = field(default=MeshOptions(), metadata=MAY_CHANGE)
 
     def start(self) -> Executor:
         """The executor of the run. Under torchrun it is made in rank 0 alone: the other ranks serve until it ends."""

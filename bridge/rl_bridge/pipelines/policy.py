@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,8 +25,10 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm, require_rewards_alone
 from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
 from rl_bridge.rewards import Reward, exact_match, load_reward
+from rl_bridge.tracking.fingerprints import of_function, of_rows
 from rl_bridge.tracking.intervals import confidence_interval
-from rl_bridge.tracking.run import Run, free_folder
+from rl_bridge.tracking.options import MAY_CHANGE, RunOptions
+from rl_bridge.tracking.run import open_run
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.policy import evaluate, train_policy
@@ -36,25 +37,23 @@ from rl_bridge.trainers.sft import SFTConfig, train_sft
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyPipeline(PlacementOptions):
+class PolicyPipeline(RunOptions, PlacementOptions):
     """Everything a run depends on. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
 
     policy: PolicyConfig
     optimizer: OptimizerConfig
     objective: Algorithm = field(default_factory=ALGORITHMS["dapo"])
     sft: SFTConfig = SFTConfig()
-    name: str = "policy"
-    output: Path = Path("runs")
+    name: str = field(default="policy", metadata=MAY_CHANGE)
     seed: int = 0
-    resume: bool = False
     model: str | None = None
     """Folder or hub id in Hugging Face format."""
-    data: str | None = None
+    data: str | None = field(default=None, metadata=MAY_CHANGE)
     """JSON, JSONL, CSV, Parquet or Arrow file, or a Hugging Face dataset; rows have ``prompt`` (and ``answer``)."""
-    eval_data: str | None = None
+    eval_data: str | None = field(default=None, metadata=MAY_CHANGE)
     """Held-out rows; None holds ``held_out`` rows of ``data`` back."""
     held_out: int = 600
-    reward: str | None = None
+    reward: str | None = field(default=None, metadata=MAY_CHANGE)
     """``FILE.py:function`` called with (completion, row); None compares with the row's ``answer``."""
     track_kl: bool = True
     """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass."""
@@ -66,12 +65,16 @@ class PolicyPipeline(PlacementOptions):
     """A cap of the logits beyond the model's own, for policy and reference alike."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the trainer's matrix products."""
-    checkpoint_every: int = 50
-    threads: int | None = None
+    threads: int | None = field(default=None, metadata=MAY_CHANGE)
     """CPU threads of each worker; None takes torch's default."""
 
     def __post_init__(self) -> None:
-        """Refuse a policy that the completions were not sampled from."""
+        """Refuse a policy that the completions were not sampled from, and counts below 1."""
+        super().__post_init__()
+        for option in ("held_out", "threads"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise ValueError(f"{option} must be at least 1, got {value}")
         scoring = self.scoring()
         if (scoring.softcap is not None or scoring.dtype != "float32") and not self.policy.recompute_old_logprobs:
             # The rollout samples in float32 and knows no cap but the model's own.
@@ -124,12 +127,15 @@ def train_and_evaluate(
     objective: rl_fn.Objective,
 ) -> dict[str, Any]:
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
-    folder = pipeline.output / pipeline.name if pipeline.resume else free_folder(pipeline.output, pipeline.name)
+    folder = pipeline.folder()
+    # What the rows and the reward are, wherever their files lie now.
+    fingerprints = {"data": of_rows(train_rows, held_out), "reward": of_function(reward)}
     mesh = pipeline.mesh.of(len(executor.slots))
     engines = Engines(executor, mesh, source, ParallelConfig(), run=folder.name)
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
-    with engines, Run(folder, pipeline, resume=pipeline.resume, checkpoint_every=pipeline.checkpoint_every) as run:
+    with engines, open_run(folder, pipeline, fingerprints) as run:
+        run.keep_best("held_out")
         rollout = engines.rollout(tokenizer)
         # Supervision has the data's own distribution for a target, which has no temperature.
         supervised = engines.supervised(
@@ -169,7 +175,9 @@ def train_and_evaluate(
             folder / "samples.json",
             {when: {how: result["samples"] for how, result in results.items()} for when, results in evaluations},
         )
+        accuracy = before["greedy"]["reward"], after["greedy"]["reward"]
         summary = {
+            "result": "held-out accuracy {:.2f} → {:.2f}".format(*accuracy),
             "accuracy_before": before["greedy"]["reward"],
             "accuracy_after": after["greedy"]["reward"],
             "gain": confidence_interval(after["greedy"]["scores"], before["greedy"]["scores"]),

@@ -9,7 +9,19 @@ from matplotlib.figure import Figure
 
 from rl_bridge.atomic import replacing
 
-PANELS = ("reward", "held_out", "kl", "approx_kl", "entropy", "clip_fraction", "nll", "grad_norm", "tokens_per_second")
+PANELS = (
+    "reward",
+    "held_out",
+    "kl",
+    "approx_kl",
+    "entropy",
+    "clip_fraction",
+    "nll",
+    "loss",
+    "accuracy",
+    "grad_norm",
+    "tokens_per_second",
+)
 
 
 def draw_curves(

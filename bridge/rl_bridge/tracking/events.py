@@ -17,7 +17,7 @@ class EventLog:
     def write(self, record: Mapping[str, Any], number: int) -> None:
         """One record's numbers."""
         for name, value in record.items():
-            if name not in ("stage", "step") and isinstance(value, int | float):
+            if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(f"{record['stage']}/{name}", value, number)
 
     def close(self) -> None:

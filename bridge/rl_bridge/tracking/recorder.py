@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,52 +11,71 @@ from typing import Any
 from rl_bridge.atomic import write_json
 from rl_bridge.tracking.curves import draw_curves
 from rl_bridge.tracking.events import EventLog
-
-BEGINNING = {"metrics_bytes": 0, "logged": 0}
-"""The position of a record that is begun again."""
+from rl_bridge.tracking.records import METRICS, last_attempt, read_records, repaired
+from rl_bridge.tracking.signals import tell
 
 
 class Recorder:
     """Appends records. What a checkpoint remembers of it is ``position``: a resumed run cuts off what came after."""
 
-    def __init__(self, folder: Path, position: Mapping[str, int] | None = None) -> None:
-        """``position``: where a resumed run goes on; None is a new run."""
+    def __init__(
+        self, folder: Path, position: Mapping[str, Any] | None = None, *, again: bool = False, repair: bool = False
+    ) -> None:
+        """``position``: where a resumed run goes on; None is the beginning, of a run begun ``again`` too.
+
+        ``repair``: leave out records that are damaged, instead of an error.
+
+        Raises:
+            ValueError: the records up to ``position`` are not those that were written.
+        """
         self.folder = folder
+        file = folder / METRICS
+        self._attempt = last_attempt(file) + 1
         self._logged = position["logged"] if position else 0
-        file, size = folder / "metrics.jsonl", position["metrics_bytes"] if position else 0
-        if size and (there := file.stat().st_size) < size:
-            raise ValueError(f"{file} has {there} bytes, the checkpoint was made after {size}")
+        size, self._crc = (position["metrics_bytes"], position["crc32"]) if position else (0, 0)
+        if position:
+            size, self._crc = repaired(file, position, repair=repair, report=tell)
         self._metrics = file.open("a", encoding="utf-8")
         self._metrics.truncate(size)
-        self._events = EventLog(folder / "events", purge_step=position["logged"] if position else None)
+        self._events = EventLog(folder / "events", purge_step=self._logged if again else None)
 
     @property
     def logged(self) -> int:
-        """How many records there are."""
+        """How many steps were recorded."""
         return self._logged
 
     def position(self) -> dict[str, int]:
         """Where the record ends now. Up to there it is on the disk."""
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
-        return {"metrics_bytes": self._metrics.tell(), "logged": self._logged}
+        return {"metrics_bytes": self._metrics.tell(), "logged": self._logged, "crc32": self._crc}
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        """Append one step's record."""
+        self.note(record)
         self._events.write(record, self._logged)
         self._logged += 1
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Append a line that is no step's."""
+        about = {"run": self.folder.name, "attempt": self._attempt, "time": round(time.time(), 3)}
+        line = json.dumps({**record, **about}) + "\n"
+        self._metrics.write(line)
+        self._metrics.flush()
+        self._crc = zlib.crc32(line.encode(), self._crc)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and draw the curves."""
         self._metrics.flush()
-        records = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        records = read_records(self.folder / METRICS)
         levels = {"held_out": summary["accuracy_before"]} if "accuracy_before" in summary else None
-        draw_curves(records, self.folder / "curves.png", title=self.folder.name, levels=levels)
+        if records:
+            draw_curves(records, self.folder / "curves.png", title=self.folder.name, levels=levels)
         write_json(self.folder / "summary.json", summary)
 
     def close(self) -> None:
         """Flush and close."""
-        self._metrics.close()
-        self._events.close()
+        try:
+            self._metrics.close()
+        finally:
+            self._events.close()

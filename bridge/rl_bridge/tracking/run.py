@@ -1,22 +1,24 @@
 """One run in one folder: steps that are logged, shown, checkpointed, stopped by a signal and taken up again."""
 
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from tqdm import tqdm
 
-from rl_bridge.atomic import write_json
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.engines.base import Engine
-from rl_bridge.tracking.recorder import BEGINNING, Recorder
+from rl_bridge.tracking.best import Best
+from rl_bridge.tracking.opening import Opened, begin_or_resume
+from rl_bridge.tracking.options import RunOptions
+from rl_bridge.tracking.recorder import Recorder
+from rl_bridge.tracking.signals import StopRequest, tell
+from rl_bridge.tracking.skips import Skips
 
-SHOWN = {"reward": "reward", "nll": "nll", "kl": "KL", "entropy": "entropy", "clip_fraction": "clip"}
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SHOWN = {"reward": "reward", "nll": "nll", "loss": "loss", "accuracy": "accuracy", "kl": "KL", "entropy": "entropy"}
+SHOWN |= {"clip_fraction": "clip"}
 
 
 class Stateful(Protocol):
@@ -27,62 +29,81 @@ class Stateful(Protocol):
 
 
 class Stopped(KeyboardInterrupt):
-    """The user pressed Ctrl-C, or SIGTERM came; a checkpoint of the last whole step of the run ``name`` is on disk."""
+    """A signal asked the run ``name`` to stop; a checkpoint of the last whole step is on disk."""
 
-    def __init__(self, message: str, name: str) -> None:
+    def __init__(self, message: str, name: str, number: int) -> None:
         super().__init__(message)
-        self.name = name
+        self.name, self.number = name, number
 
 
 class Run:
     """Use as a context manager. ``steps`` is the loop, ``log`` its record, ``cached_result`` what is computed once.
 
-    A ``Recorder`` writes the record, a ``Checkpointer`` the checkpoints.
+    A ``Recorder`` writes the record, a ``Checkpointer`` the checkpoints. One process at a time has a run's folder.
     """
 
-    def __init__(self, folder: Path, config: Any, *, resume: bool = False, checkpoint_every: int = 25) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Any,
+        *,
+        fingerprints: Mapping[str, str] | None = None,
+        resume: bool = False,
+        resume_anyway: bool = False,
+        checkpoint_every: int = 25,
+        keep: int = 2,
+        stop_after_skips: int = 3,
+    ) -> None:
         """``resume`` goes on from the newest whole checkpoint, or begins again if the run was killed before its first.
 
-        A new run's folder must not exist yet.
+        A new run's folder must not exist yet. ``fingerprints``: name → hash of what the run depends on besides its
+        options, such as its data. ``resume_anyway`` resumes with other options and fingerprints too, and without
+        records that are damaged. ``keep``: newest checkpoints that stay. ``stop_after_skips``: see ``skipped``.
+
+        Raises:
+            ValueError: another process has the folder, there is nothing to resume, or the checkpoint was made with
+                other options; the message names each with both values.
         """
         self.folder = folder
-        self._every = checkpoint_every
-        self._checkpointer = Checkpointer(folder / "checkpoints", report=tqdm.write)
+        self._every, self._anyway = checkpoint_every, resume_anyway
+        self._checkpointer = Checkpointer(folder / "checkpoints", keep=keep, report=tell)
         self._started = time.monotonic()
-        self._stop = False
-        self._from: Path | None = None
-        self._resumed: dict[str, Any] | None = None
-        if resume:
-            self._from = self._newest()
-        else:
-            folder.mkdir(parents=True)
-        if self._from is None:
-            write_json(folder / "config.json", asdict(config))
-        else:
-            self._resumed = self._checkpointer.read(self._from)
-        self._finished: list[str] = self._resumed["finished"] if self._resumed else []
-        self._cached: dict[str, Any] = self._resumed["cached_results"] if self._resumed else {}
-        self._recorder = Recorder(folder, self._resumed["record"] if self._resumed else BEGINNING if resume else None)
+        self._opened: Opened = begin_or_resume(
+            folder, config, self._checkpointer, fingerprints or {}, resume=resume, anyway=resume_anyway
+        )
+        self._resumed = self._opened.state
+        state = self._resumed or {}
+        self._finished: list[str] = state.get("finished", [])
+        self._cached: dict[str, Any] = state.get("cached_results", {})
+        self._first_update: int | None = state.get("first_update")
+        self._skips = Skips(folder / "skipped", stop_after_skips, state.get("skips"))
+        self._best = Best(state.get("best"))
+        self._recorder: Recorder = self._opened.recorder
+        self._signals = StopRequest()
         self._bar: tqdm | None = None
-        self._stage = ""
+        self._stage, self._updated = "", None
         self._step_started = 0.0
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+        self._signals.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._signals.__exit__()
         if self._bar is not None:
             self._bar.close()
-        self._recorder.close()
-        try:
-            self._checkpointer.wait()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(str(failure))
+        failures = []
+        for close in (self._recorder.close, self._checkpointer.wait, self._opened.lock.release):
+            try:
+                close()
+            except Exception as failure:
+                failures.append(failure)
+        raised = error if error is not None or not failures else failures.pop(0)
+        if raised is not None:
+            for note in [*map(str, failures), self._how_to_go_on()]:
+                raised.add_note(note)
+        if error is None and raised is not None:
+            raise raised
 
     @property
     def seconds(self) -> float:
@@ -99,40 +120,81 @@ class Run:
         first = 0
         if stage in self._finished:
             return
+        self._stage, self._updated = stage, _updated(state)
         if self._resumed is not None and stage == self._resumed["stage"]:
             first = self._resumed["step_of_stage"]
             self._restore(state)
-        self._stage = stage
+        else:
+            self._first_update = self._version()
         self._bar = tqdm(total=total, initial=first, desc=stage, unit="step", dynamic_ncols=True, mininterval=0.5)
         for step in range(first, total):
             self._step_started = time.monotonic()
             yield step
             self._bar.update()
             done = step + 1
-            if done == total or done % self._every == 0 or self._stop:
+            stop, cause = self._signals.number, self._skips.cause()
+            due = done == total or done % self._every == 0 or self._best.is_new(self._recorder.logged)
+            if due or stop is not None or cause is not None:
                 self._save(stage, done, state)
-            if self._stop:
+            if cause is not None:
                 self._checkpointer.wait()
-                raise Stopped(f"stopped after step {done} of {total} of {stage}", self.folder.name)
+                raise FloatingPointError(f"{cause}; stopped after step {done} of {total} of {stage}")
+            if stop is not None:
+                self._checkpointer.wait()
+                raise Stopped(f"stopped after step {done} of {total} of {stage}", self.folder.name, stop)
         self._bar.close()
         # A checkpoint of the next stage remembers that this one is behind it.
         self._finished = [*self._finished, stage]
 
     def log(self, step: int, metrics: Mapping[str, float], *, tokens: int | None = None) -> None:
-        """Record one step: a line of metrics.jsonl, TensorBoard events, the progress bar."""
+        """Record one step: a line of metrics.jsonl, TensorBoard events, the progress bar.
+
+        ``tokens``: how many went through the trainer in this step. A record with ``skipped`` counts as a skipped step.
+        """
         record = dict(metrics)
         if tokens is not None:
             record["tokens_per_second"] = tokens / (time.monotonic() - self._step_started)
+            record["trained_tokens"] = tokens
+        if record.get("skipped"):
+            self.skipped(step)
+        version = self._version()
+        if version is not None and self._first_update is not None:
+            record |= {"weights_version": version, "optimizer_step": version - self._first_update}
         self._recorder.write({"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record})
+        self._best.see(record, self._recorder.logged)
         if self._bar is not None:
             shown = {label: f"{record[name]:.3f}" for name, label in SHOWN.items() if name in record}
+            shown |= {"skipped": str(self._skips.total)} if self._skips.total else {}
             if "tokens_per_second" in record:
                 shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
             self._bar.set_postfix(shown, refresh=False)
 
+    def skipped(self, step: int, batch: Any = None) -> None:
+        """An update of ``step`` was skipped, because its loss or gradient was not finite: count the step.
+
+        ``batch``: kept as a file in the run's folder, the last few of a run. After ``stop_after_skips`` such steps in a
+        row the run writes a checkpoint and stops with FloatingPointError.
+        """
+        self._skips.add(self._recorder.logged, batch, {"stage": self._stage, "step": step})
+
+    def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
+        """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
+        self._best.watch(metric, mode)
+
+    def load_best(self, engines: Mapping[str, Engine]) -> float | None:
+        """Give engines the state of the best checkpoint, before an export; returns its metric, None if there is none.
+
+        ``engines``: by their names in the ``state`` of ``steps``.
+        """
+        if self._best.record is None:
+            return None
+        self._checkpointer.wait()
+        self._checkpointer.load(self._checkpointer.path(self._best.record), engines)
+        return self._best.value
+
     def print(self, text: str) -> None:
         """Print a line without breaking the progress bar."""
-        tqdm.write(text)
+        tell(text)
 
     def cached_result(self, name: str, compute: Callable[[], Any]) -> Any:
         """A result that is computed once in a run's life. Its checkpoints keep it."""
@@ -156,47 +218,60 @@ class Run:
             "cached_results": self._cached,
             "seconds": self.seconds,
             "record": self._recorder.position(),
+            "first_update": self._first_update,
+            "skips": self._skips.state(),
+            "best": self._best.state(),
+            **self._opened.identity,
         }
-        self._checkpointer.save(self._recorder.logged, engines, driver)
+        self._checkpointer.save(self._recorder.logged, engines, driver, pinned=self._best.pinned())
 
     def _restore(self, state: Mapping[str, Engine | Stateful]) -> None:
-        assert self._from is not None
+        path = self._opened.path
+        assert path is not None
         engines, others = _split(state)
-        saved = self._checkpointer.read(self._from)["state"]
+        saved = self._checkpointer.read(path)["state"]
         if saved.keys() != others.keys():
-            raise ValueError(f"{self._from} has the states of {sorted(saved)}, this run has {sorted(others)}")
+            raise ValueError(f"{path} has the states of {sorted(saved)}, this run has {sorted(others)}")
         # Before the engines: other data than the checkpoint was made on is found out sooner.
         for name, holder in others.items():
-            holder.load_checkpoint_state(saved[name])
-        self._checkpointer.load(self._from, engines)
+            try:
+                holder.load_checkpoint_state(saved[name])
+            except ValueError as error:
+                if not self._anyway:
+                    raise
+                tell(f"{name} begins anew: {error}")
+        self._checkpointer.load(path, engines)
 
-    def _newest(self) -> Path | None:
-        """What to go on from. A run that was killed before its first checkpoint begins again: nothing of it is lost."""
-        path = self._checkpointer.latest()
-        if path is None:
-            if not (self.folder / "config.json").exists():
-                raise ValueError(f"{self.folder} has no checkpoint to resume from: there is no such run")
-            tqdm.write(f"{self.folder} was stopped before its first checkpoint: it begins with the first step")
-        return path
+    def _version(self) -> int | None:
+        """Of the weights of the engine that this stage updates."""
+        return None if self._updated is None else self._updated.call("weights_version")
 
-    def _interrupt(self, number: int, _: object) -> None:
-        """Finish the step and stop there; a second signal does not wait."""
-        if self._stop:
-            raise KeyboardInterrupt
-        self._stop = True
-        again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
-        tqdm.write(f"stopping after this step ({again} to stop at once)")
+    def _how_to_go_on(self) -> str:
+        again = f"go on with the same command and --name {self.folder.name} --resume"
+        path = self._checkpointer.newest()
+        return f"{'no checkpoint was written yet' if path is None else f'the newest checkpoint is {path}'}; {again}"
 
 
-def free_folder(output: Path, name: str) -> Path:
-    """``output/name``, or the first of ``name-2``, ``name-3``, … that does not exist yet: no run overwrites another."""
-    folder, number = output / name, 1
-    while folder.exists():
-        number += 1
-        folder = output / f"{name}-{number}"
-    return folder
+def open_run(folder: Path, pipeline: RunOptions, fingerprints: Mapping[str, str]) -> Run:
+    """The run of a pipeline in ``folder``, with the options that all pipelines share."""
+    return Run(
+        folder,
+        pipeline,
+        fingerprints=fingerprints,
+        resume=pipeline.resume,
+        resume_anyway=pipeline.resume_anyway,
+        checkpoint_every=pipeline.checkpoint_every,
+        keep=pipeline.keep_checkpoints,
+        stop_after_skips=pipeline.stop_after_skips,
+    )
 
 
 def _split(state: Mapping[str, Engine | Stateful]) -> tuple[dict[str, Engine], dict[str, Stateful]]:
     engines = {name: holder for name, holder in state.items() if isinstance(holder, Engine)}
     return engines, {name: holder for name, holder in state.items() if not isinstance(holder, Engine)}
+
+
+def _updated(state: Mapping[str, Engine | Stateful]) -> Engine | None:
+    """The first engine with an optimiser and a version."""
+    wanted = {"optimizer_step", "weights_version"}
+    return next((engine for engine in _split(state)[0].values() if wanted <= engine.methods.keys()), None)

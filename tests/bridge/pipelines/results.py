@@ -12,7 +12,8 @@ from rl_bridge.step_folders import damage
 def metrics(folder):
     """The records of a run without the times."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-    return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_second")} for r in records]
+    of_session = ("seconds", "tokens_per_second", "run", "attempt", "time")
+    return [{k: v for k, v in r.items() if k not in of_session} for r in records]
 
 
 def result(folder):
@@ -35,7 +36,8 @@ def checkpoint(path):
         name = str(file.relative_to(path))
         if name.startswith("driver"):
             driver = read_driver(path)
-            del driver["state"]["seconds"], driver["state"]["record"]["metrics_bytes"], driver["random"]["python"]
+            del driver["state"]["seconds"], driver["random"]["python"]
+            del driver["state"]["record"]["metrics_bytes"], driver["state"]["record"]["crc32"]
             found["driver"] = driver
         elif file.suffix == ".safetensors":
             found[name] = load_file(file)

@@ -45,9 +45,10 @@ def test_own_data_reward_and_model_to_the_end(tmp_path, arguments, data, reward,
     folder = run_to_end(arguments("run", **QUICK, **changes, **{"--seed": 5}))
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(LAST_LINE, out[-1])
-    assert re.fullmatch(r"held-out accuracy before GRPO: \d\.\d{3}", out[0])
+    assert out[0] == f"run folder: {folder}"
+    assert re.fullmatch(r"held-out accuracy before GRPO: \d\.\d{3}", out[1])
 
-    names = {"config.json", "metrics.jsonl", "events", "curves.png", "samples.json", "summary.json", "model"}
+    names = {".lock", "config.json", "metrics.jsonl", "events", "curves.png", "samples.json", "summary.json", "model"}
     assert {path.name for path in folder.iterdir()} == names | {"checkpoints"}
     config = json.loads((folder / "config.json").read_text())
     assert (config["data"], config["seed"], config["policy"]["steps"]) == (str(data), 5, 2)
@@ -183,6 +184,6 @@ def test_the_command_itself(capsys):
     [command] = entry_points(group="console_scripts", name="rl-fn")
     assert command.load() is main
     assert main([]) == main(["--help"]) == main(["-h"]) == 0
-    assert capsys.readouterr().out.count("usage: rl-fn train policy") == 3
-    assert main(["train", "sft"]) == 2
-    assert "unknown command 'train sft'" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("usage: rl-fn train {") == 3
+    assert main(["train", "everything"]) == 2
+    assert "unknown command 'train everything'" in capsys.readouterr().out

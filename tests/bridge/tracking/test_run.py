@@ -1,3 +1,4 @@
+import dataclasses
 import decimal
 import itertools
 import json
@@ -16,7 +17,8 @@ from rl_bridge import step_folders
 from rl_bridge.checkpoints import CheckpointError
 from rl_bridge.tracking.curves import draw_curves
 from rl_bridge.tracking.intervals import confidence_interval
-from rl_bridge.tracking.run import Run, Stopped, free_folder
+from rl_bridge.tracking.options import RunOptions
+from rl_bridge.tracking.run import Run, Stopped
 
 
 @dataclass
@@ -91,7 +93,7 @@ def whole(tmp_path_factory):
 
 def test_what_a_run_leaves_behind(whole):
     names = {path.name for path in whole.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "events", "curves.png", "summary.json", "checkpoints"}
+    assert names == {".lock", "config.json", "metrics.jsonl", "events", "curves.png", "summary.json", "checkpoints"}
     assert json.loads((whole / "config.json").read_text()) == {"rate": 0.5}
     assert json.loads((whole / "summary.json").read_text()) == {"count": 112}
     assert [m[:2] for m in metrics(whole)] == [("first", i) for i in range(4)] + [("second", i) for i in range(8)]
@@ -247,14 +249,16 @@ def test_a_fact_is_found_out_once_and_outlives_a_kill(tmp_path):
 
 
 def test_a_run_overwrites_no_other(tmp_path):
-    assert free_folder(tmp_path, "run") == tmp_path / "run"
+    options = RunOptions(output=tmp_path, name="run")
+    assert options.folder() == tmp_path / "run"
     go(tmp_path / "run")
-    assert free_folder(tmp_path, "run") == tmp_path / "run-2"
+    assert options.folder() == tmp_path / "run-2"
     (tmp_path / "run-2").mkdir()
     (tmp_path / "run-3").write_text("a file")
-    assert free_folder(tmp_path, "run") == tmp_path / "run-4"
+    assert options.folder() == tmp_path / "run-4"
+    assert dataclasses.replace(options, resume=True).folder() == tmp_path / "run"
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ValueError, match="run exists: go on with --resume, or give this run another --name"):
         Run(tmp_path / "run", Config())
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 

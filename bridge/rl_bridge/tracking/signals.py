@@ -1,0 +1,44 @@
+"""Signals that ask a run to stop, and words to a user whose terminal may be gone."""
+
+import errno
+import signal
+from typing import Any, Self
+
+from tqdm import tqdm
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequest:
+    """Use as a context manager. ``number`` is that of the first signal that came, None before."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        # What is ignored stays ignored: nohup and a shell's background jobs rely on that.
+        wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._interrupt) for number in wanted}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, _: object) -> None:
+        """Finish the step and stop there; a second signal does not wait."""
+        if self.number is not None:
+            raise KeyboardInterrupt
+        self.number = number
+        again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
+        tell(f"stopping after this step ({again} to stop at once)")
+
+
+def tell(text: str) -> None:
+    """Print a line without breaking a progress bar. A terminal that hung up or a pipe that closed stops no run."""
+    try:
+        tqdm.write(text)
+    except OSError as gone:
+        if gone.errno not in (errno.EIO, errno.EPIPE):
+            raise
