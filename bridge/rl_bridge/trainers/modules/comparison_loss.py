@@ -149,6 +149,7 @@ class ComparisonLoss:
             good = batch.desirable & rows
             found = {"chosen_reward": (reward, good), "rejected_reward": (reward, rows & ~good)}
             return found | {"accuracy": (((reward > 0) == batch.desirable).to(reward), rows)}
+        # A reward model's rewards have no reference: the one of zeros.
         values = {name: _READS[name](inputs) for name in reads("preference_metrics")}
         per_pair = _function("preference_metrics")(**values, mask=rows, beta=self.beta)
         return {name: (value, rows) for name, value in per_pair._asdict().items()}

@@ -1,0 +1,49 @@
+"""A reward model from comparisons of completions: Bradley–Terry of pairs, Plackett–Luce of ranked lists."""
+
+from dataclasses import dataclass
+
+from rl_bridge.data.examples import Example, batch_of
+from rl_bridge.data.pair_batch import PairBatch
+from rl_bridge.data.stream import RowStream
+from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.tracking.run import Run
+from rl_bridge.trainers.comparison_steps import accumulate, held_out_metrics
+from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """One step is one update on ``rows_per_step`` comparisons."""
+
+    steps: int = 200
+    rows_per_step: int = 64
+    evaluate_every: int = 25
+
+    def __post_init__(self) -> None:
+        """Refuse counts that train nothing."""
+        if min(self.steps, self.rows_per_step, self.evaluate_every) < 1:
+            raise ValueError(f"counts must be ≥ 1, got {self}")
+
+
+def train_reward_model(
+    run: Run,
+    model: TrainEngine,
+    stream: RowStream[Example],
+    loss: ComparisonLoss,
+    config: RewardModelConfig,
+    *,
+    held_out: PairBatch,
+    pad_token_id: int,
+) -> None:
+    """Score the completions, compare, update; every step is logged, checkpointed when due, and resumable."""
+    for step in run.steps("reward_model", config.steps, state={"model": model, "stream": stream}):
+        batch = batch_of(stream.take(config.rows_per_step), pad_token_id)
+        metrics = accumulate(model, loss, batch, {}) | model.optimizer_step()
+        if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
+            metrics |= evaluate_reward_model(model, loss, held_out)
+        run.log(step, metrics, tokens=sum(batch.row_tokens()))
+
+
+def evaluate_reward_model(model: TrainEngine, loss: ComparisonLoss, held_out: PairBatch) -> dict[str, float]:
+    """Loss, rewards and accuracy on held-out comparisons, with an interval."""
+    return held_out_metrics(loss, held_out, model.completion_rewards(NeedParallel(held_out)), {})
