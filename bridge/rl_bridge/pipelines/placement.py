@@ -79,10 +79,21 @@ class Engines:
     """Makes the engines of a run, all over the same workers: in turns. On leaving the context it releases them."""
 
     def __init__(
-        self, executor: Executor, mesh: Mesh, source: ModelSource, parallel: ParallelConfig, *, run: str
+        self,
+        executor: Executor,
+        mesh: Mesh,
+        source: ModelSource,
+        parallel: ParallelConfig,
+        *,
+        run: str,
+        trained: ModelSource | None = None,
     ) -> None:
-        """``mesh`` is of the trainers: policy, reference and warm start. ``run``: its name, in those of the engines."""
-        self._run = run
+        """``mesh`` is of the trainers: policy, reference and warm start. ``run``: its name, in those of the engines.
+
+        ``trained`` is the source of what is trained, where that has adapters or frozen parameters: the rollout and the
+        reference are of the plain ``source``, and get adapters merged.
+        """
+        self._run, self.trained = run, source if trained is None else trained
         self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
         self._made: list[Engine] = []
 
@@ -96,13 +107,13 @@ class Engines:
 
     def supervised(self, optimizer: OptimizerConfig, *, updates: int, scoring: ScoringConfig) -> TrainEngine:
         """The engine of the warm start."""
-        return self._train("supervised", SupervisedModule, self.source, optimizer, updates=updates, scoring=scoring)
+        return self._train("supervised", SupervisedModule, self.trained, optimizer, updates=updates, scoring=scoring)
 
     def policy(
         self, optimizer: OptimizerConfig, objective: rl_fn.Objective, *, updates: int, scoring: ScoringConfig
     ) -> TrainEngine:
         """The engine of reinforcement learning."""
-        return self._train("policy", PolicyModule, self.source, optimizer, objective, updates=updates, scoring=scoring)
+        return self._train("policy", PolicyModule, self.trained, optimizer, objective, updates=updates, scoring=scoring)
 
     def reference(self, scoring: ScoringConfig) -> TrainEngine:
         """A frozen model that scores as the policy does."""

@@ -1,0 +1,188 @@
+"""What every training pipeline shares: the options, and how rows, model and processes are made from them."""
+
+import platform
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
+from rl_bridge.data.reading import read_rows
+from rl_bridge.data.rows import policy_row
+from rl_bridge.executors import Executor
+from rl_bridge.models.freezing import FreezingSource
+from rl_bridge.models.loading import new_for_rows, pretrained
+from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.source import ModelSource
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.pipelines.placement import PlacementOptions, set_threads
+from rl_bridge.tracking.options import MAY_CHANGE, RunOptions
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAOptions:
+    """Adapters in place of the whole model; the exported model has them merged."""
+
+    rank: int = 0
+    """0 trains the whole model."""
+    alpha: float | None = None
+    """The adapters' scale is alpha / rank. None is twice the rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Ends of module names; all-linear is every linear layer but the output embeddings."""
+    use_rslora: bool = False
+    """The scale is alpha / √rank."""
+
+    def __post_init__(self) -> None:
+        """Refuse a rank or a scale that no adapter has, and constants without a rank."""
+        if self.rank < 0 or not (self.alpha is None or self.alpha > 0) or not self.target_modules:
+            raise ValueError(f"need rank ≥ 0, alpha > 0 and target_modules, got {self}")
+        if not self.rank and self.alpha is not None:
+            raise ValueError(f"lora.alpha {self.alpha} needs a lora.rank of at least 1")
+
+    def of(self, source: ModelSource, seed: int) -> ModelSource:
+        """The source with adapters, or itself."""
+        if not self.rank:
+            return source
+        targets = self.target_modules[0] if self.target_modules == ("all-linear",) else self.target_modules
+        alpha = 2.0 * self.rank if self.alpha is None else self.alpha
+        return LoRASource(source, self.rank, alpha, targets, self.use_rslora, seed=seed)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(RunOptions, PlacementOptions):
+    """Options of every training command. Without ``model`` it is a tiny new Qwen2."""
+
+    seed: int = 0
+    model: str | None = None
+    """Folder or hub id in Hugging Face format."""
+    data: str | None = field(default=None, metadata=MAY_CHANGE)
+    """JSON, JSONL, CSV, Parquet or Arrow file, or a Hugging Face dataset. None is two-digit addition."""
+    eval_data: str | None = field(default=None, metadata=MAY_CHANGE)
+    """Held-out rows; None holds ``held_out`` rows of ``data`` back."""
+    held_out: int = 600
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+    lora: LoRAOptions = LoRAOptions()
+    freeze: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained, as model.embed_tokens.* or *.layers.[0-3].*"""
+    micro_batch_tokens: int = 16384
+    """Tokens of one forward pass of the trainer. More cost memory, and fewer cost time."""
+    packing: bool = False
+    """The trainer's rows lie one behind another instead of each padded: faster where their lengths differ much."""
+    softcap: float | None = None
+    """A cap of the logits beyond the model's own, for policy and reference alike."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the trainer's matrix products."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of each layer, and compute the layer again in the backward pass: less memory, more time."""
+    offload: Literal["none", "phases", "always"] = "none"
+    """phases: models and optimisers wait in host memory while another one works. always: sharded weights, gradients
+    and optimisers stay in host memory, and a layer comes to the device when it computes."""
+    threads: int | None = field(default=None, metadata=MAY_CHANGE)
+    """CPU threads of each worker; None takes torch's default."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts below 1."""
+        super().__post_init__()
+        for option in ("held_out", "threads"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise ValueError(f"{option} must be at least 1, got {value}")
+
+    def scoring(self, temperature: float = 1.0) -> ScoringConfig:
+        """How the models of this run compute probabilities; supervision has no temperature but 1."""
+        return ScoringConfig(
+            temperature=temperature,
+            micro_batch_tokens=self.micro_batch_tokens,
+            packing=self.packing,
+            softcap=self.softcap,
+            dtype=self.dtype,
+        )
+
+    def parallel(self) -> ParallelConfig:
+        """Recomputation and offloading of the trained models."""
+        return ParallelConfig(gradient_checkpointing=self.gradient_checkpointing, cpu_offload=self.offload == "always")
+
+    def trained(self, source: ModelSource) -> ModelSource:
+        """What of a model is trained: adapters in it or all of it, without the frozen parameters.
+
+        Raises:
+            ValueError: a target module or a freeze pattern that the model does not have.
+        """
+        adapted = self.lora.of(source, self.seed)
+        chosen = FreezingSource(adapted, self.freeze) if self.freeze else adapted
+        with torch.device("meta"):
+            chosen.empty()  # what is wrong shows before workers are made
+        return chosen
+
+
+def load_rows(
+    options: TrainingOptions,
+    fields: Sequence[str] = ("prompt", "answer"),
+    check: Callable[[Mapping[str, Any]], dict[str, Any]] = policy_row,
+) -> tuple[list[dict], list[dict]]:
+    """Rows to train on and rows held out, each with the ``fields`` and in the form that ``check`` returns."""
+    if options.data is None:
+        rows: list[dict] = arithmetic_rows(["+"])
+    else:
+        rows = read_rows(options.data, fields=fields, check=check)
+    if options.eval_data is not None:
+        return rows, read_rows(options.eval_data, fields=fields, check=check)
+    return split_rows(rows, options.held_out, options.seed)
+
+
+def load_model(options: TrainingOptions, rows: Sequence[dict]) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+    """The model as it is loaded, without adapters, and its tokenizer; ``rows`` are all that a new model must spell."""
+    if options.model is None:
+        return new_for_rows(rows, seed=options.seed)
+    return pretrained(options.model)
+
+
+def prepare_processes(options: TrainingOptions, executor: Executor) -> None:
+    """Threads of all processes, and the seed of this one: what comes before a model is made."""
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+        threads = {slot.index: (options.threads,) for slot in executor.slots}
+        executor.call(set_threads, threads, what="set_threads", timeout=60)
+    seed_everything(options.seed)
+
+
+def parameters_of(source: ModelSource) -> int:
+    """How many numbers the model has; tied ones count once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in source.empty().parameters())
+
+
+def trainable_parameters_of(source: ModelSource) -> int:
+    """How many of them are trained."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in source.empty().parameters() if parameter.requires_grad)
+
+
+def seed_everything(seed: int) -> None:
+    """Every global generator: what a user's model or reward samples from is reproducible too."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def versions() -> dict[str, str]:
+    """What the result was made with."""
+    packages = ("rl-fn", "jax", "torch", "transformers", "numpy")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+def common_summary(options: TrainingOptions, source: ModelSource) -> dict[str, Any]:
+    """The part of a summary that every run has."""
+    return {
+        "seed": options.seed,
+        "parameters": parameters_of(source),
+        "trained_parameters": trainable_parameters_of(options.trained(source)),
+        "versions": versions(),
+    }
