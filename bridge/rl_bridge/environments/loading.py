@@ -1,0 +1,98 @@
+"""``FILE.py:Name`` → a factory of environments."""
+
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rl_bridge.environments.base import Environment, EnvironmentFactory
+from rl_bridge.environments.interact import Interact
+
+
+@dataclass(frozen=True)
+class FileFactory:
+    """Makes the environment that a file names. It travels by the file's path, which every worker must see."""
+
+    path: str
+    name: str
+    _make: dict[str, EnvironmentFactory] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self) -> Environment:
+        """A new environment."""
+        if not self._make:
+            self._make[self.name] = _factory(Path(self.path), self.name)
+        return self._make[self.name]()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What was loaded stays in its process."""
+        return FileFactory, (self.path, self.name)
+
+
+def load_environment(source: str) -> FileFactory:
+    """The environments of ``FILE.py:Name``, loaded here once to see that they can be.
+
+    ``Name`` is a class with ``reset`` and ``step`` that is made without arguments, a function without parameters that
+    returns such an environment, or RL2's function of the messages. The file may import its neighbours.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the source is not of that form, the file fails to load, or the name is none of these.
+    """
+    match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
+    if match is None:
+        raise ValueError(f"an environment is named FILE.py:Name, got {source!r}")
+    factory = FileFactory(str(Path(match[1]).resolve()), match[2])
+    factory._make[factory.name] = _factory(Path(factory.path), factory.name)
+    return factory
+
+
+def _factory(path: Path, name: str) -> EnvironmentFactory:
+    found = getattr(_module(path), name, None)
+    if inspect.isclass(found):
+        lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+        if lacking:
+            raise ValueError(f"{path}: class {name} has no method {' and no method '.join(lacking)}")
+        if needed := _needed(found):
+            raise ValueError(f"{path}: {name} is made without arguments, and asks for {', '.join(needed)}")
+        return found
+    if not callable(found):
+        raise ValueError(f"{path} has no class or function {name!r}")
+    needed = _needed(found)
+    if not needed:
+        return found
+    if len(needed) > 1:
+        raise ValueError(
+            f"{path}: an environment's function takes the messages, or nothing and returns an environment; "
+            f"{name} asks for {', '.join(needed)}"
+        )
+    return lambda: Interact(found)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that a call must give."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds]
+
+
+def _module(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such environment file: {path}")
+    # For neighbours that are imported now or during a step.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"rl_bridge_environment_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, among others, look their own module up.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,71 @@
+"""One conversation's environment as the sampler uses it: whatever the user's class returns is checked here."""
+
+import copy
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from inspect import isawaitable
+from typing import Any
+
+from rl_bridge.data.requests import Message
+from rl_bridge.environments.base import EnvironmentFactory, Step
+
+
+class Session:
+    """Makes the environment with the first call, so that a constructor that fails is this conversation's failure."""
+
+    def __init__(self, factory: EnvironmentFactory) -> None:
+        self._factory = factory
+        self._environment: Any = None
+        self.tools: tuple[Any, ...] = ()
+
+    def reset(self, row: Mapping[str, Any]) -> Step | Awaitable[Step]:
+        """The opening messages. The environment gets a row of its own."""
+        self._environment = self._factory()
+        self.tools = tuple(getattr(self._environment, "tools", ()))
+        return _then_checked(self._environment.reset(copy.deepcopy(dict(row))), "reset")
+
+    def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
+        """What the environment says to the conversation; it gets messages of its own."""
+        return _then_checked(self._environment.step([dict(message) for message in messages]), "step")
+
+    @property
+    def closing(self) -> Callable[[], Any] | None:
+        """The environment's own ``close``, if it has one."""
+        close = getattr(self._environment, "close", None)
+        return close if callable(close) else None
+
+
+def _then_checked(answer: Any, method: str) -> Step | Awaitable[Step]:
+    if not isawaitable(answer):
+        return _checked(answer, method)
+
+    async def checked() -> Step:
+        return _checked(await answer, method)
+
+    return checked()
+
+
+def _checked(answer: Any, method: str) -> Step:
+    """The answer as a ``Step``.
+
+    Raises:
+        TypeError: another type than the protocol's.
+        ValueError: a reward that is not finite, a state id below 0, or a reset without messages.
+    """
+    step = Step(messages=answer) if method == "reset" and isinstance(answer, list | tuple) else answer
+    if not isinstance(step, Step):
+        wanted = "messages or a Step" if method == "reset" else "a Step"
+        raise TypeError(f"{method}() returned {answer!r}, expected {wanted}")
+    if not isinstance(step.messages, list | tuple) or not all(_is_message(message) for message in step.messages):
+        raise TypeError(f"{method}() gave messages {step.messages!r}, expected a list of role and content, both text")
+    if step.reward is not None and not (isinstance(step.reward, bool | int | float) and math.isfinite(step.reward)):
+        raise ValueError(f"{method}() gave the reward {step.reward!r}, expected a finite number or None")
+    if step.state_id is not None and not (isinstance(step.state_id, int) and step.state_id >= 0):
+        raise ValueError(f"{method}() gave the state {step.state_id!r}, expected an integer ≥ 0 or None")
+    if method == "reset" and not step.messages:
+        raise ValueError("reset() gave no messages: there is nothing to begin a conversation with")
+    return step
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,134 @@
+"""The tokens that a chat template puts between two turns of the policy, without encoding the policy's own again."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.data.requests import Message
+from rl_bridge.models.encoding import encode_prompt
+
+REASONING = "<think>\n{}\n</think>\n\n{}"
+
+
+class UnusableTemplate(ValueError):
+    """A chat template with which no conversation can go on as it was drawn: every conversation's failure."""
+
+
+class TurnTemplate:
+    """Opening messages → tokens, and the tokens that follow a turn of the policy once the environment has answered.
+
+    The policy ends its turn with the end-of-sequence token. What the template adds behind is the difference of two
+    renderings of the conversation, in which placeholders stand for the policy's words: they are never encoded. A
+    tokenizer without a chat template concatenates the contents.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._checked: set[tuple[str, ...]] = set()
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+        """Tokens of the first messages, up to where the policy begins."""
+        if self._tokenizer.chat_template is None:
+            return encode_prompt(self._tokenizer, "".join(message["content"] for message in messages))
+        ids: Any = self._encoded(self._rendered(messages, tools, prompted=True))
+        if not ids:
+            raise ValueError(f"the chat template renders {list(messages)} to no token")
+        return ids
+
+    def between(
+        self, said: Sequence[Message], drawn: Collection[int], answer: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> list[int]:
+        """Tokens behind the end-of-sequence token of the last message of ``said``, up to the policy's next turn.
+
+        ``drawn``: places in ``said`` of the messages that the policy wrote.
+
+        Raises:
+            UnusableTemplate: it changes what stands before, or ends a turn with another token than the policy.
+            ValueError: a message that cannot be encoded, or has no tokens.
+        """
+        if self._tokenizer.chat_template is None:
+            tail = "".join(message["content"] for message in answer)
+        else:
+            roles = tuple(message["role"] for message in (*said, *answer))
+            if roles not in self._checked:
+                # A template may drop the reasoning of earlier turns; the placeholders alone have none to drop.
+                self._tail(said, drawn, answer, tools, REASONING)
+                self._checked.add(roles)
+            tail = self._tail(said, drawn, answer, tools, "{}")
+        return self._behind_end(tail)
+
+    def _tail(
+        self, said: Sequence[Message], drawn: Collection[int], answer: Sequence[Message], tools: Sequence[Any], form: str
+    ) -> str:
+        """What the template writes behind the policy's last words and their end-of-sequence token."""
+        word = _word_not_in([message["content"] for message in (*said, *answer)])
+        words = {place: form.format(word, f"{word}{place}") for place in drawn}
+        held: list[Message] = [
+            {**message, "content": words[place]} if place in words else message for place, message in enumerate(said)
+        ]
+        last = len(said) - 1
+        before = self._rendered(held[:last], tools, prompted=True) + words[last]
+        whole = self._rendered([*held, *answer], tools, prompted=True)
+        if not whole.startswith(before):
+            same = next(i for i, (a, b) in enumerate(zip(before + "\0", whole + "\1", strict=False)) if a != b)
+            raise UnusableTemplate(
+                "the chat template changes what stands before when messages are added "
+                f"({', '.join(message['role'] for message in answer)} after the policy's turn): "
+                f"{_around(before, same)} becomes {_around(whole, same)}. "
+                "The policy's tokens stay as they were drawn, so it would be trained on conversations that the "
+                "template never makes. Let the environment answer with another role (tool), or give the tokenizer a "
+                "chat template that only adds"
+            )
+        tail, end = whole[len(before) :], str(self._tokenizer.eos_token)
+        if not tail.startswith(end):
+            raise UnusableTemplate(
+                f"the chat template ends the policy's turn with {tail[:24]!r}, and sampling stops at the tokenizer's "
+                f"eos_token {end!r}: set eos_token to what the template writes"
+            )
+        return tail[len(end) :]
+
+    def _behind_end(self, tail: str) -> list[int]:
+        # With the end-of-sequence token before it, as it will stand: tokenizers treat the start of a text differently.
+        ids = self._encoded(f"{self._tokenizer.eos_token}{tail}")
+        if ids[:1] != [self._tokenizer.eos_token_id]:
+            raise UnusableTemplate(
+                f"the tokenizer does not encode its eos_token {self._tokenizer.eos_token!r} as one token "
+                f"{self._tokenizer.eos_token_id} at the start of a text, but as {ids[:1]}"
+            )
+        if len(ids) == 1:
+            raise ValueError("the environment's messages have no token: the policy's next turn would follow its own end")
+        return ids[1:]
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            return self._tokenizer(text, add_special_tokens=False).input_ids
+        except Exception as error:  # the tokenizers library raises bare Exception for a character it does not know
+            raise ValueError(f"the tokenizer cannot encode {text!r}: {error}") from error
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], *, prompted: bool) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=prompted,
+                tokenize=False,
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise UnusableTemplate(f"the chat template refuses a conversation of {roles}: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+
+def _word_not_in(texts: Sequence[str]) -> str:
+    """A word that stands in none of the texts."""
+    number = 0
+    while any(f"turn{number}" in text for text in texts):
+        number += 1
+    return f"turn{number}"
+
+
+def _around(text: str, place: int) -> str:
+    return repr(text[max(0, place - 20) : place + 30])
