@@ -38,6 +38,10 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row of the data that the prompt came from."""
+    turn_rewards: tuple[float, ...] = ()
+    """The environment's reward of each turn; () where an environment gives none."""
+    state_ids: tuple[int, ...] = ()
+    """The environment's state that each turn began in, −1 where it names none; () where it never does."""
     messages: tuple[Message, ...] = ()
     """The conversation as text; of a prompt given as token ids, the completion alone."""
 
@@ -57,6 +61,9 @@ class Trajectory:
             value = getattr(self, name)
             if value is not None and len(value) != length:
                 raise ValueError(f"{name} has {len(value)} entries for {length} tokens")
+        for name in ("turn_rewards", "state_ids"):
+            if len(getattr(self, name)) not in (0, self.turns):
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.turns} turns")
         if self.finish_reason not in REASONS:
             raise ValueError(f"finish_reason must be one of {', '.join(REASONS)}, got {self.finish_reason!r}")
 

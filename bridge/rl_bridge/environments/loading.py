@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,8 +52,8 @@ def load_environment(source: str) -> FileFactory:
     return factory
 
 
-def _factory(path: Path, name: str) -> EnvironmentFactory:
-    found = getattr(_module(path), name, None)
+def _factory(path: Path, name: str) -> Any:
+    found: Any = getattr(_module(path), name, None)
     if inspect.isclass(found):
         lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
         if lacking:
@@ -62,15 +63,16 @@ def _factory(path: Path, name: str) -> EnvironmentFactory:
         return found
     if not callable(found):
         raise ValueError(f"{path} has no class or function {name!r}")
-    needed = _needed(found)
+    function: Any = found
+    needed = _needed(function)
     if not needed:
-        return found
+        return function
     if len(needed) > 1:
         raise ValueError(
             f"{path}: an environment's function takes the messages, or nothing and returns an environment; "
             f"{name} asks for {', '.join(needed)}"
         )
-    return lambda: Interact(found)
+    return partial(Interact, function)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

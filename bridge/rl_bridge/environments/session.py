@@ -50,7 +50,7 @@ def _checked(answer: Any, method: str) -> Step:
 
     Raises:
         TypeError: another type than the protocol's.
-        ValueError: a reward that is not finite, a state id below 0, or a reset without messages.
+        ValueError: a reward that is not finite, a state id below 0, or a reset that ends.
     """
     step = Step(messages=answer) if method == "reset" and isinstance(answer, list | tuple) else answer
     if not isinstance(step, Step):
@@ -62,8 +62,8 @@ def _checked(answer: Any, method: str) -> Step:
         raise ValueError(f"{method}() gave the reward {step.reward!r}, expected a finite number or None")
     if step.state_id is not None and not (isinstance(step.state_id, int) and step.state_id >= 0):
         raise ValueError(f"{method}() gave the state {step.state_id!r}, expected an integer ≥ 0 or None")
-    if method == "reset" and not step.messages:
-        raise ValueError("reset() gave no messages: there is nothing to begin a conversation with")
+    if method == "reset" and (step.done or not step.messages):
+        raise ValueError(f"reset() gave {step}: there is nothing to begin a conversation with")
     return step
 
 

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from inspect import isawaitable
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -147,15 +147,19 @@ class ThreadedSteps:
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop until it is stopped, then cancel what is left in it."""
     loop.run_forever()
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    loop.run_until_complete(_cancel_others())
     loop.close()
 
 
-def _coroutine(value: Awaitable[Any]) -> Coroutine[Any, Any, Any]:
-    async def wait() -> Any:
-        return await value
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
-    return wait()
+
+async def _coroutine(value: Awaitable[Any]) -> Any:
+    try:
+        return await value
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop of all the others
+        raise RuntimeError(f"the environment raised {error!r}") from error

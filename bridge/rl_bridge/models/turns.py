@@ -19,14 +19,23 @@ class UnusableTemplate(ValueError):
 class TurnTemplate:
     """Opening messages → tokens, and the tokens that follow a turn of the policy once the environment has answered.
 
-    The policy ends its turn with the end-of-sequence token. What the template adds behind is the difference of two
-    renderings of the conversation, in which placeholders stand for the policy's words: they are never encoded. A
+    The policy ends its turn with a token at which sampling stops. What the template adds behind is the difference of
+    two renderings of the conversation, in which placeholders stand for the policy's words: they are never encoded. A
     tokenizer without a chat template concatenates the contents.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Collection[int] = ()) -> None:
+        """``stops``: ids at which sampling stops; by default the tokenizer's end-of-sequence token alone."""
+        if not isinstance(tokenizer.eos_token_id, int):
+            raise ValueError(f"the tokenizer needs an eos_token with one id, it is {tokenizer.eos_token_id!r}")
         self._tokenizer = tokenizer
+        self.end_token = tokenizer.eos_token_id
+        self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted({self.end_token, *stops})]
         self._checked: set[tuple[str, ...]] = set()
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What the policy said, without the token that ended it."""
+        return str(self._tokenizer.decode(list(tokens)))
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """Tokens of the first messages, up to where the policy begins."""
@@ -40,7 +49,7 @@ class TurnTemplate:
     def between(
         self, said: Sequence[Message], drawn: Collection[int], answer: Sequence[Message], tools: Sequence[Any] = ()
     ) -> list[int]:
-        """Tokens behind the end-of-sequence token of the last message of ``said``, up to the policy's next turn.
+        """Tokens behind the last message of ``said`` and the token that ended it, up to the policy's next turn.
 
         ``drawn``: places in ``said`` of the messages that the policy wrote.
 
@@ -49,7 +58,7 @@ class TurnTemplate:
             ValueError: a message that cannot be encoded, or has no tokens.
         """
         if self._tokenizer.chat_template is None:
-            tail = "".join(message["content"] for message in answer)
+            tail = str(self._tokenizer.eos_token) + "".join(message["content"] for message in answer)
         else:
             roles = tuple(message["role"] for message in (*said, *answer))
             if roles not in self._checked:
@@ -60,7 +69,12 @@ class TurnTemplate:
         return self._behind_end(tail)
 
     def _tail(
-        self, said: Sequence[Message], drawn: Collection[int], answer: Sequence[Message], tools: Sequence[Any], form: str
+        self,
+        said: Sequence[Message],
+        drawn: Collection[int],
+        answer: Sequence[Message],
+        tools: Sequence[Any],
+        form: str,
     ) -> str:
         """What the template writes behind the policy's last words and their end-of-sequence token."""
         word = _word_not_in([message["content"] for message in (*said, *answer)])
@@ -81,24 +95,18 @@ class TurnTemplate:
                 "template never makes. Let the environment answer with another role (tool), or give the tokenizer a "
                 "chat template that only adds"
             )
-        tail, end = whole[len(before) :], str(self._tokenizer.eos_token)
-        if not tail.startswith(end):
-            raise UnusableTemplate(
-                f"the chat template ends the policy's turn with {tail[:24]!r}, and sampling stops at the tokenizer's "
-                f"eos_token {end!r}: set eos_token to what the template writes"
-            )
-        return tail[len(end) :]
+        return whole[len(before) :]
 
     def _behind_end(self, tail: str) -> list[int]:
-        # With the end-of-sequence token before it, as it will stand: tokenizers treat the start of a text differently.
-        ids = self._encoded(f"{self._tokenizer.eos_token}{tail}")
-        if ids[:1] != [self._tokenizer.eos_token_id]:
+        # Encoded with the mark before it, as it will stand: tokenizers treat the start of a text differently.
+        ids = self._encoded(tail)
+        if not ids or self._tokenizer.convert_ids_to_tokens(ids[0]) not in self._ends:
             raise UnusableTemplate(
-                f"the tokenizer does not encode its eos_token {self._tokenizer.eos_token!r} as one token "
-                f"{self._tokenizer.eos_token_id} at the start of a text, but as {ids[:1]}"
+                f"the chat template ends the policy's turn with {tail[:24]!r}, and sampling stops at "
+                f"{' and '.join(map(repr, self._ends))}: set the tokenizer's eos_token to what the template writes"
             )
         if len(ids) == 1:
-            raise ValueError("the environment's messages have no token: the policy's next turn would follow its own end")
+            raise ValueError("the environment's messages have no token: the policy's next turn would follow its end")
         return ids[1:]
 
     def _encoded(self, text: str) -> list[int]:

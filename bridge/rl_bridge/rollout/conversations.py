@@ -84,7 +84,7 @@ class _Conversation:
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    allowed: list[tuple[int, ...]] | None = field(default_factory=list)
+    allowed: list[Sequence[int]] | None = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     states: list[int | None] = field(default_factory=list)
     """The state that each turn began in."""
@@ -92,15 +92,15 @@ class _Conversation:
     def give(self, tokens: Iterable[int]) -> None:
         """Tokens that the policy did not draw."""
         tokens = list(tokens)
-        self._append(tokens, False, [0.0] * len(tokens), [()] * len(tokens))
+        self._append(tokens, False, [0.0] * len(tokens), [() for _ in tokens])
 
     def take(self, turn: DrawnTurn) -> None:
         """The tokens of a turn."""
-        allowed = None if turn.allowed is None else [tuple(ids) for ids in turn.allowed]
+        allowed = None if turn.allowed is None else list(turn.allowed)
         self._append(list(turn.tokens), True, list(turn.logprobs), allowed)
 
     def _append(
-        self, tokens: list[int], drawn: bool, logprobs: list[float], allowed: list[tuple[int, ...]] | None
+        self, tokens: list[int], drawn: bool, logprobs: list[float], allowed: list[Sequence[int]] | None
     ) -> None:
         self.tokens += tokens
         self.mask += [drawn] * len(tokens)
@@ -118,7 +118,7 @@ class _Conversation:
             loss_mask=tuple(self.mask),
             logprobs=tuple(self.logprobs),
             weights_versions=tuple(version if drawn else -1 for drawn in self.mask),
-            allowed_tokens=None if self.allowed is None else tuple(self.allowed),
+            allowed_tokens=tuple(self.allowed) if self.allowed is not None and self.drawn else None,
             finish_reason=reason,
             turns=len(self.drawn),
             request_id=self.opening.request_id,
@@ -139,10 +139,16 @@ class Conversations:
     """
 
     def __init__(
-        self, sampler: Sampler, steps: Steps, template: TurnTemplate, tokenizer: Any, limits: Limits, *, version: int = 0
+        self,
+        sampler: Sampler,
+        steps: Steps,
+        template: TurnTemplate,
+        limits: Limits,
+        *,
+        version: int = 0,
     ) -> None:
         """``version``: of the weights that draw, which do not change before the conversations end."""
-        self._sampler, self._steps, self._template, self._tokenizer = sampler, steps, template, tokenizer
+        self._sampler, self._steps, self._template = sampler, steps, template
         self._limits, self._version = limits, version
         self._open: dict[int, _Conversation] = {}
         self._ended: dict[int, Trajectory] = {}
@@ -161,7 +167,9 @@ class Conversations:
             self._steps.start(key, lambda opening=opening, session=session: session.reset(opening.row))
         while self._open or self._closing:
             drawing = bool(self._sampler.running or self._sampler.waiting)
-            for finished in self._steps.finished(wait=not drawing):
+            answers = self._steps.finished(wait=not drawing)
+            assert drawing or answers, "conversations are open, and nobody is about to speak"
+            for finished in answers:
                 self._answered(finished)
             if drawing:
                 for turn in self._sampler.step():
@@ -175,7 +183,7 @@ class Conversations:
         talk = self._open[key]
         talk.take(turn)
         stopped = turn.reason == "stop"
-        text = str(self._tokenizer.decode(list(turn.tokens[:-1] if stopped else turn.tokens)))
+        text = self._template.text(turn.tokens[:-1] if stopped else turn.tokens)
         talk.drawn.append(len(talk.said))
         talk.said.append({"role": "assistant", "content": text})
         if stopped:
@@ -199,7 +207,7 @@ class Conversations:
         opening = not talk.drawn
         if not opening:
             talk.rewards.append(step.reward)
-        answer = [{**message} for message in step.messages]
+        answer: list[Message] = [dict(message) for message in step.messages]
         reason: FinishReason | None = None
         if not opening and (step.done or not answer):
             reason = "stop"
@@ -247,7 +255,7 @@ class Conversations:
 
     def _end(self, key: int, reason: FinishReason) -> None:
         talk = self._open.pop(key)
-        self._ended[key] = talk.trajectory(reason, self._version, self._tokenizer.eos_token_id)
+        self._ended[key] = talk.trajectory(reason, self._version, self._template.end_token)
         if talk.session.closing is not None:
             self._closing += 1
             self._steps.start(("close", key), talk.session.closing)

@@ -1,0 +1,99 @@
+import pickle
+
+import pytest
+
+from rl_bridge.environments import Interact, Step, load_environment
+
+FILE = """
+from dataclasses import dataclass
+from rl_bridge.environments import Step
+from word_of_the_neighbour import WORD
+
+@dataclass
+class Game:
+    word: str = WORD
+    def reset(self, row):
+        return [{"role": "user", "content": row["prompt"]}]
+    def step(self, messages):
+        import later_neighbour
+        return Step(messages=[{"role": "tool", "content": self.word + later_neighbour.WORD}])
+
+def make():
+    return Game("made")
+
+def interact(messages):
+    return [] if len(messages) > 2 else [{"role": "tool", "content": "4"}]
+
+async def slowly(messages, limit=3):
+    return interact(messages)
+
+class NoStep:
+    def reset(self, row): ...
+
+class Wants(Game):
+    def __init__(self, size): ...
+
+def two(messages, answer): ...
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    (tmp_path / "game.py").write_text(FILE)
+    (tmp_path / "word_of_the_neighbour.py").write_text("WORD = 'next'")
+    (tmp_path / "later_neighbour.py").write_text("WORD = ' door'")
+    return tmp_path
+
+
+def test_a_class_is_made_anew_each_time_and_may_import_its_neighbours(folder):
+    factory = load_environment(f"{folder}/game.py:Game")
+    first, second = factory(), factory()
+    assert first is not second and first.reset({"prompt": "q"}) == [{"role": "user", "content": "q"}]
+    assert first.step([]).messages == [{"role": "tool", "content": "next door"}]
+
+
+def test_a_factory_travels_as_the_place_of_its_file(folder):
+    factory = load_environment(f"{folder}/game.py:make")
+    assert len(pickle.dumps(factory)) < 400
+    there = pickle.loads(pickle.dumps(factory))
+    assert there == factory and there().word == factory().word == "made"
+
+
+@pytest.mark.parametrize("name", ["interact", "slowly"])
+def test_a_function_of_the_messages_is_rl2_s(folder, name):
+    environment = load_environment(f"{folder}/game.py:{name}")()
+    assert isinstance(environment, Interact)
+    assert environment.reset({"prompt": "2+2="}) == ({"role": "user", "content": "2+2="},)
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    assert environment.reset({"prompt": chat}) == tuple(chat)
+
+
+def test_an_empty_list_says_nothing_more():
+    assert Interact(lambda messages: []).step([{"role": "user", "content": "q"}]) == Step(messages=[])
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("game.py", "an environment is named FILE.py:Name, got 'game.py'"),
+        ("game.py:NoStep", "class NoStep has no method step"),
+        ("game.py:Wants", "Wants is made without arguments, and asks for size"),
+        ("game.py:two", "takes the messages, or nothing and returns an environment; two asks for messages, answer"),
+        ("game.py:number", "has no class or function 'number'"),
+        ("game.py:Missing", "has no class or function 'Missing'"),
+        ("broken.py:Game", "broken.py cannot be loaded: ModuleNotFoundError: No module named 'no_such_neighbour'"),
+    ],
+)
+def test_what_is_no_environment_is_refused(folder, monkeypatch, source, said):
+    monkeypatch.chdir(folder)
+    (folder / "broken.py").write_text("import no_such_neighbour")
+    with pytest.raises(ValueError, match=said):
+        load_environment(source)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such environment file: .*game.py"):
+        load_environment(f"{tmp_path}/game.py:Game")

@@ -1,0 +1,131 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rl_bridge.environments.session import Session
+from rl_bridge.environments.steps import ThreadedSteps
+
+
+def all_of(steps, count):
+    found = []
+    while len(found) < count:
+        found += steps.finished(wait=True)
+    return {finished.key: finished for finished in found}
+
+
+def test_calls_and_coroutines_run_side_by_side_and_each_finishes_by_its_key():
+    together = threading.Barrier(3, timeout=30)
+
+    def call(value):
+        together.wait()
+        return value
+
+    async def coroutine(value):
+        await asyncio.to_thread(together.wait)
+        return value
+
+    with ThreadedSteps(limit=30) as steps:
+        steps.start("a", lambda: call(1))
+        steps.start("b", lambda: call(2))
+        steps.start("c", lambda: coroutine(3))
+        found = all_of(steps, 3)
+        assert {key: (f.value, f.error) for key, f in found.items()} == {"a": (1, None), "b": (2, None), "c": (3, None)}
+        assert steps.finished(wait=False) == [] and steps.finished(wait=True) == []
+
+
+def test_coroutines_of_one_environment_share_an_event_loop():
+    async def loop():
+        return asyncio.get_running_loop()
+
+    with ThreadedSteps(limit=30) as steps:
+        loops = []
+        for number in range(2):
+            steps.start(number, loop)
+            loops.append(all_of(steps, 1)[number].value)
+    assert loops[0] is loops[1]
+    deadline = time.monotonic() + 30
+    while not loops[0].is_closed():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def hangs_in_a_coroutine():
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("kind", ["thread", "coroutine"])
+def test_a_call_that_hangs_is_given_up_and_its_place_is_the_next_one_s(kind):
+    released = threading.Event()
+    hang = released.wait if kind == "thread" else hangs_in_a_coroutine
+    with ThreadedSteps(limit=0.2, at_once=1) as steps:
+        steps.start("hangs", hang)
+        steps.start("next", lambda: "fine")
+        found = all_of(steps, 2)
+        assert isinstance(found["hangs"].error, TimeoutError) and "took longer than 0.2 s" in str(found["hangs"].error)
+        assert (found["next"].value, found["next"].error) == ("fine", None)
+        released.set()
+        time.sleep(0.05)
+        assert steps.finished(wait=False) == [], "what comes too late counts for nothing"
+
+
+@pytest.mark.parametrize(
+    "error, seen",
+    [(ValueError("no"), "ValueError"), (SystemExit(3), "RuntimeError"), (asyncio.CancelledError(), "CancelledError")],
+)
+def test_whatever_an_environment_raises_is_its_result(error, seen):
+    async def coroutine():
+        raise error
+
+    def call():
+        raise error
+
+    with ThreadedSteps(limit=30) as steps:
+        steps.start("call", call)
+        assert type(all_of(steps, 1)["call"].error) is type(error)
+        steps.start("coroutine", coroutine)
+        assert type(all_of(steps, 1)["coroutine"].error).__name__ == seen
+        steps.start("after", lambda: asyncio.sleep(0, "still there"))
+        assert all_of(steps, 1)["after"].value == "still there"
+
+
+def test_no_more_calls_at_once_than_asked_for():
+    now, most, lock = [0], [0], threading.Lock()
+
+    def call():
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.01)
+        with lock:
+            now[0] -= 1
+
+    with ThreadedSteps(limit=30, at_once=3) as steps:
+        for number in range(12):
+            steps.start(number, call)
+        all_of(steps, 12)
+    assert most[0] == 3
+
+
+@pytest.mark.parametrize("options", [{"limit": 0}, {"limit": float("nan")}, {"limit": 1, "at_once": 0}])
+def test_limits_that_allow_nothing_are_refused(options):
+    with pytest.raises(ValueError, match="limit must be > 0 s and at_once ≥ 1"):
+        ThreadedSteps(**options)
+
+
+def test_an_environment_may_be_asynchronous():
+    class Echo:
+        async def reset(self, row):
+            return [{"role": "user", "content": row["prompt"]}]
+
+        async def step(self, messages):
+            return "not a step"
+
+    session = Session(Echo)
+    with ThreadedSteps(limit=30) as steps:
+        steps.start("reset", lambda: session.reset({"prompt": "q"}))
+        assert all_of(steps, 1)["reset"].value.messages == [{"role": "user", "content": "q"}]
+        steps.start("step", lambda: session.step([]))
+        error = all_of(steps, 1)["step"].error
+    assert isinstance(error, TypeError) and "step() returned 'not a step', expected a Step" in str(error)

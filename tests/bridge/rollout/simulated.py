@@ -1,0 +1,94 @@
+"""A sampler and an environment's clock without models, threads or sleeps: time is a number."""
+
+import heapq
+import random
+from typing import Any, NamedTuple
+
+from rl_bridge.environments.steps import Finished
+
+
+class Drawn(NamedTuple):
+    key: Any
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    allowed: tuple[tuple[int, ...], ...] | None
+    reason: str
+
+
+class Row(NamedTuple):
+    key: Any
+    prompt: tuple[int, ...]
+    seed: int
+    drawn: int
+    limit: int
+
+
+class SimulatedSampler:
+    """Draws each token from the seed, its number and the tokens before it, as a model would; up to ``room`` rows."""
+
+    def __init__(self, vocabulary, eos, *, room=10**6, stop=0.3, clock=None, truncated=False):
+        self.vocabulary, self.eos, self.room, self.stop, self.clock = list(vocabulary), eos, room, stop, clock
+        self.truncated = truncated
+        self.queue, self.rows, self.added, self.together = [], [], [], []
+
+    @property
+    def running(self):
+        return len(self.rows)
+
+    @property
+    def waiting(self):
+        return len(self.queue)
+
+    def add(self, key, tokens, *, seed, drawn=0, limit):
+        assert limit >= 1 and key not in [row.key for row, _ in self.rows]
+        self.added.append(Row(key, tuple(tokens), seed, drawn, limit))
+        self.queue.append((self.added[-1], []))
+
+    def step(self):
+        while self.queue and len(self.rows) < self.room:
+            self.rows.append(self.queue.pop(0))
+        self.together.append({row.key for row, _ in self.rows})
+        if self.clock is not None:
+            self.clock.now += 1
+        found, left = [], []
+        for row, tokens in self.rows:
+            tokens.append(self.draw(row, tokens))
+            if tokens[-1] == self.eos or len(tokens) == row.limit:
+                found.append(self.finished(row, tokens))
+            else:
+                left.append((row, tokens))
+        self.rows = left
+        return found
+
+    def draw(self, row, tokens):
+        choice = random.Random(f"{row.seed}/{row.drawn + len(tokens)}/{(*row.prompt, *tokens)}")
+        return self.eos if choice.random() < self.stop else choice.choice(self.vocabulary)
+
+    def finished(self, row, tokens):
+        logprobs = tuple(-0.5 - token / 1000 for token in tokens)
+        allowed = tuple((token, token + 1) for token in tokens) if self.truncated else None
+        return Drawn(row.key, tuple(tokens), logprobs, allowed, "stop" if tokens[-1] == self.eos else "length")
+
+
+class SimulatedSteps:
+    """Each call takes as long as ``delay(number)`` says, in steps of the sampler."""
+
+    def __init__(self, delay):
+        self.delay, self.now, self.calls, self.most = delay, 0.0, [], 0
+        self._count = 0
+
+    def start(self, key, work):
+        heapq.heappush(self.calls, (self.now + self.delay(self._count), self._count, key, work))
+        self._count += 1
+
+    def finished(self, *, wait):
+        if wait and self.calls:
+            self.now = max(self.now, self.calls[0][0])
+        found = []
+        while self.calls and self.calls[0][0] <= self.now:
+            _, _, key, work = heapq.heappop(self.calls)
+            try:
+                found.append(Finished(key, work(), None))
+            except Exception as error:
+                found.append(Finished(key, None, error))
+        return found

@@ -1,0 +1,237 @@
+import random
+
+import pytest
+
+from rl_bridge.environments import Step
+from rl_bridge.environments.session import Session
+from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.turns import TurnTemplate
+from rl_bridge.rollout.conversations import Conversations, Limits, Opening
+from tests.bridge.rollout.simulated import SimulatedSampler, SimulatedSteps
+
+TOKENIZER = character_tokenizer("0123456789+-=?")
+EOS = TOKENIZER.eos_token_id
+DIGITS = range(2, 12)
+LIMITS = Limits(max_turns=4, turn_tokens=6)
+
+
+class Sum:
+    """Answers with the sum of the digits so far; ends once it is above 40. The state is the sum modulo 3."""
+
+    def reset(self, row):
+        return Step(messages=[{"role": "user", "content": row["prompt"]}], state_id=0)
+
+    def step(self, messages):
+        total = sum(int(c) for m in messages if m["role"] == "assistant" for c in m["content"])
+        answer = {"role": "tool", "content": f"={total}?"}
+        return Step(messages=[answer], reward=float(total), done=total > 40, state_id=total % 3)
+
+
+def openings(count, factory=Sum):
+    rows = [{"prompt": f"{i}+{i}=", "_where": f"data.jsonl, row {i + 1}"} for i in range(count)]
+    return [
+        (Opening(request_id=(7, i), seed=100 + i, row=row, group=i), Session(factory)) for i, row in enumerate(rows)
+    ]
+
+
+def converse(count=12, *, factory=Sum, delay=lambda number: 0, limits=LIMITS, room=10**6, truncated=False):
+    """The trajectories, and the sampler and steps that made them."""
+    steps = SimulatedSteps(delay)
+    sampler = SimulatedSampler(DIGITS, EOS, room=room, clock=steps, truncated=truncated)
+    talks = Conversations(sampler, steps, TurnTemplate(TOKENIZER), limits, version=5)
+    return talks.run(openings(count, factory)), sampler, steps
+
+
+def test_no_order_of_environments_and_no_batch_changes_a_trajectory():
+    wanted, *_ = converse(40)
+    assert {t.finish_reason for t in wanted} == {"stop", "turns", "length"}
+    assert {t.turns for t in wanted} == {1, 2, 3, 4}
+    for seed in range(25):
+        choice = random.Random(seed)
+        delays = [choice.choice([0, 1, 3, 50]) * choice.random() for _ in range(200)]
+        found, *_ = converse(40, delay=delays.__getitem__, room=choice.choice([1, 2, 5, 100]))
+        assert found == wanted
+    assert converse(6)[0] == wanted[:6]
+
+
+def test_a_row_whose_environment_thinks_leaves_the_batch_and_no_other_waits_for_it():
+    slow = 3
+    found, sampler, steps = converse(8, delay=lambda number: 1000 if number == slow else 0)
+    without = [keys for keys in sampler.together if slow not in keys]
+    assert steps.now > 1000 and len(without) == len(sampler.together) - sum(slow in keys for keys in sampler.together)
+    first = next(i for i, keys in enumerate(sampler.together) if slow in keys)
+    assert {key for keys in sampler.together[:first] for key in keys} == set(range(8)) - {slow}
+    assert found == converse(8)[0]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_what_is_known_of_each_token(truncated):
+    found, sampler, _ = converse(12, truncated=truncated)
+    for key, t in enumerate(found):
+        drawn = [i for i, mine in enumerate(t.loss_mask) if mine]
+        prompts = [row for row in sampler.added if row.key == key]
+        assert t.turns == len(prompts) and t.request_id == (7, key) and t.group == key
+        # The prompt of a turn is all tokens before, and the random numbers go on where the turn before stopped.
+        for row in prompts:
+            assert row.prompt == t.tokens[: len(row.prompt)] and row.seed == 100 + key
+            assert row.drawn == sum(t.loss_mask[: len(row.prompt)]) and t.loss_mask[len(row.prompt)]
+        for i, token in enumerate(t.tokens):
+            mine = i in drawn
+            assert t.logprobs[i] == (-0.5 - token / 1000 if mine else 0.0)
+            assert t.weights_versions[i] == (5 if mine else -1)
+            if truncated:
+                assert tuple(t.allowed_tokens[i]) == ((token, token + 1) if mine else ())
+        assert truncated or t.allowed_tokens is None
+        assert t.loss_mask[-1], "nothing stands behind the policy's last word"
+
+
+def test_the_text_is_the_tokens_and_rewards_and_states_are_a_turn_s():
+    for t in converse(12)[0]:
+        words = [m["content"] for m in t.messages]
+        assert [m["role"] for m in t.messages[:2]] == ["user", "assistant"]
+        assert t.row["prompt"] == words[0] and t.turns == sum(m["role"] == "assistant" for m in t.messages)
+        last = max(i for i, m in enumerate(t.messages) if m["role"] == "assistant")
+        assert "".join(words[: last + 1]) == TOKENIZER.decode([x for x in t.tokens if x != EOS])
+        totals = [sum(map(int, "".join(words[1 : i + 1 : 2]))) for i in range(1, last + 1, 2)]
+        answered = totals if t.finish_reason != "length" else totals[:-1]
+        assert t.turn_rewards == (*map(float, answered), *[0.0] * (t.turns - len(answered))) or not answered
+        assert t.rewards == ({"environment": float(sum(answered))} if answered else {})
+        assert t.state_ids == (0, *(total % 3 for total in totals[:-1]))
+
+
+def test_how_a_conversation_ends():
+    for t in converse(24)[0]:
+        total = sum(map(int, "".join(m["content"] for m in t.messages if m["role"] == "assistant")))
+        if t.finish_reason == "stop":
+            assert t.tokens[-1] == EOS and total > 40
+        elif t.finish_reason == "turns":
+            assert t.tokens[-1] == EOS and t.turns == LIMITS.max_turns
+        else:
+            assert t.finish_reason == "length" and t.tokens[-1] != EOS and all(t.loss_mask[-6:])
+
+
+def test_one_turn_is_one_turn():
+    found, *_ = converse(40, limits=Limits(max_turns=1, turn_tokens=6))
+    assert {t.turns for t in found} == {1} and {t.finish_reason for t in found} == {"turns", "length"}
+    assert all(t.rewards for t in found if t.finish_reason == "turns")
+
+
+@pytest.mark.parametrize("budget", [7, 9, 14, 23])
+def test_a_trajectory_keeps_its_budget_of_tokens(budget):
+    wanted = converse(24)[0]
+    found, *_ = converse(24, limits=Limits(max_turns=4, turn_tokens=6, all_tokens=budget))
+    assert budget - 4 < max(len(t.tokens) for t in found) <= budget
+    for t, whole in zip(found, wanted, strict=True):
+        assert t.tokens == whole.tokens[: len(t.tokens)]
+        assert t.finish_reason == ("length" if len(t.tokens) < len(whole.tokens) else whole.finish_reason)
+
+
+def test_an_opening_beyond_the_budget_draws_nothing():
+    (t, *_), *_ = converse(1, limits=Limits(max_turns=4, turn_tokens=6, all_tokens=4))
+    assert (t.finish_reason, t.turns, any(t.loss_mask)) == ("length", 0, False)
+
+
+def failing(when, error):
+    class Fails(Sum):
+        def reset(self, row):
+            self.number = int(row["prompt"].partition("+")[0])
+            if when == "reset" and self.number == 2:
+                raise error
+            return super().reset(row)
+
+        def step(self, messages):
+            if when == "step" and self.number == 2:
+                raise error
+            return super().step(messages)
+
+    return Fails
+
+
+@pytest.mark.parametrize("when", ["reset", "step"])
+def test_an_environment_that_raises_ends_its_own_trajectory_and_names_the_row(when, caplog):
+    found, *_ = converse(8, factory=failing(when, KeyError("lost")))
+    wanted = converse(8)[0]
+    assert found[2].finish_reason == "error" and found[2].turns == (when == "step")
+    assert found[2].tokens == ((EOS,) if when == "reset" else wanted[2].tokens[: len(found[2].tokens)])
+    assert [t for i, t in enumerate(found) if i != 2] == [t for i, t in enumerate(wanted) if i != 2]
+    (record,) = caplog.records
+    assert f"data.jsonl, row 3, turn {int(when == 'step')}: KeyError: 'lost'" in record.getMessage()
+
+
+def test_if_every_environment_fails_the_run_ends_with_the_cause():
+    def make():
+        raise OSError("no server")
+
+    with pytest.raises(ValueError, match=r"failed in all 4 conversations; data.jsonl, row 1, turn 0: OSError: no serv"):
+        converse(4, factory=make)
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        ("4", "returned '4', expected a Step"),
+        (Step(messages=[{"role": "tool"}]), "expected a list of role and content, both text"),
+        (Step(messages="4"), "expected a list of role and content, both text"),
+        (Step(reward=float("nan")), "gave the reward nan, expected a finite number or None"),
+        (Step(reward="1"), "gave the reward '1', expected a finite number or None"),
+        (Step(state_id=-1), "gave the state -1, expected an integer ≥ 0 or None"),
+        (Step(messages=[{"role": "tool", "content": "x"}]), "cannot encode 'x'|cannot encode '<eos>x'"),
+    ],
+)
+def test_nonsense_from_an_environment_is_its_error(answer, said):
+    class Nonsense(Sum):
+        def step(self, messages):
+            return answer
+
+    with pytest.raises(ValueError, match=said):
+        converse(4, factory=Nonsense, limits=Limits(max_turns=4, turn_tokens=100))
+
+
+@pytest.mark.parametrize("answer", [[], "text", Step(), Step(messages=[{"role": "user", "content": "1"}], done=True)])
+def test_nonsense_as_an_opening_is_an_error(answer):
+    class Nonsense(Sum):
+        def reset(self, row):
+            return answer
+
+    with pytest.raises(ValueError, match=r"failed in all 4 conversations; .*reset\(\)"):
+        converse(4, factory=Nonsense)
+
+
+def test_what_an_environment_changes_is_its_own():
+    class Careless(Sum):
+        def reset(self, row):
+            answer = super().reset(row)
+            row.clear()
+            return answer
+
+        def step(self, messages):
+            answer = super().step(messages)
+            messages[0]["content"] = "0"
+            messages.clear()
+            return answer
+
+    assert converse(8, factory=Careless)[0] == converse(8)[0]
+
+
+def test_every_environment_is_closed_and_one_that_cannot_be_is_named(caplog):
+    closed = []
+
+    class Closing(Sum):
+        def close(self):
+            closed.append(self)
+            if len(closed) == 2:
+                raise OSError("busy")
+
+    assert converse(5, factory=Closing)[0] == converse(5)[0]
+    assert len(set(closed)) == 5
+    assert [r.getMessage() for r in caplog.records] == ["closing an environment failed: OSError: busy"]
+
+
+def test_no_conversations():
+    assert converse(0)[0] == []
+
+
+@pytest.mark.parametrize("changes", [{"max_turns": 0}, {"turn_tokens": 0}, {"all_tokens": 1}])
+def test_limits_that_leave_no_turn_are_refused(changes):
+    with pytest.raises(ValueError, match="max_turns and turn_tokens must be ≥ 1"):
+        Limits(**{"max_turns": 1, "turn_tokens": 1, **changes})
