@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rl_bridge.data.prefixes import prefixes_worth_sharing, units_of
 from rl_bridge.data.token_batch import TokenBatch
 from rl_fn.packing import pack
 
@@ -63,11 +64,47 @@ def packed_rows(lengths: Sequence[int], max_tokens: int) -> list[np.ndarray]:
     return [np.array([row]) for row in alone] + [rest[part] for part in pack(array[rest], max_tokens)]
 
 
-def micro_batches(batch: TokenBatch, max_tokens: int, *, packing: bool = False) -> list[MicroBatch]:
-    """The batch in parts, each row in exactly one. ``max_tokens`` counts padding unless rows are packed."""
-    parts = (packed_rows if packing else padded_rows)(batch.row_tokens(), max_tokens)
+def sharing_rows(
+    lengths: Sequence[int], groups: Sequence[int], shared: Sequence[int], max_tokens: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Rows that share prefixes, packed into as few micro-batches as will do, and the rows that share with no other.
+
+    The rows of a group go together where ``max_tokens`` has room for them, and their prefix counts once.
+
+    >>> [part.tolist() for part in sharing_rows([6, 3, 5, 6, 6], [0, 1, 0, 2, 2], [4, 0, 4, 5, 5], 14)[0]]
+    [[0, 2, 3, 4]]
+    """
+    units = units_of(lengths, groups, shared, max_tokens)
+    together = [unit for unit in units if len(unit.rows) > 1]
+    alone = [unit.rows for unit in units if len(unit.rows) == 1]
+    parts = [
+        np.sort(np.concatenate([together[i].rows for i in part]))
+        for part in pack([unit.tokens for unit in together], max_tokens)
+    ]
+    return parts, np.concatenate(alone) if alone else np.zeros(0, np.int64)
+
+
+def micro_batches(
+    batch: TokenBatch, max_tokens: int, *, packing: bool = False, share_prefixes: bool = False
+) -> list[MicroBatch]:
+    """The batch in parts, each row in exactly one.
+
+    ``max_tokens`` counts padding, unless rows are packed. Rows that share a prefix worth it always are.
+    """
+    lengths, parts, alone = batch.row_tokens(), [], np.arange(len(batch.lengths))
+    if share_prefixes:
+        shared = prefixes_worth_sharing(*prefix_fields(batch)).tolist()
+        parts, alone = sharing_rows(lengths, batch.groups.tolist(), shared, max_tokens)
+    rest = (packed_rows if packing else padded_rows)([lengths[row] for row in alone.tolist()], max_tokens)
+    parts += [alone[part] for part in rest]
     places = [torch.from_numpy(part).to(batch.tokens.device) for part in parts]
     return [MicroBatch(rows, batch.rows(rows).trim()) for rows in places]
+
+
+def prefix_fields(batch: TokenBatch) -> tuple[torch.Tensor, ...]:
+    """What ``shared_prefixes`` reads: a token is shared where all that scores it is the same."""
+    fields = (batch.tokens, batch.lengths, batch.groups, batch.mask)
+    return fields if batch.allowed_tokens is None else (*fields, batch.allowed_tokens)
 
 
 def stand_in(batch: TokenBatch) -> MicroBatch:

@@ -23,29 +23,6 @@ from rl_bridge.parallel.attention.plan import held, segments_of
 SEQUENCE = "sequence"
 
 
-def shared_prefixes(tokens: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """How many first tokens the rows of a group need to compute only once, [N].
-
-    That is one less than they have in common: the last common token predicts another token in every row. Rows without
-    others in their group have 0.
-
-    tokens: [N, L]. lengths, groups: [N].
-
-    >>> import torch
-    >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [5, 6, 7, 8]])
-    >>> shared_prefixes(tokens, torch.tensor([4, 3, 4]), torch.tensor([1, 1, 2]))
-    tensor([1, 1, 0])
-    """
-    if not len(groups):
-        return torch.zeros_like(lengths)
-    same = groups[:, None] == groups
-    first = same.int().argmax(1)
-    both = torch.arange(tokens.shape[1], device=tokens.device) < torch.minimum(lengths, lengths[first])[:, None]
-    common = ((tokens == tokens[first]) & both).int().cumprod(1).sum(1)
-    common = common.expand_as(same).masked_fill(~same, tokens.shape[1]).amin(1)
-    return torch.where(same.sum(1) > 1, (common - 1).clamp(min=0), 0).to(lengths.dtype)
-
-
 class Documents:
     """Some rows of a right-padded batch, packed one after another, shortest first, without padding.
 
@@ -72,7 +49,8 @@ class Documents:
             rows: the rows to pack, all of them by default.
             groups: with ``shared``, [N]: the packed rows of a group have their first tokens once, as a prefix that
                 each of them continues. Numbers and gradients are the same as without.
-            shared: [N], the number of those tokens; ``shared_prefixes`` finds it. Whatever is taken is equal there.
+            shared: [N], the number of those tokens; ``rl_bridge.data.prefixes.shared_prefixes`` finds it. Whatever is
+                taken is equal there.
             device: where the batch is; by default where ``lengths`` is, or else the mesh's kind of device.
 
         Raises:
@@ -97,6 +75,8 @@ class Documents:
         ranks, rank = (1, 0) if self.group is None else (self.group.size(), self.group.rank())
 
         pieces = _pieces(lengths, rows, groups, shared)
+        if ranks == 1:
+            pieces = _by_length(pieces)
         used = sum(piece.stop - piece.start for piece in pieces)
         multiple = 1 if ranks == 1 else 2 * ranks
         padding = -used % multiple if used else multiple
@@ -210,6 +190,17 @@ def _pieces(
             pieces.append(_Piece(tuple(group), 0, stop, None))
             pieces += [_Piece((row,), stop, lengths[row], prefix) for row in group if lengths[row] > stop]
     return pieces
+
+
+def _by_length(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Prefixes, then all other pieces, shortest first: of all groups, the pieces of one length share a call.
+
+    Ranks of a sequence keep a group's pieces together instead, so that they exchange few keys.
+    """
+    prefixes = {piece.prefix for piece in pieces}
+    order = sorted(range(len(pieces)), key=lambda i: (i not in prefixes, pieces[i].stop - pieces[i].start))
+    number: dict[int | None, int | None] = {None: None} | {old: new for new, old in enumerate(order)}
+    return [pieces[i]._replace(prefix=number[pieces[i].prefix]) for i in order]
 
 
 class _Places(NamedTuple):

@@ -63,7 +63,7 @@ def apart(found, expected):
 
 def baseline(case):
     """One worker, padded rows, one micro-batch."""
-    return Case(case.trainer, "1", False, 1)
+    return Case(case.trainer, "1", "padded", 1)
 
 
 def largest_gradient(results_of_one):

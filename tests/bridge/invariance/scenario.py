@@ -26,9 +26,10 @@ from rl_bridge.trainers.modules.supervised import SupervisedModule
 from rl_bridge.trainers.modules.value import ValueModule
 from rl_fn import components
 
-ROWS, COLUMNS, VOCABULARY = 11, 24, 20
+NUMBER, COLUMNS, VOCABULARY, COMMON = 11, 24, 20, 6
 SOURCE = TinySource(vocabulary=VOCABULARY, hidden=16, layers=2, heads=4, key_value_heads=2, seed=3)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup=0, max_grad_norm=0.05)
+ROWS = ("padded", "packed", "shared")
 LAYOUTS = {
     "1": Mesh(),
     "2 shard": Mesh(shard=2),
@@ -48,13 +49,15 @@ OBJECTIVES = {
 class Case:
     trainer: str
     layout: str
-    packing: bool
+    rows: str
+    """padded, packed, or shared: packed with a group's common beginning once."""
     micro_batches: int
 
     def scoring(self):
         # One micro-batch holds everything; eight hold two rows at most, of the longest.
-        tokens = ROWS * COLUMNS if self.micro_batches == 1 else 2 * COLUMNS
-        return ScoringConfig(temperature=0.7, packing=self.packing, micro_batch_tokens=tokens)
+        tokens = NUMBER * COLUMNS if self.micro_batches == 1 else 2 * COLUMNS
+        rows = {"packing": self.rows == "packed", "share_prefixes": self.rows == "shared"}
+        return ScoringConfig(temperature=0.7, micro_batch_tokens=tokens, **rows)
 
     def factory(self):
         if self.trainer == "sft":
@@ -70,26 +73,29 @@ def cases(executor, extent):
     layouts = ["1"] if executor == "local" else [name for name in LAYOUTS if name != "1"]
     trainers = ["sft", *OBJECTIVES] if extent == "thorough" else ["grpo", "critic"]
     micro_batches = (1, 8) if executor == "local" or extent == "thorough" else (8,)
-    return [Case(*values) for values in itertools.product(trainers, layouts, (False, True), micro_batches)]
+    return [Case(*values) for values in itertools.product(trainers, layouts, ROWS, micro_batches)]
 
 
 def batch():
-    """Rows of very different lengths, a mask with holes, a row in which nothing counts."""
+    """Rows of very different lengths, a mask with holes, a row in which nothing counts. Two and two begin alike."""
     generator = torch.Generator().manual_seed(5)
     lengths = torch.tensor([24, 3, 7, 2, 19, 5, 24, 11, 4, 2, 16])
     columns = torch.arange(COLUMNS)
     inside = columns < lengths[:, None]
-    mask = inside & (columns > 0) & (torch.rand(ROWS, COLUMNS, generator=generator) < 0.8)
+    mask = inside & (columns > 0) & (torch.rand(NUMBER, COLUMNS, generator=generator) < 0.8)
+    mask[1::2, :COMMON] = mask[:-1:2, :COMMON] & inside[1::2, :COMMON]
     mask[3] = False
 
     def per_token(scale, shift=0.0):
-        return torch.where(mask, scale * torch.randn(ROWS, COLUMNS, generator=generator) + shift, 0.0)
+        return torch.where(mask, scale * torch.randn(NUMBER, COLUMNS, generator=generator) + shift, 0.0)
 
+    tokens = torch.randint(1, VOCABULARY, (NUMBER, COLUMNS), generator=generator)
+    tokens[1::2, :COMMON] = tokens[:-1:2, :COMMON]
     return TokenBatch(
-        torch.where(inside, torch.randint(1, VOCABULARY, (ROWS, COLUMNS), generator=generator), 0),
+        torch.where(inside, tokens, 0),
         mask,
         lengths,
-        torch.arange(ROWS) // 2,
+        torch.arange(NUMBER) // 2,
         rollout_logprobs=per_token(0.3, -3.0),
         old_logprobs=per_token(0.3, -3.0),
         ref_logprobs=per_token(0.3, -3.0),

@@ -59,9 +59,8 @@ def markdown(summary):
         "|" + "---|" * (5 + len(comparison.PARTS)),
     ]
     for row in summary["rows"]:
-        rows = "packed" if row["packing"] else "padded"
         parts = " | ".join(f"{row[part]:.1e}" for part in comparison.PARTS)
-        head = f"{row['executor']} | {row['trainer']} | {row['layout']} | {rows} | {row['micro_batches']}"
+        head = f"{row['executor']} | {row['trainer']} | {row['layout']} | {row['rows']} | {row['micro_batches']}"
         lines.append(f"| {head} | {parts} |")
     worst = " | ".join(f"{summary['worst'][part]:.1e}" for part in comparison.PARTS)
     lines.append(f"| **worst** | | | | | {worst} |")

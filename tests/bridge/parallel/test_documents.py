@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_bridge.data.prefixes import shared_prefixes
 from rl_bridge.parallel.attention import use_rl_fn_attention
-from rl_bridge.parallel.documents import Documents, shared_prefixes
+from rl_bridge.parallel.documents import Documents
 from tests.bridge.parallel.models import FAMILIES, batch, grouped_batch, tiny
 
 LENGTHS = [7, 0, 1, 12, 7, 3]

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from rl_bridge.parallel.attention import blocks
-from rl_bridge.parallel.attention.merge import merge_
 from rl_bridge.parallel.attention.packed import Squares
-from rl_bridge.parallel.attention.plan import Exchange, RankPlan, Rectangle, Segment, Span, rank_plan
+from rl_bridge.parallel.attention.plan import Exchange, RankPlan, Segment, Span, rank_plan
+from rl_bridge.parallel.attention.rectangles import Rectangles
 
 # Groups whose ranks have all spoken to one another.
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -35,6 +34,8 @@ class AttentionPlan:
         self.group = group
         self.device = device
         self.squares = Squares(self.rank_plan.squares, device)
+        self.rectangles = Rectangles(self.rank_plan.rectangles, device)
+        self.foreign = [Rectangles(exchange.rectangles, device) for exchange in self.rank_plan.exchanges]
         self.longest = max(_document_lengths(segments))
         self.uses = 0
         """How many attention layers have followed this plan."""
@@ -55,11 +56,6 @@ def _document_lengths(segments: Sequence[Segment]) -> list[int]:
         before = 0 if segment.prefix is None else lengths[segment.prefix]
         lengths.append(before + segment.stop - segment.start)
     return lengths
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[T, H, …] as [1, H, T, …]."""
-    return x.transpose(0, 1)[None]
 
 
 class _Messages:
@@ -144,11 +140,9 @@ class _Attention(torch.autograd.Function):
         merged = exact if own.rectangles or own.exchanges else q.dtype
         out, lse = q.new_empty((*q.shape[:2], v.shape[2]), dtype=merged), q.new_empty(q.shape[:2], dtype=exact)
         plan.squares.forward(q, k, v, out, lse, scale)
-        for rectangle in own.rectangles:
-            _merge_rectangle(rectangle, q, k, v, out, lse, scale)
-        for exchange, (source_k, source_v) in exchanges:
-            for rectangle in exchange.rectangles:
-                _merge_rectangle(rectangle, q, source_k, source_v, out, lse, scale)
+        plan.rectangles.forward(q, (k, v), out, lse, scale)
+        for rectangles, (_, keys_values) in zip(plan.foreign, exchanges, strict=True):
+            rectangles.forward(q, keys_values, out, lse, scale)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
@@ -162,12 +156,10 @@ class _Attention(torch.autograd.Function):
         exchanges = _Exchanges(plan, k, v)
         dq, dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v))
         plan.squares.backward(grad, (q, k, v, out, lse), (dq, dk, dv), scale)
-        for rectangle in plan.rank_plan.rectangles:
-            _add_rectangle(rectangle, grad, (q, k, v, out, lse), (dq, dk, dv), scale)
-        for exchange, (source_k, source_v) in exchanges:
-            foreign = [torch.zeros_like(x, dtype=lse.dtype) for x in (source_k, source_v)]
-            for rectangle in exchange.rectangles:
-                _add_rectangle(rectangle, grad, (q, source_k, source_v, out, lse), (dq, *foreign), scale)
+        plan.rectangles.backward(grad, (q, k, v, out, lse), (dq, dk, dv), scale)
+        for rectangles, (exchange, keys_values) in zip(plan.foreign, exchanges, strict=True):
+            foreign = [torch.zeros_like(x, dtype=lse.dtype) for x in keys_values]
+            rectangles.backward(grad, (q, *keys_values, out, lse), (dq, *foreign), scale)
             for gradient, part in zip((dk, dv), _return_gradients(exchange, foreign, plan.group), strict=True):
                 _add_rows(gradient, exchange.give, part)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
@@ -184,34 +176,3 @@ def _add_rows(into: torch.Tensor, spans: Sequence[Span], rows: torch.Tensor) -> 
 
 def _length(spans: Sequence[Span]) -> int:
     return sum(span.stop - span.start for span in spans)
-
-
-def _merge_rectangle(
-    r: Rectangle,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> None:
-    queries, keys = slice(r.q_start, r.q_stop), slice(r.k_start, r.k_stop)
-    block = (_heads_first(x) for x in (q[queries], k[keys], v[keys]))
-    block_out, block_lse = blocks.forward(*block, causal=False, scale=scale)
-    merge_(out[queries], lse[queries], block_out[0].transpose(0, 1), block_lse[0].transpose(0, 1))
-
-
-def _add_rectangle(
-    r: Rectangle,
-    grad: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
-    into: tuple[torch.Tensor, ...],
-    scale: float,
-) -> None:
-    """Add the rectangle's part of the gradients to into = (dq, dk, dv), where saved = (q, k, v, out, lse)."""
-    queries, keys = slice(r.q_start, r.q_stop), slice(r.k_start, r.k_stop)
-    q, k, v, out, lse = saved
-    rows = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
-    parts = blocks.backward(*(_heads_first(x) for x in rows), causal=False, scale=scale)
-    for gradient, where, part in zip(into, (queries, keys, keys), parts, strict=True):
-        gradient[where] += part[0].transpose(0, 1)

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_bridge.data.micro_batches import MicroBatch, micro_batches, restore, stand_in
+from rl_bridge.data.micro_batches import MicroBatch, micro_batches, prefix_fields, restore, stand_in
+from rl_bridge.data.prefixes import prefixes_worth_sharing
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
@@ -31,6 +32,9 @@ class ScoringConfig:
     """Divides the logits. It is the temperature that the completions were sampled at."""
     micro_batch_tokens: int = 16384
     """Tokens of one forward pass, with the padding there is. More cost memory, and fewer cost time."""
+    share_prefixes: bool = True
+    """The rows of a group have their common first tokens computed once, where these are at least an eighth of the
+    group's longest row. Such rows are packed. The results are the same."""
     packing: bool = False
     """Rows lie one behind another instead of each padded to the longest beside it. The results are the same."""
     softcap: float | None = None
@@ -90,7 +94,9 @@ class Scorer(ParallelModule):
 
         Workers that have fewer, or no rows at all, get stand-ins, so that the models' collectives match.
         """
-        parts = micro_batches(batch, self.scoring.micro_batch_tokens, packing=self.scoring.packing)
+        scoring = self.scoring
+        options = {"packing": scoring.packing, "share_prefixes": scoring.share_prefixes}
+        parts = micro_batches(batch, scoring.micro_batch_tokens, **options)
         parts += [stand_in(batch)] * (self.agreed_count(len(parts)) - len(parts))
         return [part.to(self.compute_device()) for part in parts]
 
@@ -101,6 +107,18 @@ class Scorer(ParallelModule):
             if self._mesh is not None and self._ranks(axis) > 1:
                 count = int(agree_max(count, self._mesh.get_group(axis)))
         return count
+
+    def documents(self, batch: TokenBatch, lengths: torch.Tensor) -> Documents | None:
+        """The first ``lengths`` tokens of each row, [N], as one packed row; None where rows lie padded side by side.
+
+        Rows of a micro-batch that share a prefix are packed, with the prefix once.
+        """
+        shared = None
+        if self.scoring.share_prefixes:
+            shared = torch.minimum(prefixes_worth_sharing(*prefix_fields(batch)), lengths)
+        if shared is not None and bool(shared.any()):
+            return Documents(lengths, self._mesh, groups=batch.groups, shared=shared)
+        return Documents(lengths, self._mesh) if self.scoring.packing or self._ranks("sequence") > 1 else None
 
     def compute_device(self) -> torch.device:
         """Where the model computes: not where its weights lie if these are offloaded."""
@@ -148,20 +166,30 @@ class TokenScorer(Scorer):
         """Log-probabilities and entropies of the tokens that count, [N, L] each, zero where masked."""
         self.require_weights()
         # Position t predicts token t + 1: shifted before rows are packed, so that no document predicts the next one's.
-        targets, counted = (torch.nn.functional.pad(x[:, 1:], (0, 1)) for x in (batch.tokens, batch.mask))
-        if not self.scoring.packing and self._ranks("sequence") == 1:
+        # A row's last token predicts nothing, and the model does not read it.
+        rows, columns = batch.tokens.shape
+        width = max(1, columns - 1)
+        fields = [batch.tokens[:, :width], following(batch.tokens), following(batch.mask)]
+        if batch.allowed_tokens is not None:
+            fields.append(following(batch.allowed_tokens))
+        documents = self.documents(batch, (batch.lengths - 1).clamp(min=0))
+        if documents is None:
             # Padding is on the right, where attention is causal and needs no mask.
-            scores = self._scores(batch.tokens, targets, counted, use_cache=False)
+            scores = self._scores(*fields, use_cache=False)
         else:
-            documents = Documents(batch.lengths, self._mesh)
-            packed = (documents.take(x) for x in (batch.tokens, targets, counted))
-            scores = documents.put(self._scores(*packed, **documents.forward_kwargs), batch.tokens.shape)
-        scores = torch.nn.functional.pad(scores[:, :-1], (0, 0, 1, 0)).masked_fill(~batch.mask[..., None], 0.0)
+            packed = [documents.take(x) for x in fields]
+            scores = documents.put(self._scores(*packed, **documents.forward_kwargs), (rows, width))
+        scores = torch.nn.functional.pad(scores, (0, 0, 1, 0))[:, :columns].masked_fill(~batch.mask[..., None], 0.0)
         logprobs, entropies = scores.unbind(-1)
         return logprobs, entropies
 
     def _scores(
-        self, tokens: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor, **options: Any
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        counted: torch.Tensor,
+        allowed: torch.Tensor | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         """Log-probabilities and entropies [N, T, 2] of ``targets``; only those that count reach the vocabulary."""
         # Switched off as well as on: a caller's own autocast would score a policy otherwise than its reference.
@@ -174,6 +202,7 @@ class TokenScorer(Scorer):
                 temperature=self.scoring.temperature,
                 softcap=self.scoring.softcap,
                 mask=counted,
+                allowed_tokens=allowed,
                 **options,
             )
         assert entropies is not None
@@ -185,3 +214,8 @@ class TokenScorer(Scorer):
         """Log-probabilities of the tokens that count under the present weights, [N, L], zero where masked."""
         parts = self.micro_batches(batch)
         return restore([(part.places, self(part.batch)[0]) for part in parts], batch.tokens)
+
+
+def following(values: torch.Tensor) -> torch.Tensor:
+    """What belongs to the token after each but the last, [N, L, …] → [N, L − 1, …]; zeros [N, 1, …] for one column."""
+    return values[:, 1:] if values.shape[1] > 1 else torch.zeros_like(values)

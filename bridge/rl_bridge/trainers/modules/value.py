@@ -10,7 +10,6 @@ from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.values import token_values
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import detached
@@ -35,10 +34,10 @@ class ValueScorer(Scorer):
     def after(self, batch: TokenBatch) -> torch.Tensor:
         """The head's number after reading token t, [N, L]; zero or any number behind the last token of a row."""
         self.require_weights()
-        if not self.scoring.packing and self._ranks("sequence") == 1:
+        documents = self.documents(batch, batch.lengths)
+        if documents is None:
             # Padding is on the right, where attention is causal and needs no mask.
             return self._after(batch.tokens, use_cache=False)
-        documents = Documents(batch.lengths, self._mesh)
         packed = self._after(documents.take(batch.tokens), **documents.forward_kwargs)
         return documents.put(packed, batch.tokens.shape)
 

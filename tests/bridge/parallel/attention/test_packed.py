@@ -99,8 +99,8 @@ def test_neighbours_of_one_length_are_one_run(segments):
 def test_many_short_documents_are_few_calls(monkeypatch):
     lengths = torch.randint(8, 24, (768,), generator=torch.Generator().manual_seed(0)).tolist()
     calls = []
-    forward = ring.blocks.forward
-    monkeypatch.setattr(ring.blocks, "forward", lambda *x, **y: calls.append(x[0].shape) or forward(*x, **y))
+    forward = packed.blocks.forward
+    monkeypatch.setattr(packed.blocks, "forward", lambda *x, **y: calls.append(x[0].shape) or forward(*x, **y))
     documents = Documents(lengths)
     documents.plan.attend(*reference.tensors(documents.tokens, heads=(1, 1))[:3], SCALE)
     assert sorted(shape[2] for shape in calls) == list(range(8, 24))
@@ -118,7 +118,7 @@ def test_the_backward_pass_keeps_the_tokens_and_a_logsumexp():
 
 def test_cuda_takes_all_documents_in_one_call(monkeypatch):
     # Shapes, dtypes and signatures, on tensors without values: also where there is no GPU.
-    monkeypatch.setattr(ring.blocks, "operation", lambda q, v: "cuda_flash")
+    monkeypatch.setattr(packed.blocks, "operation", lambda q, v: "cuda_flash")
     calls = []
     monkeypatch.setattr(packed, "varlen_attn", lambda *x, **y: calls.append((x, y)) or varlen_attn(*x, **y))
     q, k, v, grad = reference.tensors(24, dtype=torch.bfloat16, device="meta")

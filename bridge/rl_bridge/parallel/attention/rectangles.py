@@ -1,0 +1,160 @@
+"""Attention of queries to keys that all of them see: many small rectangles in one call, not a call a rectangle.
+
+The completions of 48 prompts are 48 rectangles. One by one, calls would cost a small model more than their numbers do.
+Rectangles of one width go together, their queries gathered and padded to the longest. Zeros in place of the padding's
+gradient keep it out of the backward pass.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from rl_bridge.parallel.attention import blocks
+from rl_bridge.parallel.attention.merge import merge_
+from rl_bridge.parallel.attention.plan import Rectangle, Span
+
+# Queries of padding for each query, at most, and queries of padding in one call that are cheaper than another call.
+_PADDING, _FREE = 0.25, 256
+
+
+class _Set(NamedTuple):
+    """All queries of some keys. In one call a query stands once: ``turn`` is the number of its earlier calls."""
+
+    keys: Span
+    queries: tuple[Span, ...]
+    tokens: int
+    turn: int
+
+
+class _Call(NamedTuple):
+    """Rows of the queries [B, Q] and of the keys [B, K]; ``real`` are the places in B · Q that are no padding.
+
+    One set whose queries are neighbours is read where it lies: ``queries`` and ``keys`` are slices then.
+    """
+
+    queries: torch.Tensor | slice
+    keys: torch.Tensor | slice
+    real: torch.Tensor | None
+
+    def read(self, x: torch.Tensor, where: torch.Tensor | slice) -> torch.Tensor:
+        """Rows of [T, H, …] as [B, H, rows, …]."""
+        return (x[where][None] if isinstance(where, slice) else x[where]).transpose(1, 2)
+
+    def write(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, H, Q, …] as one row for each query that is no padding."""
+        rows = values.transpose(1, 2).flatten(0, 1)
+        return rows if self.real is None else rows[self.real]
+
+    def rows(self) -> torch.Tensor | slice:
+        """The rows of ``write``'s values."""
+        if isinstance(self.queries, slice):
+            return self.queries
+        return self.queries.flatten() if self.real is None else self.queries.flatten()[self.real]
+
+
+class Rectangles:
+    """Rectangles over the rows of tensors: queries of this rank, keys of this or another one."""
+
+    def __init__(self, rectangles: Iterable[Rectangle], device: torch.device) -> None:
+        self.calls = [_call(sets, device) for sets in _together(_sets(rectangles))]
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        keys_values: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Take the rectangles' keys into out [T, H, D] and its logsumexp lse [T, H]. q: [T, H, D]; k, v: [T', H', D]"""
+        k, v = keys_values
+        for call in self.calls:
+            block = (call.read(q, call.queries), call.read(k, call.keys), call.read(v, call.keys))
+            block_out, block_lse = (call.write(x) for x in blocks.forward(*block, causal=False, scale=scale))
+            rows = call.rows()
+            if isinstance(rows, slice):
+                merge_(out[rows], lse[rows], block_out, block_lse)
+            else:
+                merged = out[rows], lse[rows]
+                merge_(*merged, block_out, block_lse)
+                out[rows], lse[rows] = merged
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        saved: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        scale: float,
+    ) -> None:
+        """Add the rectangles' part of the gradients to into = (dq, dk, dv), where saved = (q, k, v, out, lse)."""
+        q, k, v, out, lse = saved
+        dq, dk, dv = into
+        for call in self.calls:
+            upstream = call.read(grad, call.queries)
+            if call.real is not None:
+                padding = torch.ones(upstream.shape[0] * upstream.shape[2], dtype=torch.bool, device=grad.device)
+                padding[call.real] = False
+                upstream = upstream.masked_fill(padding.view(upstream.shape[0], 1, -1, 1), 0.0)
+            keys = (call.read(x, call.keys) for x in (k, v))
+            queries = [call.read(x, call.queries) for x in (q, out, lse)]
+            parts = blocks.backward(upstream, queries[0], *keys, *queries[1:], causal=False, scale=scale)
+            _add(dq, call.rows(), call.write(parts[0]))
+            where = call.keys if isinstance(call.keys, slice) else call.keys.flatten()
+            for gradient, part in zip((dk, dv), parts[1:], strict=True):
+                _add(gradient, where, part.transpose(1, 2).flatten(0, 1))
+
+
+def _add(into: torch.Tensor, rows: torch.Tensor | slice, values: torch.Tensor) -> None:
+    if isinstance(rows, slice):
+        into[rows] += values
+    else:
+        into.index_add_(0, rows, values.to(into.dtype))
+
+
+def _sets(rectangles: Iterable[Rectangle]) -> list[_Set]:
+    """The queries of each span of keys, and in which turn they are: a query may attend to several spans."""
+    queries: dict[Span, list[Span]] = {}
+    for r in rectangles:
+        queries.setdefault(Span(r.k_start, r.k_stop), []).append(Span(r.q_start, r.q_stop))
+    turns = torch.zeros(max((q.stop for of in queries.values() for q in of), default=0), dtype=torch.int64)
+    sets = []
+    for keys, spans in queries.items():
+        rows = _index(spans)
+        turn = int(turns[rows].max())
+        turns[rows] = turn + 1
+        sets.append(_Set(keys, tuple(spans), len(rows), turn))
+    return sets
+
+
+def _together(sets: Iterable[_Set]) -> list[list[_Set]]:
+    """Sets that one call takes: of as many keys, in one turn, and of about as many queries."""
+    calls: list[list[_Set]] = []
+    of_call, real = None, 0
+    for found in sorted(sets, key=lambda s: (s.turn, s.keys.stop - s.keys.start, s.tokens)):
+        kind, real = (found.turn, found.keys.stop - found.keys.start), real + found.tokens
+        # Sets come by their number of queries: this one is the longest so far.
+        if kind == of_call and (len(calls[-1]) + 1) * found.tokens - real <= max(_FREE, _PADDING * real):
+            calls[-1].append(found)
+        else:
+            calls.append([found])
+            of_call, real = kind, found.tokens
+    return calls
+
+
+def _call(sets: Sequence[_Set], device: torch.device) -> _Call:
+    first = sets[0]
+    if len(sets) == 1 and all(a.stop == b.start for a, b in zip(first.queries, first.queries[1:], strict=False)):
+        return _Call(slice(first.queries[0].start, first.queries[-1].stop), slice(*first.keys), None)
+    width = max(s.tokens for s in sets)
+    rows = [_index(s.queries) for s in sets]
+    # Padding repeats a query of the set itself: exp(score − logsumexp) stays finite.
+    queries = torch.stack([torch.cat([r, r[-1:].expand(width - len(r))]) for r in rows])
+    keys = torch.stack([torch.arange(*s.keys) for s in sets])
+    real = torch.cat([torch.arange(len(r)) + width * i for i, r in enumerate(rows)])
+    padded = len(real) < queries.numel()
+    return _Call(queries.to(device), keys.to(device), real.to(device) if padded else None)
+
+
+def _index(spans: Sequence[Span]) -> torch.Tensor:
+    return torch.cat([torch.arange(*span) for span in spans])
