@@ -1,17 +1,19 @@
 """Generation in this process: any Hugging Face causal LM, batched, with a KV cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rl_bridge.data.requests import Message, Request, SamplingParams
+from rl_bridge.data.requests import Request, SamplingParams
 from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
 from rl_bridge.models.encoding import encode_prompt, messages_of
 from rl_bridge.models.source import ModelSource
-from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
+from rl_bridge.parallel.attention import use_rl_fn_attention
+from rl_bridge.rollout.decoder import Decoder, Drawn
+from rl_bridge.rollout.token_sampler import request_seeds
 from rl_bridge.weights import ModuleReceiver
 
 
@@ -25,7 +27,8 @@ class InProcessRollout:
         source.load(self._model)
         self._weights = _Weights(self._model)
         self._tokenizer = tokenizer
-        self._eos, self._pad = _token_id(tokenizer, "eos_token"), _token_id(tokenizer, "pad_token")
+        use_rl_fn_attention(self._model)
+        self._stop = stop_tokens(self._model, tokenizer)
         self._max_batch_rows = max_batch_rows
 
     @returns("rows")
@@ -36,21 +39,26 @@ class InProcessRollout:
         if not requests:
             return []
         encoded = [encode_prompt(self._tokenizer, request.prompt) for request in requests]
-        device, n = self.weights_device(), sampling.n
-        seeds = request_seeds([request.id for request in requests], n, device)
-        # Prompts of similar length go together, so that little is padding.
-        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-        made: dict[int, list[Trajectory]] = {}
-        together = max(1, self._max_batch_rows // n)
-        for start in range(0, len(order), together):
-            chosen = order[start : start + together]
-            rows = self._decode([encoded[i] for i in chosen], seeds[torch.tensor(chosen, device=device)], sampling)
-            for i in chosen:
-                said = messages_of(requests[i].prompt)
-                made[i] = [
-                    self._trajectory(requests[i], sample, encoded[i], said, *next(rows), version) for sample in range(n)
-                ]
-        return [made[i] for i in range(len(requests))]
+        seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
+        decoder = self.decoder(sampling)
+        # Prompts of similar length go together: a step costs as much as its longest row.
+        for place in sorted(range(len(encoded)), key=lambda i: len(encoded[i])):
+            for number, seed in enumerate(seeds[place]):
+                decoder.add((place, number), encoded[place], seed=seed, limit=sampling.max_new_tokens)
+        finished: dict[Hashable, Drawn] = {}
+        while decoder.running or decoder.waiting:
+            finished |= {drawn.key: drawn for drawn in decoder.step()}
+        return [
+            [
+                self._trajectory(request, number, encoded[n], finished[n, number], version)
+                for number in range(sampling.n)
+            ]
+            for n, request in enumerate(requests)
+        ]
+
+    def decoder(self, sampling: SamplingParams) -> Decoder:
+        """An empty decoder with the weights as they are; it holds good until they change."""
+        return Decoder(self._model, sampling, stop=self._stop, max_rows=self._max_batch_rows)
 
     def weight_receiver(self) -> ModuleReceiver:
         """What a sync to here fills."""
@@ -70,89 +78,19 @@ class InProcessRollout:
         if what == "weights":
             self._weights.move(what, device)
 
-    def _trajectory(
-        self,
-        request: Request,
-        sample: int,
-        prompt: list[int],
-        said: tuple[Message, ...],
-        tokens: list[int],
-        logprobs: list[float],
-        version: int,
-    ) -> Trajectory:
-        finished = tokens[-1] == self._eos
-        text = str(self._tokenizer.decode(tokens[:-1] if finished else tokens))
+    def _trajectory(self, request: Request, sample: int, prompt: list[int], drawn: Drawn, version: int) -> Trajectory:
+        text = str(self._tokenizer.decode(drawn.tokens[:-1] if drawn.reason == "stop" else drawn.tokens))
         return single_turn(
             prompt,
-            tokens,
-            logprobs=logprobs,
+            drawn.tokens,
+            logprobs=drawn.logprobs,
             version=version,
-            finish_reason="stop" if finished else "length",
+            finish_reason=drawn.reason,
+            allowed_tokens=None if drawn.allowed is None else (*[()] * len(prompt), *drawn.allowed),
             request_id=(*request.id, sample),
             group=request.group,
-            messages=(*said, {"role": "assistant", "content": text}),
+            messages=(*messages_of(request.prompt), {"role": "assistant", "content": text}),
         )
-
-    def _decode(
-        self, prompts: list[list[int]], seeds: torch.Tensor, sampling: SamplingParams
-    ) -> Iterator[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities of ``sampling.n`` rows a prompt, up to and with the end-of-sequence token.
-
-        A prompt is read once: its keys and values are then repeated for its samples. ``seeds`` is [prompts, n].
-        """
-        device, eos, pad = self.weights_device(), self._eos, self._pad
-        sample, steps, count = token_sampler(sampling), sampling.max_new_tokens, len(prompts) * sampling.n
-        width = max(len(ids) for ids in prompts)
-        tokens = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
-        padding = torch.tensor([width - len(ids) for ids in prompts], device=device)
-        columns = torch.arange(width, device=device)
-        attended = (columns >= padding[:, None]) if bool(padding.any()) else None
-        positions = (columns - padding[:, None]).clamp(min=0)
-        cache = DynamicCache()
-        logits = self._forward(tokens, attended, positions, cache)
-        if sampling.n > 1:
-            cache.batch_repeat_interleave(sampling.n)
-            logits, padding = (value.repeat_interleave(sampling.n, 0) for value in (logits, padding))
-            attended = None if attended is None else attended.repeat_interleave(sampling.n, 0)
-        seeds, live = seeds.reshape(-1), torch.arange(count, device=device)
-        sampled = torch.full((count, steps), pad, device=device)
-        logprobs = torch.zeros((count, steps), device=device)
-        lengths = torch.full((count,), steps, device=device)
-        running = torch.ones(count, dtype=torch.bool, device=device)
-        for position in range(steps):
-            chosen, chosen_logprobs = sample(logits, uniform_numbers(seeds[live], position))
-            sampled[live, position], logprobs[live, position] = chosen, chosen_logprobs
-            ended = running & (chosen == eos)
-            lengths[live[ended]] = position + 1
-            running &= ~ended
-            left = int(running.sum())
-            if left == 0 or position + 1 == steps:
-                break
-            # Finished rows leave the batch once they are a quarter of it: copying the cache costs about one step.
-            if 4 * left <= 3 * len(running):
-                keep = running.nonzero()[:, 0]
-                cache.batch_select_indices(keep)
-                live, chosen, running = live[keep], chosen[keep], running[keep]
-                attended = None if attended is None else attended[keep]
-            if attended is not None:
-                attended = torch.cat([attended, attended.new_ones(len(live), 1)], 1)
-            positions = (width + position - padding[live])[:, None]
-            logits = self._forward(chosen[:, None], attended, positions, cache)
-        for row, row_logprobs, length in zip(sampled.tolist(), logprobs.tolist(), lengths.tolist(), strict=True):
-            yield row[:length], row_logprobs[:length]
-
-    def _forward(
-        self, tokens: torch.Tensor, attended: torch.Tensor | None, positions: torch.Tensor, cache: DynamicCache
-    ) -> torch.Tensor:
-        """Logits after the last token of each row; the cache grows by the tokens."""
-        return self._model(
-            input_ids=tokens,
-            attention_mask=attended,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
 
 
 class _Weights(ParallelModule):
@@ -167,8 +105,14 @@ class _Weights(ParallelModule):
         return self.model
 
 
-def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    value = getattr(tokenizer, f"{name}_id")
-    if not isinstance(value, int):
-        raise ValueError(f"the tokenizer needs an {name} with one id, its {name}_id is {value!r}")
-    return value
+def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that end a completion: the tokenizer's end-of-sequence token and all that the model's generation names.
+
+    Raises:
+        ValueError: for a tokenizer without one.
+    """
+    own = tokenizer.eos_token_id
+    if not isinstance(own, int):
+        raise ValueError(f"the tokenizer needs an eos_token with one id, its eos_token_id is {own!r}")
+    named = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset([own, *([named] if isinstance(named, int) else named or [])])

@@ -20,11 +20,14 @@ TRUNCATED = {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05}
 
 @pytest.fixture
 def model(new_model):
-    """Sharper than at its start, so that truncation cuts something, and not just repeating its last token."""
+    """Sharper than at its start, so that truncation cuts something, and not just repeating its last token.
+
+    Sharper still, float32's rounding would reach 1e-5 of a log-probability in any way of computing it.
+    """
     model = new_model(seed=2).requires_grad_(False)
     model.lm_head.weight.mul_(6)
     for weight in model.model.layers.parameters():
-        weight.mul_(20 if weight.dim() == 2 else 1)
+        weight.mul_(8 if weight.dim() == 2 else 1)
     return model
 
 
@@ -184,9 +187,8 @@ def test_the_global_generators_are_left_alone(rollout):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("missing", ["eos_token", "pad_token"])
-def test_a_tokenizer_must_name_its_end_and_its_padding(model, missing):
+def test_a_tokenizer_must_name_its_end(model):
     tokenizer = character_tokenizer("0123456789+-=")
-    setattr(tokenizer, missing, None)
-    with pytest.raises(ValueError, match=f"the tokenizer needs an {missing} with one id"):
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer needs an eos_token with one id"):
         InProcessRollout(StateSource(model), tokenizer)

@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.token_sampler import request_seeds, token_sampler, uniform_numbers
+from rl_bridge.rollout.token_sampler import draw, request_seeds
 from tests.bridge.rollout.distribution import truncated
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -float("inf"), 1.9, -3.0])
-LARGEST = 1 - 2.0**-53
 OF_SEED_7 = [[-6926128240174096792, 8764810008325594656], [1744542734435812199, 4175027301406484995]]
 
 
@@ -33,67 +32,56 @@ TRUNCATIONS = [
 ]
 
 
+def drawn(logits, seeds, position=0, **options):
+    return draw(logits, seeds, torch.full_like(seeds, position), params(**options))
+
+
 @pytest.mark.parametrize("options", TRUNCATIONS)
 def test_frequencies_are_those_of_the_truncated_distribution(options):
     count = 100_000
     p = truncated(LOGITS, **options)
-    uniforms = uniform_numbers(request_seeds([(11, 0)], count, CPU)[0], 0)
-    tokens, logprobs = token_sampler(params(**options))(LOGITS.expand(count, -1), uniforms)
-    np.testing.assert_allclose(logprobs.numpy(), np.log(p[tokens.numpy()]), atol=1e-6)
-    observed = np.bincount(tokens.numpy(), minlength=len(p))
+    result = drawn(LOGITS.expand(count, -1), request_seeds([(11, 0)], count, CPU)[0], **options)
+    tokens = result.tokens.numpy()
+    np.testing.assert_allclose(result.logprobs.numpy(), np.log(p[tokens]), atol=1e-6)
+    observed = np.bincount(tokens, minlength=len(p))
     assert not observed[p == 0].any()
     assert scipy.stats.chisquare(observed[p > 0], count * p[p > 0]).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS)
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, LARGEST])
-def test_the_ends_of_the_unit_interval_sample_tokens_of_positive_probability(options, uniform):
-    for logits in (LOGITS, LOGITS.flip(0), torch.tensor([-float("inf"), 0.0, -float("inf")])):
-        sample = token_sampler(params(**options))
-        tokens, logprobs = sample(logits[None], torch.tensor([uniform], dtype=torch.float64))
-        assert truncated(logits, **options)[tokens[0]] > 0 and bool(torch.isfinite(logprobs[0]))
+def test_allowed_tokens_are_those_of_positive_probability_where_truncation_can_cut(options):
+    result = drawn(LOGITS[None], torch.tensor([5]), **options)
+    if not {"top_k", "top_p", "min_p"} & set(options):
+        assert result.allowed_tokens is None
+    else:
+        assert result.allowed_tokens.tolist() == [np.flatnonzero(truncated(LOGITS, **options)).tolist()]
 
 
-@given(
-    logits=st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=30),
-    uniform=st.sampled_from([0.0, LARGEST]) | st.floats(0, LARGEST),
-)
-def test_no_logits_lead_out_of_the_vocabulary(logits, uniform):
-    tokens, logprobs = token_sampler(params())(torch.tensor([logits]), torch.tensor([uniform], dtype=torch.float64))
-    assert 0 <= int(tokens) < len(logits)
-    assert float(logprobs) <= 0
+@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_k": 900}, {"top_p": 1.0}, {"temperature": 0.0, "top_k": 2}])
+def test_what_cuts_nothing_off_records_nothing(options):
+    seeds = torch.arange(50)
+    result = drawn(LOGITS.expand(50, -1), seeds, **options)
+    assert result.allowed_tokens is None
+    plain = drawn(LOGITS.expand(50, -1), seeds, temperature=options.get("temperature", 1.0))
+    assert torch.equal(result.tokens, plain.tokens) and torch.equal(result.logprobs, plain.logprobs)
 
 
 def test_greedy_is_the_argmax_with_probability_one():
     rows = torch.stack([LOGITS, LOGITS.flip(0), torch.zeros(7)])
-    tokens, logprobs = token_sampler(params(temperature=0.0))(rows, torch.full((3,), 0.9, dtype=torch.float64))
-    assert tokens.tolist() == [2, 4, 0] and logprobs.tolist() == [0.0, 0.0, 0.0]
+    result = drawn(rows, torch.arange(3), temperature=0.0)
+    assert result.tokens.tolist() == [2, 4, 0] and result.logprobs.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_half_precision_logits_are_sampled_in_float32():
-    _, logprobs = token_sampler(params())(LOGITS[None].bfloat16(), torch.tensor([0.5], dtype=torch.float64))
-    assert logprobs.dtype == torch.float32
+    assert drawn(LOGITS[None].bfloat16(), torch.tensor([5])).logprobs.dtype == torch.float32
 
 
-@pytest.mark.parametrize("position", [0, 1, 1000])
-def test_numbers_are_uniform_in_the_unit_interval_over_seeds(position):
-    numbers = uniform_numbers(request_seeds(ids(3, 100), 200, CPU).reshape(-1), position).numpy()
-    assert numbers.min() >= 0 and numbers.max() < 1
-    assert scipy.stats.kstest(numbers, "uniform").pvalue > 1e-3
-
-
-def test_numbers_are_uniform_and_uncorrelated_over_positions():
-    seeds = request_seeds([(0, 0)], 2, CPU)[0]
-    first, second = torch.stack([uniform_numbers(seeds, position) for position in range(4000)]).numpy().T
-    assert scipy.stats.kstest(first, "uniform").pvalue > 1e-3
-    assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.06
-    assert abs(np.corrcoef(first, second)[0, 1]) < 0.06
-
-
-def test_the_numbers_have_53_bits():
-    numbers = uniform_numbers(torch.arange(-50_000, 50_000), 0)
-    assert numbers.dtype == torch.float64 and len(numbers.unique()) == 100_000
-    assert bool((numbers * 2.0**53 == (numbers * 2.0**53).round()).all())
+def test_draws_are_independent_over_seeds_and_positions():
+    seeds, half = request_seeds([(0, 0)], 2000, CPU)[0], torch.zeros(1, 2)
+    tokens = torch.stack([drawn(half.expand(2000, 2), seeds, position).tokens for position in (0, 1, 1000)]).numpy()
+    assert all(scipy.stats.binomtest(int(of.sum()), 2000).pvalue > 1e-3 for of in tokens)
+    assert (abs(np.corrcoef(tokens) - np.eye(3)) < 0.08).all()
+    assert (abs(np.corrcoef(tokens[:, :-1], tokens[:, 1:])[:3, 3:]) < 0.08).all()
 
 
 @given(seed=st.integers(-(2**70), 2**70), prompts=st.integers(1, 6), samples=st.integers(1, 6))

@@ -1,0 +1,193 @@
+"""Continuous decoding: rows of any length that join and leave between steps, each drawing one token a step."""
+
+from array import array
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_bridge.data.requests import SamplingParams
+from rl_bridge.rollout.cached_model import CachedModel
+from rl_bridge.rollout.token_sampler import draw
+
+
+class Drawn(NamedTuple):
+    """A finished row: the tokens that were drawn since it was added, the last included that ended it."""
+
+    key: Hashable
+    tokens: list[int]
+    logprobs: list[float]
+    """Under the distribution that the tokens were drawn from."""
+    allowed: list[array] | None
+    """Ids that the truncated sampler allowed for each token, rising; None where nothing was truncated."""
+    reason: Literal["stop", "length"]
+
+
+@dataclass
+class _Row:
+    key: Hashable
+    prompt: tuple[int, ...]
+    seed: int
+    drawn: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    allowed: list[array] = field(default_factory=list)
+
+
+class Decoder:
+    """Draws tokens for many sequences at once; every step all running rows get one.
+
+    A token depends on its row's tokens, seed and number alone, not on the rows beside it.
+
+    >>> decoder = Decoder(model, SamplingParams(max_new_tokens=8), stop=[1])  # doctest: +SKIP
+    >>> decoder.add("first", [5, 6, 7], seed=1, limit=8)  # doctest: +SKIP
+    >>> while decoder.running or decoder.waiting:  # doctest: +SKIP
+    ...     for drawn in decoder.step():
+    ...         print(drawn.key, drawn.tokens, drawn.reason)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sampling: SamplingParams,
+        *,
+        stop: Iterable[int],
+        max_rows: int = 1024,
+        read_tokens: int = 8192,
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            model: a causal LM with attention alone, full or with a sliding window.
+            sampling: temperature and truncation; the number of tokens is ``add``'s.
+            stop: ids that end a row when they are drawn.
+            max_rows: rows that run together; others wait. That bounds the memory of keys and values.
+            read_tokens: tokens of added sequences that one forward pass reads, or one sequence.
+
+        Raises:
+            NotImplementedError: for a model that keeps anything but keys and values of its tokens.
+            ValueError: for no rows or no tokens.
+        """
+        if max_rows < 1 or read_tokens < 1:
+            raise ValueError(f"max_rows and read_tokens must be ≥ 1, got {max_rows} and {read_tokens}")
+        self._model, self._sampling, self._stop = CachedModel(model), sampling, frozenset(stop)
+        self._max_rows, self._read_tokens = max_rows, read_tokens
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row] = []
+        # Of each running row: seed, number of its next draw, tokens in the cache, last token.
+        self._state = torch.empty((4, 0), dtype=torch.int64, device=model.device)
+
+    @property
+    def running(self) -> int:
+        """Rows that have a place in the cache."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that were added and have not been read yet."""
+        return len(self._waiting)
+
+    def add(self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int) -> None:
+        """Put a sequence in: the next step that has room reads it and draws its first token.
+
+        Equal sequences that are read in the same step are computed once.
+
+        Args:
+            key: what ``Drawn`` names the row by.
+            tokens: what the model has seen so far.
+            seed: 64 bits, int64: with ``drawn`` it decides the random numbers.
+            drawn: tokens that the policy has drawn already in this sequence, so the number of its next draw.
+            limit: tokens that the row may draw until it ends.
+
+        Raises:
+            ValueError: for no tokens, or a limit below 1.
+        """
+        if not tokens or limit < 1 or drawn < 0:
+            raise ValueError(
+                f"a row needs tokens, limit ≥ 1 and drawn ≥ 0, got {len(tokens)} tokens, limit {limit}, drawn {drawn}"
+            )
+        self._waiting.append(_Row(key, tuple(tokens), seed, drawn, limit))
+
+    @torch.no_grad()
+    def step(self) -> list[Drawn]:
+        """Draw one token for every running row; then read waiting rows into the room there is, and draw their first.
+
+        Returns the rows that ended, which have left.
+
+        Raises:
+            ValueError: for logits that are no numbers.
+        """
+        ended = []
+        if self._rows:
+            _, _, lengths, last = self._state
+            logits = self._model.add(last, lengths, [len(row.prompt) + len(row.tokens) for row in self._rows])
+            self._state[2] += 1
+            ended += self._draw(logits, 0)
+        while self._waiting and len(self._rows) < self._max_rows:
+            before = len(self._rows)
+            ended += self._draw(self._read(), before)
+        return ended
+
+    def _read(self) -> torch.Tensor:
+        """Logits [rows, V] after the sequences of rows that join, as many as one pass reads."""
+        first, sequences, places, budget = len(self._rows), {}, [], self._read_tokens
+        while self._waiting and len(self._rows) < self._max_rows:
+            prompt = self._waiting[0].prompt
+            if prompt not in sequences:
+                if sequences and len(prompt) > budget:
+                    break
+                sequences[prompt] = len(sequences)
+                budget -= len(prompt)
+            places.append(sequences[prompt])
+            self._rows.append(self._waiting.popleft())
+        joined = self._rows[first:]
+        state = [(row.seed, row.drawn, len(row.prompt), 0) for row in joined]
+        self._state = torch.cat([self._state, self._state.new_tensor(state).T], 1)
+        room = max(len(row.prompt) + min(row.limit, 32) for row in joined)
+        return self._model.read(list(sequences), places, first, room)
+
+    def _draw(self, logits: torch.Tensor, first: int) -> list[Drawn]:
+        """Draw a token for all rows from ``first`` on; those that end leave."""
+        state = self._state[:, first:]
+        sampled = draw(logits, state[0], state[1], self._sampling)
+        state[1] += 1
+        state[3] = sampled.tokens
+        tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
+        if tokens and min(tokens) < 0:
+            raise ValueError(f"the model's logits are no numbers after the tokens of {self._rows[first].key}")
+        rows = self._rows[first:]
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+        if sampled.allowed_tokens is not None:
+            ids, counts = sampled.allowed_tokens.int().cpu().numpy(), sampled.allowed_count.tolist()
+            for row, some, count in zip(rows, ids, counts, strict=True):
+                row.allowed.append(array("i", some[:count].tobytes()))
+        ended = [n for n, row in enumerate(rows, first) if row.tokens[-1] in self._stop or len(row.tokens) == row.limit]
+        return self._leave(ended) if ended else []
+
+    def _leave(self, ended: list[int]) -> list[Drawn]:
+        """Rows from the end of the cache take the places of those that ended."""
+        gone, left = set(ended), len(self._rows) - len(ended)
+        movers = [n for n in range(left, len(self._rows)) if n not in gone]
+        gaps = [n for n in ended if n < left]
+        drawn = [self._drawn(self._rows[n]) for n in ended]
+        order = list(range(left))
+        for gap, mover in zip(gaps, movers, strict=True):
+            order[gap] = mover
+        self._rows = [self._rows[n] for n in order]
+        if movers:
+            used = max(len(self._rows[gap].prompt) + len(self._rows[gap].tokens) for gap in gaps)
+            self._model.move(gaps, movers, used)
+            self._state = self._state[:, torch.tensor(order, device=self._state.device)]
+        else:
+            self._state = self._state[:, :left]
+        return drawn
+
+    def _drawn(self, row: _Row) -> Drawn:
+        reason = "stop" if row.tokens[-1] in self._stop else "length"
+        return Drawn(row.key, row.tokens, row.logprobs, row.allowed or None, reason)
