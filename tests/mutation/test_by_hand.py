@@ -97,7 +97,7 @@ def test_the_nearest_tests_come_first():
     found = reach.of(ROOT / "bridge/rl_bridge/weights/bits.py")
     assert found[0] == "tests/bridge/weights/test_bits.py"
     assert "tests/bridge/data/test_reading.py" not in found
-    assert reach.of(ROOT / "bridge/rl_bridge/rewards.py")[0] == "tests/bridge/test_rewards.py"
+    assert reach.of(ROOT / "bridge/rl_bridge/rewards/process.py")[0] == "tests/bridge/rewards/test_process.py"
 
 
 def test_tests_of_the_same_name_come_first_and_then_some_cases_of_each():

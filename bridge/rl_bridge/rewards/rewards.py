@@ -1,0 +1,143 @@
+"""``Rewards``: every named reward of a run, asked about a batch of trajectories."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.rewards.errors import RewardError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class NamedReward(Protocol):
+    """One reward, or several that are computed together."""
+
+    name: str
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Iterator[dict[str, float]]:
+        """The values of each trajectory by name, in order; raises RewardError with the row."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is held: a process, connections."""
+        ...
+
+
+class Rewards:
+    """The rewards of a run under their names, with a weight each.
+
+    A function may return several under names of its own: ``names`` has them after ``try_on`` or the first ``score``.
+    """
+
+    def __init__(self, rewards: Sequence[NamedReward], weights: Sequence[float] = (), *, fingerprint: str = "") -> None:
+        """``weights`` in the order of the names; none are all 1. ``fingerprint``: of the functions' text."""
+        self._rewards = tuple(rewards)
+        self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
+        self._tried = False
+        self._weights = tuple(float(weight) for weight in weights)
+        self._fingerprint = fingerprint
+        if not self._rewards:
+            raise ValueError("there is no reward")
+        self._check()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of every reward, in the order of the weights."""
+        return tuple(name for names in self._names for name in names)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """One a name. Raises ValueError where other numbers were given than there are names."""
+        if self._weights and len(self._weights) != len(self.names):
+            raise ValueError(f"there are {len(self._weights)} weights {self._weights} for the rewards {self.names}")
+        return self._weights or (1.0,) * len(self.names)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes where a reward's text, name or weight does: a resumed run compares it."""
+        return hashlib.sha256(repr((self._fingerprint, self._weights)).encode()).hexdigest()[:16]
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The trajectories with ``rewards``: one float for each of ``names``. ``row`` and ``messages`` must be filled.
+
+        Raises:
+            RewardError: a reward that raises, hangs, dies or returns no finite number: its name and the row.
+        """
+        found: list[dict[str, float]] = [{} for _ in trajectories]
+        for place, reward in enumerate(self._rewards if trajectories else ()):
+            for trajectory, mine, values in zip(trajectories, found, reward.score(trajectories), strict=True):
+                if not self._tried and mine is found[0]:
+                    self._names[place] = tuple(values)
+                if tuple(values) != self._names[place]:
+                    raise RewardError(
+                        f"reward {reward.name} on {trajectory.row.get('_where', 'a row')} returned the rewards "
+                        f"{sorted(values)}, before they were {sorted(self._names[place])}"
+                    )
+                mine |= values
+        if trajectories and not self._tried:
+            self._tried = True
+            self._check()
+        return [replace(trajectory, rewards=mine) for trajectory, mine in zip(trajectories, found, strict=True)]
+
+    def total(self, rewards: Mapping[str, float]) -> float:
+        """The weighted sum of a trajectory's rewards.
+
+        >>> from rl_bridge.rewards import load
+        >>> load(["exact"], weights=[2.0]).total({"reward": 0.5})
+        1.0
+        """
+        return sum(weight * rewards[name] for name, weight in zip(self.names, self.weights, strict=True))
+
+    def try_on(self, rows: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+        """Ask every reward about a few of ``rows``, with the row's answer and with nothing as the completion.
+
+        What is wrong with a reward shows here, before a model is made or warmed up. Without a tokenizer the trial has
+        made-up token ids.
+
+        Raises:
+            RewardError: as ``score`` does.
+            ValueError: weights that are not one a name; or two rewards of one name.
+        """
+        self.score([trial for row in rows[:2] for trial in _trials(row, tokenizer)])
+        self._check()
+
+    def close(self) -> None:
+        """End what the rewards have started."""
+        for reward in self._rewards:
+            reward.close()
+
+    def _check(self) -> None:
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two rewards have the name {twice[0]!r}; name each: NAME=SOURCE")
+        if self._tried:
+            _ = self.weights
+
+
+def with_rows(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]]) -> list[Trajectory]:
+    """The trajectories with the row that each came from: number ``group`` of ``rows``.
+
+    Raises:
+        ValueError: a group that has no row.
+    """
+    for trajectory in trajectories:
+        if not 0 <= trajectory.group < len(rows):
+            raise ValueError(f"a trajectory of group {trajectory.group} has no row; there are {len(rows)}")
+    return [replace(trajectory, row=rows[trajectory.group]) for trajectory in trajectories]
+
+
+def _trials(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> list[Trajectory]:
+    # Not at the top: the process of a reward with a time limit needs no tokenizer.
+    from rl_bridge.models.encoding import encode_prompt, messages_of
+
+    prompt = row.get("prompt", "")
+    ids = [0] if tokenizer is None else encode_prompt(tokenizer, prompt)
+    trials = []
+    for text in dict.fromkeys([str(row.get("answer", "")), ""]):
+        drawn: list[int] = [0] if tokenizer is None else [*tokenizer(text, add_special_tokens=False).input_ids, ids[-1]]
+        messages = (*messages_of(prompt), {"role": "assistant", "content": text})
+        trials.append(single_turn(ids, drawn, row=row, messages=messages))
+    return trials

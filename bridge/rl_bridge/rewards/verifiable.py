@@ -1,0 +1,13 @@
+"""Rewards that compare a completion with the row."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def exact_match(completion: str, row: Mapping[str, Any]) -> float:
+    """1 if the completion is the row's ``answer``, surrounding white space aside, else 0.
+
+    >>> exact_match(" 95", {"answer": "95"}), exact_match("96", {"answer": "95"})
+    (1.0, 0.0)
+    """
+    return float(completion.strip() == str(row["answer"]).strip())

@@ -1,0 +1,280 @@
+"""Reward functions as each of the libraries writes them, and rewards under several names."""
+
+import asyncio
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from rl_bridge.rewards import RewardError, load
+from rl_bridge.rewards.protocols import ALL, protocol_of
+from tests.bridge.rewards.batches import rows, trajectories, values
+
+
+def batch(trajectories):
+    return [len(t.completion) + int(t.row["answer"]) for t in trajectories]
+
+
+async def later(trajectories):
+    await asyncio.sleep(0)
+    return batch(trajectories)
+
+
+def of_completion(completion, row, unit=1):
+    return len(completion) + int(row["answer"]) * unit
+
+
+async def of_completion_later(completion, row):
+    await asyncio.sleep(0.001 * (3 - len(completion)))  # the first ends last
+    return of_completion(completion, row)
+
+
+def of_messages(messages, answer):
+    assert [m["role"] for m in messages] == ["user", "assistant"]
+    return len(messages[-1]["content"]) + int(answer)
+
+
+def of_trl(completions, answer, **kwargs):
+    assert kwargs["prompts"] == ["0+0=", "1+0=", "2+0="] and kwargs["completion_ids"] == [[3, 4]] * 3
+    assert "_where" not in kwargs and kwargs["trainer_state"] is None
+    return [len(c) + int(a) for c, a in zip(completions, answer, strict=True)]
+
+
+def of_trl_without_others(prompts, completions):
+    return [len(c) + int(p[0]) for p, c in zip(prompts, completions, strict=True)]
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(solution_str) + int(ground_truth), "pred": solution_str}
+
+
+class Callable:
+    async def __call__(self, completion, row):
+        return of_completion(completion, row)
+
+
+FUNCTIONS = [
+    (batch, "batch"),
+    (later, "batch"),
+    (of_completion, "completion"),
+    (of_completion_later, "completion"),
+    (Callable(), "completion"),
+    (of_messages, "messages"),
+    (of_trl, "trl"),
+    (of_trl_without_others, "trl"),
+    (of_verl, "verl"),
+]
+
+
+@pytest.mark.parametrize(("function", "protocol"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", None))
+def test_each_way_to_write_a_reward(function, protocol):
+    assert protocol_of(function, "mine") == protocol
+    rewards = load(function)
+    assert (rewards.names, rewards.weights) == (("reward",), (1.0,))
+    assert values(rewards, "", "ab", "c") == [0.0, 3.0, 3.0]
+
+
+def test_coroutines_of_one_batch_run_together_and_inside_a_running_loop():
+    running = set()
+
+    async def waits_for_the_others(completion, row):
+        running.add(completion)
+        while len(running) < 3:
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    async def notebook():
+        return values(load(waits_for_the_others), "a", "b", "c")
+
+    assert asyncio.run(notebook()) == [1.0, 1.0, 1.0]
+
+
+def test_conversations_reach_a_reward_of_trl_as_messages():
+    def reward(completions, prompts, level):
+        assert level == [3]
+        return [float(c[0]["content"] == p[0]["content"]) for c, p in zip(completions, prompts, strict=True)]
+
+    (trajectory,) = trajectories("same", data=[{"prompt": [{"role": "user", "content": "same"}], "level": 3}])
+    assert load(reward).score([trajectory])[0].rewards == {"reward": 1.0}
+
+
+def test_a_verl_row_has_its_truth_under_reward_model():
+    row = {"prompt": "a", "reward_model": {"ground_truth": "5"}, "data_source": "gsm8k", "extra_info": {"index": 7}}
+
+    def reward(data_source, solution_str, ground_truth, extra_info):
+        return float((data_source, solution_str, ground_truth, extra_info["index"]) == ("gsm8k", "x", "5", 7))
+
+    assert load(reward).score(trajectories("x", data=[row]))[0].rewards == {"reward": 1.0}
+
+
+@pytest.mark.parametrize("function", [lambda: 0.0, lambda a, b, c: 0.0, lambda *a: 0.0, max])
+def test_parameters_that_show_no_protocol(function):
+    with pytest.raises(ValueError, match=r"say how it is called, with reward_protocol, one of batch, completion, mes"):
+        load(function)
+
+
+def test_the_protocol_may_be_said():
+    assert values(load(lambda *given: float(given[0] == "a"), protocol="completion"), "a", "b") == [1.0, 0.0]
+    assert set(ALL) == {"batch", "completion", "messages", "trl", "verl"}
+
+
+def test_several_rewards_have_names_and_weights():
+    rewards = load([of_completion, batch, "style=exact"], weights=[1, 0.5, 2])
+    assert rewards.names == ("of_completion", "batch", "style") and rewards.weights == (1.0, 0.5, 2.0)
+    (scored,) = rewards.score(trajectories("0"))
+    assert scored.rewards == {"of_completion": 1.0, "batch": 1.0, "style": 1.0}
+    assert rewards.total(scored.rewards) == 3.5
+
+
+def test_a_function_may_return_several_rewards():
+    def both(trajectories):
+        return {"length": np.array([len(t.completion) for t in trajectories]), "zero": [0] * len(trajectories)}
+
+    def one(completion, row):
+        return {"first": 1, "second": 2.0}
+
+    rewards = load([both, one], weights=[1, 2, 3, 4])
+    assert rewards.names == ("both", "one")
+    rewards.try_on(rows(2))
+    assert rewards.names == ("length", "zero", "first", "second")
+    assert rewards.score(trajectories("abc"))[0].rewards == {"length": 3.0, "zero": 0.0, "first": 1.0, "second": 2.0}
+    with pytest.raises(ValueError, match=r"there are 2 weights \(1\.0, 2\.0\) for the rewards \('length', 'zero', 'fi"):
+        load([both, one], weights=[1, 2]).try_on(rows(2))
+    with pytest.raises(ValueError, match="two rewards have the name 'length'; name each: NAME=SOURCE"):
+        load([both, lambda c, row: {"length": 1.0}]).try_on(rows(2))
+
+
+def test_names_that_change_are_refused():
+    rewards = load(lambda c, row: {c: 1.0})
+    with pytest.raises(RewardError, match=r"jsonl, row 2 returned the rewards \['b'\], before they were \['a'"):
+        rewards.score(trajectories("a", "b"))
+    with pytest.raises(ValueError, match="two rewards have the name 'exact'; name each: NAME=SOURCE"):
+        load(["exact", "exact"])
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), jnp.float32(0.5), np.float64(0.5), 0.5]
+)
+def test_scalars_of_every_library_are_numbers(value):
+    assert values(load(lambda c, row: value), "a") == [0.5]
+    assert values(load(lambda trajectories: [value] * 2), "a", "b") == [0.5, 0.5]
+    assert all(type(v) is float for v in values(load(lambda c, row: value), "a"))
+    assert values(load(lambda c, row: np.bool_(True)), "a") == [1.0]
+
+
+def test_a_list_of_a_whole_tensor():
+    assert values(load(lambda trajectories: torch.tensor([1.0, 2.0])), "a", "b") == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, 10**400, np.float64(1e300)])
+def test_what_float32_cannot_hold_is_refused(value):
+    with pytest.raises(RewardError, match=r"row 1 returned .* expected a finite number up to 3\.403e\+38, which float"):
+        values(load(lambda c, row: value), "a")
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), np.ones(2), object(), "3", None, 1j, np.complex64(1)])
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(RewardError, match=r"row 2 returned .*, expected a finite number; completion 'bad'"):
+        values(load(lambda c, row: value if c == "bad" else 1.0), "good", "bad")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0], "row 1 to problems.jsonl, row 2 (2 completions in one call) returned 1 numbers for 2 trajectories"),
+        ([1.0] * 3, "returned 3 numbers for 2 trajectories"),
+        (None, "returned None, expected a list of 2 numbers, one a trajectory"),
+        ({"a": [1.0], "b": [1.0, 2.0]}, "returned 1 numbers for 2 trajectories as 'a'"),
+        ([1.0, None], "on problems.jsonl, row 2 returned None, expected a finite number; completion 'b'"),
+        ({"a": [float("nan"), 1.0]}, "on problems.jsonl, row 1 returned nan, expected a finite number; completion 'a'"),
+    ],
+)
+def test_what_a_batch_may_not_return(result, message):
+    with pytest.raises(RewardError, match=re.escape(message)):
+        values(load(lambda trajectories: result), "a", "b")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_exits_and_errors_name_the_row(asynchronous):
+    def bad(completion, row):
+        if completion == "exit":
+            raise SystemExit(0)
+        return 1 / (completion != "zero")
+
+    async def bad_later(completion, row):
+        return bad(completion, row)
+
+    rewards = load(bad_later if asynchronous else bad)
+    if not asynchronous:
+        with pytest.raises(RewardError, match=r"on problems.jsonl, row 2 raised SystemExit: 0; completion 'exit'"):
+            values(rewards, "a", "exit")
+    else:
+        with pytest.raises(RewardError, match="raised SystemExit"):
+            values(rewards, "a", "exit")
+    with pytest.raises(RewardError, match="row 3 raised ZeroDivisionError: division by zero; completion 'zero'"):
+        values(rewards, "a", "b", "zero")
+
+    def whole(trajectories):
+        raise KeyError("answer")
+
+    with pytest.raises(RewardError, match=r"whole on .* row 1 to .* row 2 \(2 completions in one call\) raised K"):
+        values(load(whole), "a", "b")
+
+
+def test_a_reward_cannot_change_the_rows():
+    def spoil(completion, row):
+        row["answer"] = row["nested"].pop()
+        return 1.0
+
+    def spoil_batch(trajectories):
+        for t in trajectories:
+            t.row.clear()
+            t.messages[-1]["content"] = ""
+        return [1.0] * len(trajectories)
+
+    data = [{"prompt": "a", "answer": "1", "nested": ["2"]}]
+    for function in (spoil, spoil_batch):
+        (scored,) = load(function).score(trajectories("x", data=data))
+        assert scored.row is data[0] and scored.completion == "x"
+    assert data == [{"prompt": "a", "answer": "1", "nested": ["2"]}]
+
+
+def test_a_reward_is_tried_before_it_is_needed(tokenizer):
+    seen = []
+
+    def reward(trajectories):
+        seen.extend((t.completion, t.row["answer"], t.messages[0]["content"], t.tokens) for t in trajectories)
+        return [0.0] * len(trajectories)
+
+    load(reward).try_on(rows(3), tokenizer)
+    assert [s[:3] for s in seen] == [("0", "0", "0+0="), ("", "0", "0+0="), ("1", "1", "1+0="), ("", "1", "1+0=")]
+    assert tokenizer.decode(seen[0][3][:5]) == "0+0=0"
+    with pytest.raises(RewardError, match=r"on problems.jsonl, row 1 raised KeyError: 'solution'; completion '0'"):
+        load(lambda c, row: row["solution"]).try_on(rows(3))
+
+
+def test_no_trajectories_have_no_rewards():
+    assert load(lambda trajectories: [1.0]).score([]) == []
+    with pytest.raises(ValueError, match="there is no reward"):
+        from rl_bridge.rewards import Rewards
+
+        Rewards([])
+
+
+def test_the_fingerprint_follows_the_text_and_the_weights(tmp_path):
+    file = tmp_path / "mine.py"
+
+    def fingerprint(text, **options):
+        file.write_text(text)
+        return load(f"{file}:score", **options).fingerprint
+
+    first = fingerprint("def score(completion, row): return 1.0")
+    assert first == fingerprint("def score(completion, row): return 1.0")
+    others = {
+        fingerprint("def score(completion, row): return 2.0"),
+        fingerprint("def score(completion, row): return 1.0", weights=[2.0]),
+        fingerprint("def score(completion, row): return 1.0", protocol="messages"),
+    }
+    assert len(others | {first}) == 4
