@@ -1,0 +1,197 @@
+"""Steps that were not finite, and the step that was the best."""
+
+import errno
+import json
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from rl_bridge import step_folders
+from rl_bridge.engines import TrainEngine
+from rl_bridge.tracking import recorder
+from rl_bridge.tracking.run import Run
+from rl_bridge.tracking.skips import KEPT
+
+
+@dataclass(frozen=True)
+class Options:
+    seed: int = 0
+
+
+class Tokens(NamedTuple):
+    tokens: torch.Tensor
+    values: torch.Tensor | None
+
+
+class Pairs(NamedTuple):
+    chosen: Tokens
+    weights: list
+
+
+class Model(torch.nn.Module):
+    """An engine's module whose version counts its updates, as a trainer's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.version = 0
+
+    def weights_version(self):
+        return self.version
+
+    def optimizer_step(self, value):
+        with torch.no_grad():
+            self.weight.fill_(value)
+        self.version += 1
+
+    def value(self):
+        return self.weight.item()
+
+    def checkpoint_state(self):
+        return {"weight": self.weight.detach(), "version": self.version}
+
+    def load_checkpoint_state(self, state):
+        self.version = state["version"]
+        with torch.no_grad():
+            self.weight.copy_(state["weight"])
+
+
+@pytest.fixture
+def engine():
+    made = TrainEngine(Model).build()
+    yield made
+    made.release()
+
+
+def go(folder, engine, *, skip=(), scores=None, total=8, watch=None, **how):
+    """A run whose weight is its step; the steps of ``skip`` leave it as it was."""
+    with Run(folder, Options(), checkpoint_every=100, **how) as run:
+        if watch:
+            run.keep_best(*watch)
+        for step in run.steps("only", total, state={"policy": engine}):
+            metrics = {"reward": 1.0}
+            if step in skip:
+                run.skipped(step, Pairs(Tokens(torch.full((2, 3), step), None), ["a"]))
+                run.skipped(step, Pairs(Tokens(torch.full((2, 3), -step), None), ["b"]))
+                metrics["skipped"] = 2.0
+            else:
+                engine.optimizer_step(float(step))
+            if scores is not None:
+                metrics["held_out"] = scores[step]
+            run.log(step, metrics)
+        best = run.load_best({"policy": engine})
+        run.finish({})
+    return best
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_three_in_a_row_stop_the_run_with_a_checkpoint_and_the_cause(tmp_path, engine):
+    folder = tmp_path / "run"
+    with pytest.raises(FloatingPointError) as stopped:
+        go(folder, engine, skip=(1, 3, 4, 5, 6))
+    said = f"{stopped.value} {stopped.value.__notes__}"
+    assert "not finite in 3 steps in a row" in said and "stopped after step 6 of 8 of only" in said
+    assert f"{folder / 'skipped'}" in said and "--name run --resume" in said
+    newest = folder / "checkpoints" / "step-00000006"
+    assert str(newest) in said and step_folders.damage(newest) is None
+    assert [line["skipped"] for line in lines(folder) if "skipped" in line] == [2.0] * 4
+    # A skipped step updates nothing.
+    assert [(line["optimizer_step"], line["weights_version"]) for line in lines(folder)] == [
+        (done, done) for done in (1, 1, 2, 2, 2, 2)
+    ]
+    # The batches of the last skips, each as it was.
+    kept = [f"step-{step:08d}-{place}.safetensors" for step in (3, 4, 5) for place in (0, 1)]
+    assert names(folder / "skipped") == kept[-KEPT:]
+    with safe_open(folder / "skipped" / kept[-1], "pt") as file:
+        assert torch.equal(file.get_tensor("chosen.tokens"), torch.full((2, 3), -5))
+        assert json.loads(file.metadata()["about"]) == {"stage": "only", "step": 5, "others": {"weights": ["b"]}}
+    # It goes on where it stopped, with as many skips ahead as at the start.
+    go(folder, engine, skip=(6, 7), resume=True)
+    assert [line["step"] for line in lines(folder)] == list(range(8))
+
+
+def test_how_many_in_a_row_is_an_option_and_a_record_alone_counts(tmp_path, engine):
+    with Run(tmp_path / "run", Options(), stop_after_skips=1) as run, pytest.raises(FloatingPointError, match="step 3"):
+        for step in run.steps("only", 5, state={}):
+            run.log(step, {"reward": 1.0, "skipped": float(step == 2)})
+    assert not (tmp_path / "run" / "skipped").exists()
+
+
+def test_optimizer_steps_count_from_the_beginning_of_their_stage(tmp_path, engine):
+    for _ in range(3):
+        engine.optimizer_step(0.0)
+    go(tmp_path / "run", engine, total=2)
+    assert [(line["optimizer_step"], line["weights_version"]) for line in lines(tmp_path / "run")] == [(1, 4), (2, 5)]
+
+
+SCORES = [0.1, 0.5, math.nan, 0.5, 0.2, 0.4, 0.3, 0.3]
+
+
+def test_the_best_step_stays_and_comes_back(tmp_path, engine):
+    folder = tmp_path / "run"
+    assert go(folder, engine, scores=SCORES, watch=("held_out",), keep=1) == 0.5
+    # The first of equals, and the last.
+    assert names(folder / "checkpoints") == ["step-00000002", "step-00000008"]
+    assert engine.value() == 1.0
+    # A run that is taken up again remembers.
+    go(folder, engine, scores=SCORES, watch=("held_out",), keep=1, resume=True)
+    assert names(folder / "checkpoints") == ["step-00000002", "step-00000008"] and engine.value() == 1.0
+
+
+def test_the_lowest_can_be_the_best_and_without_a_metric_there_is_none(tmp_path, engine):
+    assert go(tmp_path / "low", engine, scores=SCORES, watch=("held_out", "min"), keep=1) == 0.1
+    assert names(tmp_path / "low" / "checkpoints") == ["step-00000001", "step-00000008"]
+    assert go(tmp_path / "none", engine, watch=("held_out",)) is None
+    assert go(tmp_path / "unwatched", engine, scores=SCORES) is None
+    with Run(tmp_path / "x", Options()) as run, pytest.raises(ValueError, match="mode is 'max' or 'min', got 'most'"):
+        run.keep_best("reward", "most")
+
+
+def test_weights_that_are_not_finite_end_the_run_and_the_checkpoint_before_stays(tmp_path, engine):
+    folder = tmp_path / "run"
+    with Run(folder, Options(), checkpoint_every=2) as run, pytest.raises(Exception) as stopped:
+        for step in run.steps("only", 6, state={"policy": engine}):
+            engine.optimizer_step(math.inf if step == 3 else float(step))
+            run.log(step, {"reward": 1.0})
+    assert "values of weight are not finite" in str(stopped.value) and "step-00000002" in str(stopped.value)
+    assert names(folder / "checkpoints") == ["step-00000002"]
+    go(folder, engine, resume=True, total=6)
+    assert engine.value() == 5.0 and len(lines(folder)) == 6
+
+
+@pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EROFS])
+def test_a_record_that_cannot_be_written_ends_the_run_and_says_how_to_go_on(tmp_path, engine, failure):
+    folder, written = tmp_path / "run", recorder.Recorder.write
+
+    def fails(self, record):
+        if record["step"] == 5:
+            raise OSError(failure, "full or read-only", str(folder))
+        written(self, record)
+
+    with (
+        patch.object(recorder.Recorder, "write", fails),
+        pytest.raises(OSError, match="full or read-only") as stopped,
+        Run(folder, Options(), checkpoint_every=2) as run,
+    ):
+        for step in run.steps("only", 8, state={"policy": engine}):
+            engine.optimizer_step(float(step))
+            run.log(step, {"reward": 1.0})
+    [hint] = stopped.value.__notes__
+    assert hint == (
+        f"the newest checkpoint is {folder / 'checkpoints' / 'step-00000004'}; "
+        "go on with the same command and --name run --resume"
+    )
+    go(folder, engine, resume=True)
+    assert [line["step"] for line in lines(folder)] == list(range(8))
