@@ -26,10 +26,12 @@ except ValueError as error:
     print("refused", error, flush=True)
 else:
     if sys.argv[2] == "child" and os.fork() == 0:
+        print("won", os.getppid(), flush=True)
         os.close(1)
         sys.stdin.read()
         os._exit(0)
-    print("won", os.getpid(), flush=True)
+    if sys.argv[2] == "alone":
+        print("won", os.getpid(), flush=True)
 sys.stdin.read()
 """
 

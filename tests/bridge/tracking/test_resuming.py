@@ -159,7 +159,7 @@ def test_a_damaged_record_is_found_at_the_start_and_left_out_if_asked(folder, wh
 def test_a_flipped_digit_of_a_record_is_found(folder):
     file = folder / "metrics.jsonl"
     file.write_text(file.read_text().replace('"reward": 2.0', '"reward": 3.0'))
-    with pytest.raises(ValueError, match="metrics.jsonl is damaged: it has another checksum than was written"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl is damaged: it has another checksum than was written"):
         go(folder, resume=True)
 
 
