@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rl_bridge.data.prefixes import prefixes_worth_sharing, units_of
+from rl_bridge.data.prefixes import units_of
 from rl_bridge.data.token_batch import TokenBatch
 from rl_fn.packing import pack
 
@@ -93,18 +93,12 @@ def micro_batches(
     """
     lengths, parts, alone = batch.row_tokens(), [], np.arange(len(batch.lengths))
     if share_prefixes:
-        shared = prefixes_worth_sharing(*prefix_fields(batch)).tolist()
+        shared = batch.prefixes_worth_sharing().tolist()
         parts, alone = sharing_rows(lengths, batch.groups.tolist(), shared, max_tokens)
     rest = (packed_rows if packing else padded_rows)([lengths[row] for row in alone.tolist()], max_tokens)
     parts += [alone[part] for part in rest]
     places = [torch.from_numpy(part).to(batch.tokens.device) for part in parts]
     return [MicroBatch(rows, batch.rows(rows).trim()) for rows in places]
-
-
-def prefix_fields(batch: TokenBatch) -> tuple[torch.Tensor, ...]:
-    """What ``shared_prefixes`` reads: a token is shared where all that scores it is the same."""
-    fields = (batch.tokens, batch.lengths, batch.groups, batch.mask)
-    return fields if batch.allowed_tokens is None else (*fields, batch.allowed_tokens)
 
 
 def stand_in(batch: TokenBatch) -> MicroBatch:

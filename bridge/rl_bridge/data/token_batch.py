@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl_bridge.data.prefixes import Unit, prefixes_worth_sharing, units_of
 from rl_bridge.data.trajectory import Trajectory
 
 
@@ -42,6 +43,18 @@ class TokenBatch(NamedTuple):
     def row_tokens(self) -> list[int]:
         """Tokens of each row: what an engine balances its workers by."""
         return self.lengths.tolist()
+
+    def row_units(self) -> list[Unit]:
+        """Rows that share a prefix worth it, together, and every other row alone: what an engine keeps on a worker."""
+        return units_of(self.row_tokens(), self.groups.tolist(), self.prefixes_worth_sharing().tolist())
+
+    def prefixes_worth_sharing(self) -> torch.Tensor:
+        """How many first tokens of each row are computed once for its group, [N]; 0 where that is not worth it.
+
+        A token is shared where all that scores it is the same: it counts in all of the rows or in none.
+        """
+        alike = (self.mask,) if self.allowed_tokens is None else (self.mask, self.allowed_tokens)
+        return prefixes_worth_sharing(self.tokens, self.lengths, self.groups, *alike)
 
     def rows(self, index: torch.Tensor | slice) -> "TokenBatch":
         """The chosen rows."""

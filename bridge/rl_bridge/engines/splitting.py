@@ -10,6 +10,9 @@ import torch
 from rl_bridge.engines.mesh import Mesh
 from rl_fn.packing import balance
 
+# The heaviest share may have so many more tokens than the mean where groups stay whole; else rows are balanced alone.
+GROUPS_BALANCE = 0.02
+
 
 @runtime_checkable
 class Rows(Protocol):
@@ -19,11 +22,27 @@ class Rows(Protocol):
     def rows(self, index: Any) -> Any: ...
 
 
+@runtime_checkable
+class Unit(Protocol):
+    """Rows that cost fewer tokens together than apart."""
+
+    rows: np.ndarray
+    tokens: int
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """A batch that knows, besides, which of its rows should go together: every row is in one unit."""
+
+    def row_units(self) -> Sequence[Unit]: ...
+
+
 class NeedParallel(NamedTuple):
     """An argument that is split over the workers.
 
     ``over="data"``: each share of rows goes to the workers of one data-parallel position. Rows of a batch that knows
-    their tokens are balanced by tokens, others are cut into runs of equal length. There may be fewer rows than shares.
+    their tokens are balanced by tokens, with groups whole where the heaviest share then has at most 2 % more than the
+    mean; others are cut into runs of equal length. There may be fewer rows than shares.
     ``over="sequence"``: besides, the columns of each tensor are cut zigzag over the sequence ranks.
     """
 
@@ -76,6 +95,12 @@ def shares_of(data: Sequence[Any], rows: int, parts: int) -> list[np.ndarray]:
     if known is None or rows == 0:
         cuts = [rows * i // parts for i in range(parts + 1)]
         return [np.arange(start, stop) for start, stop in pairwise(cuts)]
+    if isinstance(known, Grouped):
+        units = known.row_units()
+        whole = balance([max(1, unit.tokens) for unit in units], parts)
+        loads = [sum(units[i].tokens for i in share) for share in whole]
+        if max(loads) * parts <= (1 + GROUPS_BALANCE) * sum(loads):
+            return [np.sort(np.concatenate([units[i].rows for i in share])) for share in whole]
     # A row without a token still costs its place.
     return [np.sort(share) for share in balance([max(1, n) for n in known.row_tokens()], parts)]
 

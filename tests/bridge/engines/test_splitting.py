@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.order import in_order
 from rl_bridge.engines.splitting import split
@@ -132,3 +134,32 @@ def test_a_result_that_lost_a_row():
     parts = split((NeedParallel([1, 2, 3]),), {}, layout)
     with pytest.raises(ValueError, match="test is declared rows: 3 rows went in and 2 came out"):
         in_order([[1], [2]], "rows", parts, layout, "test")
+
+
+def grouped_batch(groups, size, seed):
+    """Groups of ``size`` completions of unequal lengths to prompts of unequal lengths, shuffled."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        single_turn([group + 2] * prompt, rng.integers(1000, 9999, rng.integers(5, 40)).tolist(), group=group)
+        for group, prompt in enumerate(rng.integers(10, 60, groups).tolist())
+        for _ in range(size)
+    ]
+    return collate([rows[i] for i in rng.permutation(len(rows))], 0)
+
+
+@given(seed=st.integers(0, 999), ranks=st.sampled_from([2, 4]))
+def test_groups_stay_whole_where_shares_balance_so(seed, ranks):
+    batch = grouped_batch(32, 4, seed)
+    parts = split((NeedParallel(batch),), {}, Mesh(shard=ranks))
+    shares = [batch.groups[torch.from_numpy(share)] for share in parts.shares]
+    assert sum(len(set(share.tolist())) for share in shares) == 32
+    tokens = [sum(unit.tokens for unit in batch.rows(torch.from_numpy(share)).row_units()) for share in parts.shares]
+    assert max(tokens) * ranks <= 1.02 * sum(tokens)
+
+
+def test_few_groups_are_cut_for_the_balance():
+    batch = grouped_batch(3, 8, 0)
+    parts = split((NeedParallel(batch),), {}, Mesh(shard=2))
+    tokens = [int(batch.lengths[torch.from_numpy(share)].sum()) for share in parts.shares]
+    assert sorted(np.concatenate(parts.shares)) == list(range(24))
+    assert max(tokens) * 2 <= 1.02 * sum(tokens)

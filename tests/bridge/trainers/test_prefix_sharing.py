@@ -122,7 +122,7 @@ def test_a_prompt_is_computed_once_and_the_last_tokens_not_at_all(modules, monke
     batch.tokens[:, :40] = batch.tokens[::8, :40].repeat_interleave(8, 0)
     module.scoring = replace(APART, share_prefixes=True)
     module.token_logprobs(batch)
-    shared = prefixes_worth_sharing(batch.tokens, batch.lengths, batch.groups, batch.mask)
+    shared = batch.prefixes_worth_sharing()
     assert bool((shared >= 39).all()) and batch.tokens.numel() == 4096
     units = units_of(batch.row_tokens(), batch.groups.tolist(), shared.tolist())
     # A prompt's last token predicts another one in every row, and a row's last token none.
@@ -132,7 +132,7 @@ def test_a_prompt_is_computed_once_and_the_last_tokens_not_at_all(modules, monke
 
 def test_micro_batches_count_a_prefix_once_and_keep_groups_together():
     batch = make_batch()
-    shared = prefixes_worth_sharing(batch.tokens, batch.lengths, batch.groups, batch.mask)
+    shared = batch.prefixes_worth_sharing()
     lengths, groups = batch.row_tokens(), batch.groups.tolist()
     assert sorted(set(shared.tolist())) == [0, 5, 7, 8]
     for limit in (1, 20, 34, 60, 1000):
@@ -140,9 +140,7 @@ def test_micro_batches_count_a_prefix_once_and_keep_groups_together():
         assert torch.equal(torch.cat([part.places for part in parts]).sort().values, torch.arange(len(lengths)))
         for part in parts:
             # As the forward pass decides: of a group's rows in this part alone.
-            found = prefixes_worth_sharing(
-                part.batch.tokens, part.batch.lengths, part.batch.groups, part.batch.mask
-            ).tolist()
+            found = part.batch.prefixes_worth_sharing().tolist()
             units = units_of(part.batch.row_tokens(), part.batch.groups.tolist(), found)
             padded = part.batch.tokens.numel()
             assert len(part.places) == 1 or min(padded, sum(unit.tokens for unit in units)) <= limit
@@ -157,7 +155,7 @@ def test_what_is_not_worth_it_is_not_shared():
     for longest, shared in ((16, 2), (17, 0)):
         rows = [single_turn([3, 4, 5], [6] * (longest - 3), group=0), single_turn([3, 4, 5], [7], group=0)]
         batch = collate(rows, 0)
-        found = prefixes_worth_sharing(batch.tokens, batch.lengths, batch.groups, batch.mask)
+        found = batch.prefixes_worth_sharing()
         assert found.tolist() == [shared, shared] and WORTH == 1 / 8
 
 
@@ -171,3 +169,34 @@ def test_a_token_of_two_rows_that_is_scored_differently_is_not_shared():
     allowed = torch.full((2, 7, 2), -1)
     allowed[0, 4, 0] = 7
     assert prefixes_worth_sharing(*fields, allowed).tolist() == [3, 3]
+
+
+def with_allowed_tokens(module, batch, temperature, kept=4):
+    """The batch as a sampler of the ``kept`` likeliest tokens would have drawn it, and its own log-probabilities."""
+    logits = module.model(input_ids=batch.tokens).logits[:, :-1].detach() / temperature
+    sets = logits.topk(kept).indices
+    drawn = sets[..., 0].masked_fill(~batch.mask[:, 1:], 0)
+    of_set = logits.gather(-1, sets).log_softmax(-1)[..., 0]
+    allowed = sets.sort(-1).values.masked_fill(~batch.mask[:, 1:, None], -1)
+    pad = torch.nn.functional.pad
+    return (pad(allowed, (0, 0, 1, 0), value=-1), pad(drawn, (1, 0)), pad(of_set, (1, 0)).masked_fill(~batch.mask, 0.0))
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed", "shared"])
+def test_a_truncated_distribution_is_scored_over_its_own_tokens(modules, rows):
+    module, batch = modules["grpo"], make_batch()
+    module.scoring = replace(APART, temperature=0.7, packing=rows == "packed", share_prefixes=rows == "shared")
+    # One drawn token a row, the first that counts, so that no other token's distribution changes with it.
+    batch = batch._replace(mask=batch.mask & (batch.mask.cumsum(1) == 1))
+    allowed, drawn, sampled = with_allowed_tokens(module, batch, 0.7)
+    batch = batch._replace(allowed_tokens=allowed, tokens=torch.where(batch.mask, drawn, batch.tokens))
+    found = module.token_logprobs(batch)
+    torch.testing.assert_close(found, sampled, rtol=0, atol=2e-6)
+    whole = module.token_logprobs(batch._replace(allowed_tokens=None))
+    assert bool((found[batch.mask] > whole[batch.mask] + 1e-3).all())
+    # Before the first update the ratio is 1: to the bit against the trainer's own scores, to rounding the sampler's.
+    nothing = torch.zeros_like(found)
+    for old, tolerance in ((found, 0.0), (sampled, 3e-6)):
+        module.zero_grad()
+        metrics = module.train_step(batch._replace(old_logprobs=old, ref_logprobs=nothing), 7.0)
+        assert mean(metrics["ratio_mean"]) == pytest.approx(1.0, rel=0, abs=tolerance)

@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_bridge.data.micro_batches import MicroBatch, micro_batches, prefix_fields, restore, stand_in
-from rl_bridge.data.prefixes import prefixes_worth_sharing
+from rl_bridge.data.micro_batches import MicroBatch, micro_batches, restore, stand_in
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
@@ -115,7 +114,7 @@ class Scorer(ParallelModule):
         """
         shared = None
         if self.scoring.share_prefixes:
-            shared = torch.minimum(prefixes_worth_sharing(*prefix_fields(batch)), lengths)
+            shared = torch.minimum(batch.prefixes_worth_sharing(), lengths)
         if shared is not None and bool(shared.any()):
             return Documents(lengths, self._mesh, groups=batch.groups, shared=shared)
         return Documents(lengths, self._mesh) if self.scoring.packing or self._ranks("sequence") > 1 else None
