@@ -116,6 +116,12 @@ def gradients(host, name):
     return found if worker.rank == 0 else None
 
 
+def spoil(host, name, rank):
+    """A loss that is not finite, on one rank alone and without a gradient."""
+    if host.workers[name].rank == rank:
+        host.workers[name].module.backward(torch.tensor(float("inf"), requires_grad=True))
+
+
 def plain(metrics):
     """Metrics as Python numbers; a Ratio as its two."""
     return {name: [float(x) for x in value] for name, value in metrics.items()}
@@ -133,6 +139,8 @@ def run(case, data):
     scores = engine.values if case.trainer == "critic" else engine.token_logprobs
     result["log-probabilities"] = scores(NeedParallel(data))
     result["second step"] = plain(engine.train_step(NeedParallel(data), denominator))
+    engine.run(spoil, engine.name, engine.mesh.size - 1)
+    result["skipped"] = engine.optimizer_step()
     engine.release()
     return result
 

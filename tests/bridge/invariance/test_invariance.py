@@ -26,6 +26,12 @@ def test_one_step_is_the_same(found, executor, case):
     assert all(difference <= TOLERANCE for difference in parts.values()), parts
 
 
+@pytest.mark.parametrize(("executor", "case"), FAST, ids=str)
+def test_a_loss_that_is_not_finite_on_one_worker_is_skipped_by_all(found, executor, case):
+    skipped = found[executor][case]["skipped"]
+    assert skipped["skipped"] == 1.0 and 0 < skipped["grad_norm"] < float("inf")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["local", "torchrun", "ray"])
 def test_one_step_of_every_trainer_is_the_same(executor, tmp_path):

@@ -65,7 +65,7 @@ class PolicyModule(CausalLMModule):
         # Shown as a metric always; differentiated only where the objective has an entropy bonus.
         fields["entropies"] = entropies if self.objective.entropy is not None else entropies.detach()
         loss, metrics = self._share(Batch(**fields), torch.tensor(denominator, device=logprobs.device))
-        loss.backward()
+        self.backward(loss)
         return {name: detached(part) for name, part in metrics.items()}
 
     def _step_over_batch(self, batch: TokenBatch, parts: list[MicroBatch], denominator: float) -> dict:

@@ -21,6 +21,6 @@ class SupervisedModule(CausalLMModule):
         total: Any = 0
         for _, part in self.micro_batches(batch):
             loss = _aggregate_parts(-self(part)[0], part.mask, "token-mean")
-            (loss.total / denominator).backward()
+            self.backward(loss.total / denominator)
             total = total + detached(loss)
         return {"nll": total}

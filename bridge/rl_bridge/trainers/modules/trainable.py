@@ -8,7 +8,8 @@ from rl_bridge.checkpoints.optimizers import load_optimizer_state, optimizer_sta
 from rl_bridge.engines.results import returns
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.gradients import clip_grad_norm
+from rl_bridge.parallel.gradients import agree_max, clip_grad_norm
+from rl_bridge.parallel.mesh import DIMS
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import Scorer, ScoringConfig, TokenScorer
 
@@ -33,6 +34,7 @@ class Trainable(Scorer):
     ) -> None:
         super().__init__(source, scoring, parallel=parallel)
         self.optimizer_config, self._updates = optimizer, updates
+        self._losses_are_finite: bool | torch.Tensor = True
 
     def on_weights_materialized(self) -> None:
         """Make optimiser and schedule: they hold on to the parameters, which must be the last ones."""
@@ -51,20 +53,38 @@ class Trainable(Scorer):
         """All of them, or those that the source did not freeze."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a scalar loss, and remember whether the loss is finite for ``optimizer_step``."""
+        loss.backward()
+        self._losses_are_finite = self._losses_are_finite & torch.isfinite(loss.detach())
+
     @returns("same")
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, update, advance the schedule. A gradient that is not finite stops the run before it spoils a weight."""
+        """Clip, update, advance the schedule.
+
+        Where a loss since the last call or the gradient is not finite, on any worker, nothing is updated: the gradient
+        is dropped, schedule and version stay, and the result has ``skipped`` 1.
+        """
         norm = clip_grad_norm(self.trained_parameters(), self.optimizer_config.max_grad_norm, self._mesh)
         version = self.weights_version()
         self._require_optimizer()
-        if not bool(torch.isfinite(norm)):
-            raise FloatingPointError(f"the gradient norm is {float(norm)} at update {version + 1}")
         rate = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.scheduler.step()
+        skipped = self._any_worker(not (self._losses_are_finite and bool(torch.isfinite(norm))))
+        if not skipped:
+            self.optimizer.step()
+            self.scheduler.step()
+            self.weight_receiver().version = version + 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.weight_receiver().version = version + 1
-        return {"grad_norm": float(norm), "learning_rate": rate}
+        self._losses_are_finite = True
+        return {"grad_norm": float(norm), "learning_rate": rate} | ({"skipped": 1.0} if skipped else {})
+
+    def _any_worker(self, here: bool) -> bool:
+        """Whether it is so on any of the workers: else a fault of one of them would let the copies drift apart."""
+        there = int(here)
+        for axis in DIMS:
+            if self._mesh is not None and self._ranks(axis) > 1:
+                there = agree_max(there, self._mesh.get_group(axis))
+        return bool(there)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next update depends on; with LoRA the frozen base too."""

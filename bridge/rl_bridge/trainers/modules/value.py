@@ -104,7 +104,7 @@ class ValueModule(Trainable, ValueScorer):
             nothing = torch.zeros_like(part.batch.mask, dtype=torch.float32)
             policy = {"logprobs": nothing, "old_logprobs": nothing, "advantages": nothing}
             loss, shown = self._value_parts(Batch(**policy, **fields, values=self(part.batch)))
-            (loss.total / (denominator or 1.0)).backward()
+            self.backward(loss.total / (denominator or 1.0))
             for name, value in shown.items():
                 metrics[name] = metrics.get(name, 0) + detached(value)
         return metrics
