@@ -1,0 +1,154 @@
+"""The command line's own part: which words are refused, what an error looks like, with which status the process ends."""
+
+import errno
+import io
+import signal
+import sys
+
+import jinja2
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from rl_bridge import cli
+from rl_bridge.checkpoints import CheckpointError
+from rl_bridge.cli import main, parse, report
+from rl_bridge.executors.errors import WorkerDied, worker_error
+from rl_bridge.recipes import quickstart
+from rl_bridge.tracking.run import Stopped
+
+REFUSED = {
+    "out of the folder": (["--name", "../../x"], "name is that of a folder in runs, not a path and not hidden"),
+    "a path": (["--name", "a/b"], "name is that of a folder"),
+    "hidden": (["--name", ".x"], "name is that of a folder"),
+    "no name": (["--name", ""], "name is that of a folder"),
+    "held out": (["--held-out", "0"], "held_out must be at least 1, got 0"),
+    "checkpoints": (["--checkpoint-every", "0"], "checkpoint_every must be at least 1, got 0"),
+    "kept": (["--keep-checkpoints", "0"], "keep_checkpoints must be at least 1, got 0"),
+    "skips": (["--stop-after-skips", "-1"], "stop_after_skips must be at least 1, got -1"),
+    "threads": (["--threads", "0"], "threads must be at least 1, got 0"),
+    "temperature": (["--policy.sampling.temperature", "nan"], "--policy.sampling.temperature is not a number"),
+    "infinite": (["--policy.sampling.temperature", "inf"], "temperature must be"),
+    "rate": (["--optimizer.learning-rate", "nan"], "learning_rate"),
+    "of the objective": (["--objective.kl.coef", "nan"], "--objective.kl.coef is not a number"),
+    "seed of sampling": (["--policy.sampling.seed", "1"], "policy.sampling.seed"),
+    "output": (["--output"], "output"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED.values(), ids=list(REFUSED))
+def test_an_option_that_cannot_be_is_refused_by_name_before_anything_runs(words, capsys):
+    given, message = words
+    with pytest.raises(SystemExit) as stopped:
+        parse(quickstart(), given, prog="rl-fn train policy")
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert message in " ".join((printed.err + printed.out).replace("│", " ").split())
+
+
+class Own(Exception):
+    pass
+
+
+def broken(error):
+    def run(_):
+        raise error
+
+    return run
+
+
+DISK = OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl")
+EXPECTED = {
+    "a value": (ValueError("no such\n  thing"), "no such thing"),
+    "disk full": (DISK, "No space left on device: runs/x/metrics.jsonl; free some space on the disk"),
+    "read-only": (
+        OSError(errno.EROFS, "Read-only file system", "/x"),
+        "Read-only file system: /x; give --output a folder that can be written to",
+    ),
+    "permission": (
+        PermissionError(errno.EACCES, "Permission denied", "/x"),
+        "Permission denied: /x; give --output a folder that can be written to",
+    ),
+    "not finite": (FloatingPointError("3 in a row"), "FloatingPointError: 3 in a row"),
+    "safetensors": (SafetensorError("header too large"), "SafetensorError: header too large"),
+    "template": (jinja2.TemplateSyntaxError("no endfor", 3), "TemplateSyntaxError: no endfor"),
+    "checkpoint": (CheckpointError("not written"), "CheckpointError: not written"),
+    "a dead rank": (WorkerDied("rank 1, process 7, was killed"), "WorkerDied: rank 1, process 7, was killed"),
+    "memory": (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
+    "nothing said": (MemoryError(), "MemoryError"),
+    "in a worker": (worker_error(1, "train_step", ValueError("bad row"), "Traceback …"), "bad row"),
+}
+
+
+@pytest.mark.parametrize("error", EXPECTED.values(), ids=list(EXPECTED))
+def test_what_can_be_expected_is_one_line(error, capsys):
+    raised, message = error
+    assert report(broken(raised), None) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"rl-fn: error: {message}") and printed.err.count("\n") == 1
+    assert "Traceback (" not in printed.err and printed.out == ""
+
+
+def test_notes_say_how_to_go_on(capsys):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    error.add_note("the newest checkpoint is x; go on with --resume")
+    assert report(broken(error), None) == 1
+    assert capsys.readouterr().out == "the newest checkpoint is x; go on with --resume\n"
+
+
+@pytest.mark.parametrize(("raised", "asked"), [(KeyError("x"), False), (Own("x"), False), (ValueError("x"), True)])
+def test_what_nobody_expected_and_what_is_asked_for_has_its_traceback(raised, asked, capsys):
+    assert report(broken(raised), None, traceback=asked) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and lines[-1].startswith("rl-fn: error: ")
+    assert any("in run" in line for line in lines)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_function_that_leaves_the_process_is_no_success(code, capsys):
+    assert report(broken(SystemExit(code)), None) == 1
+    assert capsys.readouterr().err == "rl-fn: error: a function called sys.exit() in the middle of the run\n"
+
+
+def test_other_ranks_leave_as_they_do_and_a_status_is_kept(monkeypatch):
+    with pytest.raises(SystemExit, match="3"):
+        report(broken(SystemExit(3)), None)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="0"):
+        report(broken(SystemExit(0)), None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_has_its_status(number, capsys):
+    assert report(broken(Stopped("stopped after step 2 of 3 of policy", "here", number)), None) == 128 + number
+    message = "stopped after step 2 of 3 of policy; go on with the same command and --name here --resume\n"
+    assert capsys.readouterr().out == message
+
+
+def test_traceback_is_an_option_of_every_trainer(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_load", lambda place: quickstart if "recipes" in place else broken(ValueError("no")))
+    assert main(["train", "policy", "--traceback"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert main(["train", "policy"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(cli, "_load", lambda place: quickstart if "recipes" in place else finished)
+    assert main(["train", "policy"]) == 0
+    terminal.flush()
+    assert terminal.buffer.getvalue() == b"held-out accuracy 0.10 ? 0.20 in 3 s\n"
+
+
+def finished(_):
+    return {"result": "held-out accuracy 0.10 → 0.20", "seconds": 3.2}
+
+
+def test_every_trainer_of_the_table_is_there_with_a_default():
+    for name, trainer in cli.TRAINERS.items():
+        default = cli._load(trainer.default)
+        config = default()
+        assert callable(cli._load(trainer.run)), name
+        assert config.resume is False and config.name, name
