@@ -1,4 +1,4 @@
-"""The command line's own part: which words are refused, what an error looks like, with which status the process ends."""
+"""The command line's own part: which words are refused, what an error looks like, and the process's status."""
 
 import errno
 import io
@@ -27,8 +27,8 @@ REFUSED = {
     "kept": (["--keep-checkpoints", "0"], "keep_checkpoints must be at least 1, got 0"),
     "skips": (["--stop-after-skips", "-1"], "stop_after_skips must be at least 1, got -1"),
     "threads": (["--threads", "0"], "threads must be at least 1, got 0"),
-    "temperature": (["--policy.sampling.temperature", "nan"], "--policy.sampling.temperature is not a number"),
-    "infinite": (["--policy.sampling.temperature", "inf"], "temperature must be"),
+    "temperature": (["--policy.sampling.temperature", "nan"], "temperature=nan"),
+    "infinite": (["--policy.sampling.temperature", "inf"], "temperature=inf"),
     "rate": (["--optimizer.learning-rate", "nan"], "learning_rate"),
     "of the objective": (["--objective.kl.coef", "nan"], "--objective.kl.coef is not a number"),
     "seed of sampling": (["--policy.sampling.seed", "1"], "policy.sampling.seed"),

@@ -32,8 +32,8 @@ class SamplingParams:
         """Refuse what cannot be sampled, naming the argument."""
         if self.max_new_tokens < 1 or self.n < 1:
             raise ValueError(f"max_new_tokens and n must be ≥ 1, got {self.max_new_tokens} and {self.n}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be ≥ 0, got {self.temperature}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a number ≥ 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be ≥ 1, got {self.top_k}")
         for name in ("top_p", "min_p"):

@@ -232,4 +232,4 @@ def test_fingerprints_are_of_what_is_there_not_of_where_it_lies(tmp_path):
         sources[name] = of_function(load_reward(f"{tmp_path / name}.py:f"))
     assert sources["a"] == sources["b"] != sources["c"]
     assert of_function(load_reward(f"{tmp_path}/a.py:g")) != sources["a"]
-    assert of_function(exact_match) == "rl_bridge.rewards.exact_match"
+    assert of_function(exact_match) == "rl_bridge.rewards.verifiable.exact_match"

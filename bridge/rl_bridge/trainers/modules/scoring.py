@@ -43,7 +43,11 @@ class ScoringConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no distribution has."""
-        if not (self.temperature > 0 and self.micro_batch_tokens > 0 and (self.softcap is None or self.softcap > 0)):
+        if not (
+            0 < self.temperature < float("inf")
+            and self.micro_batch_tokens > 0
+            and (self.softcap is None or self.softcap > 0)
+        ):
             raise ValueError(f"need temperature > 0, micro_batch_tokens > 0 and softcap > 0 or None, got {self}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
