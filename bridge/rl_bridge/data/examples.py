@@ -33,7 +33,7 @@ def examples_of(
     """The rows as ``what`` learns from them.
 
     pairs and triples: chosen, rejected (and gold). With ``unmatched`` also single completions, the first desirable one
-    with the first undesirable one, and so on. singles: each completion of a pair or alone, and one of another prompt
+    with the first undesirable one, and so on; the fewer ones begin again. singles: each completion of a pair or alone, and one of another prompt
     in its place, which estimates the KL. ranking: from the best to the worst; a pair is a list of two.
 
     Raises:
@@ -105,13 +105,14 @@ def _singles(rows: Sequence[Comparison], encode: Encode, what: str) -> list[Exam
 def _matched(rows: Sequence[Comparison], encode: Encode, what: str) -> list[Example]:
     require_kind(rows, ("single",), f"with single completions among the rows, {what}")
     good, bad = ([row for row in rows if row.desirable is label] for label in (True, False))
-    if len(good) != len(bad):
+    if not good or not bad:
         raise ValueError(
-            f"{what} compares as many desirable as undesirable completions; the data has {len(good)} and {len(bad)}"
+            f"{what} compares desirable with undesirable completions; the data has {len(good)} and {len(bad)}"
         )
+    pairs = ((good[n % len(good)], bad[n % len(bad)]) for n in range(max(len(good), len(bad))))
     return [
         Example(completions=(*_encoded(g, g.completions, encode), *_encoded(b, b.completions, encode)))
-        for g, b in zip(good, bad, strict=True)
+        for g, b in pairs
     ]
 
 

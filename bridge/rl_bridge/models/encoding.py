@@ -1,6 +1,7 @@
 """Prompts and completions → token ids, once; nothing is ever decoded and encoded again."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -87,6 +88,33 @@ def encode_row(
         if any(mask[-1:]) and tokens[-1] not in tokenizer.all_special_ids:
             add([_end(tokenizer)], 1)  # the template ends no turn
     return _trajectory(tokens, mask, row, messages)
+
+
+def encode_completion(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    completion: str | Sequence[Message],
+    *,
+    apply_chat_template: bool = True,
+) -> Trajectory:
+    """A prompt and one completion of it. The completion's tokens count; what the assistant said before does not.
+
+    Raises:
+        ValueError: as ``encode_row`` does.
+    """
+    said = completion if isinstance(completion, str) else list(completion)
+    row = encode_row(tokenizer, {"prompt": prompt, "response": said}, apply_chat_template=apply_chat_template)
+    earlier = sum(message["role"] == "assistant" for message in messages_of(prompt))
+    if not earlier:
+        return row
+    turns = 0
+    mask: list[bool] = []
+    for place, drawn in enumerate(row.loss_mask):
+        turns += drawn and not row.loss_mask[place - 1]
+        mask.append(drawn and turns > earlier)
+    if True not in mask:
+        raise ValueError(f"the completion has no token that is not the prompt's: {shortened(said)}")
+    return replace(row, loss_mask=tuple(mask))
 
 
 def content_of(message: Mapping[str, Any]) -> str:

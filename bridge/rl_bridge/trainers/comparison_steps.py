@@ -17,6 +17,7 @@ from rl_bridge.trainers.modules.policy import mean
 
 CACHED_AT_ONCE = 1024
 """Examples that the reference scores in one call."""
+REWARDS = ("chosen_reward", "rejected_reward")
 _kto_kl = from_jax(rl_fn.kto_kl)
 
 
@@ -31,6 +32,27 @@ def with_reference(examples: Sequence[Example], reference: TrainEngine, pad_toke
     return found
 
 
+def kl_of(policy: TrainEngine, batch: PairBatch) -> float:
+    """KTO's KL to the reference under the present weights, of the second completions: those of other prompts."""
+    others = batch.side(1)
+    logprobs = policy.completion_logprobs(NeedParallel(others))
+    if others.ref_logprobs is None:
+        raise ValueError("the KL to a reference needs batch.ref_logprobs")
+    return float(_kto_kl(logprobs[:, 0], others.ref_logprobs[:, 0]))
+
+
+def statistics_of(
+    policy: TrainEngine, loss: ComparisonLoss, batch: PairBatch, outputs: torch.Tensor
+) -> dict[str, float]:
+    """The statistics that the loss reads, of this batch alone."""
+    if "kl" in loss.statistics:
+        return {"kl": kl_of(policy, batch)}
+    if "delta" in loss.statistics:
+        totals = loss.metrics(batch, outputs, outputs.new_zeros(len(outputs)))
+        return {"delta": 0.5 * sum(mean(totals[name]) for name in REWARDS)}
+    return {}
+
+
 class BatchStatistics:
     """The numbers of whole batches that a loss reads: KTO's KL of this batch, BCO's moving mean of the ones before."""
 
@@ -41,16 +63,13 @@ class BatchStatistics:
     def of(self, policy: TrainEngine, batch: PairBatch) -> dict[str, float]:
         """The statistics under the present weights, of all comparisons wherever they are computed."""
         if "kl" in self._loss.statistics:
-            others = batch.side(1)
-            logprobs = policy.completion_logprobs(NeedParallel(others))
-            assert others.ref_logprobs is not None
-            return {"kl": float(_kto_kl(logprobs[:, 0], others.ref_logprobs[:, 0]))}
+            return {"kl": kl_of(policy, batch)}
         return {"delta": self.delta} if "delta" in self._loss.statistics else {}
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Move the shift towards the middle between the mean rewards of the two sides."""
         if "delta" in self._loss.statistics and not metrics.get("skipped"):
-            middle = 0.5 * (metrics["chosen_reward"] + metrics["rejected_reward"])
+            middle = 0.5 * sum(metrics[name] for name in REWARDS)
             self.delta = self._momentum * self.delta + (1 - self._momentum) * middle
 
     def checkpoint_state(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from rl_bridge.data.pair_batch import PairBatch
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.tracking.run import Run
-from rl_bridge.trainers.comparison_steps import BatchStatistics, accumulate, held_out_metrics
+from rl_bridge.trainers.comparison_steps import BatchStatistics, accumulate, held_out_metrics, statistics_of
 from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
 
 
@@ -53,14 +53,12 @@ def train_preference(
         metrics = accumulate(policy, loss, batch, given) | given | policy.optimizer_step()
         statistics.update(metrics)
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
-            metrics |= evaluate_preference(policy, loss, held_out, statistics)
+            metrics |= evaluate_preference(policy, loss, held_out)
         run.log(step, metrics, tokens=sum(batch.row_tokens()))
 
 
-def evaluate_preference(
-    policy: TrainEngine, loss: ComparisonLoss, held_out: PairBatch, statistics: BatchStatistics
-) -> dict[str, float]:
-    """Loss, implicit rewards and accuracy on held-out comparisons, with an interval."""
-    given = statistics.of(policy, held_out)
+def evaluate_preference(policy: TrainEngine, loss: ComparisonLoss, held_out: PairBatch) -> dict[str, float]:
+    """Loss, implicit rewards and accuracy on held-out comparisons, with an interval; statistics are their own."""
     learned = held_out.side(0) if loss.form == "singles" else held_out
-    return held_out_metrics(loss, learned, policy.completion_logprobs(NeedParallel(learned)), given)
+    outputs = policy.completion_logprobs(NeedParallel(learned))
+    return held_out_metrics(loss, learned, outputs, statistics_of(policy, loss, held_out, outputs))

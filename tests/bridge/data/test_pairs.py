@@ -133,13 +133,15 @@ def test_a_single_completion_comes_with_one_of_another_prompt():
 def test_single_completions_are_matched_where_the_loss_needs_no_pairs():
     examples = examples_of(rows_of(*LABELLED), "pairs", encode, unmatched=True)
     assert [[text(t) for t in example.completions] for example in examples] == [["pa", "pb"], ["rd", "qc"]]
+    examples = examples_of(rows_of(*LABELLED[:3]), "pairs", encode, unmatched=True)
+    assert [[text(t) for t in example.completions] for example in examples] == [["pa", "pb"], ["pa", "qc"]]
 
 
 @pytest.mark.parametrize(
     ("rows", "form", "options", "message"),
     [
         (LABELLED, "pairs", {"what": "dpo"}, "a row: dpo learns from chosen and rejected; this row has completion and"),
-        (LABELLED[:3], "pairs", {"unmatched": True, "what": "bco"}, "bco compares as many .* has 1 and 2"),
+        (LABELLED[:1], "pairs", {"unmatched": True, "what": "bco"}, "bco compares .* has 1 and 0"),
         (LABELLED[:2], "singles", {}, "from completions of other prompts, and there is one"),
         (TWO, "triples", {"what": "tpo"}, "tpo needs a third completion: field 'gold'"),
         ([TWO[0], TWO[1] | {"margin": 1}], "pairs", {}, "a row: the first row has no numbers, this one has margin"),

@@ -1,0 +1,75 @@
+"""What the pipelines that learn from comparisons share: their rows, and the examples made of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
+from rl_bridge.data.examples import Example, examples_of
+from rl_bridge.data.pairs import Comparison, read_comparisons
+from rl_bridge.models.encoding import encode_completion
+from rl_bridge.models.source import ModelSource
+from rl_bridge.pipelines.training import TrainingOptions, load_model
+from rl_bridge.tracking.fingerprints import of_rows
+from rl_bridge.trainers.modules.comparison_loss import UNMATCHED, ComparisonLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions(TrainingOptions):
+    """Options of commands that learn from comparisons. Without ``data`` it is two-digit addition, right and wrong."""
+
+    apply_chat_template: bool = True
+    """False concatenates the contents of messages."""
+
+
+def load_comparisons(options: ComparisonOptions) -> tuple[list[Comparison], list[Comparison]]:
+    """Rows to train on and rows held out."""
+    rows = addition() if options.data is None else read_comparisons(options.data)
+    if options.eval_data is not None:
+        return rows, read_comparisons(options.eval_data)
+    named = [{"prompt": row.prompt, "row": row} for row in rows]
+    train, held_out = split_rows(named, options.held_out, options.seed)
+    return [row["row"] for row in train], [row["row"] for row in held_out]
+
+
+def addition() -> list[Comparison]:
+    """Two-digit addition: the sum, and a number that is off by 1 or 10.
+
+    >>> addition()[0].prompt, addition()[0].completions
+    ('10+10=', ('20', '21'))
+    """
+    rows = []
+    for number, row in enumerate(arithmetic_rows(["+"])):
+        wrong = int(row["answer"]) + (1, -1, 10, -10)[number % 4]
+        rows.append(Comparison(kind="pair", prompt=row["prompt"], completions=(row["answer"], str(wrong))))
+    return rows
+
+
+def fingerprints_of(train: Sequence[Comparison], held_out: Sequence[Comparison]) -> dict[str, str]:
+    """Of the rows, wherever they were read from."""
+    parts = ([{**vars(row), "where": ""} for row in rows] for rows in (train, held_out))
+    return {"data": of_rows(*parts)}
+
+
+def load_model_for(
+    options: ComparisonOptions, rows: Sequence[Comparison]
+) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+    """The model and its tokenizer; a new model can spell all rows."""
+    spelled = [
+        {"prompt": row.prompt, "answer": "".join(map(str, (*row.completions, row.gold or ""))), "_where": row.where}
+        for row in rows
+    ]
+    return load_model(options, spelled)
+
+
+def encoded(
+    options: ComparisonOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Comparison],
+    loss: ComparisonLoss,
+) -> list[Example]:
+    """The rows as the loss reads them."""
+    encode = partial(encode_completion, tokenizer, apply_chat_template=options.apply_chat_template)
+    return examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)

@@ -1,0 +1,83 @@
+"""Learning from preferences from a config: data, model, reference, training, evaluation, results."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_bridge.data.examples import batch_of
+from rl_bridge.data.stream import RowStream
+from rl_bridge.models.loading import save_pretrained
+from rl_bridge.pipelines.comparisons import (
+    ComparisonOptions,
+    encoded,
+    fingerprints_of,
+    load_comparisons,
+    load_model_for,
+)
+from rl_bridge.pipelines.losses import LOSSES, PreferenceLoss
+from rl_bridge.pipelines.placement import Engines
+from rl_bridge.pipelines.training import common_summary, prepare_processes
+from rl_bridge.tracking.run import open_run
+from rl_bridge.trainers.comparison_steps import with_reference
+from rl_bridge.trainers.preference import PreferenceConfig, evaluate_preference, train_preference
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePipeline(ComparisonOptions):
+    """Everything a run depends on. The policy starts from ``model``, which is the reference too."""
+
+    name: str = "preference"
+    preference: PreferenceConfig = PreferenceConfig()
+    loss: PreferenceLoss = field(default_factory=LOSSES["dpo"])
+    cache_reference: bool = True
+    """Score all rows with the reference once before training. False scores the rows of each step, beside the policy."""
+
+
+def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
+    """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
+    executor = pipeline.start()
+    prepare_processes(pipeline, executor)
+    loss = pipeline.loss.build()
+    rows, held_out_rows = load_comparisons(pipeline)
+    source, tokenizer = load_model_for(pipeline, [*rows, *held_out_rows])
+    examples, held_out = (encoded(pipeline, tokenizer, part, loss) for part in (rows, held_out_rows))
+    pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
+    assert isinstance(pad, int)
+    folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
+    engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
+    with engines, open_run(folder, pipeline, fingerprints_of(rows, held_out_rows)) as run:
+        reference = engines.completion_scorer(scoring) if loss.needs_reference else None
+        if reference is not None:
+            held_out = with_reference(held_out, reference, pad)
+            if pipeline.cache_reference:
+                examples = with_reference(examples, reference, pad)
+                reference.release()
+                reference = None
+        held_out = batch_of(held_out, pad)
+        policy = engines.preference(pipeline.optimizer, loss, updates=pipeline.preference.steps, scoring=scoring)
+        before = run.cached_result("before", lambda: evaluate_preference(policy, loss, held_out))
+        run.keep_best("held_out_accuracy")
+        train_preference(
+            run,
+            policy,
+            RowStream(examples, seed=pipeline.seed),
+            loss,
+            pipeline.preference,
+            held_out=held_out,
+            reference=reference,
+            pad_token_id=pad,
+        )
+        after = evaluate_preference(policy, loss, held_out)
+        save_pretrained(folder / "model", policy, tokenizer)
+        accuracies = [found["held_out_accuracy"] for found in (before, after)]
+        summary = {
+            "result": "held-out accuracy {:.2f} → {:.2f}".format(*accuracies),
+            "before": before,
+            "after": after,
+            "loss": {"name": loss.name, **loss.constants, "average": loss.average, "wpo": loss.wpo},
+            "rows": len(examples),
+            "held_out": len(held_out.present),
+            "seconds": round(run.seconds, 1),
+            **common_summary(pipeline, source),
+        }
+        run.finish(summary)
+    return summary

@@ -1,0 +1,66 @@
+"""A reward model from a config: data, model, training, evaluation, results."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_bridge.data.examples import batch_of
+from rl_bridge.data.stream import RowStream
+from rl_bridge.models.loading import save_pretrained
+from rl_bridge.models.values import ValueSource
+from rl_bridge.pipelines.comparisons import (
+    ComparisonOptions,
+    encoded,
+    fingerprints_of,
+    load_comparisons,
+    load_model_for,
+)
+from rl_bridge.pipelines.losses import REWARD_MODEL_LOSSES, RewardLoss
+from rl_bridge.pipelines.placement import Engines
+from rl_bridge.pipelines.training import common_summary, prepare_processes
+from rl_bridge.tracking.run import open_run
+from rl_bridge.trainers.reward_model import RewardModelConfig, evaluate_reward_model, train_reward_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelPipeline(ComparisonOptions):
+    """Everything a run depends on. The trunk is that of ``model``; the head of one number starts at zero."""
+
+    name: str = "reward-model"
+    reward_model: RewardModelConfig = RewardModelConfig()
+    loss: RewardLoss = field(default_factory=REWARD_MODEL_LOSSES["bradley_terry"])
+
+
+def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
+    """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
+    executor = pipeline.start()
+    prepare_processes(pipeline, executor)
+    loss = pipeline.loss.build()
+    rows, held_out_rows = load_comparisons(pipeline)
+    trunk, tokenizer = load_model_for(pipeline, [*rows, *held_out_rows])
+    examples, held_out_examples = (encoded(pipeline, tokenizer, part, loss) for part in (rows, held_out_rows))
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int)
+    source = ValueSource(trunk, pad_token=pad)
+    held_out = batch_of(held_out_examples, pad)
+    folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
+    engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
+    with engines, open_run(folder, pipeline, fingerprints_of(rows, held_out_rows)) as run:
+        config = pipeline.reward_model
+        model = engines.reward_model(pipeline.optimizer, loss, updates=config.steps, scoring=pipeline.scoring())
+        run.keep_best("held_out_accuracy")
+        stream = RowStream(examples, seed=pipeline.seed)
+        train_reward_model(run, model, stream, loss, config, held_out=held_out, pad_token_id=pad)
+        found = evaluate_reward_model(model, loss, held_out)
+        save_pretrained(folder / "model", model, tokenizer)
+        interval = "{held_out_accuracy:.2f} ({held_out_accuracy_low:.2f} … {held_out_accuracy_high:.2f})"
+        summary = {
+            "result": f"held-out accuracy {interval.format(**found)}",
+            "after": found,
+            "loss": {"name": loss.name, **loss.constants},
+            "rows": len(examples),
+            "held_out": len(held_out.present),
+            "seconds": round(run.seconds, 1),
+            **common_summary(pipeline, source),
+        }
+        run.finish(summary)
+    return summary
