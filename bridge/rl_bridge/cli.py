@@ -31,6 +31,16 @@ class Trainer:
 
 
 TRAINERS = {
+    "reward-model": Trainer(
+        "rl_bridge.pipelines.reward_model:RewardModelPipeline",
+        "rl_bridge.pipelines.reward_model:run_reward_model",
+        "a model that scores completions, from pairs or ranked lists. loss:plackett-luce takes that loss.",
+    ),
+    "preference": Trainer(
+        "rl_bridge.pipelines.preference:PreferencePipeline",
+        "rl_bridge.pipelines.preference:run_preference",
+        "a policy from preferred and rejected completions: DPO. loss:simpo takes SimPO with its own options.",
+    ),
     "policy": Trainer(
         "rl_bridge.recipes:quickstart",
         "rl_bridge.pipelines.policy:run_policy",

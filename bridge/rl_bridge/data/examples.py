@@ -33,8 +33,9 @@ def examples_of(
     """The rows as ``what`` learns from them.
 
     pairs and triples: chosen, rejected (and gold). With ``unmatched`` also single completions, the first desirable one
-    with the first undesirable one, and so on; the fewer ones begin again. singles: each completion of a pair or alone, and one of another prompt
-    in its place, which estimates the KL. ranking: from the best to the worst; a pair is a list of two.
+    with the first undesirable one, and so on; the fewer ones begin again. singles: each completion of a pair or alone,
+    and one of another prompt in its place, which estimates the KL. ranking: from the best to the worst; a pair is a
+    list of two.
 
     Raises:
         ValueError: a row of another kind, one that cannot be encoded, or some rows with a number and some without: with

@@ -17,9 +17,12 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.session import current_executor, init
 from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.trainers.modules.preference import CompletionScorer, PreferenceModule
+from rl_bridge.trainers.modules.reward_model import RewardModule
+from rl_bridge.trainers.modules.scoring import Scorer, ScoringConfig, TokenScorer
 from rl_bridge.trainers.modules.supervised import SupervisedModule
 
 
@@ -119,6 +122,26 @@ class Engines:
         """A frozen model that scores as the policy does."""
         return self._train("reference", TokenScorer, self.source, scoring)
 
+    def preference(
+        self, optimizer: OptimizerConfig, loss: ComparisonLoss, *, updates: int, scoring: ScoringConfig
+    ) -> TrainEngine:
+        """The engine of a policy that learns from preferences."""
+        return self._train(
+            "preference", PreferenceModule, self.trained, optimizer, loss, updates=updates, scoring=scoring
+        )
+
+    def completion_scorer(self, scoring: ScoringConfig) -> TrainEngine:
+        """A frozen model that scores whole completions as a policy that learns from preferences does."""
+        return self._train("reference", CompletionScorer, self.source, scoring)
+
+    def reward_model(
+        self, optimizer: OptimizerConfig, loss: ComparisonLoss, *, updates: int, scoring: ScoringConfig
+    ) -> TrainEngine:
+        """The engine of a model that learns rewards; the source is one of values."""
+        return self._train(
+            "reward_model", RewardModule, self.trained, optimizer, loss, updates=updates, scoring=scoring
+        )
+
     def rollout(self, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
         """A copy of the model in every slot."""
         factory = partial(InProcessRollout, self.source, tokenizer)
@@ -126,7 +149,7 @@ class Engines:
         self._made.append(engine.build(mesh=Mesh(replicate=len(self.executor.slots))))
         return engine.cuda() if all(slot.device.startswith("cuda") for slot in self.executor.slots) else engine
 
-    def _train(self, name: str, module: type[TokenScorer], *args: object, **options: object) -> TrainEngine:
+    def _train(self, name: str, module: type[Scorer], *args: object, **options: object) -> TrainEngine:
         factory = partial(module, *args, **options, parallel=self.parallel)  # type: ignore[arg-type]
         engine = TrainEngine(factory, executor=self.executor, name=f"{self._run}/{name}")
         self._made.append(engine.build(mesh=self.mesh))
