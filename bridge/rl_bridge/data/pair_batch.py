@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from rl_bridge.data.micro_batches import packed_rows, padded_rows
+from rl_bridge.data.micro_batches import packed_rows, padded_rows, prefix_fields
+from rl_bridge.data.prefixes import prefixes_worth_sharing
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 
@@ -97,14 +99,27 @@ class PairPart(NamedTuple):
     batch: PairBatch
 
 
-def pair_parts(batch: PairBatch, max_tokens: int, *, packing: bool = False) -> list[PairPart]:
-    """The batch in parts of at most ``max_tokens`` tokens, or one comparison, with padding unless rows are packed."""
+def pair_parts(
+    batch: PairBatch, max_tokens: int, *, packing: bool = False, share_prefixes: bool = False
+) -> list[PairPart]:
+    """The batch in parts of at most ``max_tokens`` tokens, or one comparison.
+
+    Padding counts, unless rows are packed. Completions that share a prompt worth it always are; it counts once.
+    """
+    alone, parts = np.arange(len(batch.present)), []
+    lengths = batch.lengths()
+    if share_prefixes and len(alone):
+        shared = prefixes_worth_sharing(*prefix_fields(batch.completions)).view(batch.present.shape)
+        saved = (shared.sum(1) - shared.max(1).values).cpu().numpy()
+        sharing, alone = np.flatnonzero(saved), np.flatnonzero(saved == 0)
+        tokens = lengths.sum(1).cpu().numpy() - saved
+        parts = [sharing[part] for part in packed_rows(tokens[sharing].tolist(), max_tokens)]
+    rest = lengths[torch.from_numpy(alone).to(lengths.device)]
     if packing:
-        parts = packed_rows(batch.row_tokens(), max_tokens)
+        cut = packed_rows(rest.sum(1).tolist(), max_tokens)
     else:
-        widths = batch.lengths().max(1).values.tolist() if len(batch.present) else []
-        parts = padded_rows(widths, max_tokens // batch.sides)
-    places = [torch.from_numpy(part).to(batch.present.device) for part in parts]
+        cut = padded_rows(rest.max(1).values.tolist() if len(alone) else [], max_tokens // batch.sides)
+    places = [torch.from_numpy(part).to(batch.present.device) for part in [*parts, *(alone[part] for part in cut)]]
     return [PairPart(index, _trimmed(batch.rows(index))) for index in places]
 
 
@@ -152,11 +167,13 @@ def collate_comparisons(
                 where = trajectory.row.get("_where", f"comparison {group}")
                 raise ValueError(f"{where}: a completion has no token that counts")
         flat += [*row, *[_ABSENT] * (sides - len(row))]
+    present = torch.tensor([[place < len(row) for place in range(sides)] for row in comparisons])
+    # What is not present is in no group: it shares no prompt.
     groups = torch.arange(len(comparisons)).repeat_interleave(sides)
+    groups = torch.where(present.flatten(), groups, -1 - torch.arange(len(groups)))
     completions = collate(flat, pad_token_id)._replace(groups=groups, rollout_logprobs=None)
     labels = [True] * len(comparisons) if desirable is None else list(desirable)
     columns = {name: torch.tensor(values, dtype=torch.float32) for name, values in (numbers or {}).items()}
-    present = torch.tensor([[place < len(row) for place in range(sides)] for row in comparisons])
     return PairBatch(completions, present, torch.tensor(labels), columns)
 
 

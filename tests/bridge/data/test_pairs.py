@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from rl_bridge.data.examples import batch_of, examples_of
+from rl_bridge.data.micro_batches import prefix_fields
 from rl_bridge.data.pair_batch import pair_parts, stand_in_pair
 from rl_bridge.data.pairs import comparison_of, read_comparisons
+from rl_bridge.data.prefixes import prefixes_worth_sharing, units_of
 from rl_bridge.data.trajectory import single_turn
 from tests.bridge.data.comparisons import PAD, random_comparisons
 
@@ -153,18 +155,25 @@ def test_rows_that_a_loss_cannot_learn_from(rows, form, options, message):
         examples_of(rows_of(*rows), form, encode, **options)
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("rows", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("tokens", [1, 40, 90, 10**6])
-def test_a_comparison_is_never_split(packing, tokens):
+def test_a_comparison_is_never_split(rows, tokens):
     batch = random_comparisons(9, 3, ragged=True)
-    parts = pair_parts(batch, tokens, packing=packing)
+    parts = pair_parts(batch, tokens, packing=rows == "packed", share_prefixes=rows == "shared")
     assert sorted(int(place) for part in parts for place in part.places) == list(range(9))
     for places, part in parts:
         assert part.completions.tokens.shape[0] == 3 * len(places)
         assert part.row_tokens() == [batch.row_tokens()[place] for place in places]
-        size = sum(part.row_tokens()) if packing else part.completions.tokens.numel()
-        assert size <= tokens or len(places) == 1
         assert torch.equal(part.ref_logprobs, batch.ref_logprobs[places])
+        whole = part.completions
+        size = sum(part.row_tokens()) if rows == "packed" else whole.tokens.numel()
+        if rows == "shared" and (prefixes := prefixes_worth_sharing(*prefix_fields(whole))).any():
+            units = units_of(whole.lengths.tolist(), whole.groups.tolist(), prefixes.tolist())
+            size = sum(unit.tokens for unit in units)
+        assert size <= tokens or len(places) == 1
+    if rows == "shared" and tokens == 90:
+        packed = pair_parts(batch, tokens, packing=True)
+        assert len(parts) <= len(packed)
 
 
 def test_a_stand_in_has_the_form_of_the_batch_and_counts_nothing():

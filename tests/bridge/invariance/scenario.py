@@ -19,12 +19,17 @@ from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.models.tiny import TinySource
 from rl_bridge.models.values import ValueSource
+from rl_bridge.trainers.comparison_steps import accumulate
+from rl_bridge.trainers.modules.comparison_loss import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import PolicyModule
+from rl_bridge.trainers.modules.preference import PreferenceModule
+from rl_bridge.trainers.modules.reward_model import RewardModule
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.modules.supervised import SupervisedModule
 from rl_bridge.trainers.modules.value import ValueModule
 from rl_fn import components
+from tests.bridge.data.comparisons import random_comparisons
 
 NUMBER, COLUMNS, VOCABULARY, COMMON = 11, 24, 20, 6
 SOURCE = TinySource(vocabulary=VOCABULARY, hidden=16, layers=2, heads=4, key_value_heads=2, seed=3)
@@ -43,6 +48,8 @@ OBJECTIVES = {
     "dapo": rl_fn.recipes.dapo(),
     "critic": rl_fn.recipes.ppo(),
 }
+# One of log-probabilities, one that sorts the batch, one of rewards.
+LOSSES = {name: ComparisonLoss(name=name, constants={}) for name in ("dpo", "aot", "bradley_terry")}
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,10 @@ class Case:
         return ScoringConfig(temperature=0.7, micro_batch_tokens=tokens, **rows)
 
     def factory(self):
+        if self.trainer in LOSSES:
+            kind = RewardModule if self.trainer in REWARD_LOSSES else PreferenceModule
+            source = ValueSource(SOURCE, seed=1) if kind is RewardModule else SOURCE
+            return kind(source, OPTIMIZER, LOSSES[self.trainer], updates=4, scoring=self.scoring())
         if self.trainer == "sft":
             return SupervisedModule(SOURCE, OPTIMIZER, updates=4, scoring=self.scoring())
         if self.trainer == "critic":
@@ -71,9 +82,15 @@ class Case:
 def cases(executor, extent):
     """The grid of an executor; of several workers the fast part has eight micro-batches alone."""
     layouts = ["1"] if executor == "local" else [name for name in LAYOUTS if name != "1"]
-    trainers = ["sft", *OBJECTIVES] if extent == "thorough" else ["grpo", "critic"]
+    trainers = ["sft", *OBJECTIVES, *LOSSES] if extent == "thorough" else ["grpo", "critic"]
     micro_batches = (1, 8) if executor == "local" or extent == "thorough" else (8,)
-    return [Case(*values) for values in itertools.product(trainers, layouts, ROWS, micro_batches)]
+    grid = [Case(*values) for values in itertools.product(trainers, layouts, ROWS, micro_batches)]
+    if extent == "thorough":
+        return grid
+    if executor == "local":
+        return [*grid, *(Case(name, "1", "padded", 1) for name in LOSSES)]
+    others = {"dpo": "2 shard", "aot": "2 replicate", "bradley_terry": "2 sequence"}
+    return [*grid, *(Case(name, layout, "shared", 8) for name, layout in others.items())]
 
 
 def batch():
@@ -127,7 +144,22 @@ def plain(metrics):
     return {name: [float(x) for x in value] for name, value in metrics.items()}
 
 
+def run_comparisons(case):
+    """One step on pairs."""
+    engine = TrainEngine(case.factory, name=f"{case}").build(mesh=LAYOUTS[case.layout])
+    loss, data = LOSSES[case.trainer], random_comparisons(NUMBER)
+    result = {"first step": accumulate(engine, loss, data, {}), "gradients": engine.run(gradients, engine.name)[0]}
+    result["update"] = engine.optimizer_step()
+    score = engine.completion_rewards if case.trainer in REWARD_LOSSES else engine.completion_logprobs
+    result["log-probabilities"] = score(NeedParallel(data))
+    result["second step"] = accumulate(engine, loss, data, {})
+    engine.release()
+    return result
+
+
 def run(case, data):
+    if case.trainer in LOSSES:
+        return run_comparisons(case)
     engine = TrainEngine(case.factory, name=f"{case}").build(mesh=LAYOUTS[case.layout])
     denominator = float(data.mask.sum())
     if case.trainer != "sft":

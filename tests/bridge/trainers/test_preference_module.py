@@ -23,11 +23,12 @@ from tests.bridge.ready import ready
 ROWS = 7
 SIDES = {"pairs": 2, "triples": 3, "singles": 1}
 STATISTICS = {"kl": 0.3, "delta": -0.2}
-ONE_PASS = ScoringConfig(micro_batch_tokens=10**6)
-CUTS = {
-    "one at a time": ScoringConfig(micro_batch_tokens=1),
-    "packed": ScoringConfig(micro_batch_tokens=60, packing=True),
-}
+ONE_PASS = ScoringConfig(micro_batch_tokens=10**6, share_prefixes=False)
+CUTS = [
+    ScoringConfig(micro_batch_tokens=1, share_prefixes=False),
+    ScoringConfig(micro_batch_tokens=60, packing=True, share_prefixes=False),
+    ScoringConfig(micro_batch_tokens=60),
+]
 CASES = {name: ComparisonLoss(name=name, constants={}) for name in PREFERENCE_LOSSES} | {
     "ipo per token": ComparisonLoss(name="ipo", constants={"beta": 0.4}, average=True),
     "dpo with wpo": ComparisonLoss(name="dpo", constants={"label_smoothing": 0.1}, wpo=True),
@@ -98,7 +99,7 @@ def test_the_gradient_is_that_of_the_formula_in_one_pass(module, name):
     module.outputs(batch).backward(torch.tensor(np.asarray(of_logprobs)))
     wanted = gradient(module)
     assert wanted.norm() > 1e-5
-    for scoring in (ONE_PASS, *CUTS.values()):
+    for scoring in (ONE_PASS, *CUTS):
         found, metrics = step(module, loss, batch, scoring)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * max(1.0, float(wanted.abs().max())))
         assert metrics["loss"] == pytest.approx(float(value), rel=1e-5)

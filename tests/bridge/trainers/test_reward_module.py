@@ -24,9 +24,10 @@ from tests.bridge.data.comparisons import random_comparisons
 
 MARGIN = torch.linspace(0.0, 1.0, 7)
 SCORINGS = [
-    ScoringConfig(micro_batch_tokens=10**6),
-    ScoringConfig(micro_batch_tokens=1),
-    ScoringConfig(micro_batch_tokens=60, packing=True),
+    ScoringConfig(micro_batch_tokens=10**6, share_prefixes=False),
+    ScoringConfig(micro_batch_tokens=1, share_prefixes=False),
+    ScoringConfig(micro_batch_tokens=60, packing=True, share_prefixes=False),
+    ScoringConfig(micro_batch_tokens=60),
 ]
 CASES = {
     "bradley_terry": (

@@ -25,7 +25,9 @@ class ComparisonScorer(Scorer):
 
     def comparison_parts(self, batch: PairBatch) -> list[PairPart]:
         """The batch in parts that one forward pass takes, where the model computes; as many on all workers."""
-        parts = pair_parts(batch, self.scoring.micro_batch_tokens, packing=self.scoring.packing)
+        scoring = self.scoring
+        options = {"packing": scoring.packing, "share_prefixes": scoring.share_prefixes}
+        parts = pair_parts(batch, scoring.micro_batch_tokens, **options)
         parts += [stand_in_pair(batch)] * (self.agreed_count(len(parts)) - len(parts))
         return [part._replace(batch=part.batch.to(self.compute_device())) for part in parts]
 
