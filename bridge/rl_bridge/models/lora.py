@@ -61,7 +61,7 @@ class LoRASource:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             # peft asks transformers under the property's old name.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            model = peft.get_peft_model(base, self._config(), adapter_name=_ADAPTER)
+            model = peft.get_peft_model(base, self._config(base), adapter_name=_ADAPTER)
         return model.eval()
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
@@ -82,10 +82,11 @@ class LoRASource:
                 target = names[name]
                 (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
 
-    def _config(self) -> "LoraConfig":
+    def _config(self, base: PreTrainedModel | None = None) -> "LoraConfig":
         targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
         return _peft().LoraConfig(
-            task_type="CAUSAL_LM",
+            # peft asks a model of this kind how it generates, which a value model does not.
+            task_type="CAUSAL_LM" if base is None or base.can_generate() else None,
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
             target_modules=targets,

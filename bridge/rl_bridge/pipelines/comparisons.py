@@ -1,6 +1,6 @@
 """What the pipelines that learn from comparisons share: their rows, and the examples made of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,3 +73,9 @@ def encoded(
     """The rows as the loss reads them."""
     encode = partial(encode_completion, tokenizer, apply_chat_template=options.apply_chat_template)
     return examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)
+
+
+def accuracy_of(found: Mapping[str, float]) -> str:
+    """One sentence about held-out comparisons."""
+    accuracy, low, high = (found[f"held_out_accuracy{end}"] for end in ("", "_low", "_high"))
+    return f"held-out accuracy {accuracy:.2f} (95 % interval {low:.2f} … {high:.2f})"

@@ -8,6 +8,7 @@ from rl_bridge.data.stream import RowStream
 from rl_bridge.models.loading import save_pretrained
 from rl_bridge.pipelines.comparisons import (
     ComparisonOptions,
+    accuracy_of,
     encoded,
     fingerprints_of,
     load_comparisons,
@@ -68,9 +69,8 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
         )
         after = evaluate_preference(policy, loss, held_out)
         save_pretrained(folder / "model", policy, tokenizer)
-        accuracies = [found["held_out_accuracy"] for found in (before, after)]
         summary = {
-            "result": "held-out accuracy {:.2f} → {:.2f}".format(*accuracies),
+            "result": accuracy_of(after),
             "before": before,
             "after": after,
             "loss": {"name": loss.name, **loss.constants, "average": loss.average, "wpo": loss.wpo},

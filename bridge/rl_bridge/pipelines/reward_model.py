@@ -9,6 +9,7 @@ from rl_bridge.models.loading import save_pretrained
 from rl_bridge.models.values import ValueSource
 from rl_bridge.pipelines.comparisons import (
     ComparisonOptions,
+    accuracy_of,
     encoded,
     fingerprints_of,
     load_comparisons,
@@ -52,9 +53,8 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
         train_reward_model(run, model, stream, loss, config, held_out=held_out, pad_token_id=pad)
         found = evaluate_reward_model(model, loss, held_out)
         save_pretrained(folder / "model", model, tokenizer)
-        interval = "{held_out_accuracy:.2f} ({held_out_accuracy_low:.2f} … {held_out_accuracy_high:.2f})"
         summary = {
-            "result": f"held-out accuracy {interval.format(**found)}",
+            "result": accuracy_of(found),
             "after": found,
             "loss": {"name": loss.name, **loss.constants},
             "rows": len(examples),

@@ -1,0 +1,131 @@
+"""Policies and reward models from comparisons, by their commands: from a file of rows to a folder of results."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import rl_fn
+from rl_bridge.cli import main
+from rl_bridge.pipelines.losses import LOSSES, REWARD_MODEL_LOSSES, loss_options
+from rl_bridge.tracking.run import Run
+from rl_bridge.trainers.modules.comparison_loss import PREFERENCE_LOSSES, REWARD_LOSSES, constants_of
+from tests.bridge.pipelines.results import metrics
+
+SUMS = [(a, b) for a in range(4) for b in range(5)]
+ROWS = {
+    "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"-{a + b}"} for a, b in SUMS],
+    "triples": [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1), "gold": str(a + b)} for a, b in SUMS
+    ],
+    "singles": [{"prompt": f"{a}+{b}=", "completion": str(a + b + b % 2), "label": b % 2 == 0} for a, b in SUMS],
+    "ranking": [
+        {"prompt": f"{a}+{b}=", "completions": ["-" * d + str(a + b) for d in range(2 + b % 2)]} for a, b in SUMS
+    ],
+}
+COMMON = {"--held-out": 6, "--threads": 1, "--checkpoint-every": 2, "--optimizer.warmup": 0}
+
+
+@pytest.fixture
+def words(tmp_path, model_folder):
+    """The words of a command of three steps on rows of a form."""
+
+    def of(trainer, form, name, *more, **changes):
+        data = tmp_path / f"{form}.jsonl"
+        data.write_text("\n".join(map(json.dumps, ROWS[form])))
+        steps = {f"--{trainer}.steps": 3, f"--{trainer}.rows-per-step": 5, f"--{trainer}.evaluate-every": 2}
+        options = {**COMMON, **steps, "--data": data, "--model": model_folder, "--output": tmp_path, "--name": name}
+        options |= {"--optimizer.learning-rate": 0.01, **changes}
+        loss = [word for word in more if word.startswith("loss:")]
+        rest = [word for word in more if word not in loss]
+        return ["train", trainer, *loss, *(str(word) for pair in options.items() for word in pair), *rest]
+
+    return of
+
+
+def test_a_policy_learns_from_pairs_and_the_reference_is_scored_once_or_at_each_step(words, run_to_end, capsys):
+    folder = run_to_end(words("preference", "pairs", "cached", "loss:dpo", "--loss.beta", "0.5"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"held-out accuracy \d\.\d\d \(95 % interval \d\.\d\d … \d\.\d\d\) in \d+ s", last)
+    records = metrics(folder)
+    assert [(r["stage"], r["step"]) for r in records] == [("preference", step) for step in range(3)]
+    # Before its first update the policy is its reference.
+    assert records[0]["loss"] == pytest.approx(0.693147, rel=1e-5) and abs(records[1]["margin"]) > 1e-3
+    assert {"chosen_reward", "margin", "accuracy", "grad_norm"} <= records[0].keys()
+    assert {"held_out_loss", "held_out_accuracy_low"} <= records[1].keys() - records[0].keys()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["loss"]["name"], summary["loss"]["beta"]) == ("dpo", 0.5)
+    assert (summary["rows"], summary["held_out"]) == (14, 6)
+    assert summary["before"]["held_out_loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert summary["after"]["held_out_loss"] == records[2]["held_out_loss"]
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+    again = run_to_end(words("preference", "pairs", "each", "loss:dpo", "--loss.beta", "0.5", "--no-cache-reference"))
+    for one, other in zip(records, metrics(again), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("kto", "singles"), ("bco", "singles"), ("tpo", "triples"), ("aot", "pairs")]
+)
+def test_other_forms_of_rows_and_a_resumed_run(words, tmp_path, run_to_end, monkeypatch, name, form):
+    whole = run_to_end(words("preference", form, "whole", f"loss:{name}"))
+    assert all(abs(record["grad_norm"]) > 1e-6 for record in metrics(whole))
+    # Stopped behind the checkpoint of its second step, and taken up again.
+    write, logged = Run.log, []
+
+    def log(run, step, *arguments, **options):
+        write(run, step, *arguments, **options)
+        logged.append(step)
+        if len(logged) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "log", log)
+    command = words("preference", form, "stopped", f"loss:{name}")
+    with pytest.raises(KeyboardInterrupt):
+        main(command)
+    monkeypatch.undo()
+    assert main([*command, "--resume"]) == 0
+    numbers = [{k: v for k, v in r.items() if k in ("loss", "grad_norm", "kl", "delta")} for r in metrics(whole)]
+    assert [{k: r[k] for k in n} for r, n in zip(metrics(tmp_path / "stopped"), numbers, strict=True)] == numbers
+    weights = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / run / "model").state_dict() for run in ("whole", "stopped")
+    ]
+    assert all(torch.equal(weights[1][key], value) for key, value in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    ("loss", "form", "more"), [("bradley-terry", "pairs", ("--lora.rank", "2")), ("plackett-luce", "ranking", ())]
+)
+def test_a_reward_model_learns_and_is_read_by_transformers(words, run_to_end, loss, form, more):
+    folder = run_to_end(words("reward-model", form, "rewards", f"loss:{loss}", *more))
+    losses = [record["loss"] for record in metrics(folder)]
+    assert losses[2] < losses[0]
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    assert model.config.num_labels == 1 and model.score.weight.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("trainer", "form", "loss", "message"),
+    [
+        ("preference", "singles", "dpo", r"singles\.jsonl, row \d+: dpo learns from chosen and rejected"),
+        ("preference", "pairs", "tpo", r"pairs\.jsonl, row \d+: tpo needs a third completion: field 'gold'"),
+        ("reward-model", "singles", "bradley-terry", r"row \d+: bradley_terry learns from chosen and rejected"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(words, capsys, trainer, form, loss, message):
+    assert main(words(trainer, form, "run", f"loss:{loss}")) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_every_loss_is_an_option_with_the_constants_of_its_function():
+    assert tuple(LOSSES) == PREFERENCE_LOSSES and tuple(REWARD_MODEL_LOSSES) == REWARD_LOSSES
+    for name in (*PREFERENCE_LOSSES, *REWARD_LOSSES):
+        loss = loss_options(name).build()
+        assert (loss.name, loss.constants) == (name, constants_of(name))
+        assert getattr(rl_fn, name).__doc__.startswith((loss_options(name).__doc__ or "?").partition("\n")[0])
+    assert loss_options("ipo", average=True, beta=0.3).build().average
+    with pytest.raises(ValueError, match="unknown loss 'ppo'"):
+        loss_options("ppo")
