@@ -33,7 +33,7 @@ class SamplingParams:
         if self.max_new_tokens < 1 or self.n < 1:
             raise ValueError(f"max_new_tokens and n must be ≥ 1, got {self.max_new_tokens} and {self.n}")
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a number ≥ 0, got {self.temperature}")
+            raise ValueError(f"temperature must be ≥ 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be ≥ 1, got {self.top_k}")
         for name in ("top_p", "min_p"):
