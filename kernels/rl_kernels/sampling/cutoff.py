@@ -1,7 +1,8 @@
 """A truncated distribution as a cutoff: every truncation allows a prefix of the order (value falling, id rising).
 
-The cutoff is the last token of the prefix: its value as an integer key, and its id. Bisection finds it without a sort,
-and ends when one value is left between the bounds. Masses are integers: no order of summation changes the prefix.
+The cutoff is the last token of the prefix: its value as an integer key, and its id. It is one of the largest logits, or
+bisection finds it without a sort, and ends when one value is left between the bounds. Masses are integers: no order of
+summation changes the prefix.
 """
 
 from typing import NamedTuple
@@ -15,6 +16,8 @@ EMPTY = -0x7F800001
 """The key of −inf, which is never allowed."""
 UNIT = 2.0**40
 """The mass of the largest logit; the sum over a vocabulary of 2²³ still fits into int64."""
+SORTED = 1024
+"""Largest logits that are listed in order; larger sets are found by bisection."""
 DEPTH = 40.0
 """How far below the largest logit the middle of values is sought: there is no mass below."""
 
@@ -53,10 +56,11 @@ def key_value(key: Tensor) -> Tensor:
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
 
 
-def allowed(x: Tensor, cutoff: Tensor, last: Tensor) -> Tensor:
-    """Which tokens of rows x [R, V] (float32, over temperature) are allowed."""
-    key, column = ordered_key(x), torch.arange(x.shape[-1], device=x.device)
-    return (key > cutoff[:, None]) | ((key == cutoff[:, None]) & (column <= last[:, None]))
+def allowed(x: Tensor, cutoff: Tensor, last: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Which tokens of rows x [R, V] (float32, over temperature) are allowed; ``ids`` [R, V]: not 0 … V − 1."""
+    key = ordered_key(x)
+    ids = torch.arange(x.shape[-1], device=x.device) if ids is None else ids
+    return (key > cutoff[:, None]) | ((key == cutoff[:, None]) & (ids <= last[:, None]))
 
 
 def find(x: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,34 +70,54 @@ def find(x: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor) -> tuple[Tensor, Te
     top = ordered_key(maximum).long()
     cutoff = torch.full_like(top, EMPTY)
     equals = torch.zeros_like(top)
-
     by_count, by_mass = k < vocab_size, p < 1
+    # Most sets are small: of the largest logits in order nothing need be sought.
+    width = SORTED if bool(by_mass.any()) else int(k.masked_fill(~by_count, 0).amax()) if len(k) else 0
+    listed = x.topk(min(width, SORTED, vocab_size), -1).values
+    listed_key = ordered_key(listed).long()
+
     if bool(by_count.any()):
+        kth = listed_key.gather(-1, (k.clamp(max=listed.shape[-1]) - 1)[:, None])[:, 0]
+        cutoff = torch.where(by_count, kth, cutoff)
+        above = (listed_key > cutoff[:, None]).sum(-1)
+        if len(rows := (by_count & (k > listed.shape[-1])).nonzero()[:, 0]):
+            some = key[rows]
 
-        def count(threshold: Tensor) -> Tensor:
-            return (key >= threshold[:, None]).sum(-1)
+            def count(threshold: Tensor) -> Tensor:
+                return (some >= threshold[:, None]).sum(-1)
 
-        # For rows that are not cut both bounds are the same: they need no step.
-        cutoff = _largest(key, count, k, cutoff, torch.where(by_count, top, cutoff))
-        equals = torch.where(cutoff > EMPTY, k - count(cutoff + 1), 0)
+            cutoff[rows] = _largest(some, count, k[rows], torch.full_like(rows, EMPTY), top[rows])
+            above[rows] = count(cutoff[rows] + 1)
+        equals = torch.where(cutoff > EMPTY, k - above, 0)
     if bool(by_mass.any()):
-        weight = masses(x, maximum)
-
-        def mass(threshold: Tensor) -> Tensor:
-            return torch.where(key >= threshold[:, None], weight, 0).sum(-1)
-
+        weight, listed_weight = masses(x, maximum), masses(listed, maximum)
         at_cutoff = torch.where(key == cutoff[:, None], weight, 0).amax(-1)
-        total = mass(cutoff + 1) + equals * at_cutoff
+        total = torch.where(key > cutoff[:, None], weight, 0).sum(-1) + equals * at_cutoff
         # A token is allowed where the mass before it, an integer, is below p·total.
         target = torch.ceil(p.double() * total).long().clamp(min=1)
-        found = _largest(key, mass, target, cutoff, torch.where(by_mass, top, cutoff))
+        upto = listed_weight.cumsum(-1)
+        place = (upto < target[:, None]).sum(-1).clamp(max=listed.shape[-1] - 1)
+        found = torch.where(by_mass, listed_key.gather(-1, place[:, None])[:, 0], cutoff)
+        before = torch.where(listed_key > found[:, None], listed_weight, 0).sum(-1)
+        if len(rows := (by_mass & (upto[:, -1] < target)).nonzero()[:, 0]):
+            some, weights = key[rows], weight[rows]
+
+            def mass(threshold: Tensor) -> Tensor:
+                return torch.where(some >= threshold[:, None], weights, 0).sum(-1)
+
+            found[rows] = _largest(some, mass, target[rows], cutoff[rows], top[rows])
+            before[rows] = mass(found[rows] + 1)
         each = torch.where(key == found[:, None], weight, 0).amax(-1).clamp(min=1)
-        fitting = ((target - mass(found + 1) + each - 1) // each).masked_fill(found == EMPTY, 0)
+        fitting = ((target - before + each - 1) // each).masked_fill(found == EMPTY, 0)
         cutoff, equals = torch.where(by_mass, found, cutoff), torch.where(by_mass, fitting, equals)
     lowest = torch.where(log_min_p > float("-inf"), ordered_key(maximum + log_min_p), EMPTY)
     same = key == cutoff[:, None]
     column = torch.arange(vocab_size, device=x.device)
-    last = torch.where(same & (same.cumsum(-1) <= equals[:, None]), column, -1).amax(-1)
+    if bool((same.sum(-1) > equals).logical_and(cutoff > EMPTY).any()):
+        same_allowed = same & (same.cumsum(-1) <= equals[:, None])
+    else:
+        same_allowed = same & (equals > 0)[:, None]
+    last = torch.where(same_allowed, column, -1).amax(-1)
     raised = lowest > cutoff
     return torch.where(raised, lowest, cutoff), torch.where(raised, vocab_size, last)
 

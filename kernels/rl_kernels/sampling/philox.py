@@ -13,7 +13,7 @@ _MASK = 0xFFFFFFFF
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 bits from a 64-bit key and a counter of four 32-bit words, all in int64 tensors."""
+    """Four words of 32 bits from a 64-bit key and a counter of four 32-bit words, in int64 tensors that broadcast."""
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
         # The product's 64 bits are right though int64 reads them as signed.
@@ -25,8 +25,7 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tupl
 
 def uniform(seed: Tensor, position: Tensor, index: Tensor, purpose: int) -> tuple[Tensor, Tensor]:
     """A number u uniform in (0, 1) from 64 bits, as (min(u, 1 − u), whether u ≥ ½): exact near both ends in float32."""
-    seed, position, index = torch.broadcast_tensors(seed, position, index)
-    high, low, _, _ = philox(seed, position & _MASK, (position >> 32) & _MASK, index, torch.full_like(index, purpose))
+    high, low, _, _ = philox(seed, position & _MASK, (position >> 32) & _MASK, index, index.new_full((), purpose))
     upper = high >= 1 << 31
     flip = upper * _MASK
     high, low = high ^ flip, low ^ flip

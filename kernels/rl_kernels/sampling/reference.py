@@ -10,7 +10,7 @@ from torch import Tensor
 import rl_fn
 from rl_fn.logprobs.row_state import log_softmax
 from rl_kernels.sampling.cutoff import EMPTY, Parameters, ordered_key
-from rl_kernels.sampling.torch import draw, tiled
+from rl_kernels.sampling.torch import at, drawn_place, drawn_tile, sums, tile_ids
 
 
 def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
@@ -22,7 +22,8 @@ def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
         jnp.asarray(value.cpu().numpy()) for value in (logits.float(), temperature, k.int(), p, log_min_p.exp())
     )
     x, *log_p, entropy, logsumexp = (_tensor(value, logits) for value in _distribution(z, heat, count, mass, share))
-    token = draw(tiled(x), seed, position)
+    ids = tile_ids(drawn_tile(sums(x), seed, position), x.shape[-1])
+    token = ids.gather(-1, drawn_place(at(x, ids), ids, seed, position))[:, 0]
     drawn, full_drawn = (value.gather(-1, token[:, None]) for value in log_p)
     allowed = x > float("-inf")
     # rl_fn's greedy rows hold 0 in place of their maximum.

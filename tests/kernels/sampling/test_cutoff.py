@@ -42,3 +42,18 @@ def test_keys_have_the_order_of_the_floats_and_give_them_back():
     key = cutoff.ordered_key(x)
     assert torch.equal(cutoff.key_value(key.long()), x) and (key.long().diff() >= 0).all()
     assert cutoff.ordered_key(torch.tensor([-0.0, 0.0, -torch.inf])).tolist() == [0, 0, cutoff.EMPTY]
+
+
+@pytest.mark.parametrize("listed", [1, 4, 60])
+def test_a_cutoff_is_the_same_among_the_listed_logits_and_by_bisection(monkeypatch, listed):
+    """Rounded logits have ties at the cutoff; some rows are cut by number, some by mass, by both or not at all."""
+    generator = torch.Generator().manual_seed(listed)
+    x = (8 * torch.randn(60, 300, generator=generator)).round() / 4
+    x[:5, 20:] = -torch.inf
+    k = torch.randint(1, 120, (60,), generator=generator).masked_fill(torch.arange(60) % 3 == 0, 300)
+    p = torch.rand(60, generator=generator).clamp(min=0.01).masked_fill(torch.arange(60) % 4 == 1, 1.0)
+    wanted = cutoff.find(x, k, p, torch.full((60,), -torch.inf))
+    assert (cutoff.allowed(x, *wanted).sum(-1) > 60).any()
+    monkeypatch.setattr(cutoff, "SORTED", listed)
+    for got, expected in zip(cutoff.find(x, k, p, torch.full((60,), -torch.inf)), wanted, strict=True):
+        assert torch.equal(got, expected)
