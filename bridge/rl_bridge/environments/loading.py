@@ -1,4 +1,4 @@
-"""``FILE.py:Name`` → a factory of environments."""
+"""``FILE.py:Name``, or a server's address → a factory of environments."""
 
 import importlib.util
 import inspect
@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_bridge.environments.base import Environment, EnvironmentFactory
 from rl_bridge.environments.interact import Interact
+from rl_bridge.environments.openenv import OpenEnv
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class FileFactory:
         return FileFactory, (self.path, self.name)
 
 
-def load_environment(source: str) -> FileFactory:
-    """The environments of ``FILE.py:Name``, loaded here once to see that they can be.
+def load_environment(source: str) -> FileFactory | OpenEnv:
+    """The environments of ``FILE.py:Name``, loaded here once to see that they can be; or of an OpenEnv server's URL.
 
     ``Name`` is a class with ``reset`` and ``step`` that is made without arguments, a function without parameters that
     returns such an environment, or RL2's function of the messages. The file may import its neighbours.
@@ -44,9 +45,11 @@ def load_environment(source: str) -> FileFactory:
         FileNotFoundError: no such file.
         ValueError: the source is not of that form, the file fails to load, or the name is none of these.
     """
+    if re.match(r"(http|ws)s?://", source):
+        return OpenEnv(url=source)
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
     if match is None:
-        raise ValueError(f"an environment is named FILE.py:Name, got {source!r}")
+        raise ValueError(f"an environment is named FILE.py:Name or http://HOST:PORT, got {source!r}")
     factory = FileFactory(str(Path(match[1]).resolve()), match[2])
     factory._make[factory.name] = _factory(Path(factory.path), factory.name)
     return factory

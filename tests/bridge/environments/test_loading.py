@@ -78,7 +78,7 @@ def test_an_empty_list_says_nothing_more():
 @pytest.mark.parametrize(
     "source, said",
     [
-        ("game.py", "an environment is named FILE.py:Name, got 'game.py'"),
+        ("game.py", "an environment is named FILE.py:Name or http://HOST:PORT, got 'game.py'"),
         ("game.py:NoStep", "class NoStep has no method step"),
         ("game.py:Wants", "Wants is made without arguments, and asks for size"),
         ("game.py:two", "takes the messages, or nothing and returns an environment; two asks for messages, answer"),

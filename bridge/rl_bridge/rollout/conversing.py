@@ -1,0 +1,83 @@
+"""The method ``converse`` of a rollout worker: its decoder, the environments' threads, and the conversations."""
+
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.data.requests import Request, SamplingParams
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.engines.results import returns
+from rl_bridge.environments.base import EnvironmentFactory
+from rl_bridge.environments.session import Session
+from rl_bridge.environments.steps import ThreadedSteps
+from rl_bridge.models.turns import TurnTemplate
+from rl_bridge.rollout.conversations import Conversations, Limits, Opening, Sampler
+from rl_bridge.rollout.token_sampler import request_seeds
+
+
+class Conversing:
+    """What a worker with a decoder can do besides: let the policy and environments talk."""
+
+    _tokenizer: PreTrainedTokenizerBase
+    _stop: Collection[int]
+
+    @abstractmethod
+    def decoder(self, sampling: SamplingParams) -> Sampler:
+        """An empty decoder with the weights as they are."""
+
+    @abstractmethod
+    def weights_version(self) -> int:
+        """The version of the weights in use."""
+
+    @returns("rows")
+    @torch.no_grad()
+    def converse(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        environment: EnvironmentFactory,
+        max_turns: int,
+        *,
+        max_tokens: int | None = None,
+        step_timeout: float = 60.0,
+        at_once: int = 64,
+    ) -> list[list[Trajectory]]:
+        """``sampling.n`` conversations of each request's row, each with an environment of its own.
+
+        Args:
+            requests: with the row that the environment begins with.
+            sampling: ``max_new_tokens`` is of one turn. A turn that reaches it ends the conversation.
+            environment: makes one.
+            max_turns: of the policy.
+            max_tokens: of a whole trajectory, its opening and the environment's words included.
+            step_timeout: seconds of one call of an environment.
+            at_once: calls of environments that run at the same time.
+
+        Raises:
+            ValueError: a limit that leaves no turn, a chat template that no conversation can go on with, or
+                environments all of which failed.
+        """
+        limits = Limits(max_turns=max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=max_tokens)
+        version = self.weights_version()
+        if not requests:
+            return []
+        seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
+        openings = [
+            (
+                Opening(
+                    request_id=(*request.id, number),
+                    seed=seed,
+                    row=dict(request.row or {"prompt": request.prompt}),
+                    group=request.group,
+                ),
+                Session(environment),
+            )
+            for request, row_seeds in zip(requests, seeds, strict=True)
+            for number, seed in enumerate(row_seeds)
+        ]
+        with ThreadedSteps(limit=step_timeout, at_once=at_once) as steps:
+            template = TurnTemplate(self._tokenizer, self._stop)
+            made = Conversations(self.decoder(sampling), steps, template, limits, version=version).run(openings)
+        return [made[start : start + sampling.n] for start in range(0, len(made), sampling.n)]
