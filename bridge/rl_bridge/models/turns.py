@@ -3,11 +3,11 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.requests import Message
 from rl_bridge.models.encoding import encode_prompt
+from rl_bridge.models.templates import rendered
 
 REASONING = "<think>\n{}\n</think>\n\n{}"
 
@@ -117,17 +117,9 @@ class TurnTemplate:
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], *, prompted: bool) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) or None,
-                add_generation_prompt=prompted,
-                tokenize=False,
-            )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise UnusableTemplate(f"the chat template refuses a conversation of {roles}: {error}") from error
-        assert isinstance(text, str)
-        return text
+            return rendered(self._tokenizer, messages, generation_prompt=prompted, tools=list(tools) or None)
+        except ValueError as error:
+            raise UnusableTemplate(str(error)) from error
 
 
 def _word_not_in(texts: Sequence[str]) -> str:

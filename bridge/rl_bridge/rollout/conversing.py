@@ -2,18 +2,19 @@
 
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.requests import Request, SamplingParams
+from rl_bridge.data.requests import RowRequest, SamplingParams
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.results import returns
 from rl_bridge.environments.base import EnvironmentFactory
 from rl_bridge.environments.session import Session
 from rl_bridge.environments.steps import ThreadedSteps
 from rl_bridge.models.turns import TurnTemplate
-from rl_bridge.rollout.conversations import Conversations, Limits, Opening, Sampler
+from rl_bridge.rollout.conversations import Conversations, Limits, Opening
 from rl_bridge.rollout.token_sampler import request_seeds
 
 
@@ -24,8 +25,8 @@ class Conversing:
     _stop: Collection[int]
 
     @abstractmethod
-    def decoder(self, sampling: SamplingParams) -> Sampler:
-        """An empty decoder with the weights as they are."""
+    def decoder(self, sampling: SamplingParams) -> Any:
+        """An empty ``Decoder`` with the weights as they are."""
 
     @abstractmethod
     def weights_version(self) -> int:
@@ -35,7 +36,7 @@ class Conversing:
     @torch.no_grad()
     def converse(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[RowRequest],
         sampling: SamplingParams,
         environment: EnvironmentFactory,
         max_turns: int,
@@ -47,7 +48,7 @@ class Conversing:
         """``sampling.n`` conversations of each request's row, each with an environment of its own.
 
         Args:
-            requests: with the row that the environment begins with.
+            requests: the rows that the environments begin with.
             sampling: ``max_new_tokens`` is of one turn. A turn that reaches it ends the conversation.
             environment: makes one.
             max_turns: of the policy.
@@ -69,7 +70,7 @@ class Conversing:
                 Opening(
                     request_id=(*request.id, number),
                     seed=seed,
-                    row=dict(request.row or {"prompt": request.prompt}),
+                    row=request.row,
                     group=request.group,
                 ),
                 Session(environment),

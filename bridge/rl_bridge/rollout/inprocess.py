@@ -12,12 +12,13 @@ from rl_bridge.engines.results import returns
 from rl_bridge.models.encoding import encode_prompt, messages_of
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.attention import use_rl_fn_attention
+from rl_bridge.rollout.conversing import Conversing
 from rl_bridge.rollout.decoder import Decoder, Drawn
 from rl_bridge.rollout.token_sampler import request_seeds
 from rl_bridge.weights import ModuleReceiver
 
 
-class InProcessRollout:
+class InProcessRollout(Conversing):
     """The rollout worker of one device: its own copy of the weights, which a sync brings up to date."""
 
     def __init__(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, max_batch_rows: int = 1024) -> None:

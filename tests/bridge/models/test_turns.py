@@ -166,7 +166,7 @@ def test_a_template_that_forgets_reasoning_is_explained_and_fits_where_it_only_a
             "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
             + CHATML,
             "<|im_end|>",
-            r"refuses a conversation of user, assistant, tool: no tools",
+            r"refuses messages of the roles user, assistant, tool: no tools",
         ),
     ],
     ids=["end", "generation prompt", "shortens", "role"],
