@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rl_bridge.data.micro_batches import packed_rows, padded_rows, prefix_fields
-from rl_bridge.data.prefixes import prefixes_worth_sharing
+from rl_bridge.data.micro_batches import packed_rows, padded_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 
@@ -109,7 +108,7 @@ def pair_parts(
     alone, parts = np.arange(len(batch.present)), []
     lengths = batch.lengths()
     if share_prefixes and len(alone):
-        shared = prefixes_worth_sharing(*prefix_fields(batch.completions)).view(batch.present.shape)
+        shared = batch.completions.prefixes_worth_sharing().view(batch.present.shape)
         saved = (shared.sum(1) - shared.max(1).values).cpu().numpy()
         sharing, alone = np.flatnonzero(saved), np.flatnonzero(saved == 0)
         tokens = lengths.sum(1).cpu().numpy() - saved

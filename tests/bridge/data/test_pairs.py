@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from rl_bridge.data.examples import batch_of, examples_of
-from rl_bridge.data.micro_batches import prefix_fields
 from rl_bridge.data.pair_batch import pair_parts, stand_in_pair
 from rl_bridge.data.pairs import comparison_of, read_comparisons
-from rl_bridge.data.prefixes import prefixes_worth_sharing, units_of
+from rl_bridge.data.prefixes import units_of
 from rl_bridge.data.trajectory import single_turn
 from tests.bridge.data.comparisons import PAD, random_comparisons
 
@@ -167,7 +166,7 @@ def test_a_comparison_is_never_split(rows, tokens):
         assert torch.equal(part.ref_logprobs, batch.ref_logprobs[places])
         whole = part.completions
         size = sum(part.row_tokens()) if rows == "packed" else whole.tokens.numel()
-        if rows == "shared" and (prefixes := prefixes_worth_sharing(*prefix_fields(whole))).any():
+        if rows == "shared" and (prefixes := whole.prefixes_worth_sharing()).any():
             units = units_of(whole.lengths.tolist(), whole.groups.tolist(), prefixes.tolist())
             size = sum(unit.tokens for unit in units)
         assert size <= tokens or len(places) == 1
