@@ -34,6 +34,12 @@ class TokenBatch(NamedTuple):
     returns: torch.Tensor | None = None
     allowed_tokens: torch.Tensor | None = None
     """[N, L, S] int64: ids that the truncated sampler allowed, rising, −1 behind them and where nothing was drawn."""
+    correct: torch.Tensor | None = None
+    """[N, L] bool: tokens of completions that earned the reward (VAPO)."""
+    noise: torch.Tensor | None = None
+    """[N, L]: uniform numbers in [0, 1) (Clip-Cov's draw)."""
+    segment_ids: torch.Tensor | None = None
+    """[N, L] int64, not falling: the turn that a token belongs to, where a loss is averaged over turns (GiGPO)."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TokenBatch":
         """The batch with ``function`` applied to every field that is present."""

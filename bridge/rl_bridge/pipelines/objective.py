@@ -12,9 +12,6 @@ import rl_fn
 from rl_bridge.pipelines.terms import AggregationOptions, CorrectionOptions, EntropyOptions, KLOptions, with_terms
 from rl_fn import components
 
-HERE = ("rewards", "rollout_logprobs", "ref_logprobs", "entropies")
-"""What a rollout with one reward a completion gives an objective."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOptions:
@@ -28,6 +25,8 @@ class ObjectiveOptions:
     """Leave groups whose rewards are all equal out of the update and of its denominator. None is the recipe's."""
     dual_clip: float | None = None
     """Bound of a clipped loss where the advantage is negative, above 1. None is the recipe's."""
+    value_clip: float | None = None
+    """A critic's values are held so near those of before the update, in units of reward. None is the recipe's."""
     algorithm: str = field(default="", init=False)
 
     def build(self) -> rl_fn.Objective:
@@ -43,6 +42,10 @@ class ObjectiveOptions:
             if "dual_clip" not in {constant.name for constant in fields(objective.loss)}:
                 raise ValueError(f"the loss of {self.algorithm} has no dual_clip: {objective.loss}")
             objective = objective.replace(loss=replace(objective.loss, dual_clip=self.dual_clip))
+        if self.value_clip is not None:
+            if objective.value is None:
+                raise ValueError(f"{self.algorithm} has no critic: value_clip is for ppo and vapo")
+            objective = objective.replace(value=replace(objective.value, clip=self.value_clip))
         return objective
 
 
@@ -105,17 +108,3 @@ else:
             for name, options in ALGORITHMS.items()
         )
     ]
-
-
-def require_rewards_alone(objective: rl_fn.Objective) -> None:
-    """Refuse an objective that reads more than one reward a completion and the policies' log-probabilities."""
-    shape = objective.advantage.rewards_shape
-    if objective.required_rollout_fields != ("rewards",) or shape != "*batch G":
-        read = [f"rewards {shape}" if name == "rewards" else name for name in objective.required_rollout_fields]
-        raise ValueError(
-            f"{objective.name} computes its advantages from {', '.join(read)}; this pipeline has one reward a "
-            "completion: take another algorithm, or kl in place of reward_kl"
-        )
-    missing = [name for name in objective.required_batch_fields if name not in HERE]
-    if missing:
-        raise ValueError(f"{objective.name} reads {', '.join(missing)}, which this pipeline does not have")

@@ -24,6 +24,7 @@ from rl_bridge.trainers.modules.preference import CompletionScorer, PreferenceMo
 from rl_bridge.trainers.modules.reward_model import RewardModule
 from rl_bridge.trainers.modules.scoring import Scorer, ScoringConfig, TokenScorer
 from rl_bridge.trainers.modules.supervised import SupervisedModule
+from rl_bridge.trainers.modules.value import ValueModule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,22 @@ class Engines:
         return self._train(
             "reward_model", RewardModule, self.trained, optimizer, loss, updates=updates, scoring=scoring
         )
+
+    def teacher(self, source: ModelSource, scoring: ScoringConfig) -> TrainEngine:
+        """A frozen model of its own, of the same vocabulary."""
+        return self._train("teacher", TokenScorer, source, scoring)
+
+    def critic(
+        self,
+        source: ModelSource,
+        optimizer: OptimizerConfig,
+        objective: rl_fn.Objective,
+        *,
+        updates: int,
+        scoring: ScoringConfig,
+    ) -> TrainEngine:
+        """The engine of the values."""
+        return self._train("critic", ValueModule, source, optimizer, objective, updates=updates, scoring=scoring)
 
     def rollout(self, tokenizer: PreTrainedTokenizerBase) -> InferenceEngine:
         """A copy of the model in every slot."""

@@ -1,6 +1,7 @@
 """GRPO post-training from a config: data, model, warm start, reinforcement learning, evaluation, results."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +10,13 @@ from transformers import PreTrainedTokenizerBase
 import rl_fn
 from rl_bridge.atomic import write_json
 from rl_bridge.data.stream import RowStream
-from rl_bridge.engines import InferenceEngine
 from rl_bridge.executors import Executor
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.loading import save_pretrained
 from rl_bridge.models.source import ModelSource
-from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm, require_rewards_alone
+from rl_bridge.pipelines.control import ControlOptions, controlled
+from rl_bridge.pipelines.models_of_policy import CriticOptions, critic_source, teacher_source
+from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.training import (
     TrainingOptions,
@@ -23,27 +25,39 @@ from rl_bridge.pipelines.training import (
     load_rows,
     prepare_processes,
 )
-from rl_bridge.rewards import Reward, exact_match, load_reward
-from rl_bridge.tracking.fingerprints import of_function, of_rows
+from rl_bridge.rewards import Reward, RewardOptions, Rewards, load
+from rl_bridge.tracking.fingerprints import of_rows
 from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.options import MAY_CHANGE
 from rl_bridge.tracking.run import open_run
+from rl_bridge.trainers.evaluation import Evaluator, evaluate
 from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy import evaluate, train_policy
+from rl_bridge.trainers.policy import train_policy
 from rl_bridge.trainers.policy_config import PolicyConfig
+from rl_bridge.trainers.policy_inputs.archive import Archive
+from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, require_objective
+from rl_bridge.trainers.policy_inputs.sampling import Complete, Sampler, completions
 from rl_bridge.trainers.sft import SFTConfig, train_sft
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyPipeline(TrainingOptions):
+class PolicyPipeline(TrainingOptions, RewardOptions):
     """Everything a run depends on. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
 
     policy: PolicyConfig
     objective: Algorithm = field(default_factory=ALGORITHMS["dapo"])
+    kl_control: ControlOptions = ControlOptions()
+    """What sets the coefficient of the KL penalty from step to step."""
+    entropy_control: ControlOptions = ControlOptions()
+    """What sets the coefficient of the entropy bonus from step to step."""
+    critic: CriticOptions = CriticOptions()
+    teacher: str | None = None
+    """Model that on-policy distillation learns from: a folder or hub id with the vocabulary of ``model``."""
     sft: SFTConfig = SFTConfig()
     name: str = field(default="policy", metadata=MAY_CHANGE)
-    reward: str | None = field(default=None, metadata=MAY_CHANGE)
-    """``FILE.py:function`` called with (completion, row); None compares with the row's ``answer``."""
+    reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
+    """``FILE.py:function``, several with names of their own: ``right=a.py:right short=a.py:short``. None compares the
+    completion with the row's ``answer`` (``exact``)."""
     track_kl: bool = True
     """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass."""
 
@@ -55,6 +69,11 @@ class PolicyPipeline(TrainingOptions):
             # The rollout samples in float32 and knows no cap but the model's own.
             raise ValueError("softcap and dtype bfloat16 need recompute_old_logprobs=True: sampling has neither")
 
+    @property
+    def completions(self) -> int:
+        """Of one step."""
+        return self.policy.prompts_per_step * self.policy.responses_per_prompt
+
     def scoring(self, temperature: float | None = None) -> ScoringConfig:
         """How policy, old policy and reference of this run are scored: at the temperature of sampling."""
         return super().scoring(self.policy.sampling.temperature if temperature is None else temperature)
@@ -63,18 +82,22 @@ class PolicyPipeline(TrainingOptions):
 def run_policy(pipeline: PolicyPipeline) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
-    reward = exact_match if pipeline.reward is None else load_reward(pipeline.reward)
+    rewards = pipeline.rewards()
     train_rows, held_out = rows_of(pipeline)
     objective = prepare(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_out])
-    return train_and_evaluate(pipeline, executor, source, tokenizer, train_rows, held_out, reward, objective)
+    return train_and_evaluate(pipeline, executor, source, tokenizer, train_rows, held_out, rewards, objective)
 
 
 def prepare(pipeline: PolicyPipeline, executor: Executor) -> rl_fn.Objective:
     """Threads and seeds of the processes, and the objective: what comes before a model is made."""
     prepare_processes(pipeline, executor)
-    objective = pipeline.objective.build()
-    require_rewards_alone(objective)
+    objective, _ = controlled(
+        pipeline.objective.build(), pipeline.kl_control, pipeline.entropy_control, pipeline.completions
+    )
+    require_objective(objective, pipeline.policy)
+    if "teacher_logprobs" in objective.required_rollout_fields and pipeline.teacher is None:
+        raise ValueError(f"{objective.name} learns from a teacher: give --teacher MODEL")
     return objective
 
 
@@ -85,18 +108,23 @@ def train_and_evaluate(
     tokenizer: PreTrainedTokenizerBase,
     train_rows: Sequence[dict],
     held_out: Sequence[dict],
-    reward: Reward,
+    reward: Reward | Rewards,
     objective: rl_fn.Objective,
 ) -> dict[str, Any]:
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
+    rewards = reward if isinstance(reward, Rewards) else load(reward)
+    rewards.try_on(train_rows, tokenizer)
     folder = pipeline.folder()
     # What the rows and the reward are, wherever their files lie now.
-    fingerprints = {"data": of_rows(train_rows, held_out), "reward": of_function(reward)}
+    fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint}
     mesh = pipeline.mesh.of(len(executor.slots))
     engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
-    with engines, open_run(folder, pipeline, fingerprints) as run:
+    config = pipeline.policy
+    objective, coefficients = controlled(objective, pipeline.kl_control, pipeline.entropy_control, pipeline.completions)
+    teacher = None if pipeline.teacher is None else teacher_source(pipeline.teacher, tokenizer)
+    with closing(rewards), engines, open_run(folder, pipeline, fingerprints) as run:
         run.keep_best("held_out")
         rollout = engines.rollout(tokenizer)
         # Supervision has the data's own distribution for a target, which has no temperature.
@@ -106,31 +134,53 @@ def train_and_evaluate(
         stream = RowStream(train_rows, seed=pipeline.seed)
         train_sft(run, supervised, stream, lambda row: encode_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
-        before = run.cached_result("before", lambda: evaluate_both(rollout, held_out, reward, pipeline.policy))
+        complete = completions(rollout)
+        before = run.cached_result("before", lambda: evaluate_both(complete, held_out, rewards, config))
         run.print(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")
 
-        updates = pipeline.policy.steps * pipeline.policy.updates_per_step
-        policy = engines.policy(pipeline.optimizer, objective, updates=updates, scoring=scoring)
+        updates = config.steps * config.updates_per_step
+        of_policy = updates - config.critic_warmup * config.updates_per_step
+        policy = engines.policy(pipeline.optimizer, objective, updates=of_policy, scoring=scoring)
         supervised.sync_weights(policy, adapter=pipeline.lora.rank > 0)
         supervised.release()
-        reference = engines.reference(scoring) if objective.kl is not None or pipeline.track_kl else None
+        reads_reference = "ref_logprobs" in (*objective.required_batch_fields, *objective.required_rollout_fields)
+        reference = engines.reference(scoring) if reads_reference or pipeline.track_kl else None
         if reference is not None:
             policy.sync_weights(reference)
+        critic = None
+        if objective.value is not None:
+            warm = folder / "warm_start" if pipeline.sft.steps else None
+            if warm is not None and not warm.exists():
+                save_pretrained(warm, policy, tokenizer)
+            critic = engines.critic(
+                critic_source(pipeline.critic, source, warm, tokenizer),
+                pipeline.critic.optimizer,
+                objective,
+                updates=updates,
+                scoring=scoring,
+            )
+        archive = Archive(rewards.names, folder) if len(rewards.names) > 1 else None
         train_policy(
             run,
-            policy,
-            rollout,
-            stream,
-            reward,
+            PolicyEngines(
+                policy=policy,
+                rollout=rollout,
+                reference=reference,
+                critic=critic,
+                teacher=None if teacher is None else engines.teacher(teacher, scoring),
+            ),
+            Sampler(complete, rewards, stream, objective, config, pipeline.seed),
             objective,
-            pipeline.policy,
-            held_out=held_out,
-            reference=reference,
+            config,
+            evaluator=Evaluator(complete, rewards, held_out, config, archive),
+            coefficients=coefficients,
             pad_token_id=pad,
             seed=pipeline.seed,
         )
+        if archive is not None:
+            archive.draw()
         policy.sync_weights(rollout)  # a run resumed after its last step has made none
-        after = evaluate_both(rollout, held_out, reward, pipeline.policy)
+        after = evaluate_both(complete, held_out, rewards, config)
         save_pretrained(folder / "model", policy, tokenizer)
         evaluations = [("before", before), ("after", after)]
         write_json(
@@ -156,14 +206,18 @@ def train_and_evaluate(
 
 
 def evaluate_both(
-    rollout: InferenceEngine, rows: Sequence[dict], reward: Reward, config: PolicyConfig
+    complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig
 ) -> dict[str, dict[str, Any]]:
     """Completions of held-out prompts, greedy and at the temperature of training."""
-    sampled = evaluate(rollout, rows, reward, config.sampling, temperature=config.sampling.temperature)
-    return {"greedy": evaluate(rollout, rows, reward, config.sampling), "sampled": sampled}
+    temperatures = {"sampled": config.sampling.temperature, "greedy": 0.0}
+    found = {
+        name: evaluate(complete, rows, rewards, config.sampling, temperature=temperature, scalar=config.scalar)
+        for name, temperature in temperatures.items()
+    }
+    return {"greedy": found["greedy"], "sampled": found["sampled"]}
 
 
 def rows_of(pipeline: PolicyPipeline) -> tuple[list[dict], list[dict]]:
     """Rows to train on and rows held out."""
-    fields = ("prompt", "answer") if pipeline.reward is None or pipeline.sft.steps else ("prompt",)
+    fields = ("prompt", "answer") if not pipeline.reward or pipeline.sft.steps else ("prompt",)
     return load_rows(pipeline, fields)

@@ -1,6 +1,6 @@
 """Options of the terms that every objective can have: KL penalty, entropy bonus, correction, aggregation."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import rl_fn
@@ -20,15 +20,30 @@ class TermOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KLOptions(TermOptions):
-    """A penalty in the loss for leaving the reference."""
+    """A penalty for leaving the reference."""
 
     coef: float | None = None
     """β. 0 takes the penalty away."""
     estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] | None = None
-    """Of the KL per token; with + it has the gradient of k2."""
+    """Of the KL per token; with + it has the gradient of k2. In the reward k1 is the default."""
+    place: Literal["loss", "reward"] | None = None
+    """The penalty is a term of the loss, or taken off the reward token by token (of π_old). None is the recipe's."""
+
+    def given(self) -> dict[str, Any]:
+        """The options of the penalty itself."""
+        return {name: value for name, value in super().given().items() if name != "place"}
+
+    def replaced(self, objective: rl_fn.Objective) -> rl_fn.Objective:
+        """The objective with its penalty where it belongs."""
+        place = self.place or ("reward" if objective.reward_kl is not None else "loss")
+        own = objective.kl if objective.reward_kl is None else objective.reward_kl
+        if place == "loss":
+            return objective.replace(kl=self.component(own), reward_kl=None)
+        before = components.KL("k1", 0.0) if own is None else own
+        return objective.replace(kl=None, reward_kl=replace(before, **self.given()))
 
     def component(self, kl: components.KL | None) -> components.KL | None:
-        """The term in place of the recipe's ``kl``."""
+        """The term of the loss in place of the recipe's ``kl``."""
         if kl is None and self.coef is None:
             raise ValueError("the objective has no KL penalty: give --objective.kl.coef with the estimator")
         term = components.KL(**{**({} if kl is None else {"estimator": kl.estimator, "coef": kl.coef}), **self.given()})
@@ -90,9 +105,11 @@ class AggregationOptions(TermOptions):
 
 def with_terms(objective: rl_fn.Objective, terms: dict[str, TermOptions]) -> rl_fn.Objective:
     """The objective with each of the ``terms`` of which something is given in place of its own."""
-    made = {
-        name: options.component(getattr(objective, name))  # type: ignore[attr-defined]
-        for name, options in terms.items()
-        if options.given()
-    }
-    return objective.replace(**made) if made else objective
+    for name, options in terms.items():
+        if options == type(options)():
+            continue
+        if isinstance(options, KLOptions):
+            objective = options.replaced(objective)
+        else:
+            objective = objective.replace(**{name: options.component(getattr(objective, name))})  # type: ignore[attr-defined]
+    return objective

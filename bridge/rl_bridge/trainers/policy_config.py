@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rl_bridge.data.requests import SamplingParams
+from rl_bridge.trainers.policy_inputs.scalar import ScalarOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,34 @@ class PolicyConfig:
     sampling: SamplingOptions
     updates_per_step: int = 1
     evaluate_every: int = 25
+    sampling_rounds: int = 1
+    """Dynamic sampling draws up to so many rounds of prompts until ``prompts_per_step`` groups have a signal. 1 trains
+    on those of the first."""
+    scalar: ScalarOptions = ScalarOptions()
+    overlong_buffer: int | None = None
+    """DAPO's penalty of long completions: it grows to 1 over the last so many of ``max_new_tokens``."""
+    correct_reward: float = 1.0
+    """The reward from which on a completion is correct: for pass@k, and for losses that read what is (VAPO)."""
+    critic_warmup: int = 0
+    """First steps in which the critic alone is updated."""
+    pass_at: tuple[int, ...] = ()
+    """k of the pass@k that an evaluation measures, on completions sampled as for training."""
+    pass_samples: int | None = None
+    """Completions of each held-out row for pass@k. None: the largest k."""
     recompute_old_logprobs: bool = False
     """False takes π_old from sampling time. The two are equal where the rollout has the trainer's own weights and
     precision and samples the whole distribution."""
 
     def __post_init__(self) -> None:
-        """Refuse what has no group to compare within."""
-        counts = (self.steps, self.prompts_per_step, self.updates_per_step, self.evaluate_every)
-        if min(counts) < 1 or self.responses_per_prompt < 2:
-            raise ValueError(f"counts must be ≥ 1 and a group needs responses_per_prompt ≥ 2, got {self}")
+        """Refuse what cannot be counted, sampled or estimated."""
+        counts = (self.steps, self.prompts_per_step, self.responses_per_prompt, self.updates_per_step)
+        if min(*counts, self.evaluate_every, self.sampling_rounds, *self.pass_at) < 1 or self.critic_warmup < 0:
+            raise ValueError(f"counts must be ≥ 1, got {self}")
+        if self.pass_samples is not None and self.pass_samples < max(self.pass_at, default=1):
+            raise ValueError(f"pass_samples={self.pass_samples} is too few for pass_at={self.pass_at}")
+        limit = self.sampling.max_new_tokens
+        if self.overlong_buffer is not None and not 0 <= self.overlong_buffer <= limit:
+            raise ValueError(f"overlong_buffer must be from 0 to max_new_tokens {limit}, got {self.overlong_buffer}")
         if self.sampling.temperature == 0:
             raise ValueError("greedy completions of one prompt are all the same: sampling.temperature must be > 0")
         if self.sampling.truncated and not self.recompute_old_logprobs:

@@ -146,6 +146,12 @@ MISTAKES = {
     "form": ({"--reward": "absent"}, "a reward is named FILE.py:function, got 'absent'"),
     "model": ({"--model": "no/such/folder/here"}, "no model can be loaded from 'no/such/folder/here'"),
     "held out": ({"--held-out": 9000}, "cannot hold out 9000 distinct prompts of 8100 rows"),
+    "group": ({"--policy.responses-per-prompt": 1}, "a group needs responses_per_prompt ≥ 2"),
+    "teacher": ({}, "on_policy_distillation learns from a teacher: give --teacher MODEL"),
+    "rounds": ({"--policy.sampling-rounds": 2}, "grpo has none"),
+    "warm-up": ({"--policy.critic-warmup": 1}, "critic_warmup=1: dapo has no critic"),
+    "mean": ({"--objective.aggregation.mode": "prompt-mean"}, "prompt-mean cannot be trained with"),
+    "control": ({"--kl-control.target": 0.1}, "KL control has options and no kind"),
     "terms": ({"--objective.kl.estimator": "k1"}, "the objective has no KL penalty: give --objective.kl.coef"),
 }
 
@@ -153,7 +159,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_makes_no_folder(tmp_path, arguments, capsys, mistake):
     changes, message = MISTAKES[mistake]
-    assert main(arguments("run", **changes)) == 1
+    algorithm = {"teacher": ["objective:on_policy_distillation"], "rounds": ["objective:grpo"]}.get(mistake, [])
+    assert main(arguments("run", *algorithm, **changes)) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("rl-fn: error: ") and message in last
     assert list(tmp_path.iterdir()) == []
@@ -162,7 +169,6 @@ def test_a_mistake_is_one_line_and_makes_no_folder(tmp_path, arguments, capsys, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--policy.responses-per-prompt", "1"], "a group needs responses_per_prompt"),
         (["--policy.sampling.top-p", "0.9"], "sampling with top_p needs recompute_old_logprobs=True"),
         (["--softcap", "5"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),
         (["--dtype", "bfloat16"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),

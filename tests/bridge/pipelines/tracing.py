@@ -70,18 +70,18 @@ def trace_calls(monkeypatch):
         trace.generated.append((list(prompts), sampling, completions, weights(module_of(engine)._model), trainer))
         return completions
 
-    def training(module, batch, denominator):
+    def training(module, batch, denominator, coefficients):
         trace.trained.append((batch, denominator))
-        return step(module, batch, denominator)
+        return step(module, batch, denominator, coefficients)
 
     def supervising(run, policy, *rest, **options):
         trace.supervised = module_of(policy)
         return train_sft(run, policy, *rest, **options)
 
-    def looping(run, policy, rollout, *rest, reference=None, **options):
-        trace.policy, trace.reference = module_of(policy), module_of(reference)
+    def looping(run, engines, *rest, **options):
+        trace.policy, trace.reference = module_of(engines.policy), module_of(engines.reference)
         trace.policy_at_start, trace.reference_at_start = weights(trace.policy.model), weights(trace.reference.model)
-        return train_policy(run, policy, rollout, *rest, reference=reference, **options)
+        return train_policy(run, engines, *rest, **options)
 
     monkeypatch.setattr(InferenceEngine, "generate", generating)
     monkeypatch.setattr(PolicyModule, "train_step", training)

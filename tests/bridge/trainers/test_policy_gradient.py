@@ -12,7 +12,7 @@ from rl_bridge.models.tiny import tiny_qwen2
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import PolicyModule, mean
 from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy import minibatches_of
+from rl_bridge.trainers.policy_inputs.updates import minibatches_of
 from rl_fn import Rollouts, components
 from tests.bridge.data.trajectories import random_batch, widened
 from tests.bridge.ready import ready
@@ -41,7 +41,7 @@ def selected(batch, objective, rewards=(0.0, 1.0, 0.5, 2.0, 2.0, 2.0), count=1):
     computed, counted = (torch.from_numpy(np.array(x)).flatten(0, 1) for x in objective.selection(groups, advantages))
     return [
         value
-        for index, mask in minibatches_of(computed, counted, count)
+        for index, _, mask in minibatches_of(computed, counted, count)
         for value in (index.tolist(), float(objective.denominator(mask.numpy())))
     ]
 
@@ -277,12 +277,12 @@ def test_minibatches_share_what_is_counted():
     counted = torch.tensor(
         [[True, True], [True, False], [True, True], [True, True], [True, True], [False] * 2, [True] * 2]
     )
-    shares = [(index.tolist(), mask.sum(1).tolist()) for index, mask in minibatches_of(computed, counted, 2)]
+    shares = [(index.tolist(), mask.sum(1).tolist()) for index, _, mask in minibatches_of(computed, counted, 2)]
     assert shares == [([0], [2, 1, 2]), ([3, 4], [2, 2, 2])]
     # The last share has a row that counts and none with a gradient: no update.
-    shares = [(index.tolist(), mask.sum(1).tolist()) for index, mask in minibatches_of(computed, counted, 3)]
+    shares = [(index.tolist(), mask.sum(1).tolist()) for index, _, mask in minibatches_of(computed, counted, 3)]
     assert shares == [([0], [2, 1]), ([3], [2, 2]), ([4], [2, 2])]
-    assert [index.tolist() for index, _ in minibatches_of(computed, counted, 9)] == [[0], [3], [4]]
+    assert [index.tolist() for index, *_ in minibatches_of(computed, counted, 9)] == [[0], [3], [4]]
 
 
 @pytest.mark.parametrize("field", ["old_logprobs", "advantages"])

@@ -9,20 +9,27 @@ import rl_fn
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh
+from rl_bridge.trainers.evaluation import Evaluator, evaluate
 from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy import evaluate, train_policy
+from rl_bridge.trainers.policy import train_policy
 from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
+from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
+from rl_bridge.trainers.policy_inputs.rewards import as_rewards
+from rl_bridge.trainers.policy_inputs.sampling import Sampler, completions
 
 ROWS = [{"prompt": str(i), "answer": str(i), "_where": f"rows, row {i}"} for i in range(10)]
 
 
 class FakeRun:
     def __init__(self):
-        self.records = []
+        self.records, self.printed = [], []
 
     def steps(self, stage, total, *, state):
         self.state = state
         yield from range(total)
+
+    def print(self, text):
+        self.printed.append(text)
 
     def log(self, step, metrics, *, tokens):
         self.records.append({**metrics, "tokens_in_batch": tokens})
@@ -67,7 +74,7 @@ class FakePolicy:
         self.events.append("logprobs")
         return torch.full(batch.data.mask.shape, -1.0 - self.updates)
 
-    def train_step(self, batch, denominator):
+    def train_step(self, batch, denominator, coefficients=None):
         self.events.append("train")
         self.batches.append((batch.data, denominator))
         return {"loss": rl_fn.Ratio(torch.tensor(2.0), torch.tensor(4.0))}
@@ -84,12 +91,18 @@ def run_loop(reward, objective=None, reference=None, steps=2, **options):
         | options
     )
     run, policy, rollout = FakeRun(), FakePolicy(), FakeRollout()
-    stream = RowStream(ROWS, 0)
     chosen = rl_fn.recipes.dapo() if objective is None else objective
+    complete, rewards = completions(rollout), as_rewards(reward)
     train_policy(
-        run, policy, rollout, stream, reward, chosen, config,
-        held_out=ROWS[:5], reference=reference, pad_token_id=0, seed=7,
-    )  # fmt: skip
+        run,
+        PolicyEngines(policy=policy, rollout=rollout, reference=reference),
+        Sampler(complete, rewards, RowStream(ROWS, 0), chosen, config, 7),
+        chosen,
+        config,
+        evaluator=Evaluator(complete, rewards, ROWS[:5], config, None),
+        pad_token_id=0,
+        seed=7,
+    )
     return run, policy, rollout
 
 
@@ -206,7 +219,8 @@ def test_each_completion_is_rewarded_by_the_row_of_its_prompt():
 
 def test_evaluation_shows_scores_and_samples():
     rollout = FakeRollout()
-    result = evaluate(rollout, ROWS * 2, lambda c, row: float(row["answer"]), SamplingOptions(max_new_tokens=4))
+    rewards = as_rewards(lambda completion, row: float(row["answer"]))
+    result = evaluate(completions(rollout), ROWS * 2, rewards, SamplingOptions(max_new_tokens=4))
     assert result["reward"] == 4.5 and result["scores"] == [float(i) for i in range(10)] * 2
     assert len(result["samples"]) == 16
     assert result["samples"][1] == {"prompt": "1", "completion": "1/0", "answer": "1", "reward": 1.0}
@@ -223,11 +237,14 @@ COUNTS = {"steps": 1, "prompts_per_step": 1, "responses_per_prompt": 2}
         {"prompts_per_step": 0},
         {"updates_per_step": 0},
         {"evaluate_every": 0},
-        {"responses_per_prompt": 1},
+        {"responses_per_prompt": 0},
+        {"sampling_rounds": 0},
+        {"pass_at": (1, 0)},
+        {"critic_warmup": -1},
     ],
 )
 def test_counts_are_checked(options):
-    with pytest.raises(ValueError, match=r"counts must be ≥ 1 and a group needs responses_per_prompt ≥ 2"):
+    with pytest.raises(ValueError, match="counts must be ≥ 1"):
         PolicyConfig(**COUNTS | {"sampling": SAMPLING} | options)
 
 

@@ -8,7 +8,7 @@ from rl_bridge.data.requests import SamplingParams
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import PolicyModule, mean
 from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.trainers.policy import require_same_scoring
+from rl_bridge.trainers.policy_inputs.engines import require_same_scoring
 from tests.bridge.data.trajectories import random_batch
 from tests.bridge.ready import ready
 

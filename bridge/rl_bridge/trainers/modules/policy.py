@@ -1,5 +1,6 @@
 """The module that policy-gradient algorithms train: an ``rl_fn`` objective over a causal LM."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.trainers.modules.coefficients import share_of
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.modules.trainable import CausalLMModule
@@ -34,41 +36,45 @@ class PolicyModule(CausalLMModule):
     ) -> None:
         super().__init__(source, optimizer, updates=updates, scoring=scoring, parallel=parallel)
         self.objective = objective
-        self._share = from_jax(objective.share)
+        self._share = from_jax(share_of(objective))
 
     @returns("sum")
-    def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
+    def train_step(
+        self, batch: TokenBatch, denominator: float, coefficients: Mapping[str, float] | None = None
+    ) -> dict[str, Ratio]:
         """Add the gradient of Σ per-token losses / ``denominator`` to the parameters' gradients.
 
         ``denominator`` is ``objective.denominator`` of the whole batch, over all micro-batches and workers: the
         gradient then does not depend on how the batch was cut. A denominator of 0 (a sum) means 1. Returns undivided
-        metrics, which add up likewise.
+        metrics, which add up likewise. ``coefficients`` are of terms in place of the objective's own: they may change
+        from step to step without a new trace.
         """
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
-        parts = self.micro_batches(batch)
+        parts, numbers = self.micro_batches(batch), {"denominator": denominator, **(coefficients or {})}
         if self.objective.over_batch and len(parts) > 1:
-            return self._step_over_batch(batch.to(self.compute_device()), parts, denominator)
+            return self._step_over_batch(batch.to(self.compute_device()), parts, numbers)
         metrics: dict[str, Any] = {}
         for part in parts:
             logprobs, entropies = self(part.batch)
-            for name, value in self._backward(part.batch, logprobs, entropies, denominator).items():
+            for name, value in self._backward(part.batch, logprobs, entropies, numbers).items():
                 metrics[name] = metrics.get(name, 0) + value
         return metrics
 
     def _backward(
-        self, batch: TokenBatch, logprobs: torch.Tensor, entropies: torch.Tensor, denominator: float
+        self, batch: TokenBatch, logprobs: torch.Tensor, entropies: torch.Tensor, numbers: Mapping[str, float]
     ) -> dict[str, Any]:
         """Send the loss of these log-probabilities back through them; returns the metrics."""
         fields: dict[str, Any] = {name: getattr(batch, name) for name in SHARED}
         fields["logprobs"] = logprobs
         # Shown as a metric always; differentiated only where the objective has an entropy bonus.
         fields["entropies"] = entropies if self.objective.entropy is not None else entropies.detach()
-        loss, metrics = self._share(Batch(**fields), torch.tensor(denominator, device=logprobs.device))
+        scalars = {name: torch.tensor(float(value), device=logprobs.device) for name, value in numbers.items()}
+        loss, metrics = self._share(Batch(**fields), scalars.pop("denominator"), scalars)
         self.backward(loss)
         return {name: detached(part) for name, part in metrics.items()}
 
-    def _step_over_batch(self, batch: TokenBatch, parts: list[MicroBatch], denominator: float) -> dict:
+    def _step_over_batch(self, batch: TokenBatch, parts: list[MicroBatch], numbers: Mapping[str, float]) -> dict:
         """``train_step`` of a loss that reads statistics of the whole batch: two forward passes, the same memory.
 
         The first pass, without a graph, gives the loss every log-probability at once, and the loss gives each of them
@@ -80,7 +86,7 @@ class PolicyModule(CausalLMModule):
             restore([(part.places, x) for part, x in zip(parts, column, strict=True)], batch.tokens).requires_grad_()
             for column in zip(*outputs, strict=True)
         )
-        metrics = self._backward(batch, logprobs, entropies, denominator)
+        metrics = self._backward(batch, logprobs, entropies, numbers)
         for part in parts:
             pairs = [
                 (x, part.of(w.grad))

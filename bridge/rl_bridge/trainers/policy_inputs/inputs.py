@@ -1,0 +1,112 @@
+"""What an objective reads of a step: ``Rollouts`` for its advantages, fields of the batch for its loss."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines import NeedParallel
+from rl_bridge.functional import from_jax
+from rl_bridge.trainers.modules.coefficients import with_coefficients
+from rl_bridge.trainers.policy_config import PolicyConfig
+from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
+from rl_bridge.trainers.policy_inputs.sampling import Sampled
+from rl_bridge.trainers.policy_inputs.states import steps_of
+from rl_fn import Batch, Objective, Rollouts
+from rl_fn.objectives.components import PerToken
+
+FAILED = ("abort", "error")
+"""Reasons of an end that says nothing of the policy."""
+
+
+class Inputs:
+    """Turns completions into advantages. Every input is of the weights before the step's first update."""
+
+    def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig, seed: int) -> None:
+        self._engines, self._objective, self._config, self._seed = engines, objective, config, seed
+        self._needed, shape = objective.required_rollout_fields, objective.advantage.rewards_shape
+        self._several, self._steps = shape == "*batch R G", shape == "*batch G S"
+        read = [(*part.required_fields, *getattr(part, "reads", ())) for part in parts_of(objective)]
+        self._draws = any("noise" in names for names in read)
+        self._advantages = from_jax(lambda rollouts, terms: with_coefficients(objective, terms).advantages(rollouts))
+        self._selection = from_jax(objective.selection)
+        penalty: Any = objective.reward_kl
+        self._penalty = None if penalty is None else from_jax(penalty.estimate)
+
+    def scored(self, batch: TokenBatch, sampled: Sampled, step: int) -> TokenBatch:
+        """The batch with what does not depend on advantages: log-probabilities, values, what is correct, noise."""
+        engines, needed = self._engines, (*self._needed, *self._objective.required_batch_fields)
+        batch = batch._replace(old_logprobs=batch.rollout_logprobs)
+        if "old_logprobs" in needed and self._config.recompute_old_logprobs:
+            batch = batch._replace(old_logprobs=engines.policy.token_logprobs(NeedParallel(batch)))
+        if "ref_logprobs" in self._needed:
+            assert engines.reference is not None
+            batch = batch._replace(ref_logprobs=engines.reference.token_logprobs(NeedParallel(batch)))
+        if "teacher_logprobs" in needed:
+            assert engines.teacher is not None
+            batch = batch._replace(teacher_logprobs=engines.teacher.token_logprobs(NeedParallel(batch)))
+        if "values" in needed:
+            assert engines.critic is not None
+            batch = batch._replace(old_values=engines.critic.values(NeedParallel(batch)))
+        if "correct" in needed:
+            earned = sampled.earned.flatten() >= self._config.correct_reward
+            batch = batch._replace(correct=batch.mask & earned[:, None])
+        if self._draws:
+            # One number a token of the whole batch: micro-batches and workers do not change them.
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
+            batch = batch._replace(noise=torch.rand(batch.mask.shape, generator=generator))
+        return batch
+
+    def advantages(
+        self, batch: TokenBatch, sampled: Sampled, coefficients: Mapping[str, float]
+    ) -> tuple[TokenBatch, torch.Tensor, torch.Tensor]:
+        """The batch with advantages and returns; rows to compute [N]; tokens [N, L] that count in the denominator."""
+        groups = sampled.rewards.shape
+
+        def grouped(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values.view(*groups, *values.shape[1:])
+
+        fields: dict[str, Any] = {"rewards": sampled.rewards, "mask": grouped(batch.mask)}
+        valid = torch.tensor([t.finish_reason not in FAILED for t in sampled.trajectories]).view(groups)
+        if not bool(valid.all()):
+            fields["valid"] = valid
+        if self._several:
+            fields["rewards"] = sampled.matrix
+        elif self._steps:
+            steps = steps_of(sampled.trajectories, batch.mask, sampled.rewards)
+            fields |= {"rewards": steps.rewards, "mask": steps.mask, "state_ids": steps.state_ids}
+            batch = batch._replace(segment_ids=steps.turns)
+        others = {"values": batch.old_values, "greedy_rewards": sampled.greedy_rewards}
+        for name in self._needed:
+            if name not in fields:
+                value = others[name] if name in others else getattr(batch, name)
+                fields[name] = value if name == "greedy_rewards" else grouped(value)
+        rollouts = Rollouts(**fields)
+        terms = {name: torch.tensor(value) for name, value in coefficients.items() if name == "reward_kl"}
+        advantages, returns = self._advantages(rollouts, terms)
+        computed, counted = self._selection(rollouts, advantages)
+        if self._steps:  # of the episode's tokens each belongs to one turn
+            advantages, computed, counted = advantages.sum(-2), computed.any(-1), counted.any(-2)
+        returns = None if returns is None else returns.flatten(0, 1)
+        batch = batch._replace(advantages=advantages.flatten(0, 1), returns=returns)
+        return batch, computed.flatten(), counted.flatten(0, 1)
+
+    def metrics(self, batch: TokenBatch) -> dict[str, float]:
+        """The KL that is taken off the rewards, a token, before its coefficient."""
+        if self._penalty is None or not bool(batch.mask.any()):
+            return {}
+        nothing = torch.zeros(batch.mask.shape)
+        read: Any = Batch(batch.old_logprobs, nothing, nothing, batch.mask, ref_logprobs=batch.ref_logprobs)  # type: ignore[arg-type]
+        return {"reward_kl": float(self._penalty(read)[batch.mask].mean())}
+
+
+def parts_of(objective: Objective) -> list[PerToken]:
+    """The loss and the correction of an objective, and what they are made of."""
+    found, left = [], [objective.loss, objective.correction]
+    while left:
+        part: Any = left.pop()
+        if part is not None:
+            found.append(part)
+            left += getattr(part, "parts", ())
+    return found

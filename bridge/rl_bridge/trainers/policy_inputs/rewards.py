@@ -1,0 +1,23 @@
+"""Named rewards of completions, group by group, and the penalty of long ones."""
+
+from collections.abc import Sequence
+
+import torch
+
+import rl_fn
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.functional import from_jax
+
+_overlong_penalty = from_jax(rl_fn.overlong_penalty)
+
+
+def reward_matrix(trajectories: Sequence[Trajectory], names: Sequence[str], responses: int) -> torch.Tensor:
+    """[P, R, n]: the rewards of P groups of n trajectories, group by group."""
+    flat = torch.tensor([[trajectory.rewards[name] for name in names] for trajectory in trajectories])
+    return flat.view(-1, responses, len(names)).transpose(1, 2)
+
+
+def overlong(trajectories: Sequence[Trajectory], responses: int, *, max_length: int, buffer: int) -> torch.Tensor:
+    """[P, n] in [−1, 0]: DAPO's penalty of completions longer than ``max_length − buffer`` tokens."""
+    lengths = torch.tensor([sum(trajectory.loss_mask) for trajectory in trajectories], dtype=torch.int32)
+    return _overlong_penalty(lengths.view(-1, responses), max_length=max_length, buffer=buffer)

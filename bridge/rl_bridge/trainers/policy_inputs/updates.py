@@ -1,0 +1,83 @@
+"""The updates of one step: its rows in shares, each with the denominator of what it counts; the critic's likewise."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.functional import from_jax
+from rl_bridge.trainers.modules.policy import mean
+from rl_bridge.trainers.policy_config import PolicyConfig
+from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
+from rl_fn import Objective
+
+
+class Updates:
+    """Makes the updates of a step, policy and critic each with the same shares of what counts."""
+
+    def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig) -> None:
+        self._engines, self._config = engines, config
+        self._denominator = from_jax(objective.denominator)
+
+    def make(
+        self, step: int, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor, terms: Mapping[str, float]
+    ) -> dict[str, float]:
+        """All updates of a step; the metrics of the last ones. Without a row that has a gradient there are none.
+
+        ``computed`` [N] and ``counted`` [N, L] are an objective's selection, ``terms`` the coefficients that changed.
+        """
+        metrics: dict[str, float] = {}
+        if self._engines.critic is not None:
+            metrics |= self._update_critic(self._engines.critic, batch, counted)
+        if step >= self._config.critic_warmup:
+            metrics |= self._update_policy(batch, computed, counted, terms)
+        return metrics
+
+    def _update_policy(
+        self, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor, terms: Mapping[str, float]
+    ) -> dict[str, float]:
+        policy, reference, config = self._engines.policy, self._engines.reference, self._config
+        # The critic's alone: a policy's loss reads none of them.
+        batch = batch._replace(old_values=None, returns=None, teacher_logprobs=None)
+        metrics: dict[str, float] = {}
+        shares = list(self._shares(batch, computed, counted))
+        if config.recompute_old_logprobs:  # all of them before any update of this step
+            shares = [(m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))), count) for m, count in shares]
+        for minibatch, denominator in shares:
+            if reference is not None:
+                # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
+                minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
+            totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms))
+            metrics |= {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
+        return metrics
+
+    def _update_critic(self, critic: TrainEngine, batch: TokenBatch, counted: torch.Tensor) -> dict[str, float]:
+        """A completion teaches the critic whether or not it teaches the policy."""
+        metrics: dict[str, Any] = {}
+        for minibatch, denominator in self._shares(batch, counted.any(1), counted):
+            totals = critic.train_step(NeedParallel(minibatch), denominator)
+            update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
+            metrics |= {name: mean(value) for name, value in totals.items()} | update
+        return metrics
+
+    def _shares(
+        self, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor
+    ) -> Iterator[tuple[TokenBatch, float]]:
+        for index, rows, mask in minibatches_of(computed, counted, self._config.updates_per_step):
+            turns = None if batch.segment_ids is None else batch.segment_ids[rows]
+            yield batch.rows(index), float(self._denominator(mask, turns))
+
+
+def minibatches_of(
+    computed: torch.Tensor, counted: torch.Tensor, count: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Cut an objective's ``selection`` into ``count`` shares: rows to compute, rows that count, and their mask.
+
+    ``computed`` is [N], ``counted`` is [N, T]. A share without a row to compute has no gradient and makes no update.
+    """
+    for share in counted.any(1).nonzero()[:, 0].tensor_split(count):
+        index = share[computed[share]]
+        if len(index):
+            yield index, share, counted[share]
