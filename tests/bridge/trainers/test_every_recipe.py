@@ -82,7 +82,6 @@ def test_every_recipe_trains(recipe, start, tokenizer, tmp_path, monkeypatch):
     assert [(record["stage"], record["step"]) for record in records] == [("policy", 0), ("policy", 1)]
     numbers = [value for record in records for value in record.values() if isinstance(value, int | float)]
     assert len(numbers) > 20 and all(math.isfinite(value) for value in numbers)
-    assert all(record["grad_norm"] > 0 for record in records), records
     after = load_file(tmp_path / recipe / "model" / "model.safetensors")
     before = start[0].state_dict()
     assert sum(not torch.equal(value, before[name]) for name, value in after.items()) > len(after) / 2
