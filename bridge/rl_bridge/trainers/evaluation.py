@@ -9,8 +9,8 @@ import torch
 import rl_fn
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.functional import from_jax
-from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.rewards import Rewards
+from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
 from rl_bridge.trainers.policy_inputs.archive import Archive
 from rl_bridge.trainers.policy_inputs.rewards import reward_matrix

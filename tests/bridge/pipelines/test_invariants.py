@@ -63,7 +63,10 @@ def traced(tmp_path_factory, model_folder):
     with pytest.MonkeyPatch.context() as patch:
         trace = trace_calls(patch)
         assert main(short_words(folder, model_folder, **options)) == 0
-    trace.asked = [eval(line) for line in (folder / "asked").read_text().splitlines()]
+    asked = [eval(line) for line in (folder / "asked").read_text().splitlines()]
+    # The trial of the reward comes first: two rows, each with its answer and with nothing as the completion.
+    assert [completion == answer or not completion for _, answer, completion, _ in asked[:4]] == [True] * 4
+    trace.asked = asked[4:]
     return folder / "run", trace
 
 

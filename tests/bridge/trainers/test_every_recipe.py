@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,17 +24,13 @@ CONSTANTS = {"passk": {"k": 2}}
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, warmup=0)
 
 
-class Named:
-    """Even digits rather than odd ones, and, where asked for, short completions."""
+def even(trajectories):
+    """Even digits rather than odd ones."""
+    return [sum(c in "02468" for c in t.completion) - 0.3 * len(t.completion) for t in trajectories]
 
-    def __init__(self, names=("even",)):
-        self.names, self.weights = names, (1.0, 0.5)[: len(names)]
 
-    def score(self, trajectories):
-        def rewards(text):
-            return {"even": sum(c in "02468" for c in text) - 0.3 * len(text), "short": float(len(text) < 3)}
-
-        return [replace(t, rewards={name: rewards(t.completion)[name] for name in self.names}) for t in trajectories]
+def even_and_short(trajectories):
+    return {"even": even(trajectories), "short": [float(len(t.completion) < 3) for t in trajectories]}
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +60,11 @@ def pipeline_of(recipe, folder, teacher, **options):
     )
 
 
-def run(pipeline, start, tokenizer, rewards=None):
+def run(pipeline, start, tokenizer, rewards=even):
     executor = pipeline.start()
     objective = prepare(pipeline, executor)
     source = StateSource(start[0])
-    train_and_evaluate(pipeline, executor, source, tokenizer, ROWS[:6], ROWS[6:], rewards or Named(), objective)
+    train_and_evaluate(pipeline, executor, source, tokenizer, ROWS[:6], ROWS[6:], rewards, objective)
     folder = pipeline.output / pipeline.name
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
 
@@ -77,7 +72,7 @@ def run(pipeline, start, tokenizer, rewards=None):
 @pytest.mark.parametrize("recipe", rl_fn.recipes.__all__)
 def test_every_recipe_trains(recipe, start, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
-    rewards = Named(("even", "short")) if recipe == "gdpo" else Named()
+    rewards = even_and_short if recipe == "gdpo" else even
     records = run(pipeline_of(recipe, tmp_path, start[1]), start, tokenizer, rewards)
     assert [(record["stage"], record["step"]) for record in records] == [("policy", 0), ("policy", 1)]
     numbers = [value for record in records for value in record.values() if isinstance(value, int | float)]

@@ -9,12 +9,12 @@ import rl_fn
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh
+from rl_bridge.rewards import load
 from rl_bridge.trainers.evaluation import Evaluator, evaluate
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.policy import train_policy
 from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
-from rl_bridge.trainers.policy_inputs.rewards import as_rewards
 from rl_bridge.trainers.policy_inputs.sampling import Sampler, completions
 
 ROWS = [{"prompt": str(i), "answer": str(i), "_where": f"rows, row {i}"} for i in range(10)]
@@ -92,7 +92,7 @@ def run_loop(reward, objective=None, reference=None, steps=2, **options):
     )
     run, policy, rollout = FakeRun(), FakePolicy(), FakeRollout()
     chosen = rl_fn.recipes.dapo() if objective is None else objective
-    complete, rewards = completions(rollout), as_rewards(reward)
+    complete, rewards = completions(rollout), load(reward)
     train_policy(
         run,
         PolicyEngines(policy=policy, rollout=rollout, reference=reference),
@@ -219,7 +219,7 @@ def test_each_completion_is_rewarded_by_the_row_of_its_prompt():
 
 def test_evaluation_shows_scores_and_samples():
     rollout = FakeRollout()
-    rewards = as_rewards(lambda completion, row: float(row["answer"]))
+    rewards = load(lambda completion, row: float(row["answer"]))
     result = evaluate(completions(rollout), ROWS * 2, rewards, SamplingOptions(max_new_tokens=4))
     assert result["reward"] == 4.5 and result["scores"] == [float(i) for i in range(10)] * 2
     assert len(result["samples"]) == 16
