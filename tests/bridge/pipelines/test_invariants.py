@@ -65,7 +65,7 @@ def traced(tmp_path_factory, model_folder):
         assert main(short_words(folder, model_folder, **options)) == 0
     asked = [eval(line) for line in (folder / "asked").read_text().splitlines()]
     # The trial of the reward comes first: two rows, each with its answer and with nothing as the completion.
-    assert [completion == answer or not completion for _, answer, completion, _ in asked[:4]] == [True] * 4
+    assert [completion for _, _, completion, _ in asked[:4]] == [str(asked[0][1]), "", str(asked[2][1]), ""]
     trace.asked = asked[4:]
     return folder / "run", trace
 
