@@ -1,8 +1,10 @@
 import json
+import os
+import shutil
 
 import pytest
 
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.atomic import replacing, sweep, write_json
 
 
 def test_a_file_is_replaced_when_it_is_whole(tmp_path):
@@ -41,3 +43,56 @@ def test_what_a_dead_process_left_is_removed(tmp_path):
         temporary.write_text("new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
     assert [p.name for p in (tmp_path / "folder").iterdir()] == ["whole"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def replace_folder(path, content):
+    with replacing(path) as temporary:
+        temporary.mkdir()
+        (temporary / "weights").write_text(content)
+
+
+@pytest.mark.parametrize("when", range(11))
+def test_killed_at_any_moment_the_old_or_the_new_folder_is_there(tmp_path, monkeypatch, when):
+    """Every call that changes names or waits for the disk is a moment; the process dies before it."""
+    path = tmp_path / "model"
+    replace_folder(path, "old")
+    moments = iter(range(100))
+
+    def dying(function):
+        def call(*arguments, **options):
+            if next(moments) >= when:
+                raise Killed
+            return function(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (os, "unlink"), (shutil, "rmtree")):
+            patch.setattr(module, name, dying(getattr(module, name)))
+        try:
+            replace_folder(path, "new")
+            died = False
+        except Killed:
+            died = True
+    assert died == (when < 10)
+    sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (path / "weights").read_text() in (("old", "new") if died else ("new",))
+    replace_folder(path, "newest")
+    assert (path / "weights").read_text() == "newest" and [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_is_new_is_on_the_disk_before_it_has_the_name(tmp_path, monkeypatch):
+    seen, fsync, replace = [], os.fsync, os.replace
+    path = tmp_path / "model"
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (seen.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))
+    )
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append("renamed"), replace(a, b)))
+    replace_folder(path, "new")
+    temporary = str(tmp_path / ".model.tmp")
+    assert seen == [f"{temporary}/weights", temporary, "renamed", str(tmp_path)]

@@ -36,6 +36,19 @@ def test_the_newest_are_kept_in_the_order_of_their_steps(tmp_path):
     assert names(tmp_path) == ["step-100000001"]
 
 
+def test_pinned_steps_stay_however_old(tmp_path):
+    for step in range(1, 7):
+        path = step_folders.path_of(tmp_path, step)
+        (step_folders.begin(path, []) / "shard").write_text("x")
+        step_folders.commit(path, {}, {"step": step}, keep=2, pinned=(2,) if step < 6 else (5,))
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]
+    save(tmp_path, 7)
+    path = step_folders.path_of(tmp_path, 8)
+    step_folders.begin(path, [])
+    step_folders.commit(path, {}, {"step": 8}, keep=1, pinned=(6,))
+    assert names(tmp_path) == ["step-00000006", "step-00000008"]
+
+
 def test_the_same_step_again_takes_the_place_of_the_first(tmp_path):
     save(tmp_path, 3, "old")
     path = save(tmp_path, 3, "new")

@@ -182,6 +182,8 @@ def train_and_evaluate(
         policy.sync_weights(rollout)  # a run resumed after its last step has made none
         after = evaluate_both(complete, held_out, rewards, config)
         save_pretrained(folder / "model", policy, tokenizer)
+        if run.load_best({"policy": policy}) is not None:
+            save_pretrained(folder / "best", policy, tokenizer)
         evaluations = [("before", before), ("after", after)]
         write_json(
             folder / "samples.json",

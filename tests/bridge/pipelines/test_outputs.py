@@ -48,7 +48,17 @@ def test_own_data_reward_and_model_to_the_end(tmp_path, arguments, data, reward,
     assert out[0] == f"run folder: {folder}"
     assert re.fullmatch(r"held-out accuracy before GRPO: \d\.\d{3}", out[1])
 
-    names = {".lock", "config.json", "metrics.jsonl", "events", "curves.png", "samples.json", "summary.json", "model"}
+    names = {
+        ".lock",
+        "config.json",
+        "metrics.jsonl",
+        "events",
+        "curves.png",
+        "samples.json",
+        "summary.json",
+        "model",
+        "best",
+    }
     assert {path.name for path in folder.iterdir()} == names | {"checkpoints"}
     config = json.loads((folder / "config.json").read_text())
     assert (config["data"], config["seed"], config["policy"]["steps"]) == (str(data), 5, 2)

@@ -1,5 +1,6 @@
 import dataclasses
 import decimal
+import errno
 import itertools
 import json
 import signal
@@ -15,6 +16,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from rl_bridge import step_folders
 from rl_bridge.checkpoints import CheckpointError
+from rl_bridge.tracking import signals
 from rl_bridge.tracking.curves import draw_curves
 from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.options import RunOptions
@@ -159,14 +161,37 @@ def test_ctrl_c_finishes_the_step_and_leaves_its_checkpoint(tmp_path, whole, cap
     assert metrics(folder) == metrics(whole)
 
 
-def test_sigterm_leaves_a_checkpoint_as_ctrl_c_does(tmp_path, whole):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_leave_a_checkpoint_as_ctrl_c_does(tmp_path, whole, number):
     folder = tmp_path / "run"
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped, match="stopped after step 2 of 8 of second"):
-        go(folder, interrupt_at=("second", 1), interrupted_by=signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped, match="stopped after step 2 of 8 of second") as stopped:
+        go(folder, interrupt_at=("second", 1), interrupted_by=number)
+    assert stopped.value.number == number and signal.getsignal(number) is before
     assert go(folder, resume=True)[0] == ("second", 2)
     assert metrics(folder) == metrics(whole)
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert len(go(tmp_path / "run", interrupt_at=("second", 1), interrupted_by=signal.SIGHUP)) == 12
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EPIPE])
+def test_a_terminal_that_is_gone_stops_no_run(tmp_path, code):
+    def gone(*_):
+        raise OSError(code, "gone")
+
+    with patch.object(signals.tqdm, "write", gone), pytest.raises(Stopped):
+        go(tmp_path / "run", interrupt_at=("second", 1), interrupted_by=signal.SIGHUP)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
+    code = errno.ENOSPC
+    with patch.object(signals.tqdm, "write", gone), pytest.raises(OSError, match="gone"):
+        go(tmp_path / "other")
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, whole, capsys):
