@@ -83,12 +83,16 @@ def _open(
     sweep(folder)
     step_folders.sweep(folder / "checkpoints")
     recorder = Recorder(folder, None if state is None else state["record"], again=resume, repair=anyway)
-    if path is None or changes:
-        write_json(folder / "config.json", asdict(config))
-    if changes:
-        tell(f"going on with other options: {'; '.join(changes)}")
-        recorder.note({"step": recorder.logged, "changed": changes})
-    tell(f"run folder: {folder}" if path is None else f"run folder: {folder}, going on from {path.name}")
+    try:
+        if path is None or changes:
+            write_json(folder / "config.json", asdict(config))
+        if changes:
+            tell(f"going on with other options: {'; '.join(changes)}")
+            recorder.note({"step": recorder.logged, "changed": changes})
+        tell(f"run folder: {folder}" if path is None else f"run folder: {folder}, going on from {path.name}")
+    except BaseException:
+        recorder.close()
+        raise
     return Opened(held, recorder, path, state, identity)
 
 
