@@ -48,13 +48,17 @@ def read_rows(
             rows.append(_checked(row, fields, check) | {"_where": where})
         except ValueError as error:
             bad.append(f"{where}: {error}")
-    if len(bad) > SHOWN:
-        bad[SHOWN:] = [f"and {len(bad) - SHOWN} more bad rows of {len(bad) + len(rows)}"]
-    if bad:
-        raise ValueError("; ".join(bad))
+    refuse(bad, len(bad) + len(rows))
     if not rows:
         raise ValueError(f"{source} has no rows")
     return rows
+
+
+def refuse(bad: Sequence[str], total: int) -> None:
+    """Raise ValueError for what is wrong with ``bad`` of ``total`` rows, if anything is: the first few in words."""
+    if bad:
+        more = [f"and {len(bad) - SHOWN} more bad rows of {total}"] if len(bad) > SHOWN else []
+        raise ValueError("; ".join([*bad[:SHOWN], *more]))
 
 
 def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def encode_row(
         ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
             that changes earlier tokens when a message is added.
     """
-    messages, alone = _conversation(row)
+    messages, alone = conversation_of(row)
     tokens: list[int] = []
     mask: list[bool] = []
 
@@ -131,7 +131,7 @@ def content_of(message: Mapping[str, Any]) -> str:
     return content
 
 
-def _conversation(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str | None]:
+def conversation_of(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str | None]:
     """The row's messages; and the field of the response, if prompt and response stand there without roles."""
     prompt, found = row.get("prompt"), response_field(row)
     if row.get("messages") and (prompt is None or found is None):

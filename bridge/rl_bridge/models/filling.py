@@ -22,13 +22,7 @@ def fill_parameters(model: nn.Module, stored: StoredTensors) -> None:
         ValueError: a parameter that nothing is stored for, a stored tensor that the model does not have, another shape,
             or two tied names stored with different values. Nothing has then been read but tied tensors.
     """
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in _persistent(model):
-            names.setdefault(buffer, []).append(name)
-    _check_names(model, names, stored)
+    names = require_fit(model, stored)
     for target, mine in names.items():
         present = [name for name in mine if name in stored.shapes]
         index = part_of(target)
@@ -73,7 +67,14 @@ def _persistent(model: nn.Module) -> set[str]:
     }
 
 
-def _check_names(model: nn.Module, names: dict[Tensor, list[str]], stored: StoredTensors) -> None:
+def require_fit(model: nn.Module, stored: StoredTensors) -> dict[Tensor, list[str]]:
+    """The names of each parameter and persistent buffer; raises ValueError where ``stored`` has not just these."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in _persistent(model):
+            names.setdefault(buffer, []).append(name)
     missing = [mine[0] for mine in names.values() if not any(name in stored.shapes for name in mine)]
     known = {name for mine in names.values() for name in mine}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -94,3 +95,4 @@ def _check_names(model: nn.Module, names: dict[Tensor, list[str]], stored: Store
                 raise ValueError(
                     f"{name!r}: the model's shape is {tuple(target.shape)}, stored is {stored.shapes[name]}"
                 )
+    return names

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.atomic import replacing
 from rl_bridge.models.characters import character_tokenizer
@@ -16,22 +16,29 @@ from rl_bridge.models.tiny import TinySource
 def pretrained(name: str) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     """A model that every worker loads its own part of, and its tokenizer with a pad token.
 
+    The pad token is the end-of-sequence token if the tokenizer names none.
+
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model; it is no causal language model or quantised; weights are missing, unknown or
+            of another shape, by name; the tokenizer has no end-of-sequence token.
     """
     source = PretrainedSource(name)
     with torch.device("meta"):
-        source.empty()  # what is wrong shows before workers are made
+        source.check(source.empty())  # what is wrong shows before workers are made
     return source, _tokenizer(name)
 
 
-def load_pretrained(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load in float32, with a pad token (the end-of-sequence token if the tokenizer names none)."""
-    tokenizer = _tokenizer(source)
-    try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), tokenizer
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no model can be loaded from {source!r}: {error}") from error
+def load_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same in this process, in float32.
+
+    Raises:
+        ValueError: as ``pretrained`` does.
+    """
+    source, tokenizer = pretrained(name)
+    with torch.device("meta"):
+        model = source.empty()
+    source.load(model)
+    return model, tokenizer
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -10,7 +10,8 @@ from huggingface_hub import snapshot_download
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from rl_bridge.models.filling import fill_computed_buffers, fill_parameters
+from rl_bridge.models.filling import fill_computed_buffers, fill_parameters, require_fit
+from rl_bridge.models.kinds import require_causal, require_floats
 from rl_bridge.models.stored_tensors import SafetensorsFolder, StoredTensors, TensorsInHand
 from rl_bridge.parallel.moving import materialize
 
@@ -44,9 +45,11 @@ class PretrainedSource:
         """As ``AutoModelForCausalLM`` makes it. Raises ValueError where there is no model of that name."""
         folder = self.folder()
         try:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+            config = AutoConfig.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ValueError(f"no model can be loaded from {self.name!r}: {error}") from error
+        require_causal(config, self.name)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if (folder / "generation_config.json").is_file():
             with torch.device("cpu"):
                 model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -54,7 +57,18 @@ class PretrainedSource:
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Read the files. Raises ValueError where there are none, or where they do not fit the model."""
-        fill(model, SafetensorsFolder.of_folder(self.folder()), device)
+        fill(model, self._stored(model), device)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """What ``load`` would raise for names, shapes and types, from the headers of the files alone."""
+        require_fit(model, self._stored(model))
+
+    def _stored(self, model: PreTrainedModel) -> SafetensorsFolder:
+        stored = SafetensorsFolder.of_folder(self.folder())
+        # A buffer may be of whole numbers.
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)} & stored.dtypes.keys()
+        require_floats({name: stored.dtypes[name] for name in parameters}, self.name)
+        return stored
 
     def folder(self) -> Path:
         """Where the files are; those of a hub id are downloaded first, if they are not here already."""

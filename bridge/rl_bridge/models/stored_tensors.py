@@ -45,6 +45,7 @@ class SafetensorsFolder:
         self._open: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in set(files.values())}
         self._files = files
         self.shapes = {name: tuple(self._slice(name).get_shape()) for name in files}
+        self.dtypes: dict[str, str] = {name: self._slice(name).get_dtype() for name in files}
         self.bytes_read = 0
 
     @classmethod

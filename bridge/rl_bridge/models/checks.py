@@ -1,0 +1,122 @@
+"""What shows before training starts: rows that do not fit the model or its tokenizer."""
+
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rl_bridge.data.reading import refuse
+from rl_bridge.data.requests import Message
+from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
+from rl_bridge.models.source import ModelSource
+
+Encode = Callable[[Mapping[str, Any]], tuple[Sequence[Message], Sequence[int]]]
+"""The messages of a row whose text the model reads, and their token ids."""
+
+
+def prompted(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """Rows that are sampled from: their prompts."""
+    return lambda row: (messages_of(row["prompt"]), encode_prompt(tokenizer, row["prompt"]))
+
+
+def supervised(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool = True) -> Encode:
+    """Rows that are imitated."""
+
+    def encode(row: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[int]]:
+        trajectory = encode_row(tokenizer, row, apply_chat_template=apply_chat_template)
+        return conversation_of(row)[0], trajectory.tokens
+
+    return encode
+
+
+def check_rows(
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Mapping[str, Any]],
+    encode: Encode,
+    *,
+    new_tokens: int = 0,
+) -> None:
+    """Encode every row, and refuse what the model cannot read: at the start, not in the middle of a run.
+
+    ``new_tokens`` are sampled behind each row.
+
+    Raises:
+        ValueError: a row that cannot be encoded, is longer than the model's positions, has a token that the model has
+            no embedding of, or a character that the tokenizer drops: the first few with file and row number.
+    """
+    with torch.device("meta"):
+        model = source.empty()
+    fits = _Fits(model, tokenizer, new_tokens)
+    bad, total = [], 0
+    for row in rows:
+        total += 1
+        try:
+            fits.require(*encode(row))
+        except ValueError as error:
+            bad.append(f"{row.get('_where', f'row {total}')}: {error}")
+    refuse(bad, total)
+
+
+class _Fits:
+    """Whether a row fits a model, with what is known of the characters of the rows before."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new_tokens: int) -> None:
+        self.tokenizer, self.new_tokens = tokenizer, new_tokens
+        self.embeddings = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type]
+        self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.kept: set[str] = set()
+        self.doubtful: set[str] = set()
+        for name in ("eos_token", "pad_token"):
+            token = getattr(tokenizer, f"{name}_id")
+            if token is not None and token >= self.embeddings:
+                raise ValueError(f"the {name} has the id {token}, and the model has {self.embeddings} embeddings")
+
+    def require(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
+        if (largest := max(tokens)) >= self.embeddings:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise ValueError(
+                f"the tokenizer gives the id {largest} ({token!r}), and the model has {self.embeddings} embeddings: "
+                "the tokenizer is of another model"
+            )
+        if self.positions is not None and len(tokens) + self.new_tokens > self.positions:
+            more = f" and {self.new_tokens} are sampled behind" if self.new_tokens else ""
+            raise ValueError(f"the row has {len(tokens)} tokens{more}; the model has {self.positions} positions")
+        for message in messages:
+            if isinstance(message.get("content"), str | list):
+                self._require_kept(content_of(message))
+
+    def _require_kept(self, text: str) -> None:
+        for character in set(text) - self.kept:
+            if character not in self.doubtful and _times(character, self._again(character)):
+                self.kept.add(character)
+                continue
+            # Alone it may be normalised away, as a space is.
+            self.doubtful.add(character)
+            again = self._again(text)
+            if _times(character, again.strip()) < _times(character, text.strip()):
+                name = unicodedata.name(character, f"U+{ord(character):04X}")
+                part = _part(text, character)
+                raise ValueError(
+                    f"the tokenizer loses the character {character!r} ({name}): {part!r} becomes "
+                    f"{self._again(part)!r}; take the tokenizer that the model was trained with, or other rows"
+                )
+
+    def _again(self, text: str) -> str:
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        again = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert isinstance(again, str)
+        return again
+
+
+def _times(character: str, text: str) -> int:
+    """How often the character is in the text; another way to write it, as a capital or a ligature, is the same."""
+    one, many = (unicodedata.normalize("NFKC", piece).casefold() for piece in (character, text))
+    return many.count(one)
+
+
+def _part(text: str, around: str) -> str:
+    place = max(0, text.find(around))
+    return text[max(0, place - 20) : place + 40]
