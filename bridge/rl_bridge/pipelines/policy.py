@@ -11,6 +11,7 @@ import rl_fn
 from rl_bridge.atomic import write_json
 from rl_bridge.data.stream import RowStream
 from rl_bridge.executors import Executor
+from rl_bridge.models.checks import check_rows, prompted, supervised
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.loading import save_pretrained
 from rl_bridge.models.source import ModelSource
@@ -86,6 +87,10 @@ def run_policy(pipeline: PolicyPipeline) -> dict[str, Any]:
     train_rows, held_out = rows_of(pipeline)
     objective = prepare(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_out])
+    new_tokens = pipeline.policy.sampling.max_new_tokens
+    check_rows(source, tokenizer, [*train_rows, *held_out], prompted(tokenizer), new_tokens=new_tokens)
+    if pipeline.sft.steps:
+        check_rows(source, tokenizer, train_rows, supervised(tokenizer))
     return train_and_evaluate(pipeline, executor, source, tokenizer, train_rows, held_out, rewards, objective)
 
 

@@ -94,8 +94,8 @@ class Rewards:
     def try_on(self, rows: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         """Ask every reward about a few of ``rows``, with the row's answer and with nothing as the completion.
 
-        What is wrong with a reward shows here, before a model is made or warmed up. Without a tokenizer the trial has
-        made-up token ids.
+        What is wrong with a reward shows here, before a model is made or warmed up. The tokens of the trial are
+        made up.
 
         Raises:
             RewardError: as ``score`` does.
@@ -137,7 +137,7 @@ def _trials(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None")
     ids = [0] if tokenizer is None else encode_prompt(tokenizer, prompt)
     trials = []
     for text in dict.fromkeys([str(row.get("answer", "")), ""]):
-        drawn: list[int] = [0] if tokenizer is None else [*tokenizer(text, add_special_tokens=False).input_ids, ids[-1]]
         messages = (*messages_of(prompt), {"role": "assistant", "content": text})
-        trials.append(single_turn(ids, drawn, row=row, messages=messages))
+        # Any token: a tokenizer need not know the characters of an answer that nobody imitates.
+        trials.append(single_turn(ids, ids[-1:], row=row, messages=messages))
     return trials

@@ -89,9 +89,7 @@ def test_a_row_longer_than_the_models_positions(folder):
     tokenizer = character_tokenizer("0123456789+=")
     source = TinySource.for_tokenizer(tokenizer, **TINY, max_positions=12)
     check_rows(source, tokenizer, [{"prompt": "1" * 8}], prompted(tokenizer), new_tokens=4)
-    with pytest.raises(
-        ValueError, match=r"row 1: the row has 9 tokens and 4 are sampled behind; the model has 12 p"
-    ):
+    with pytest.raises(ValueError, match=r"row 1: the row has 9 tokens and 4 are sampled behind; the model has 12 p"):
         check_rows(source, tokenizer, [{"prompt": "1" * 9}], prompted(tokenizer), new_tokens=4)
     with pytest.raises(ValueError, match=r"row 2: the row has 13 tokens; the model has 12 positions"):
         check_rows(source, tokenizer, [{"prompt": "1" * 8, "answer": a} for a in (123, 1234)], supervised(tokenizer))
@@ -101,9 +99,7 @@ def test_a_vocabulary_larger_than_the_embedding(folder):
     source, _ = pretrained(str(folder))
     larger = character_tokenizer("0123456789+=abc")
     check_rows(source, larger, [{"prompt": "1+1="}], prompted(larger))
-    with pytest.raises(
-        ValueError, match=r"row 1: the tokenizer gives the id 15 \('b'\), and the model has 14 em"
-    ):
+    with pytest.raises(ValueError, match=r"row 1: the tokenizer gives the id 15 \('b'\), and the model has 14 em"):
         check_rows(source, larger, [{"prompt": "b+1="}], prompted(larger))
     larger.add_special_tokens({"eos_token": "<end>"})
     with pytest.raises(ValueError, match="the eos_token has the id 17, and the model has 14 embeddings"):
@@ -146,9 +142,7 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(folder):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ValueError, match=r"the weights of '.*model' are quantised \(bitsandbytes\), and quantised w"
-    ):
+    with pytest.raises(ValueError, match=r"the weights of '.*model' are quantised \(bitsandbytes\), and quantised w"):
         pretrained(str(folder))
 
 
@@ -160,7 +154,9 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(folder):
             r"is a 'bert' whose tokens attend to later ones \(config\.is_decoder is False\): no causal language model",
         ),
         (
-            lambda: T5ForConditionalGeneration(T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)),
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=30, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+            ),
             r"is a 't5', of which transformers has no causal language model",
         ),
         (

@@ -250,7 +250,7 @@ def test_a_reward_is_tried_before_it_is_needed(tokenizer):
 
     load(reward).try_on(rows(3), tokenizer)
     assert [s[:3] for s in seen] == [("0", "0", "0+0="), ("", "0", "0+0="), ("1", "1", "1+0="), ("", "1", "1+0=")]
-    assert tokenizer.decode(seen[0][3][:5]) == "0+0=0"
+    assert tokenizer.decode(seen[0][3]) == "0+0=="
     with pytest.raises(RewardError, match=r"on problems.jsonl, row 1 raised KeyError: 'solution'; completion '0'"):
         load(lambda c, row: row["solution"]).try_on(rows(3))
 
