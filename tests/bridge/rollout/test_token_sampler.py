@@ -120,8 +120,18 @@ def test_neighbouring_calls_share_no_seed():
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1\.5"),
         ({"min_p": 0.0}, r"min_p must be in \(0, 1\], got 0\.0"),
+        ({"temperature": float("nan")}, "temperature must be ≥ 0, got nan"),
+        ({"temperature": float("inf")}, "temperature must be ≥ 0, got inf"),
+        ({"top_p": float("nan")}, r"top_p must be in \(0, 1\], got nan"),
+        ({"temperature": True}, "temperature must be a number, got True"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer, got True"),
+        ({"n": 2.0}, r"n must be an integer, got 2\.0"),
+        ({"seed": "7"}, "seed must be an integer, got '7'"),
+        ({"top_k": 5.0}, r"top_k must be an integer or None, got 5\.0"),
+        ({"min_p": False}, "min_p must be a number or None, got False"),
     ],
 )
 def test_parameters_that_cannot_be_sampled_with(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         SamplingParams(**{"max_new_tokens": 4} | options)
