@@ -47,6 +47,12 @@ TRAINERS = {
         "post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit arithmetic "
         "and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.",
     ),
+    "sft": Trainer(
+        "rl_bridge.pipelines.sft:SFTPipeline",
+        "rl_bridge.pipelines.sft:run_sft",
+        "supervised fine-tuning on conversations, or prompts with responses; the best model on held-out rows is "
+        "exported.",
+    ),
 }
 TRACEBACK = "--traceback"
 

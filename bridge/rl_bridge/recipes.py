@@ -4,7 +4,7 @@ from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.sft import SFTConfig
+from rl_bridge.trainers.sft import WarmStart
 
 
 def quickstart() -> PolicyPipeline:
@@ -14,7 +14,7 @@ def quickstart() -> PolicyPipeline:
     """
     return PolicyPipeline(
         name="quickstart",
-        sft=SFTConfig(
+        sft=WarmStart(
             steps=135,
             rows_per_step=256,
             optimizer=OptimizerConfig(learning_rate=2e-3, warmup=50, decay="constant", beta2=0.99),

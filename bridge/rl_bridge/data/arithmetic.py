@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Literal
 
 ALPHABET = "0123456789+-="
@@ -29,8 +30,15 @@ def split_rows(rows: Sequence[dict], held_out: int, seed: int) -> tuple[list[dic
     for row in shuffled:
         if len(held_prompts) == held_out:
             break
-        held_prompts.setdefault(repr(row["prompt"]), row)
-    train = [row for row in shuffled if repr(row["prompt"]) not in held_prompts]
+        held_prompts.setdefault(_prompt_of(row), row)
+    train = [row for row in shuffled if _prompt_of(row) not in held_prompts]
     if len(held_prompts) < held_out or not train:
         raise ValueError(f"cannot hold out {held_out} distinct prompts of {len(rows)} rows and keep some to train on")
     return train, list(held_prompts.values())
+
+
+def _prompt_of(row: dict) -> str:
+    """The prompt as it is written; of a whole conversation, what stands before the assistant's first message."""
+    if "prompt" in row:
+        return repr(row["prompt"])
+    return repr(list(takewhile(lambda message: message["role"] != "assistant", row["messages"])))

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.atomic import replacing
+from rl_bridge.data.rows import RESPONSES
 from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.source import ModelSource, PretrainedSource
 from rl_bridge.models.tiny import TinySource
@@ -54,12 +55,12 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def new_for_rows(rows: Sequence[Mapping[str, Any]], *, seed: int) -> tuple[ModelSource, PreTrainedTokenizerBase]:
-    """A tiny Qwen2 and a character tokenizer over the characters of the rows' prompts and answers."""
+    """A tiny Qwen2 and a character tokenizer over the characters of the rows' prompts and responses."""
     for row in rows:
-        if not isinstance(row["prompt"], str):
+        if not isinstance(row.get("prompt"), str):
             raise ValueError(f"{row.get('_where', 'a row')}: chat messages need a model with a chat template (--model)")
-    alphabet = sorted({character for row in rows for character in row["prompt"] + str(row.get("answer", ""))})
-    tokenizer = character_tokenizer("".join(alphabet))
+    said = (str(row[name]) for row in rows for name in ("prompt", *RESPONSES) if row.get(name) is not None)
+    tokenizer = character_tokenizer("".join(sorted({character for text in said for character in text})))
     return TinySource.for_tokenizer(tokenizer, seed=seed), tokenizer
 
 

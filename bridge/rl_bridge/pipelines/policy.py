@@ -38,7 +38,7 @@ from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.policy_inputs.archive import Archive
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, require_objective
 from rl_bridge.trainers.policy_inputs.sampling import Complete, Sampler, completions
-from rl_bridge.trainers.sft import SFTConfig, train_sft
+from rl_bridge.trainers.sft import WarmStart, train_sft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class PolicyPipeline(TrainingOptions, RewardOptions):
     critic: CriticOptions = CriticOptions()
     teacher: str | None = None
     """Model that on-policy distillation learns from: a folder or hub id with the vocabulary of ``model``."""
-    sft: SFTConfig = SFTConfig()
+    sft: WarmStart = WarmStart()
     name: str = field(default="policy", metadata=MAY_CHANGE)
     reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
     """``FILE.py:function``, several with names of their own: ``right=a.py:right short=a.py:short``. None compares the

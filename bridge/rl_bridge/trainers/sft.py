@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import TokenBatch, collate
@@ -14,7 +15,22 @@ from rl_bridge.trainers.modules.policy import mean
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    """``steps`` 0 skips it: a model that follows instructions already needs no warm start."""
+    """One step is one update on ``rows_per_step`` rows."""
+
+    steps: int = 200
+    rows_per_step: int = 32
+    evaluate_every: int = 25
+    """Steps from one measurement on the held-out rows to the next."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts that train nothing."""
+        if min(self.rows_per_step, self.evaluate_every) < 1 or self.steps < 0:
+            raise ValueError(f"need rows_per_step ≥ 1, evaluate_every ≥ 1 and steps ≥ 0, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Supervised steps before reinforcement learning. 0: a model that follows instructions already needs none."""
 
     steps: int = 0
     rows_per_step: int = 256
@@ -25,21 +41,33 @@ def train_sft(
     run: Run,
     policy: TrainEngine,
     stream: RowStream,
-    to_trajectory: Callable[[dict], Trajectory],
-    config: SFTConfig,
+    to_trajectory: Callable[[Any], Trajectory],
+    config: SFTConfig | WarmStart,
     *,
     pad_token_id: int,
+    held_out: TokenBatch | None = None,
 ) -> None:
-    """Train on the rows' own completions; every step is logged, checkpointed when due, and resumable."""
+    """Train on the rows' own completions; every step is logged, checkpointed when due, and resumable.
+
+    ``held_out`` is measured every ``evaluate_every`` steps; a warm start has none.
+    """
+    every = config.evaluate_every if isinstance(config, SFTConfig) else None
     for step in run.steps("sft", config.steps, state={"policy": policy, "stream": stream}):
         batch = supervised_batch(stream.take(config.rows_per_step), to_trajectory, pad_token_id)
-        metrics = policy.train_step(NeedParallel(batch), float(batch.mask.sum()))
-        update = policy.optimizer_step()
-        run.log(step, {name: mean(value) for name, value in metrics.items()} | update, tokens=int(batch.lengths.sum()))
+        totals = policy.train_step(NeedParallel(batch), float(batch.mask.sum()))
+        metrics = {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
+        if metrics.get("skipped"):
+            run.skipped(step, batch)
+        if held_out is not None and every is not None and ((step + 1) % every == 0 or step + 1 == config.steps):
+            metrics["held_out_nll"] = held_out_nll(policy, held_out)
+        run.log(step, metrics, tokens=int(batch.lengths.sum()))
 
 
-def supervised_batch(
-    rows: Sequence[dict], to_trajectory: Callable[[dict], Trajectory], pad_token_id: int
-) -> TokenBatch:
+def held_out_nll(policy: TrainEngine, batch: TokenBatch) -> float:
+    """Mean negative log-likelihood of the tokens that count, under the present weights."""
+    return mean(policy.nll(NeedParallel(batch))["nll"])
+
+
+def supervised_batch(rows: Sequence[Any], to_trajectory: Callable[[Any], Trajectory], pad_token_id: int) -> TokenBatch:
     """The rows' own completions as if they had been sampled."""
     return collate([to_trajectory(row) for row in rows], pad_token_id)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
@@ -20,7 +22,16 @@ class SupervisedModule(CausalLMModule):
         """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
         total: Any = 0
         for _, part in self.micro_batches(batch):
-            loss = _aggregate_parts(-self(part)[0], part.mask, "token-mean")
+            loss = self._loss(part)
             self.backward(loss.total / denominator)
             total = total + detached(loss)
         return {"nll": total}
+
+    @returns("sum")
+    @torch.no_grad()
+    def nll(self, batch: TokenBatch) -> dict[str, Ratio]:
+        """The undivided loss under the present weights, without a gradient."""
+        return {"nll": sum(detached(self._loss(part)) for _, part in self.micro_batches(batch))}  # type: ignore[dict-item]
+
+    def _loss(self, part: TokenBatch) -> Any:
+        return _aggregate_parts(-self(part)[0], part.mask, "token-mean")

@@ -1,0 +1,123 @@
+"""Supervised fine-tuning from a config: data, model, training, evaluation, the best model exported."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.data.rows import supervised_row
+from rl_bridge.data.stream import RowStream
+from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.models.encoding import encode_row
+from rl_bridge.models.loading import save_pretrained
+from rl_bridge.pipelines.placement import Engines
+from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
+from rl_bridge.tracking.fingerprints import of_rows
+from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.tracking.run import open_run
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.sft import SFTConfig, held_out_nll, train_sft
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTPipeline(TrainingOptions):
+    """Supervised fine-tuning. Rows have ``messages``, or ``prompt`` and ``response``, ``completion`` or ``answer``.
+
+    The loss counts every turn of the assistant and nothing else. Without ``data`` it is two-digit addition, without
+    ``model`` a tiny new Qwen2.
+    """
+
+    sft: SFTConfig = SFTConfig()
+    epochs: float | None = None
+    """Passes over the rows, in place of ``sft.steps``."""
+    name: str = field(default="sft", metadata=MAY_CHANGE)
+    held_out: int = 100
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4, beta2=0.999)
+    apply_chat_template: bool = True
+    """Render messages by the tokenizer's template. False concatenates their contents, and ends each turn of the
+    assistant with the end-of-sequence token."""
+    max_length: int | None = None
+    """Rows with more tokens are left out, and counted. None keeps them all."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts that train nothing."""
+        super().__post_init__()
+        if (self.epochs is not None and not self.epochs > 0) or (self.max_length is not None and self.max_length < 2):
+            raise ValueError(f"need epochs > 0 and max_length ≥ 2, got {self.epochs} and {self.max_length}")
+        if self.epochs is None and self.sft.steps < 1:
+            raise ValueError(f"need sft.steps ≥ 1, got {self.sft.steps}")
+
+    def steps_for(self, rows: int) -> int:
+        """Updates for so many rows: ``sft.steps``, or what the epochs take, the last one rounded up."""
+        return self.sft.steps if self.epochs is None else math.ceil(self.epochs * rows / self.sft.rows_per_step)
+
+
+def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
+    """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
+    executor = pipeline.start()
+    train_rows, held_rows = load_rows(pipeline, (), supervised_row)
+    prepare_processes(pipeline, executor)
+    source, tokenizer = load_model(pipeline, [*train_rows, *held_rows])
+    train, left_out = encoded(pipeline, tokenizer, train_rows)
+    held_out, held_left_out = encoded(pipeline, tokenizer, held_rows)
+    config = replace(pipeline.sft, steps=pipeline.steps_for(len(train)))
+    folder = pipeline.folder()
+    mesh = pipeline.mesh.of(len(executor.slots))
+    trained = pipeline.trained(source)
+    engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=trained)
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int)
+    batch = collate(held_out, pad)
+    with engines, open_run(folder, pipeline, {"data": of_rows(train_rows, held_rows)}) as run:
+        if left_out or held_left_out:
+            run.print(f"{left_out} rows and {held_left_out} held-out rows are longer than {pipeline.max_length} tokens")
+        run.keep_best("held_out_nll", "min")
+        policy = engines.supervised(pipeline.optimizer, updates=config.steps, scoring=pipeline.scoring())
+        before = run.cached_result("before", lambda: held_out_nll(policy, batch))
+        stream = RowStream(train, seed=pipeline.seed)
+        train_sft(run, policy, stream, lambda row: row, config, pad_token_id=pad, held_out=batch)
+        after = held_out_nll(policy, batch)
+        best = run.load_best({"policy": policy})
+        save_pretrained(folder / "model", policy, tokenizer)
+        summary = {
+            "result": f"held-out nll {before:.3f} → {after:.3f}; {folder / 'model'} has the best, {best:.3f}",
+            "nll_before": before,
+            "nll_after": after,
+            "nll_best": best,
+            "steps": config.steps,
+            "rows": len(train),
+            "held_out": len(held_out),
+            "left_out": left_out + held_left_out,
+            "seconds": round(run.seconds, 1),
+            **common_summary(pipeline, source),
+        }
+        run.finish(summary)
+    return summary
+
+
+def encoded(
+    pipeline: SFTPipeline, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]
+) -> tuple[list[Trajectory], int]:
+    """The rows as tokens, once for the whole run, and how many are left out for their length.
+
+    Raises:
+        ValueError: rows that cannot be encoded, the first few of them; or none is short enough.
+    """
+    kept, bad = [], []
+    for row in rows:
+        try:
+            trajectory = encode_row(tokenizer, row, apply_chat_template=pipeline.apply_chat_template)
+        except ValueError as error:
+            bad.append(f"{row.get('_where', 'a row')}: {error}")
+            continue
+        if pipeline.max_length is None or len(trajectory.tokens) <= pipeline.max_length:
+            kept.append(trajectory)
+    if bad:
+        more = f"; and {len(bad) - 3} more bad rows of {len(rows)}" if len(bad) > 3 else ""
+        raise ValueError("; ".join(bad[:3]) + more)
+    if not kept:
+        raise ValueError(f"all of {len(rows)} rows are longer than max_length {pipeline.max_length}")
+    return kept, len(rows) - len(kept)
