@@ -198,6 +198,13 @@ COMMANDS = [
         "minutes",
         "peers",
     ),
+    Command(
+        ".venv-peers/bin/python experiments/benchmarks/whole_step.py",
+        ".venv-peers/bin/python experiments/benchmarks/whole_step.py --models tiny --turns 1 --steps 2 --prompts 2 "
+        "--seconds 1 --updates 2 --output $SCRATCH/whole_step",
+        "twelve minutes",
+        "peers",
+    ),
     Command(".venv-peers/bin/python -m pytest tests/peers -m peers", group="peers"),
     Command(".venv-peers/bin/rl-fn check trl", group="peers"),
     Command("rl-fn check trl", ".venv-peers/bin/rl-fn check trl", "where TRL is installed", "peers"),
