@@ -205,6 +205,7 @@ COMMANDS = [
         "twelve minutes",
         "peers",
     ),
+    Command("make benchmark-step", "make --dry-run benchmark-step", "the command above", "peers"),
     Command(".venv-peers/bin/python -m pytest tests/peers -m peers", group="peers"),
     Command(".venv-peers/bin/rl-fn check trl", group="peers"),
     Command("rl-fn check trl", ".venv-peers/bin/rl-fn check trl", "where TRL is installed", "peers"),
