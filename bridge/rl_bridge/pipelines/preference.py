@@ -1,6 +1,7 @@
 """Learning from preferences from a config: data, model, reference, training, evaluation, results."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rl_bridge.data.examples import batch_of
@@ -53,9 +54,9 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
                 examples = with_reference(examples, reference, pad)
                 reference.release()
                 reference = None
-        held_out = batch_of(held_out, pad)
         policy = engines.preference(pipeline.optimizer, loss, updates=pipeline.preference.steps, scoring=scoring)
-        before = run.cached_result("before", lambda: evaluate_preference(policy, loss, held_out))
+        evaluate = partial(evaluate_preference, policy, loss, batch_of(held_out, pad))
+        before = run.cached_result("before", evaluate)
         run.keep_best("held_out_accuracy")
         train_preference(
             run,
@@ -63,11 +64,11 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
             RowStream(examples, seed=pipeline.seed),
             loss,
             pipeline.preference,
-            held_out=held_out,
+            evaluate=evaluate,
             reference=reference,
             pad_token_id=pad,
         )
-        after = evaluate_preference(policy, loss, held_out)
+        after = evaluate()
         save_pretrained(folder / "model", policy, tokenizer)
         summary = {
             "result": accuracy_of(after),
@@ -75,7 +76,7 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
             "after": after,
             "loss": {"name": loss.name, **loss.constants, "average": loss.average, "wpo": loss.wpo},
             "rows": len(examples),
-            "held_out": len(held_out.present),
+            "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
             **common_summary(pipeline, source),
         }

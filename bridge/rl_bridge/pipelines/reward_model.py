@@ -1,6 +1,7 @@
 """A reward model from a config: data, model, training, evaluation, results."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rl_bridge.data.examples import batch_of
@@ -38,27 +39,27 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
     loss = pipeline.loss.build()
     rows, held_out_rows = load_comparisons(pipeline)
     trunk, tokenizer = load_model_for(pipeline, [*rows, *held_out_rows])
-    examples, held_out_examples = (encoded(pipeline, tokenizer, part, loss) for part in (rows, held_out_rows))
+    examples, held_out = (encoded(pipeline, tokenizer, part, loss) for part in (rows, held_out_rows))
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     source = ValueSource(trunk, pad_token=pad)
-    held_out = batch_of(held_out_examples, pad)
     folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
     engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
     with engines, open_run(folder, pipeline, fingerprints_of(rows, held_out_rows)) as run:
         config = pipeline.reward_model
         model = engines.reward_model(pipeline.optimizer, loss, updates=config.steps, scoring=pipeline.scoring())
         run.keep_best("held_out_accuracy")
+        evaluate = partial(evaluate_reward_model, model, loss, batch_of(held_out, pad))
         stream = RowStream(examples, seed=pipeline.seed)
-        train_reward_model(run, model, stream, loss, config, held_out=held_out, pad_token_id=pad)
-        found = evaluate_reward_model(model, loss, held_out)
+        train_reward_model(run, model, stream, loss, config, evaluate=evaluate, pad_token_id=pad)
+        found = evaluate()
         save_pretrained(folder / "model", model, tokenizer)
         summary = {
             "result": accuracy_of(found),
             "after": found,
             "loss": {"name": loss.name, **loss.constants},
             "rows": len(examples),
-            "held_out": len(held_out.present),
+            "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
             **common_summary(pipeline, source),
         }

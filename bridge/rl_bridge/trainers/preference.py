@@ -1,5 +1,6 @@
 """Learning from preferences without a reward model: DPO and its family, by the loss."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rl_bridge.data.examples import Example, batch_of
@@ -34,13 +35,14 @@ def train_preference(
     loss: ComparisonLoss,
     config: PreferenceConfig,
     *,
-    held_out: PairBatch,
+    evaluate: Callable[[], Mapping[str, float]],
     reference: TrainEngine | None = None,
     pad_token_id: int,
 ) -> None:
     """Score the completions, compare, update; every step is logged, checkpointed when due, and resumable.
 
-    ``reference`` scores each batch where the examples do not bring its log-probabilities along. ``held_out`` does.
+    ``reference`` scores each batch where the examples do not bring its log-probabilities along. What ``evaluate``
+    returns is logged when due and after the last step.
     """
     statistics = BatchStatistics(loss, config.shift_momentum)
     state = {"policy": policy, "stream": stream, "statistics": statistics}
@@ -53,7 +55,7 @@ def train_preference(
         metrics = accumulate(policy, loss, batch, given) | given | policy.optimizer_step()
         statistics.update(metrics)
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
-            metrics |= evaluate_preference(policy, loss, held_out)
+            metrics |= evaluate()
         run.log(step, metrics, tokens=sum(batch.row_tokens()))
 
 

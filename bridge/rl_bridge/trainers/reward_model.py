@@ -1,5 +1,6 @@
 """A reward model from comparisons of completions: Bradley–Terry of pairs, Plackett–Luce of ranked lists."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rl_bridge.data.examples import Example, batch_of
@@ -32,15 +33,18 @@ def train_reward_model(
     loss: ComparisonLoss,
     config: RewardModelConfig,
     *,
-    held_out: PairBatch,
+    evaluate: Callable[[], Mapping[str, float]],
     pad_token_id: int,
 ) -> None:
-    """Score the completions, compare, update; every step is logged, checkpointed when due, and resumable."""
+    """Score the completions, compare, update; every step is logged, checkpointed when due, and resumable.
+
+    What ``evaluate`` returns is logged when due and after the last step.
+    """
     for step in run.steps("reward_model", config.steps, state={"model": model, "stream": stream}):
         batch = batch_of(stream.take(config.rows_per_step), pad_token_id)
         metrics = accumulate(model, loss, batch, {}) | model.optimizer_step()
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
-            metrics |= evaluate_reward_model(model, loss, held_out)
+            metrics |= evaluate()
         run.log(step, metrics, tokens=sum(batch.row_tokens()))
 
 

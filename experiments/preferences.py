@@ -1,0 +1,381 @@
+"""DPO and its kin on synthetic preferences whose optimum is known, and a reward model against the true reward.
+
+python experiments/preferences.py            # writes experiments/results/preferences/{summary.json,gap.png}
+python experiments/preferences.py --short    # a tenth of the steps and one seed, to see that it works
+
+A prompt is one of 4 letters, a completion one of 64 strings of three letters. The true reward r(x, y) is the sum of
+what each letter is worth at its place after that prompt, and of what two neighbours are worth together. The reference is
+a small Qwen2, fine-tuned to write such strings. Pairs are drawn uniformly, and labelled by Bradley and Terry's model of
+r. Then max E[r] − β KL(π‖π_ref) has the solution π* ∝ π_ref exp(r/β): what DPO reaches with labels without end. IPO has
+another one, π* ∝ π_ref exp(p/τ), where p(x, y) is the chance to beat a uniform draw. Every policy is scored on all
+completions of all prompts, so that its KL to π* is exact. The objective is β KL(π‖π*) short of its maximum.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_bridge.data.examples import Example
+from rl_bridge.data.pair_batch import PairBatch, collate_comparisons
+from rl_bridge.data.stream import RowStream
+from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.models.source import StateSource
+from rl_bridge.models.tiny import TinySource
+from rl_bridge.models.values import ValueSource
+from rl_bridge.pipelines.losses import loss_options
+from rl_bridge.tracking.run import Run
+from rl_bridge.trainers.comparison_steps import with_reference
+from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.preference import CompletionScorer, PreferenceModule
+from rl_bridge.trainers.modules.reward_model import RewardModule
+from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.trainers.modules.supervised import SupervisedModule
+from rl_bridge.trainers.preference import PreferenceConfig, train_preference
+from rl_bridge.trainers.reward_model import RewardModelConfig, train_reward_model
+
+OUT = Path(__file__).parent / "results" / "preferences"
+PAD, EOS = 0, 1
+LETTERS = range(2, 6)
+PROMPTS = [(token,) for token in range(6, 10)]
+COMPLETIONS = list(itertools.product(LETTERS, repeat=3))
+BETA = 0.5
+# Rows of five tokens have little to share.
+SCORING = ScoringConfig(share_prefixes=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    seeds: int = 3
+    pairs: int = 20_000
+    steps: int = 400
+    rows_per_step: int = 128
+    evaluate_every: int = 20
+    supervised_steps: int = 150
+    learning_rate: float = 2e-3
+    flipped: float = 0.15
+
+
+# At small rewards IPO with τ = β/4 pulls to its reference as DPO with β does.
+METHODS: dict[str, dict[str, Any]] = {
+    "DPO": {"loss": "dpo", "beta": BETA},
+    "IPO": {"loss": "ipo", "beta": BETA / 4},
+    "EXO": {"loss": "exo", "beta": BETA},
+    "BCO": {"loss": "bco", "beta": BETA},
+    "KTO": {"loss": "kto", "beta": BETA},
+    "SimPO": {"loss": "simpo"},
+    "DPO, flipped labels": {"loss": "dpo", "beta": BETA, "noisy": True},
+    "robust DPO, flipped labels": {"loss": "dpo_robust", "beta": BETA, "label_smoothing": 0.15, "noisy": True},
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """True rewards and what they make of the reference; [prompts, completions] each."""
+
+    rewards: np.ndarray
+    reference: np.ndarray
+    """Probabilities, which sum to 1 over the completions."""
+
+    def optimum(self) -> np.ndarray:
+        return normalised(np.log(self.reference) + self.rewards / BETA)
+
+    def optimum_of_ipo(self) -> np.ndarray:
+        wins = 1.0 / (1.0 + np.exp(self.rewards[:, None, :] - self.rewards[:, :, None]))
+        return normalised(np.log(self.reference) + wins.mean(-1) / (BETA / 4))
+
+
+def normalised(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def kl(p: np.ndarray, q: np.ndarray) -> float:
+    """Mean over prompts, in nats."""
+    return float((p * (np.log(p) - np.log(q))).sum(-1).mean())
+
+
+def true_rewards(seed: int) -> np.ndarray:
+    """Of mean 0 and standard deviation 1 for each prompt, [prompts, completions]."""
+    generator, letters = np.random.default_rng([seed, 3]), np.array(COMPLETIONS) - LETTERS[0]
+    alone = generator.normal(size=(len(PROMPTS), 3, len(LETTERS)))
+    pairs = 0.5 * generator.normal(size=(2, len(LETTERS), len(LETTERS)))
+    rewards = sum(alone[:, place, letters[:, place]] for place in range(3))
+    rewards = rewards + sum(pairs[place, letters[:, place], letters[:, place + 1]] for place in range(2))
+    return (rewards - rewards.mean(-1, keepdims=True)) / rewards.std(-1, keepdims=True)
+
+
+def trajectory(prompt: Sequence[int], completion: Sequence[int]) -> Trajectory:
+    return single_turn(prompt, [*completion, EOS])
+
+
+def every_completion() -> PairBatch:
+    rows = [[trajectory(prompt, completion)] for prompt in PROMPTS for completion in COMPLETIONS]
+    return collate_comparisons(rows, PAD)
+
+
+def logprobs_of(policy: TrainEngine, everything: PairBatch) -> np.ndarray:
+    found = policy.completion_logprobs(NeedParallel(everything))
+    return found.double().numpy().reshape(len(PROMPTS), len(COMPLETIONS))
+
+
+def optimizer(settings: Settings) -> OptimizerConfig:
+    return OptimizerConfig(learning_rate=settings.learning_rate, warmup=10, final=0.05, beta2=0.99)
+
+
+def supervised(settings: Settings, seed: int) -> StateSource:
+    """A model that writes strings of three letters, some of them more often than others."""
+    generator = np.random.default_rng([seed, 1])
+    odds = normalised(0.5 * generator.normal(size=(len(PROMPTS), len(COMPLETIONS))))
+    source = TinySource(vocabulary=10, pad_token=PAD, eos_token=EOS, hidden=32, layers=2, seed=seed)
+    engine = TrainEngine(
+        lambda: SupervisedModule(source, optimizer(settings), updates=settings.supervised_steps, scoring=SCORING),
+        name=f"sft{seed}",
+    ).build()
+    for _ in range(settings.supervised_steps):
+        chosen = generator.integers(len(PROMPTS), size=512)
+        rows = [trajectory(PROMPTS[x], COMPLETIONS[generator.choice(len(COMPLETIONS), p=odds[x])]) for x in chosen]
+        batch = collate(rows, PAD)
+        engine.train_step(NeedParallel(batch), float(batch.mask.sum()))
+        engine.optimizer_step()
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_pretrained(folder)
+        engine.release()
+        from transformers import Qwen2ForCausalLM
+
+        return StateSource(Qwen2ForCausalLM.from_pretrained(folder).float().eval())
+
+
+def pairs_of(world: World, count: int, seed: int, flipped: float) -> list[tuple[int, int, int]]:
+    """(prompt, chosen, rejected), labelled by the true rewards; a share ``flipped`` of the labels is wrong."""
+    generator = np.random.default_rng([seed, 2])
+    x = generator.integers(len(PROMPTS), size=count)
+    a = generator.integers(len(COMPLETIONS), size=count)
+    b = (a + generator.integers(1, len(COMPLETIONS), size=count)) % len(COMPLETIONS)
+    wins = generator.random(count) < 1.0 / (1.0 + np.exp(world.rewards[x, b] - world.rewards[x, a]))
+    wins ^= generator.random(count) < flipped
+    chosen, rejected = np.where(wins, a, b), np.where(wins, b, a)
+    return list(zip(x.tolist(), chosen.tolist(), rejected.tolist(), strict=True))
+
+
+def examples_for(loss: ComparisonLoss, pairs: Sequence[tuple[int, int, int]]) -> list[Example]:
+    """Pairs, or for a loss of single completions each completion with its label and one of another prompt."""
+    table = {(x, y): trajectory(PROMPTS[x], COMPLETIONS[y]) for x in range(len(PROMPTS)) for y in range(64)}
+    if loss.form == "pairs":
+        return [Example(completions=(table[x, good], table[x, bad])) for x, good, bad in pairs]
+    single = []
+    for (x, good, bad), (_, other, _) in zip(pairs, [*pairs[1:], pairs[0]], strict=True):
+        single.append(Example(completions=(table[x, good], table[x, other]), desirable=True))
+        single.append(Example(completions=(table[x, bad], table[x, other]), desirable=False))
+    return single
+
+
+def measure(policy: TrainEngine, everything: PairBatch, world: World) -> dict[str, float]:
+    """Exact, over all completions; ``mass`` is the probability of writing one of the 64."""
+    logprobs = logprobs_of(policy, everything)
+    pi = normalised(logprobs)
+    return {
+        "kl_to_optimum": kl(pi, world.optimum()),
+        "kl_to_optimum_of_ipo": kl(pi, world.optimum_of_ipo()),
+        "kl_to_reference": kl(pi, world.reference),
+        "reward": float((pi * world.rewards).sum(-1).mean()),
+        "mass": float(np.exp(logprobs).sum(-1).mean()),
+    }
+
+
+def run_method(settings: Settings, name: str, seed: int, source: StateSource, world: World) -> dict[str, Any]:
+    options = dict(METHODS[name])
+    noisy, loss = options.pop("noisy", False), loss_options(options.pop("loss"), **options).build()
+    pairs = pairs_of(world, settings.pairs, seed, settings.flipped if noisy else 0.0)
+    examples, everything, started = examples_for(loss, pairs), every_completion(), time.monotonic()
+    if loss.needs_reference:
+        reference = TrainEngine(lambda: CompletionScorer(source, SCORING), name=f"reference {name} {seed}").build()
+        examples = with_reference(examples, reference, PAD)
+        reference.release()
+    fixed: dict[str, Any] = {"updates": settings.steps, "scoring": SCORING}
+    made = partial(PreferenceModule, source, optimizer(settings), loss, **fixed)
+    policy, curve = TrainEngine(made, name=f"{name} {seed}").build(), []
+
+    def evaluate() -> dict[str, float]:
+        found = measure(policy, everything, world)
+        curve.append(found)
+        return found
+
+    evaluate()
+    config = PreferenceConfig(
+        steps=settings.steps, rows_per_step=settings.rows_per_step, evaluate_every=settings.evaluate_every
+    )
+    with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run", config, checkpoint_every=10**6) as run:
+        stream = RowStream(examples, seed=seed)
+        train_preference(run, policy, stream, loss, config, evaluate=evaluate, pad_token_id=PAD)
+    policy.release()
+    return {"method": name, "seed": seed, "curve": curve, "seconds": round(time.monotonic() - started, 1)}
+
+
+def run_reward_model(settings: Settings, seed: int, source: StateSource, world: World) -> dict[str, Any]:
+    """Bradley–Terry on the pairs without flipped labels, from the fine-tuned model's trunk."""
+    loss, everything, started = loss_options("bradley_terry").build(), every_completion(), time.monotonic()
+    pairs = pairs_of(world, settings.pairs, seed, 0.0)
+    held_out = pairs_of(world, 4000, seed + 1000, 0.0)
+    fixed: dict[str, Any] = {"updates": settings.steps, "scoring": SCORING}
+    made = partial(RewardModule, ValueSource(source, seed=seed), optimizer(settings), loss, **fixed)
+    model, curve = TrainEngine(made, name=f"rewards {seed}").build(), []
+
+    def evaluate() -> dict[str, float]:
+        scores = model.scores(NeedParallel(everything.completions)).double().numpy().reshape(world.rewards.shape)
+        centred, true = (x - x.mean(-1, keepdims=True) for x in (scores, world.rewards))
+        ordered = np.sign(scores[:, :, None] - scores[:, None, :])
+        right = ordered == np.sign(world.rewards[:, :, None] - world.rewards[:, None, :])
+        off = ~np.eye(len(COMPLETIONS), dtype=bool)
+        found = {
+            "accuracy_of_labels": float(np.mean([scores[x, good] > scores[x, bad] for x, good, bad in held_out])),
+            "accuracy_of_order": float(right[:, off].mean()),
+            "correlation": float(np.corrcoef(centred.ravel(), true.ravel())[0, 1]),
+            "rms_error": float(np.sqrt(np.mean((centred - true) ** 2))),
+            "best_of_64": float(np.take_along_axis(world.rewards, scores.argmax(-1)[:, None], -1).mean()),
+        }
+        curve.append(found)
+        return found
+
+    evaluate()
+    config = RewardModelConfig(
+        steps=settings.steps, rows_per_step=settings.rows_per_step, evaluate_every=settings.evaluate_every
+    )
+    with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run", config, checkpoint_every=10**6) as run:
+        stream = RowStream(examples_for(loss, pairs), seed=seed)
+        train_reward_model(run, model, stream, loss, config, evaluate=evaluate, pad_token_id=PAD)
+    model.release()
+    best_possible = np.mean([world.rewards[x, good] > world.rewards[x, bad] for x, good, bad in held_out])
+    seconds = round(time.monotonic() - started, 1)
+    best = {"accuracy_of_labels": float(best_possible), "best_of_64": float(world.rewards.max(-1).mean())}
+    return {"method": "reward model", "seed": seed, "curve": curve, "true": best, "seconds": seconds}
+
+
+def world_of(job: tuple[Settings, int]) -> tuple[StateSource, World]:
+    """The reference of a seed, and its true rewards."""
+    settings, seed = job
+    torch.set_num_threads(1)
+    source = supervised(settings, seed)
+    reward = true_rewards(seed)
+    scorer = TrainEngine(lambda: CompletionScorer(source, SCORING), name=f"scorer {seed}").build()
+    world = World(reward, normalised(logprobs_of(scorer, every_completion())))
+    scorer.release()
+    return source, world
+
+
+def run_job(job: tuple[Settings, str, int, StateSource, World]) -> dict[str, Any]:
+    settings, name, seed, source, world = job
+    torch.set_num_threads(1)
+    if name in METHODS:
+        return run_method(settings, name, seed, source, world)
+    return run_reward_model(settings, seed, source, world)
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each method, mean, least and largest over seeds of what was measured first and last."""
+    rows = []
+    for name in dict.fromkeys(result["method"] for result in results):
+        of_method = [result for result in results if result["method"] == name]
+        row: dict[str, Any] = {"method": name, "seconds": [result["seconds"] for result in of_method]}
+        for when, place in (("first", 0), ("last", -1)):
+            for metric in of_method[0]["curve"][0]:
+                values = [result["curve"][place][metric] for result in of_method]
+                row.setdefault(when, {})[metric] = [round(f(values), 4) for f in (np.mean, np.min, np.max)]
+        rows.append(row)
+    return rows
+
+
+def plot(results: Sequence[dict[str, Any]], settings: Settings) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(16, 4.5))
+
+    def draw(axis: Any, name: str, metric: str, label: str, style: str = "-") -> None:
+        curves = np.array([[m[metric] for m in r["curve"]] for r in results if r["method"] == name])
+        steps = np.minimum(np.arange(curves.shape[1]) * settings.evaluate_every, settings.steps)
+        (line,) = axis.plot(steps, curves.mean(0), style, label=label)
+        axis.fill_between(steps, curves.min(0), curves.max(0), alpha=0.2, color=line.get_color())
+
+    for name in METHODS:
+        draw(axes[1 if METHODS[name].get("noisy") else 0], name, "kl_to_optimum", name)
+    draw(axes[0], "IPO", "kl_to_optimum_of_ipo", "IPO, to its own optimum", "--")
+    draw(axes[1], "DPO", "kl_to_optimum", "DPO, clean labels", "--")
+    titles = ("labels of the true rewards", f"{settings.flipped:.0%} of the labels flipped")
+    for axis, title in zip(axes[:2], titles, strict=True):
+        axis.set(title=title, xlabel="update", ylabel="KL(π‖π*), nats", yscale="log")
+    for metric in ("accuracy_of_labels", "accuracy_of_order", "correlation"):
+        draw(axes[2], "reward model", metric, metric.replace("_", " "))
+    best = [r["true"]["accuracy_of_labels"] for r in results if r["method"] == "reward model"]
+    axes[2].axhline(float(np.mean(best)), color="black", linewidth=0.7, label="accuracy of the true rewards")
+    axes[2].set(title="reward model", xlabel="update")
+    for axis in axes:
+        axis.legend(fontsize=8)
+    figure.suptitle(f"mean of {settings.seeds} seeds; band: least and largest")
+    figure.tight_layout()
+    figure.savefig(OUT / "gap.png", dpi=110, metadata={"Software": None})
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| method | KL(π‖π*) | to IPO's own | KL(π‖π_ref) | true reward | mass on the 64 |",
+        "|---|---|---|---|---|---|",
+    ]
+    columns = ("kl_to_optimum", "kl_to_optimum_of_ipo", "kl_to_reference", "reward", "mass")
+    for row in rows:
+        if row["method"] != "reward model":
+            cells = (f"{m:.3f} ({low:.3f} … {high:.3f})" for m, low, high in (row["last"][c] for c in columns))
+            lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a tenth of the steps, one seed; writes nothing")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    settings = Settings(seeds=1, pairs=2000, steps=30, supervised_steps=20) if options.short else Settings()
+    started, seeds = time.monotonic(), range(settings.seeds)
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        worlds = pool.map(world_of, [(settings, seed) for seed in seeds], chunksize=1)
+        names = [*METHODS, "reward model"]
+        jobs = [(settings, name, seed, *worlds[seed]) for name in names for seed in seeds]
+        results = pool.map(run_job, jobs, chunksize=1)
+    rows = table(results)
+    print(markdown(rows))
+    print(json.dumps(rows[-1]["last"]))
+    if options.short:
+        return
+    OUT.mkdir(parents=True, exist_ok=True)
+    summary = {
+        "command": "python experiments/preferences.py",
+        "beta": BETA,
+        "settings": asdict(settings),
+        "methods": METHODS,
+        "versions": {name: version(name) for name in ("torch", "transformers", "jax")},
+        "seconds": round(time.monotonic() - started, 1),
+        "rows": rows,
+        "results": results,
+    }
+    (OUT / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    plot(results, settings)
+
+
+if __name__ == "__main__":
+    main()
