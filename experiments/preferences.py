@@ -4,10 +4,10 @@ python experiments/preferences.py            # writes experiments/results/prefer
 python experiments/preferences.py --short    # a tenth of the steps and one seed, to see that it works
 
 A prompt is one of 4 letters, a completion one of 64 strings of three letters. The true reward r(x, y) is the sum of
-what each letter is worth at its place after that prompt, and of what two neighbours are worth together. The reference is
-a small Qwen2, fine-tuned to write such strings. Pairs are drawn uniformly, and labelled by Bradley and Terry's model of
-r. Then max E[r] − β KL(π‖π_ref) has the solution π* ∝ π_ref exp(r/β): what DPO reaches with labels without end. IPO has
-another one, π* ∝ π_ref exp(p/τ), where p(x, y) is the chance to beat a uniform draw. Every policy is scored on all
+what each letter is worth at its place after that prompt, and of what two neighbours are worth together. The reference
+is a small Qwen2, fine-tuned to write such strings. Pairs are drawn uniformly, and labelled by Bradley and Terry's model
+of r. Then max E[r] − β KL(π‖π_ref) has the solution π* ∝ π_ref exp(r/β): what DPO reaches with labels without end. IPO
+has another one, π* ∝ π_ref exp(p/τ), where p(x, y) is the chance to beat a uniform draw. Every policy is scored on all
 completions of all prompts, so that its KL to π* is exact. The objective is β KL(π‖π*) short of its maximum.
 """
 
@@ -114,8 +114,11 @@ def true_rewards(seed: int) -> np.ndarray:
     generator, letters = np.random.default_rng([seed, 3]), np.array(COMPLETIONS) - LETTERS[0]
     alone = generator.normal(size=(len(PROMPTS), 3, len(LETTERS)))
     pairs = 0.5 * generator.normal(size=(2, len(LETTERS), len(LETTERS)))
-    rewards = sum(alone[:, place, letters[:, place]] for place in range(3))
-    rewards = rewards + sum(pairs[place, letters[:, place], letters[:, place + 1]] for place in range(2))
+    rewards = np.zeros((len(PROMPTS), len(COMPLETIONS)))
+    for place in range(3):
+        rewards += alone[:, place, letters[:, place]]
+    for place in range(2):
+        rewards += pairs[place, letters[:, place], letters[:, place + 1]]
     return (rewards - rewards.mean(-1, keepdims=True)) / rewards.std(-1, keepdims=True)
 
 

@@ -31,10 +31,16 @@ class Trainer:
 
 
 TRAINERS = {
+    "sft": Trainer(
+        "rl_bridge.pipelines.sft:SFTPipeline",
+        "rl_bridge.pipelines.sft:run_sft",
+        "supervised fine-tuning on conversations, or prompts with responses; the best model on held-out rows is "
+        "exported.",
+    ),
     "reward-model": Trainer(
         "rl_bridge.pipelines.reward_model:RewardModelPipeline",
         "rl_bridge.pipelines.reward_model:run_reward_model",
-        "a model that scores completions, from pairs or ranked lists. loss:plackett-luce takes that loss.",
+        "a model that scores completions, from pairs or ranked lists; loss:plackett-luce is for lists.",
     ),
     "preference": Trainer(
         "rl_bridge.pipelines.preference:PreferencePipeline",
@@ -46,12 +52,6 @@ TRAINERS = {
         "rl_bridge.pipelines.policy:run_policy",
         "post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit arithmetic "
         "and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.",
-    ),
-    "sft": Trainer(
-        "rl_bridge.pipelines.sft:SFTPipeline",
-        "rl_bridge.pipelines.sft:run_sft",
-        "supervised fine-tuning on conversations, or prompts with responses; the best model on held-out rows is "
-        "exported.",
     ),
 }
 TRACEBACK = "--traceback"
@@ -83,6 +83,7 @@ def usage() -> str:
     return f"""usage: rl-fn train {{{",".join(TRAINERS)}}} [--help] [{TRACEBACK}] [options]
 
        rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
+       rl-fn train {{reward-model,preference}} [options] [loss:LOSS] [options of the loss]
        rl-fn check {{trl,verl,openrlhf,tunix}}
        rl-fn doctor
 

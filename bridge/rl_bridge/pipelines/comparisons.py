@@ -1,5 +1,6 @@
 """What the pipelines that learn from comparisons share: their rows, and the examples made of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +15,31 @@ from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.training import TrainingOptions, load_model
 from rl_bridge.tracking.fingerprints import of_rows
 from rl_bridge.trainers.modules.comparison_loss import UNMATCHED, ComparisonLoss
+from rl_bridge.trainers.preference import PreferenceConfig
+from rl_bridge.trainers.reward_model import RewardModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions(TrainingOptions):
     """Options of commands that learn from comparisons. Without ``data`` it is two-digit addition, right and wrong."""
 
+    held_out: int = 200
+    epochs: float | None = None
+    """Passes over the rows, in place of the number of steps."""
     apply_chat_template: bool = True
-    """False concatenates the contents of messages."""
+    """Render messages by the tokenizer's template. False concatenates their contents."""
+    max_length: int | None = None
+    """Comparisons with a completion of more tokens, prompt included, are left out, and counted. None keeps them all."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts that train nothing."""
+        super().__post_init__()
+        if (self.epochs is not None and not self.epochs > 0) or (self.max_length is not None and self.max_length < 2):
+            raise ValueError(f"need epochs > 0 and max_length ≥ 2, got {self.epochs} and {self.max_length}")
+
+    def steps_for(self, rows: int, config: PreferenceConfig | RewardModelConfig) -> int:
+        """Updates for so many rows: the configured steps, or what the epochs take, the last one rounded up."""
+        return config.steps if self.epochs is None else math.ceil(self.epochs * rows / config.rows_per_step)
 
 
 def load_comparisons(options: ComparisonOptions) -> tuple[list[Comparison], list[Comparison]]:
@@ -70,9 +88,20 @@ def encoded(
     rows: Sequence[Comparison],
     loss: ComparisonLoss,
 ) -> list[Example]:
-    """The rows as the loss reads them."""
+    """The rows as the loss reads them, without those that are too long.
+
+    Raises:
+        ValueError: all rows are too long; or as ``examples_of`` does.
+    """
     encode = partial(encode_completion, tokenizer, apply_chat_template=options.apply_chat_template)
-    return examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)
+    examples = examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)
+    longest = options.max_length
+    if longest is None:
+        return examples
+    kept = [example for example in examples if max(len(t.tokens) for t in example.completions) <= longest]
+    if not kept:
+        raise ValueError(f"all {len(examples)} comparisons are longer than max_length={longest} tokens")
+    return kept
 
 
 def accuracy_of(found: Mapping[str, float]) -> str:

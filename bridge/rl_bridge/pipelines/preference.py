@@ -1,6 +1,6 @@
 """Learning from preferences from a config: data, model, reference, training, evaluation, results."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,10 @@ from rl_bridge.pipelines.comparisons import (
 from rl_bridge.pipelines.losses import LOSSES, PreferenceLoss
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.training import common_summary, prepare_processes
+from rl_bridge.tracking.options import MAY_CHANGE
 from rl_bridge.tracking.run import open_run
 from rl_bridge.trainers.comparison_steps import with_reference
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.preference import PreferenceConfig, evaluate_preference, train_preference
 
 
@@ -27,7 +29,8 @@ from rl_bridge.trainers.preference import PreferenceConfig, evaluate_preference,
 class PreferencePipeline(ComparisonOptions):
     """Everything a run depends on. The policy starts from ``model``, which is the reference too."""
 
-    name: str = "preference"
+    name: str = field(default="preference", metadata=MAY_CHANGE)
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, beta2=0.999)
     preference: PreferenceConfig = PreferenceConfig()
     loss: PreferenceLoss = field(default_factory=LOSSES["dpo"])
     cache_reference: bool = True
@@ -44,6 +47,7 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
     examples, held_out = (encoded(pipeline, tokenizer, part, loss) for part in (rows, held_out_rows))
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
+    config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))
     folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
     engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
     with engines, open_run(folder, pipeline, fingerprints_of(rows, held_out_rows)) as run:
@@ -54,26 +58,29 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
                 examples = with_reference(examples, reference, pad)
                 reference.release()
                 reference = None
-        policy = engines.preference(pipeline.optimizer, loss, updates=pipeline.preference.steps, scoring=scoring)
+        policy = engines.preference(pipeline.optimizer, loss, updates=config.steps, scoring=scoring)
         evaluate = partial(evaluate_preference, policy, loss, batch_of(held_out, pad))
         before = run.cached_result("before", evaluate)
-        run.keep_best("held_out_accuracy")
+        run.keep_best("held_out_loss", "min")
         train_preference(
             run,
             policy,
             RowStream(examples, seed=pipeline.seed),
             loss,
-            pipeline.preference,
+            config,
             evaluate=evaluate,
             reference=reference,
             pad_token_id=pad,
         )
         after = evaluate()
+        best = run.load_best({"policy": policy})
         save_pretrained(folder / "model", policy, tokenizer)
         summary = {
             "result": accuracy_of(after),
             "before": before,
             "after": after,
+            "best_loss": best,
+            "steps": config.steps,
             "loss": {"name": loss.name, **loss.constants, "average": loss.average, "wpo": loss.wpo},
             "rows": len(examples),
             "held_out": len(held_out),
