@@ -40,7 +40,7 @@ class InferenceEngine(Engine):
         limits = {"max_tokens": max_tokens, "step_timeout": step_timeout, "at_once": at_once}
         groups = self.call("converse", NeedParallel(requests), sampling, environment, max_turns, **limits)
         made = [trajectory for group in groups for trajectory in group]
-        if any(trajectory.rewards for trajectory in made):
+        if any(trajectory.turn_rewards for trajectory in made):
             made = [t if t.rewards else replace(t, rewards={"environment": 0.0}) for t in made]
         return made
 

@@ -16,6 +16,7 @@ from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.loading import save_pretrained
 from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.control import ControlOptions, controlled
+from rl_bridge.pipelines.environments import EnvironmentOptions
 from rl_bridge.pipelines.models_of_policy import CriticOptions, critic_source, teacher_source
 from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm
 from rl_bridge.pipelines.placement import Engines
@@ -26,7 +27,7 @@ from rl_bridge.pipelines.training import (
     load_rows,
     prepare_processes,
 )
-from rl_bridge.rewards import Reward, RewardOptions, Rewards, load
+from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.tracking.fingerprints import of_rows
 from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.options import MAY_CHANGE
@@ -37,12 +38,12 @@ from rl_bridge.trainers.policy import train_policy
 from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.policy_inputs.archive import Archive
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, require_objective
-from rl_bridge.trainers.policy_inputs.sampling import Complete, Sampler, completions
+from rl_bridge.trainers.policy_inputs.sampling import Complete, Sampler
 from rl_bridge.trainers.sft import WarmStart, train_sft
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyPipeline(TrainingOptions, RewardOptions):
+class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     """Everything a run depends on. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
 
     policy: PolicyConfig
@@ -65,6 +66,7 @@ class PolicyPipeline(TrainingOptions, RewardOptions):
     def __post_init__(self) -> None:
         """Refuse a policy that the completions were not sampled from."""
         super().__post_init__()
+        EnvironmentOptions.__post_init__(self)
         scoring = self.scoring()
         if (scoring.softcap is not None or scoring.dtype != "float32") and not self.policy.recompute_old_logprobs:
             # The rollout samples in float32 and knows no cap but the model's own.
@@ -119,9 +121,10 @@ def train_and_evaluate(
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
     rewards = reward if isinstance(reward, Rewards) else load(reward)
     rewards.try_on(train_rows, tokenizer)
+    environment = pipeline.environments()
     folder = pipeline.folder()
     # What the rows and the reward are, wherever their files lie now.
-    fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint}
+    fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
     mesh = pipeline.mesh.of(len(executor.slots))
     engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
@@ -139,7 +142,7 @@ def train_and_evaluate(
         stream = RowStream(train_rows, seed=pipeline.seed)
         train_sft(run, supervised, stream, lambda row: encode_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
-        complete = completions(rollout)
+        complete = pipeline.complete(rollout, environment)
         before = run.cached_result("before", lambda: evaluate_both(complete, held_out, rewards, config))
         run.print(f"held-out accuracy before GRPO: {before['greedy']['reward']:.3f}")
 
@@ -226,5 +229,6 @@ def evaluate_both(
 
 def rows_of(pipeline: PolicyPipeline) -> tuple[list[dict], list[dict]]:
     """Rows to train on and rows held out."""
-    fields = ("prompt", "answer") if not pipeline.reward or pipeline.sft.steps else ("prompt",)
+    answered = not (pipeline.reward or pipeline.environment) or pipeline.sft.steps
+    fields = ("prompt", "answer") if answered else ("prompt",)
     return load_rows(pipeline, fields)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.asking import Asked
+from rl_bridge.rewards.environment import EnvironmentReward
 from rl_bridge.rewards.loading import load_reward
 from rl_bridge.rewards.process import AskedElsewhere
 from rl_bridge.rewards.protocols import Protocol, Reward
@@ -46,7 +47,9 @@ def load(
     protocol: Protocol | None = None,
     timeout: float | None = None,
 ) -> Rewards:
-    """The rewards that ``sources`` name: ``exact``, ``FILE.py:function``, or functions; ``NAME=SOURCE`` gives a name.
+    """The rewards that ``sources`` name: ``exact``, ``environment``, ``FILE.py:function``, or functions.
+
+    ``NAME=SOURCE`` gives a name.
 
     ``timeout`` is in seconds for one result of a function, which then runs in a process that can be ended.
 
@@ -61,7 +64,7 @@ def load(
     loaded, marks = [], []
     for source in given:
         name, rest = _named(source)
-        name = name or ("reward" if len(given) == 1 else _own_name(rest))
+        name = name or ("reward" if len(given) == 1 and rest != "environment" else _own_name(rest))
         loaded.append(_load(name, rest, protocol, timeout))
         marks.append((name, _fingerprint(rest)))
     return Rewards(loaded, weights, fingerprint=repr((marks, protocol)))
@@ -83,6 +86,8 @@ def score(
 def _load(name: str, source: Source, protocol: Protocol | None, timeout: float | None) -> NamedReward:
     if source == "exact":
         return Asked(name, exact_match)
+    if source == "environment":
+        return EnvironmentReward(name)
     function = load_reward(source) if isinstance(source, str) else source
     here = Asked(name, function, protocol)  # what its parameters do not show is said before a process is made
     return here if timeout is None else AskedElsewhere(name, source, here.protocol, timeout)

@@ -85,6 +85,8 @@ class _Conversation:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     allowed: list[Sequence[int]] | None = field(default_factory=list)
+    answers: int = 0
+    """Turns that the environment has answered."""
     rewards: list[float | None] = field(default_factory=list)
     states: list[int | None] = field(default_factory=list)
     """The state that each turn began in."""
@@ -123,7 +125,8 @@ class _Conversation:
             turns=len(self.drawn),
             request_id=self.opening.request_id,
             group=self.opening.group,
-            rewards={"environment": float(sum(given))} if given else {},
+            # Nobody knows whether an environment that was never asked gives rewards.
+            rewards={"environment": float(sum(given))} if given or not self.answers else {},
             turn_rewards=tuple(float(reward or 0.0) for reward in self.rewards) if given else (),
             state_ids=tuple(-1 if state is None else state for state in self.states) if states else (),
             row=self.opening.row,
@@ -207,6 +210,7 @@ class Conversations:
         opening = not talk.drawn
         if not opening:
             talk.rewards.append(step.reward)
+            talk.answers += 1
         answer: list[Message] = [dict(message) for message in step.messages]
         reason: FinishReason | None = None
         if not opening and (step.done or not answer):

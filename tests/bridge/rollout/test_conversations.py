@@ -95,7 +95,7 @@ def test_the_text_is_the_tokens_and_rewards_and_states_are_a_turn_s():
         totals = [sum(map(int, "".join(words[1 : i + 1 : 2]))) for i in range(1, last + 1, 2)]
         answered = totals if t.finish_reason != "length" else totals[:-1]
         assert t.turn_rewards == (*map(float, answered), *[0.0] * (t.turns - len(answered))) or not answered
-        assert t.rewards == ({"environment": float(sum(answered))} if answered else {})
+        assert t.rewards == {"environment": float(sum(answered))}
         assert t.state_ids == (0, *(total % 3 for total in totals[:-1]))
 
 

@@ -48,11 +48,15 @@ class Sampled:
     """Groups that were sampled for these, those that were left out among them."""
 
     def metrics(self) -> dict[str, float]:
-        """Means of the rewards, and the tokens of a completion."""
+        """Means of the rewards, and the tokens of a completion; of conversations, turns and the share that failed."""
         found = {"reward": float(self.rewards.mean())}
         if len(self.names) > 1:
             found |= {f"reward/{name}": float(self.matrix[:, i].mean()) for i, name in enumerate(self.names)}
         tokens = torch.tensor([float(sum(t.loss_mask)) for t in self.trajectories])
+        if any(t.turns != 1 or t.finish_reason == "error" for t in self.trajectories):
+            count = len(self.trajectories)
+            found["turns"] = sum(t.turns for t in self.trajectories) / count
+            found["errors"] = sum(t.finish_reason == "error" for t in self.trajectories) / count
         return found | {"tokens": float(tokens.mean())}
 
     def rows(self, groups: torch.Tensor) -> "Sampled":

@@ -25,7 +25,8 @@ def steps_of(trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: to
     """The turns of trajectories: what the policy drew without a break.
 
     A turn began in the state that the environment named (``state_ids`` of a trajectory), or else in the tokens before
-    it. ``mask`` is [N, L], ``rewards`` [P, n] of whole episodes. Rewards of turns (``turn_rewards``) are added.
+    it. ``mask`` is [N, L], ``rewards`` [P, n] of whole episodes. Rewards of turns (``turn_rewards``) are added,
+    unless the environment's reward is one of the run's: then each turn has its own part of it.
     """
     drawn = mask.int()
     begins = torch.diff(drawn, dim=1, prepend=torch.zeros_like(drawn[:, :1])) == 1
@@ -41,6 +42,8 @@ def steps_of(trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: to
             key = ("named", trajectory.group, state) if state >= 0 else trajectory.tokens[:start]
             states[row, turn] = numbers.setdefault(key, len(numbers))
             per_turn[row, turn] = trajectory.turn_rewards[turn] if trajectory.turn_rewards else 0.0
-        per_turn[row, max(0, int(count[row]) - 1)] += rewards.flatten()[row]
+        # The environment's reward of the episode, where it is one of the run's, is the sum of its turns'.
+        counted = sum(trajectory.turn_rewards) if "environment" in trajectory.rewards else 0.0
+        per_turn[row, max(0, int(count[row]) - 1)] += rewards.flatten()[row] - counted
     shape = (*rewards.shape, last)
     return Steps(per_turn.view(shape), of_turn.view(*shape, mask.shape[1]), states.view(shape), turns)

@@ -1,0 +1,72 @@
+"""Options of a run whose policy talks to environments."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.engines import InferenceEngine
+from rl_bridge.environments import EnvironmentFactory, load_environment
+from rl_bridge.rewards import RewardOptions, Rewards, load
+from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.trainers.policy_inputs.sampling import Complete, completions
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentOptions(RewardOptions):
+    """Where the answers to the policy's turns come from. Without ``environment`` a completion is one turn."""
+
+    environment: str | None = field(default=None, metadata=MAY_CHANGE)
+    """``FILE.py:Name`` of a class with reset and step, or of RL2's ``interact(messages)``; or the address of an OpenEnv
+    server. Its rewards are those of the run unless ``reward`` names others (``environment`` among them)."""
+    max_turns: int = 4
+    """Turns of the policy in one conversation, each of at most ``policy.sampling.max_new_tokens``."""
+    max_trajectory_tokens: int | None = None
+    """Tokens of a whole conversation, the environment's included. None: no limit but the turns'."""
+    environment_timeout: float = field(default=60.0, metadata=MAY_CHANGE)
+    """Seconds for one answer of the environment; a conversation that waits longer ends."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that leave no turn."""
+        if self.max_turns < 1 or not self.environment_timeout > 0:
+            raise ValueError(
+                f"need max_turns ≥ 1 and environment_timeout > 0, got {self.max_turns} and {self.environment_timeout}"
+            )
+
+    def rewards(self) -> Rewards:
+        """The named rewards, or the environment's own."""
+        if self.environment is None or self.reward:
+            return super().rewards()
+        return load(("environment",), weights=self.reward_weights)
+
+    def environments(self) -> EnvironmentFactory | None:
+        """What makes them.
+
+        Raises:
+            FileNotFoundError: there is no such environment file.
+            ValueError: the file has no such environment.
+        """
+        return None if self.environment is None else load_environment(self.environment)
+
+    def complete(self, rollout: InferenceEngine, environment: EnvironmentFactory | None) -> Complete:
+        """How the trajectories of rows are made."""
+        if environment is None:
+            return completions(rollout)
+        limits = {"max_tokens": self.max_trajectory_tokens, "step_timeout": self.environment_timeout}
+
+        def converse(rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Trajectory]:
+            return rollout.converse(rows, sampling, environment, self.max_turns, **limits)
+
+        return converse
+
+    def fingerprints(self) -> dict[str, str]:
+        """The environment's text, which a resumed run compares."""
+        if self.environment is None:
+            return {}
+        path = Path(self.environment.rpartition(":")[0])
+        text = path.read_bytes() if path.is_file() else self.environment.encode()
+        name = self.environment.rpartition(":")[2]
+        return {"environment": hashlib.sha256(name.encode() + b"\0" + text).hexdigest()[:16]}

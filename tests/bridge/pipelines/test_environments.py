@@ -1,0 +1,89 @@
+import json
+import re
+
+import pytest
+
+from rl_bridge.cli import main
+from rl_bridge.pipelines.environments import EnvironmentOptions
+from rl_bridge.rewards import load
+from rl_bridge.rewards.errors import RewardError
+from tests.bridge.data.trajectories import trajectory
+
+SMALL = {
+    "--sft.steps": 0,
+    "--policy.steps": 2,
+    "--policy.sampling.max-new-tokens": 12,
+    "--policy.evaluate-every": 2,
+    "--held-out": 8,
+    "--max-turns": 3,
+}
+GAME = """
+from rl_bridge.environments import Step
+
+class Game:
+    def reset(self, row):
+        return [{"role": "user", "content": row["prompt"]}]
+    def step(self, messages):
+        said = messages[-1]["content"]
+        return Step(messages=[{"role": "tool", "content": "+1="}], reward=float(len(said)), done="7" in said)
+
+class Silent(Game):
+    def step(self, messages):
+        return Step(messages=[])
+
+class Fails(Game):
+    def reset(self, row):
+        raise OSError("no server")
+"""
+
+
+@pytest.fixture
+def game(tmp_path):
+    file = tmp_path / "game.py"
+    file.write_text(GAME)
+    return file
+
+
+def test_the_policy_learns_from_an_environment_s_rewards(arguments, run_to_end, game):
+    folder = run_to_end(arguments("game", **SMALL, **{"--environment": f"{game}:Game"}))
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "reward" in step]
+    assert len(steps) == 2 and all(step["reward"] > 0 for step in steps)
+    samples = json.loads((folder / "samples.json").read_text())
+    assert all("environment" in sample for how in samples["after"].values() for sample in how)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("Silent", "reward environment on .*: the environment gave none; its steps say reward="),
+        ("Fails", "the environment failed in all 8 conversations; .*OSError: no server"),
+        ("Missing", "game.py has no class or function 'Missing'"),
+    ],
+)
+def test_an_environment_that_is_no_use_is_one_line(arguments, game, capsys, name, said):
+    assert main(arguments("bad", **SMALL, **{"--environment": f"{game}:{name}"})) == 1
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_the_reward_s_source_can_be_the_environment_among_others():
+    rewards = load(["environment", "short=exact"], weights=[1.0, 0.5])
+    assert rewards.names == ("environment", "short") and load("environment").names == ("environment",)
+    scored = rewards.score([trajectory([5], [6], rewards={"environment": 3.0}, request_id=(1,), row={"answer": "x"})])
+    assert scored[0].rewards == {"environment": 3.0, "short": 0.0}
+    with pytest.raises(RewardError, match="reward environment on row 4: the environment gave none"):
+        rewards.score([trajectory([5], [6], request_id=(1,), row={"answer": "x", "_where": "row 4"})])
+
+
+def test_a_changed_environment_is_another_fingerprint(game):
+    options = EnvironmentOptions(environment=f"{game}:Game")
+    before = options.fingerprints()
+    assert options.fingerprints() == before != EnvironmentOptions(environment=f"{game}:Fails").fingerprints()
+    game.write_text(GAME + "\n")
+    assert options.fingerprints() != before and EnvironmentOptions().fingerprints() == {}
+
+
+@pytest.mark.parametrize("options", [{"max_turns": 0}, {"environment_timeout": 0.0}])
+def test_limits_that_leave_no_turn_are_refused(options):
+    with pytest.raises(ValueError, match="need max_turns ≥ 1 and environment_timeout > 0"):
+        EnvironmentOptions(**options)
