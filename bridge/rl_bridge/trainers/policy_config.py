@@ -24,11 +24,6 @@ class SamplingOptions:
         """What a rollout is asked: ``n`` completions a prompt."""
         return SamplingParams(**vars(self), n=n, seed=seed)
 
-    @property
-    def truncated(self) -> list[str]:
-        """The options that cut tokens off the distribution."""
-        return [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
@@ -56,7 +51,7 @@ class PolicyConfig:
     """Completions of each held-out row for pass@k. None: the largest k."""
     recompute_old_logprobs: bool = False
     """False takes π_old from sampling time. The two are equal where the rollout has the trainer's own weights and
-    precision and samples the whole distribution."""
+    precision: the trainer scores over the tokens that a truncated sampler allowed."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be counted, sampled or estimated."""
@@ -70,6 +65,3 @@ class PolicyConfig:
             raise ValueError(f"overlong_buffer must be from 0 to max_new_tokens {limit}, got {self.overlong_buffer}")
         if self.sampling.temperature == 0:
             raise ValueError("greedy completions of one prompt are all the same: sampling.temperature must be > 0")
-        if self.sampling.truncated and not self.recompute_old_logprobs:
-            # π is of the whole distribution: against a truncated π_old no ratio would start at 1.
-            raise ValueError(f"sampling with {', '.join(self.sampling.truncated)} needs recompute_old_logprobs=True")

@@ -179,7 +179,6 @@ def test_a_mistake_is_one_line_and_makes_no_folder(tmp_path, arguments, capsys, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--policy.sampling.top-p", "0.9"], "sampling with top_p needs recompute_old_logprobs=True"),
         (["--softcap", "5"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),
         (["--dtype", "bfloat16"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),
         (["--micro-batch-tokens", "0"], "micro_batch_tokens > 0"),

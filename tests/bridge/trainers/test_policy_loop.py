@@ -251,11 +251,3 @@ def test_counts_are_checked(options):
 def test_greedy_groups_are_refused():
     with pytest.raises(ValueError, match=r"sampling\.temperature must be > 0"):
         PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4, temperature=0.0))
-
-
-@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_a_truncated_pi_old_is_refused(options):
-    sampling = SamplingOptions(max_new_tokens=4, **options)
-    with pytest.raises(ValueError, match=f"sampling with {next(iter(options))} needs recompute_old_logprobs=True"):
-        PolicyConfig(**COUNTS, sampling=sampling)
-    PolicyConfig(**COUNTS, sampling=sampling, recompute_old_logprobs=True)

@@ -1,0 +1,173 @@
+"""How often prompts are sampled, what sets a coefficient, and what an evaluation leaves."""
+
+import json
+
+import pytest
+
+import rl_fn
+from rl_bridge.data.stream import RowStream
+from rl_bridge.data.trajectory import single_turn
+from rl_bridge.pipelines.control import ControlOptions, controlled
+from rl_bridge.pipelines.objective import objective_options
+from rl_bridge.pipelines.terms import KLOptions
+from rl_bridge.rewards import load
+from rl_bridge.trainers.evaluation import pass_rates
+from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
+from rl_bridge.trainers.policy_inputs.archive import Archive
+from rl_bridge.trainers.policy_inputs.controlled import Coefficients, Controlled, constraint
+from rl_bridge.trainers.policy_inputs.sampling import Sampler, without_signal
+from rl_fn import components
+
+ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]
+COUNTS = {"steps": 2, "prompts_per_step": 3, "responses_per_prompt": 4, "updates_per_step": 2}
+
+
+class Asked:
+    """Rewards by prompt: 1 for every second completion of an odd prompt, all equal for an even one."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, rows, sampling):
+        self.calls.append((len(rows), sampling.seed))
+        return [
+            single_turn([2], [3], group=i, messages=({"role": "assistant", "content": str(s)},))
+            for i in range(len(rows))
+            for s in range(sampling.n)
+        ]
+
+
+def test_refilling_samples_until_enough_groups_have_a_signal():
+    def mixed(completion, row):
+        return float(completion == "1" and int(row["answer"]) % 4 == 2)
+
+    def sampler(reward, rounds, asked):
+        sampling = SamplingOptions(max_new_tokens=4)
+        config = PolicyConfig(**COUNTS, sampling=sampling, sampling_rounds=rounds)
+        return Sampler(asked, load(reward), RowStream(ROWS, 0), rl_fn.recipes.dapo(), config, 5)
+
+    asked = Asked()
+    sampled = sampler(mixed, 4, asked).sample(1)
+    assert len(asked.calls) == 2 and len({seed for _, seed in asked.calls}) == 2
+    assert sampled.sampled_groups == 6 and sampled.rewards.shape == (3, 4)
+    assert sampled.rewards.sum(1).tolist() == [1.0, 1.0, 1.0]
+    assert [t.group for t in sampled.trajectories] == [0] * 4 + [1] * 4 + [2] * 4
+    assert all(int(t.row["answer"]) % 4 == 2 for t in sampled.trajectories)
+    # One round is what it was; two groups too few are fewer groups.
+    assert sampler(mixed, 1, Asked()).sample(1).rewards.shape == (3, 4)
+    asked = Asked()
+    none = sampler(lambda completion, row: 1.0, 3, asked).sample(1)
+    assert len(asked.calls) == 3 and none.rewards.shape == (3, 4)
+    assert without_signal(none) == "no update, 9 groups of 4 completions: every reward is 1"
+    unequal = sampler(lambda completion, row: float(row["answer"]), 1, Asked()).sample(1)
+    assert "the rewards of each group are equal (" in without_signal(unequal)
+
+
+def test_long_completions_are_penalised():
+    sampling = SamplingOptions(max_new_tokens=2)
+    config = PolicyConfig(**COUNTS, sampling=sampling, overlong_buffer=2)
+    sampler = Sampler(Asked(), load(lambda c, row: 1.0), RowStream(ROWS, 0), rl_fn.recipes.grpo(), config, 5)
+    sampled = sampler.sample(0)
+    assert sampled.names == ("reward", "overlong") and sampled.matrix.shape == (3, 2, 4)
+    assert bool((sampled.earned == 1).all()) and bool((sampled.rewards == 0.5).all())
+
+
+CONTROLLERS = {
+    "linear": Controlled(rl_fn.linear_kl(0.1, 0.5), "kl"),
+    "exponential": Controlled(rl_fn.exponential_kl(0.1, 0.5), "kl"),
+    "pid": Controlled(rl_fn.pid_kl(0.1, 0.5), "kl"),
+    "scheduled": Controlled(rl_fn.scheduled_kl("linear", start=0.5, end=0.1, steps=4), "kl"),
+    "constraint": Controlled(constraint(0.1, "<=", lr=0.3, penalty=0.5, start=0.5), "kl"),
+    "adaptive": Controlled(rl_fn.adaptive_entropy(0.5), "kl"),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_a_controller_moves_and_goes_on_from_its_checkpoint(name):
+    whole, killed = Coefficients({"kl": CONTROLLERS[name]}), Coefficients({"kl": CONTROLLERS[name]})
+    start = whole.values()["kl"]
+    for coefficients in (whole, killed):
+        coefficients.update({"kl": 0.4})
+    state = json.loads(json.dumps(killed.checkpoint_state()))
+    resumed = Coefficients({"kl": CONTROLLERS[name]})
+    resumed.load_checkpoint_state(state)
+    assert resumed.values() == whole.values() != {"kl": start}
+    for coefficients in (whole, resumed):
+        coefficients.update({"kl": 0.02})
+        coefficients.update({})  # a step without a measurement
+    assert resumed.values() == whole.values()
+    with pytest.raises(ValueError, match="this run controls"):
+        Coefficients({}).load_checkpoint_state(state)
+
+
+def test_a_constraint_s_coefficient_is_its_multiplier_and_the_slope_of_the_penalty():
+    floor = constraint(2.0, ">=", lr=0.5, penalty=0.1)
+    low = floor.update(floor.init(), 1.0)
+    assert float(low.coef) == pytest.approx(0.5 + 0.1)
+    high = floor.update(low, 2.5)
+    assert float(high.coef) == pytest.approx(0.25)  # above the floor the penalty acts no more
+
+
+def test_options_of_controllers():
+    options = ControlOptions(kind="linear", target=0.1, horizon=100.0, clip=0.5)
+    objective, coefficients = controlled(rl_fn.recipes.grpo(), options, ControlOptions(), 10)
+    assert objective == rl_fn.recipes.grpo() and coefficients.values() == {"kl": pytest.approx(0.04)}
+    coefficients.update({"kl": 1.0})
+    assert coefficients.values()["kl"] == pytest.approx(0.04 * (1 + 0.5 * 10 / 100))
+    floor = ControlOptions(kind="constraint", target=1.0, lr=0.1)
+    objective, coefficients = controlled(rl_fn.recipes.dapo(), ControlOptions(), floor, 10)
+    assert objective.entropy == components.EntropyBonus(0.0) and coefficients.values() == {"entropy": 0.0}
+    pid = ControlOptions(kind="pid", target=0.1)
+    objective, coefficients = controlled(rl_fn.recipes.dapo(), pid, ControlOptions(), 10)
+    assert objective.kl == components.KL("k3", 0.0) and coefficients.values() == {"kl": pytest.approx(0.2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ControlOptions(target=0.1), "KL control has options and no kind"),
+        (ControlOptions(kind="linear"), "KL control of kind linear: missing a required argument: 'target'"),
+        (ControlOptions(kind="pid", target=0.1, up=2.0), "KL control of kind pid does not take up"),
+        (ControlOptions(kind="adaptive", target=0.1), "KL control of kind adaptive: there are constraint, exponential"),
+        (ControlOptions(kind="linear", target=-1.0), "target must be"),
+    ],
+)
+def test_options_that_no_controller_takes_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        controlled(rl_fn.recipes.grpo(), options, ControlOptions(), 10)
+
+
+def test_the_penalty_moves_from_the_loss_into_the_reward():
+    kl = objective_options("grpo", kl=KLOptions(place="reward")).build()
+    assert (kl.kl, kl.reward_kl) == (None, components.KL("k3", 0.04))
+    kl = objective_options("rloo", kl=KLOptions(place="reward", coef=0.1)).build()
+    assert (kl.kl, kl.reward_kl) == (None, components.KL("k1", 0.1))
+    with pytest.raises(ValueError, match="value_clip is for ppo and vapo"):
+        objective_options("grpo", value_clip=0.1).build()
+    assert objective_options("ppo", value_clip=0.1).build().value == components.ValueLoss(0.1)
+
+
+def test_the_archive_keeps_what_no_step_beats_and_goes_on(tmp_path):
+    points = [(1.0, 1.0), (2.0, 0.0), (1.0, 2.0), (0.0, 0.0)]
+    archive, later = Archive(("a", "b"), tmp_path), Archive(("a", "b"), tmp_path)
+    for step, (a, b) in enumerate(points[:2]):
+        archive.insert({"a": a, "b": b}, step)
+    later.load_checkpoint_state(json.loads(json.dumps(archive.checkpoint_state())))
+    for step, (a, b) in enumerate(points[2:], 2):
+        later.insert({"a": a, "b": b}, step)
+    later.draw()
+    found = json.loads((tmp_path / "pareto.json").read_text())
+    assert found["front"] == [{"step": 1, "a": 2.0, "b": 0.0}, {"step": 2, "a": 1.0, "b": 2.0}]
+    assert len(found["evaluations"]) == 4 and (tmp_path / "pareto.png").stat().st_size > 1000
+
+
+def test_pass_at_k_counts_correct_completions():
+    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4), pass_at=(1, 4), pass_samples=4)
+    asked = Asked()
+    rewards = load(lambda completion, row: float(completion == "1" and row["answer"] in ("2", "6")))
+    found = pass_rates(asked, ROWS, rewards, config)
+    assert asked.calls == [(6, 0)] and found.keys() == {"pass@1", "pass@4"}
+    assert found["pass@1"]["mean"] == pytest.approx(2 / 6 / 4) and found["pass@4"]["mean"] == pytest.approx(2 / 6)
+    assert (
+        found["pass@4"]["low"] <= 2 / 6 <= found["pass@4"]["high"] and found["pass@4"]["low"] < found["pass@4"]["high"]
+    )
