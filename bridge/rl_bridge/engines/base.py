@@ -38,6 +38,8 @@ class Engine:
     movable: ClassVar[tuple[What, ...]] = ()
     torch_module: ClassVar[bool] = False
     """Whether the factory makes a torch module, with its lifecycle."""
+    before_call: Callable[..., None] | None = None
+    """Called with the engines that are about to work: ``Turns`` brings them to their devices."""
 
     def __init__(
         self,
@@ -128,6 +130,8 @@ class Engine:
             ValueError: the engine is not built, or the arguments cannot be split.
         """
         how = self._require(method)
+        if self.before_call is not None:
+            self.before_call(self)
         parts = split(args, kwargs, self._layout)
         speakers = None if how == "local" or parts.over_sequence else self._layout.speakers()
         arguments = {

@@ -45,6 +45,8 @@ class TrainEngine(Engine):
         version = self._syncs + 1
         if "weights_version" in self.methods:
             version = self.call("weights_version")
+        if self.before_call is not None:
+            self.before_call(self, target)
         report = sync_weights(
             self.executor,
             EngineRef(self.name, tuple(self.slots), self.mesh),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 import rl_fn
 from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
 from rl_bridge.engines.base import Engine
+from rl_bridge.engines.turns import Turns
 from rl_bridge.executors import Executor
 from rl_bridge.executors.host import Host
 from rl_bridge.models.source import ModelSource
@@ -74,6 +75,9 @@ class PlacementOptions:
         return init(None if self.executor == "auto" else self.executor, workers=self.workers)
 
 
+AnEngine = TypeVar("AnEngine", bound=Engine)
+
+
 def set_threads(host: Host, threads: int) -> None:
     """CPU threads of a worker's process."""
     torch.set_num_threads(threads)
@@ -91,15 +95,18 @@ class Engines:
         *,
         run: str,
         trained: ModelSource | None = None,
+        take_turns: bool = False,
     ) -> None:
         """``mesh`` is of the trainers: policy, reference and warm start. ``run``: its name, in those of the engines.
 
         ``trained`` is the source of what is trained, where that has adapters or frozen parameters: the rollout and the
-        reference are of the plain ``source``, and get adapters merged.
+        reference are of the plain ``source``, and get adapters merged. ``take_turns``: an engine that does not work
+        waits in host memory.
         """
         self._run, self.trained = run, source if trained is None else trained
         self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
         self._made: list[Engine] = []
+        self._turns = Turns() if take_turns else None
 
     def __enter__(self) -> Self:
         return self
@@ -164,10 +171,17 @@ class Engines:
         factory = partial(InProcessRollout, self.source, tokenizer)
         engine = InferenceEngine(factory, executor=self.executor, name=f"{self._run}/rollout")
         self._made.append(engine.build(mesh=Mesh(replicate=len(self.executor.slots))))
-        return engine.cuda() if all(slot.device.startswith("cuda") for slot in self.executor.slots) else engine
+        if all(slot.device.startswith("cuda") for slot in self.executor.slots):
+            engine.cuda()
+        return self._taking_turns(engine)
 
     def _train(self, name: str, module: type[Scorer], *args: object, **options: object) -> TrainEngine:
         factory = partial(module, *args, **options, parallel=self.parallel)  # type: ignore[arg-type]
         engine = TrainEngine(factory, executor=self.executor, name=f"{self._run}/{name}")
         self._made.append(engine.build(mesh=self.mesh))
+        return self._taking_turns(engine)
+
+    def _taking_turns(self, engine: AnEngine) -> AnEngine:
+        if self._turns is not None:
+            self._turns.add(engine)
         return engine

@@ -19,7 +19,6 @@ from rl_bridge.pipelines.control import ControlOptions, controlled
 from rl_bridge.pipelines.environments import EnvironmentOptions
 from rl_bridge.pipelines.models_of_policy import CriticOptions, critic_source, teacher_source
 from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm
-from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.training import (
     TrainingOptions,
     common_summary,
@@ -126,7 +125,7 @@ def train_and_evaluate(
     # What the rows and the reward are, wherever their files lie now.
     fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
     mesh = pipeline.mesh.of(len(executor.slots))
-    engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
+    engines = pipeline.engines(executor, mesh, source, folder.name)
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
     config = pipeline.policy

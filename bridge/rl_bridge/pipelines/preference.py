@@ -16,7 +16,6 @@ from rl_bridge.pipelines.comparisons import (
     load_model_for,
 )
 from rl_bridge.pipelines.losses import LOSSES, PreferenceLoss
-from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.training import common_summary, prepare_processes
 from rl_bridge.tracking.options import MAY_CHANGE
 from rl_bridge.tracking.run import open_run
@@ -49,7 +48,7 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
     assert isinstance(pad, int)
     config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))
     folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
-    engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
+    engines = pipeline.engines(executor, mesh, source, folder.name)
     with engines, open_run(folder, pipeline, fingerprints_of(rows, held_out_rows)) as run:
         reference = engines.completion_scorer(scoring) if loss.needs_reference else None
         if reference is not None:

@@ -17,7 +17,6 @@ from rl_bridge.pipelines.comparisons import (
     load_model_for,
 )
 from rl_bridge.pipelines.losses import REWARD_MODEL_LOSSES, RewardLoss
-from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.training import common_summary, prepare_processes
 from rl_bridge.tracking.options import MAY_CHANGE
 from rl_bridge.tracking.run import open_run
@@ -46,7 +45,7 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
     source = ValueSource(trunk, pad_token=pad)
     config = replace(pipeline.reward_model, steps=pipeline.steps_for(len(examples), pipeline.reward_model))
     folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
-    engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=pipeline.trained(source))
+    engines = pipeline.engines(executor, mesh, source, folder.name)
     with engines, open_run(folder, pipeline, fingerprints_of(rows, held_out_rows)) as run:
         model = engines.reward_model(pipeline.optimizer, loss, updates=config.steps, scoring=pipeline.scoring())
         run.keep_best("held_out_loss", "min")

@@ -7,13 +7,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.data.reading import refuse
 from rl_bridge.data.rows import supervised_row
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.models.checks import check_rows
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.loading import save_pretrained
-from rl_bridge.pipelines.placement import Engines
+from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
 from rl_bridge.tracking.fingerprints import of_rows
 from rl_bridge.tracking.options import MAY_CHANGE
@@ -61,13 +63,12 @@ def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
     train_rows, held_rows = load_rows(pipeline, (), supervised_row)
     prepare_processes(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_rows])
-    train, left_out = encoded(pipeline, tokenizer, train_rows)
-    held_out, held_left_out = encoded(pipeline, tokenizer, held_rows)
+    train, left_out = encoded(pipeline, source, tokenizer, train_rows)
+    held_out, held_left_out = encoded(pipeline, source, tokenizer, held_rows)
     config = replace(pipeline.sft, steps=pipeline.steps_for(len(train)))
     folder = pipeline.folder()
     mesh = pipeline.mesh.of(len(executor.slots))
-    trained = pipeline.trained(source)
-    engines = Engines(executor, mesh, source, pipeline.parallel(), run=folder.name, trained=trained)
+    engines = pipeline.engines(executor, mesh, source, folder.name)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     batch = collate(held_out, pad)
@@ -99,25 +100,25 @@ def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
 
 
 def encoded(
-    pipeline: SFTPipeline, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]
+    pipeline: SFTPipeline, source: ModelSource, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]
 ) -> tuple[list[Trajectory], int]:
     """The rows as tokens, once for the whole run, and how many are left out for their length.
 
     Raises:
-        ValueError: rows that cannot be encoded, the first few of them; or none is short enough.
+        ValueError: rows that cannot be encoded or that the model cannot read, the first few of them; or none is short
+            enough.
     """
-    kept, bad = [], []
+    made: list[Trajectory] = []
+    bad: list[str] = []
     for row in rows:
         try:
-            trajectory = encode_row(tokenizer, row, apply_chat_template=pipeline.apply_chat_template)
+            made.append(encode_row(tokenizer, row, apply_chat_template=pipeline.apply_chat_template))
         except ValueError as error:
             bad.append(f"{row.get('_where', 'a row')}: {error}")
-            continue
-        if pipeline.max_length is None or len(trajectory.tokens) <= pipeline.max_length:
-            kept.append(trajectory)
-    if bad:
-        more = f"; and {len(bad) - 3} more bad rows of {len(rows)}" if len(bad) > 3 else ""
-        raise ValueError("; ".join(bad[:3]) + more)
+    refuse(bad, len(rows))
+    kept = [t for t in made if pipeline.max_length is None or len(t.tokens) <= pipeline.max_length]
     if not kept:
         raise ValueError(f"all of {len(rows)} rows are longer than max_length {pipeline.max_length}")
+    read = iter(kept)
+    check_rows(source, tokenizer, [t.row for t in kept], lambda _: ((t := next(read)).messages, t.tokens))
     return kept, len(rows) - len(kept)

@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
 from rl_bridge.data.reading import read_rows
 from rl_bridge.data.rows import policy_row
+from rl_bridge.engines import Mesh
 from rl_bridge.executors import Executor
 from rl_bridge.models.freezing import FreezingSource
 from rl_bridge.models.loading import new_for_rows, pretrained
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.pipelines.placement import PlacementOptions, set_threads
+from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
 from rl_bridge.tracking.options import MAY_CHANGE, RunOptions
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
@@ -120,6 +121,11 @@ class TrainingOptions(RunOptions, PlacementOptions):
         with torch.device("meta"):
             chosen.empty()  # what is wrong shows before workers are made
         return chosen
+
+    def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str) -> Engines:
+        """What makes the engines of the run ``run``, with these options."""
+        trained, turns = self.trained(source), self.offload == "phases"
+        return Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, take_turns=turns)
 
 
 def load_rows(

@@ -154,6 +154,13 @@ def test_frozen_parameters_and_recomputed_layers(words, chat_model):
     assert main(words("never", "--freeze", "*.layer.0.*")) == 1
 
 
+@pytest.mark.parametrize("offload", ["phases", "always"])
+def test_where_the_weights_wait_changes_nothing(words, offload):
+    plain, other = ended(words("plain")), ended(words("other", "--offload", offload))
+    for a, b in zip(metrics(plain), metrics(other), strict=True):
+        assert b["nll"] == pytest.approx(a["nll"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -164,6 +171,7 @@ def test_frozen_parameters_and_recomputed_layers(words, chat_model):
         (("--sft.rows-per-step", 0), "need rows_per_step ≥ 1"),
         (("--lora.alpha", 3.0), "lora.alpha 3.0 needs a lora.rank of at least 1"),
         (("--epochs", 0.0), "need epochs > 0"),
+        (("--offload", "never"), "invalid choice"),
         (("--held-out", 0), "held_out must be at least 1, got 0"),
     ],
 )
