@@ -58,8 +58,8 @@ def test_peak_memory_of_a_step_does_not_grow_with_the_completions(module, option
     assert peak(module, 512, 10**6, **options) > 3 * many
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["shared", "packed"])
-def test_micro_batches_are_full(packing):
+@pytest.mark.parametrize("sharing", [False, True], ids=["packed", "shared"])
+def test_micro_batches_are_full(sharing):
     """Lengths as reasoning models have them: log-normal, a few at the limit."""
     rng = np.random.default_rng(1)
     lengths = np.minimum(rng.lognormal(5.0, 0.8, 1024).astype(int) + 1, 1024)
@@ -70,17 +70,18 @@ def test_micro_batches_are_full(packing):
         for group in [row // GROUP]
     ]
     batch, limit = collate(rows, 0), 8192
-    parts = micro_batches(batch, limit, packing=packing, share_prefixes=not packing)
+    parts = micro_batches(batch, limit, packing=True, share_prefixes=sharing)
     tokens = []
     for part in parts:
         of = part.batch
-        shared = {} if packing else {"groups": of.groups, "shared": of.prefixes_worth_sharing()}
+        shared = {"groups": of.groups, "shared": of.prefixes_worth_sharing()} if sharing else {}
         documents = Documents(of.lengths, **shared)
         assert documents.tokens <= limit
         tokens.append(documents.tokens)
-    # A packed row has no padding. Of the room in micro-batches, whole groups leave more over than rows do.
+    # There is no padding. Of the room in micro-batches, whole groups leave more over than rows do.
     units = units_of(batch.row_tokens(), batch.groups.tolist(), batch.prefixes_worth_sharing().tolist())
-    apart, whole = int(batch.lengths.sum()), sum(unit.tokens for unit in units)
-    assert sum(tokens) == (apart if packing else whole) and whole < 0.8 * apart
+    apart, together = int(batch.lengths.sum()), sum(unit.tokens for unit in units)
+    assert together < 0.9 * apart
+    assert sum(tokens) <= together if sharing else sum(tokens) == apart
     # The last one is what was left over.
-    assert sum(sorted(tokens)[1:]) >= (0.97 if packing else 0.9) * limit * (len(tokens) - 1), tokens
+    assert sum(sorted(tokens)[1:]) >= (0.9 if sharing else 0.97) * limit * (len(tokens) - 1), tokens
