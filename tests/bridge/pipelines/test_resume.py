@@ -49,7 +49,8 @@ FLAG = Path(__file__).with_name("interrupt")
 def even_digits(completion, row):
     if FLAG.exists():
         metrics, lines = FLAG.read_text().split("|")
-        if len(Path(metrics).read_text().splitlines()) == int(lines):
+        # A reward is tried before there is a run.
+        if Path(metrics).exists() and len(Path(metrics).read_text().splitlines()) == int(lines):
             FLAG.unlink()
             signal.raise_signal(signal.SIGINT)
     noise = numpy.random.random() + float(torch.rand(()))
