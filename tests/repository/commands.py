@@ -49,6 +49,7 @@ class Command:
 TINY = (
     "--sft.steps 2 --sft.rows-per-step 8 --policy.steps 2 --policy.prompts-per-step 4 --held-out 8 --checkpoint-every 1"
 )
+SFT = "--data problems.jsonl --model $CLONE/runs/quickstart/model --sft.rows-per-step 4 --held-out 4"
 GYM = "--held-out 4 --policy.steps 1 --policy.prompts-per-step 2 --policy.responses-per-prompt 2"
 GYM += " --policy.evaluate-every 1"
 JAX = "--warm-start-steps 2 --steps 2 --prompts 4 --groups 2 --held-out 8 --evaluate-every 1 --checkpoint-every 1"
@@ -103,6 +104,20 @@ COMMANDS = [
         f"--data problems.jsonl --reward my_reward.py:score --model $CLONE/runs/quickstart/model {TINY} --sft.steps 0",
         "the files are the reader's own; the model is the quickstart's",
     ),
+    Command(
+        ".venv/bin/rl-fn train sft --data conversations.jsonl --model path/or/hub-id --epochs 2",
+        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && "
+        f"rl-fn train sft {SFT} --epochs 0.1",
+        "the files are the reader's own; the model is the quickstart's",
+    ),
+    Command(
+        ".venv/bin/torchrun --nproc_per_node=2 -m rl_bridge.cli train sft --data conversations.jsonl "
+        "--model path/or/hub-id",
+        "cd $SCRATCH && torchrun --standalone --nproc_per_node=2 -m rl_bridge.cli train sft "
+        f"{SFT} --name two --sft.steps 2",
+        "the files are the reader's own; the model is the quickstart's",
+    ),
+    Command(".venv/bin/rl-fn train sft --help"),
     Command(".venv/bin/rl-fn doctor"),
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),
