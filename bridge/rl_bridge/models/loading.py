@@ -26,7 +26,7 @@ def pretrained(name: str) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     source = PretrainedSource(name)
     with torch.device("meta"):
         source.check(source.empty())  # what is wrong shows before workers are made
-    return source, _tokenizer(name)
+    return source, tokenizer_of(name)
 
 
 def load_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -42,7 +42,8 @@ def load_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return model, tokenizer
 
 
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    """A model's tokenizer, with a pad token. Raises ValueError where there is none, or none with an eos_token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -16,10 +16,12 @@ Values = dict[str, float]
 class Asked:
     """A function under a name. A function that returns a dictionary gives several rewards, by its keys."""
 
-    def __init__(self, name: str, function: Callable[..., Any], protocol: Protocol | None = None) -> None:
-        """``protocol`` None: what the function's parameters show."""
+    def __init__(
+        self, name: str, function: Callable[..., Any], protocol: Protocol | None = None, *, title: str | None = None
+    ) -> None:
+        """``protocol`` None: what the function's parameters show. ``title``: its name in messages, else its own."""
         self.name, self.function = name, function
-        self.title = getattr(function, "__name__", None) or name
+        self.title = title or getattr(function, "__name__", None) or name
         self.protocol: Protocol = protocol_of(function, self.title) if protocol is None else protocol
 
     def score(self, trajectories: Sequence[Trajectory]) -> Iterator[Values]:

@@ -3,34 +3,40 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.asking import Asked
 from rl_bridge.rewards.environment import EnvironmentReward
+from rl_bridge.rewards.http import Server
+from rl_bridge.rewards.judge import Judge, RemoteRewardModel
 from rl_bridge.rewards.loading import load_reward
+from rl_bridge.rewards.model import RewardModel
 from rl_bridge.rewards.process import AskedElsewhere
 from rl_bridge.rewards.protocols import Protocol, Reward
 from rl_bridge.rewards.rewards import NamedReward, Rewards, with_rows
 from rl_bridge.rewards.verifiable import exact_match
 
 Source = str | Reward
+# What a run's fingerprint covers. The package of this mark imports torch, which a reward's own process does without.
+MAY_CHANGE = {"resume": "may change"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
     """What the completions of a run are scored by."""
 
-    reward: tuple[str, ...] = ()
-    """``FILE.py:function``, several with names of their own: ``right=a.py:right short=a.py:short``. None compares the
-    completion with the row's ``answer`` (``exact``)."""
+    reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
+    """``FILE.py:function``, ``model:FOLDER`` (a trained reward model), ``judge:FILE.toml`` (a model that judges over
+    HTTP) or ``http://…`` (a reward model's server); several with names: ``right=a.py:right style=judge:style.toml``.
+    ``environment`` is the conversation's own. None compares the completion with the row's ``answer`` (``exact``)."""
     reward_weights: tuple[float, ...] = ()
     """One a reward, in the order of their names; none are all 1."""
     reward_protocol: Protocol | None = None
     """How the functions are called, where their parameters do not show it."""
-    reward_timeout: float | None = None
+    reward_timeout: float | None = field(default=None, metadata=MAY_CHANGE)
     """Seconds for one result of a reward function, which then runs in a process of its own."""
 
     def rewards(self) -> Rewards:
@@ -47,9 +53,7 @@ def load(
     protocol: Protocol | None = None,
     timeout: float | None = None,
 ) -> Rewards:
-    """The rewards that ``sources`` name: ``exact``, ``environment``, ``FILE.py:function``, or functions.
-
-    ``NAME=SOURCE`` gives a name.
+    """The rewards that ``sources`` name: as ``RewardOptions.reward``, or functions; ``NAME=SOURCE`` gives a name.
 
     ``timeout`` is in seconds for one result of a function, which then runs in a process that can be ended.
 
@@ -88,6 +92,14 @@ def _load(name: str, source: Source, protocol: Protocol | None, timeout: float |
         return Asked(name, exact_match)
     if source == "environment":
         return EnvironmentReward(name)
+    if isinstance(source, str):
+        kind, _, rest = source.partition(":")
+        if kind in ("http", "https"):
+            return Asked(name, RemoteRewardModel(server=Server(url=source)), "batch", title=name)
+        if kind == "judge":
+            return Asked(name, Judge.of_file(Path(rest)), "batch", title=name)
+        if kind == "model":
+            return Asked(name, RewardModel(rest), "batch", title=name)
     function = load_reward(source) if isinstance(source, str) else source
     here = Asked(name, function, protocol)  # what its parameters do not show is said before a process is made
     return here if timeout is None else AskedElsewhere(name, source, here.protocol, timeout)
@@ -99,12 +111,19 @@ def _named(source: Source) -> tuple[str, Source]:
 
 
 def _own_name(source: Source) -> str:
-    return source.rpartition(":")[2] if isinstance(source, str) else getattr(source, "__name__", "reward")
+    if not isinstance(source, str):
+        return getattr(source, "__name__", "reward")
+    kind, _, rest = source.partition(":")
+    if kind in ("http", "https", "model"):
+        return "reward_model"
+    return Path(rest).stem if kind == "judge" else source.rpartition(":")[2]
 
 
 def _fingerprint(source: Source) -> str:
     if not isinstance(source, str):
         return f"{getattr(source, '__module__', '')}.{getattr(source, '__qualname__', type(source).__qualname__)}"
-    file = Path(source.rpartition(":")[0])
+    kind, _, rest = source.partition(":")
+    files = {"model": Path(rest) / "config.json", "judge": Path(rest)}
+    file = files.get(kind, Path(source.rpartition(":")[0]))
     text = file.read_bytes() if file.is_file() else b""
-    return f"{source.rpartition(':')[2]} {hashlib.sha256(text).hexdigest()}"
+    return f"{kind} {Path(source).name} {hashlib.sha256(text).hexdigest()}"

@@ -1,0 +1,217 @@
+"""A judge and a reward model behind a real server, which misbehaves."""
+
+import re
+import socket
+import time
+
+import pytest
+
+from rl_bridge.rewards import RewardError, load
+from rl_bridge.rewards.http import NoReply, Server
+from rl_bridge.rewards.judge import Judge, RemoteRewardModel
+from tests.bridge.rewards.batches import rows, trajectories, values
+from tests.bridge.rewards.servers import said, serving
+
+TEMPLATE = 'Question {prompt}, reply {completion}, truth {answer}. Write {"score": [[x]]}.'
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def judge(url, **options):
+    fields = {"model": "small-judge", "template": TEMPLATE, "wait": 0.01, "timeout": 5.0, "maximum": 10.0} | options
+    return Judge(url=f"{url}/v1", **fields)
+
+
+def test_a_judge_reads_prompt_completion_and_columns_and_its_last_number_counts(tmp_path, monkeypatch):
+    def reply(path, payload, number):
+        content = payload["messages"][-1]["content"]
+        return 200, said(f"first [[1]], then [[{content.count('b')}.5]]"), {}
+
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with serving(reply) as (url, asked):
+        file = tmp_path / "style.toml"
+        file.write_text(
+            f"url = '{url}/v1/'\nmodel = 'small-judge'\nmaximum = 10\ntemplate = '''{TEMPLATE}'''\n"
+            "system = 'You judge.'\napi_key_variable = 'JUDGE_KEY'\nmax_tokens = 9\n"
+        )
+        rewards = load([f"style=judge:{file}", "exact"])
+        scored = rewards.score(trajectories("b", "bb", "2"))
+    assert [t.rewards["style"] for t in scored] == pytest.approx([0.15, 0.25, 0.05], abs=1e-12)
+    assert [t.rewards["exact"] for t in scored] == [0.0, 0.0, 1.0]
+    assert {request["path"] for request in asked} == {"/v1/chat/completions"}
+    assert {request["headers"]["Authorization"] for request in asked} == {"Bearer secret"}
+    payload = next(r["payload"] for r in asked if "reply bb," in r["payload"]["messages"][1]["content"])
+    assert payload == {
+        "model": "small-judge",
+        "temperature": 0.0,
+        "max_tokens": 9,
+        "messages": [
+            {"role": "system", "content": "You judge."},
+            {"role": "user", "content": 'Question 1+0=, reply bb, truth 1. Write {"score": [[x]]}.'},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (429, {"error": "slow down"}, {}),
+        (500, b"<html>", {}),
+        (503, b"", {"Retry-After": "0.01"}),
+        (200, b'{"choices": [', {}),
+    ],
+    ids=["429", "500", "503", "malformed"],
+)
+def test_what_may_pass_is_tried_again_up_to_a_limit(bad):
+    with serving(lambda path, payload, number: bad if number < 3 else (200, said("[[5]]"), {})) as (url, asked):
+        assert values(load(judge(url, retries=2, concurrency=1)), "a") == [0.5]
+        assert len(asked) == 3
+    with serving(lambda path, payload, number: bad) as (url, asked):
+        message = r"row 1 failed: no usable reply from .*/chat/completions in 3 tries; the last: .*; completion 'a'"
+        with pytest.raises(RewardError, match=message):
+            values(load(judge(url, retries=2, concurrency=1)), "a")
+        assert len(asked) == 3
+
+
+def test_what_others_wait_for_ends_with_the_first_that_fails():
+    def reply(path, payload, number):
+        failed = "reply a," in payload["messages"][-1]["content"]
+        return (400, {}, {}) if failed else (503, {}, {"Retry-After": "20"})
+
+    with serving(reply) as (url, _):
+        start = time.monotonic()
+        with pytest.raises(RewardError, match=r"row 1 failed: .* replied with status 400"):
+            values(load(judge(url)), "a", "b", "c")
+        assert time.monotonic() - start < 5
+
+
+def test_a_wrong_request_is_not_tried_again():
+    with serving(lambda path, payload, number: (401, {"error": "no such key"}, {})) as (url, asked):
+        message = r"row 1 failed: .*/v1/chat/completions replied with status 401 Unauthorized: .*no such key"
+        with pytest.raises(RewardError, match=message):
+            values(load(judge(url)), "a")
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("header", [{}, {"X-Trickle": "1"}], ids=["silent", "trickling"])
+def test_a_server_that_takes_too_long(header):
+    def reply(path, payload, number):
+        if not header:
+            time.sleep(0.6)
+        return 200, said("[[5]]" + " " * 100), header
+
+    with serving(reply) as (url, asked):
+        start = time.monotonic()
+        with pytest.raises(
+            RewardError, match=r"row 1 failed: no usable reply .* in 2 tries; the last: .*(timed out|0\.2 s)"
+        ):
+            values(load(judge(url, timeout=0.2, retries=1)), "a")
+        assert time.monotonic() - start < 5 and len(asked) == 2
+
+
+def test_nobody_listens():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(RewardError, match=r"in 2 tries; the last: .*refused"):
+        values(load(judge(url, retries=1)), "a")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (said("I like it"), r"row 2 failed: the judge's reply has no score .*: 'I like it'; completion 'bad'"),
+        ({"choices": []}, r"row 2 failed: http.* replied with no chat completion: {'choices': \[\]}; completion 'bad'"),
+        ([1], r"row 2 failed: http.* replied with no chat completion: \[1\]"),
+        (said(None), r"row 2 failed: the judge's reply has no score .*: None"),
+    ],
+    ids=["no score", "no choice", "a list", "null"],
+)
+def test_replies_without_a_score_name_the_row(body, message):
+    def reply(path, payload, number):
+        return 200, body if "reply bad" in payload["messages"][-1]["content"] else said("[[1]]"), {}
+
+    with serving(reply) as (url, _):
+        with pytest.raises(RewardError, match=message):
+            values(load(judge(url)), "good", "bad", "good")
+        if body == said("I like it"):
+            assert values(load(judge(url, missing=-1.0)), "good", "bad") == [0.1, -1.0]
+
+
+def test_a_template_that_reads_a_column_that_no_row_has():
+    with pytest.raises(
+        RewardError, match=r"row 1 failed: the template reads \{solution\}, and the row has \['_where', 'a"
+    ):
+        values(load(judge("http://127.0.0.1:9", template="{prompt} {solution}")), "a")
+
+
+def test_several_requests_wait_at_a_time():
+    def reply(path, payload, number):
+        time.sleep(0.2)
+        return 200, said("[[1]]"), {}
+
+    with serving(reply) as (url, asked):
+        start = time.monotonic()
+        assert values(load(judge(url, concurrency=8)), *"abcdefgh") == [0.1] * 8
+        assert time.monotonic() - start < 1.2 and len(asked) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("url = ", r"style\.toml is not TOML"),
+        ("url = 'http://a'\nmodle = 'x'", r"unknown fields \['modle'\], missing fields \['model', 'template'\]"),
+        ("url = 'a'\nmodel = 'x'\ntemplate = ''", r"style\.toml: a server's url begins with http:// or https://"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nscore = '('", "score is not a regular expression"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nscore = 'a'", "score must have one group, the number, got 'a'"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmaximum = 0", "maximum must be > 0, got 0"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\ntimeout = 'x'", r"style\.toml: "),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nretries = -1", "retries ≥ 0"),
+    ],
+)
+def test_a_judge_file_that_cannot_serve(tmp_path, text, message):
+    file = tmp_path / "style.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load(f"judge:{file}")
+    with pytest.raises(FileNotFoundError, match=r"no such judge file: .*absent\.toml"):
+        load(f"judge:{tmp_path / 'absent.toml'}")
+
+
+def test_a_remote_reward_model_scores_batches():
+    def reply(path, payload, number):
+        assert payload["prompts"] == [message[0]["content"] for message in payload["messages"]]
+        pairs = zip(payload["query"], payload["labels"], strict=True)
+        return 200, {"rewards": [len(text) + int(label) for text, label in pairs]}, {}
+
+    with serving(reply) as (url, asked):
+        assert values(load(f"{url}/get_reward"), "", "ab") == [4.0, 7.0]
+        many = load(RemoteRewardModel(server=Server(url=url), batch=2), protocol="batch")
+        assert values(many, "a", "b", "c") == [5.0, 6.0, 7.0]
+    assert [request["path"] for request in asked] == ["/get_reward", "/", "/"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"rewards": [1.0]}, "row 1 failed: .* replied 1 rewards for 2 completions"),
+        ({"scores": [1.0, 2.0]}, "row 1 failed: .* replied with no list of rewards: {'scores'"),
+        ({"rewards": [1.0, None]}, "row 2 returned None, expected a finite number; completion 'b'"),
+        ({"rewards": [1.0, 1e39]}, "row 2 returned 1e[+]39, expected a finite number"),
+    ],
+)
+def test_a_remote_reward_model_that_returns_nonsense(body, message):
+    with serving(lambda path, payload, number: (200, body, {})) as (url, _), pytest.raises(RewardError, match=message):
+        values(load(url), "a", "b")
+
+
+def test_limits_are_limits():
+    for wrong in ({"timeout": 0}, {"retries": -1}, {"concurrency": 0}, {"url": "localhost"}):
+        with pytest.raises(ValueError, match=re.escape(str(next(iter(wrong.values()))))):
+            Server(**{"url": "http://localhost", **wrong})
+    with pytest.raises(NoReply):
+        Server(url="http://127.0.0.1:9", retries=0).post({})
+    assert rows(1)

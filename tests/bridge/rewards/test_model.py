@@ -1,0 +1,75 @@
+"""A trained reward model as a reward: a folder of transformers' own format."""
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+
+from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.encoding import encode_row
+from rl_bridge.rewards import RewardError, load
+from tests.bridge.models.chat_templates import bytes_tokenizer
+from tests.bridge.rewards.batches import trajectories, values
+
+
+def made(folder, tokenizer, **options):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        **{"num_labels": 1, "pad_token_id": tokenizer.pad_token_id} | options,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chatml", "gemma"])
+def test_the_scores_are_those_of_transformers_on_the_template_s_tokens(tmp_path, kind):
+    tokenizer = character_tokenizer("0123456789+-=") if kind == "plain" else bytes_tokenizer(kind)
+    folder = made(tmp_path, tokenizer)
+    found = values(load(f"model:{folder}"), "12", "", "3456")
+    reference = AutoModelForSequenceClassification.from_pretrained(folder)
+    for trajectory, value in zip(trajectories("12", "", "3456"), found, strict=True):
+        if kind == "plain":
+            tokens = [*tokenizer(trajectory.row["prompt"] + trajectory.completion).input_ids, tokenizer.eos_token_id]
+        else:
+            tokens = tokenizer.apply_chat_template(list(trajectory.messages), return_dict=False)
+            tokens = tokens[: len(encode_row(tokenizer, {"messages": list(trajectory.messages)}).tokens)]
+        with torch.no_grad():
+            wanted = reference(torch.tensor([tokens])).logits[0, 0]
+        torch.testing.assert_close(torch.tensor(value), wanted, rtol=1e-5, atol=1e-5)
+    assert len(set(found)) == 3
+
+
+def test_the_tokens_of_the_policy_do_not_matter(tmp_path):
+    folder = made(tmp_path, character_tokenizer("0123456789+-="))
+    rewards = load([f"model:{folder}", "exact"])
+    assert rewards.names == ("reward_model", "exact")
+    rewards.try_on([{"prompt": "1+1=", "answer": "2"}])
+    with pytest.raises(RewardError, match=r"row 2 failed: the reward model .* cannot read the conversation: .* 'bad'"):
+        rewards.score(trajectories("1", "bad"))
+    rewards.close()
+    assert len(rewards.score(trajectories("1"))) == 1
+
+
+@pytest.mark.parametrize("how", ["labels", "missing", "absent"])
+def test_what_is_no_reward_model_is_refused_at_once(tmp_path, how):
+    folder = made(tmp_path / "model", character_tokenizer("01"), **({"num_labels": 2} if how == "labels" else {}))
+    message = {
+        "labels": "a value model has one label",
+        "missing": r"'score\.weight'",
+        "absent": "no value model can be",
+    }
+    if how == "missing":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(f"{folder}/model.safetensors")
+        del tensors["score.weight"]
+        save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message[how]):
+        load(f"model:{folder if how != 'absent' else tmp_path}")
