@@ -32,7 +32,7 @@ def serving(reply):
             except ConnectionError:
                 pass  # the client has given up
 
-        def log_message(self, *words):
+        def log_message(self, format, *words):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -38,7 +38,7 @@ def test_the_scores_are_those_of_transformers_on_the_template_s_tokens(tmp_path,
         if kind == "plain":
             tokens = [*tokenizer(trajectory.row["prompt"] + trajectory.completion).input_ids, tokenizer.eos_token_id]
         else:
-            tokens = tokenizer.apply_chat_template(list(trajectory.messages), return_dict=False)
+            tokens = tokenizer.apply_chat_template([dict(m) for m in trajectory.messages], return_dict=False)
             tokens = tokens[: len(encode_row(tokenizer, {"messages": list(trajectory.messages)}).tokens)]
         with torch.no_grad():
             wanted = reference(torch.tensor([tokens])).logits[0, 0]

@@ -66,7 +66,8 @@ def rewards(file):
 
 
 def pids(file):
-    return [int(line) for line in (file.parent / "pids").read_text().split()]
+    noted = file.parent / "pids"
+    return [int(line) for line in noted.read_text().split()] if noted.is_file() else []
 
 
 def gone(pid, seconds=5.0):
