@@ -118,6 +118,14 @@ COMMANDS = [
         "the files are the reader's own; the model is the quickstart's",
     ),
     Command(".venv/bin/rl-fn train sft --help"),
+    Command(
+        ".venv/bin/rl-fn train policy --data problems.jsonl --model path/or/hub-id --sft.steps 0 "
+        "--environment my_tools.py:Adder --max-turns 4",
+        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train policy "
+        f"--data problems.jsonl --model $CLONE/runs/quickstart/model {TINY} --sft.steps 0 --name tools "
+        "--environment my_tools.py:Adder --max-turns 4",
+        "the files are the reader's own; the model is the quickstart's",
+    ),
     Command(".venv/bin/rl-fn doctor"),
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),
@@ -148,6 +156,17 @@ COMMANDS = [
         ".venv/bin/python experiments/benchmarks/executor_failures.py",
         ".venv/bin/python experiments/benchmarks/executor_failures.py --help",
         "half an hour, and Ray",
+    ),
+    Command(
+        "python experiments/calculator.py",
+        "python experiments/calculator.py --seeds 0 --steps 1 --sft-steps 2 --runs $SCRATCH/runs "
+        "--output $SCRATCH/calculator",
+        "minutes",
+    ),
+    Command(
+        "pip install openenv-core",
+        "pip install --quiet --dry-run --no-deps openenv-core==0.3.0",
+        "its dependencies hold back the pinned packages; make test-openenv installs it without",
     ),
     Command("python experiments/controllers.py"),
     Command("python experiments/estimators.py"),
