@@ -57,6 +57,10 @@ PIP = "$SCRATCH/pip/bin/pip install --quiet --constraint constraints.txt"
 PINNED_HERE = ".venv/bin/pip install --quiet --constraint constraints.txt --editable"
 PINNED = "without the pins pip takes CUDA's build of torch, gigabytes"
 
+OWN = "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn"
+MODEL = "--model $CLONE/runs/quickstart/model"
+OWN_FILES = "the files are the reader's own; the model is the quickstart's"
+
 COMMANDS = [
     Command("apt install python3-venv make", "python3 -m venv --help && make --version", "needs root; both are there"),
     Command(
@@ -126,6 +130,27 @@ COMMANDS = [
         "--environment my_tools.py:Adder --max-turns 4",
         "the files are the reader's own; the model is the quickstart's",
     ),
+    Command(
+        ".venv/bin/rl-fn train preference --model path/or/hub-id --data preferences.jsonl loss:dpo --loss.beta 0.1",
+        f"{OWN} train preference {MODEL} --data preferences.jsonl loss:dpo --loss.beta 0.1 --held-out 20 "
+        "--preference.steps 2 --preference.rows-per-step 8",
+        OWN_FILES,
+    ),
+    Command(".venv/bin/rl-fn train preference loss:simpo --help"),
+    Command(
+        ".venv/bin/rl-fn train reward-model --model path/or/hub-id --data preferences.jsonl loss:bradley-terry "
+        "--loss.center 0.01",
+        f"{OWN} train reward-model {MODEL} --data preferences.jsonl loss:bradley-terry --loss.center 0.01 "
+        "--held-out 20 --reward-model.steps 2 --reward-model.rows-per-step 8",
+        OWN_FILES,
+    ),
+    Command(
+        ".venv/bin/rl-fn train reward-model --model path/or/hub-id --data ranked.jsonl loss:plackett-luce",
+        f"{OWN} train reward-model {MODEL} --data ranked.jsonl loss:plackett-luce --held-out 20 "
+        "--reward-model.steps 2 --reward-model.rows-per-step 8",
+        OWN_FILES,
+    ),
+    Command("python experiments/preferences.py", "python experiments/preferences.py --short", "minutes"),
     Command(".venv/bin/rl-fn doctor"),
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),

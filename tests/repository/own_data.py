@@ -17,3 +17,7 @@ if __name__ == "__main__":
         Path(file).write_text(example, encoding="utf-8")
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
     Path("problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["answer"][::-1] + "0"} for row in rows]
+    Path("preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    ranked = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]]} for row in pairs]
+    Path("ranked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked), encoding="utf-8")

@@ -1,7 +1,11 @@
 """Policies and reward models from comparisons, by their commands: from a file of rows to a folder of results."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.modules.comparison_loss import PREFERENCE_LOSSES, REWARD_LOSSES, constants_of
 from tests.bridge.pipelines.results import metrics
 
+ROOT = Path(__file__).parents[3]
 SUMS = [(a, b) for a in range(4) for b in range(5)]
 ROWS = {
     "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"-{a + b}"} for a, b in SUMS],
@@ -129,3 +134,28 @@ def test_every_loss_is_an_option_with_the_constants_of_its_function():
     assert loss_options("ipo", average=True, beta=0.3).build().average
     with pytest.raises(ValueError, match="unknown loss 'ppo'"):
         loss_options("ppo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["torchrun", "ray"])
+@pytest.mark.parametrize(
+    ("trainer", "form", "loss"),
+    [("preference", "singles", "kto"), ("preference", "pairs", "aot"), ("reward-model", "ranking", "plackett-luce")],
+)
+def test_two_workers_end_as_one_process_does(words, run_to_end, tmp_path, executor, trainer, form, loss):
+    if executor == "ray":
+        pytest.importorskip("ray")
+    one = metrics(run_to_end(words(trainer, form, "one", f"loss:{loss}")))
+    more = ("--executor", "ray", "--workers", "2") if executor == "ray" else ()
+    launch = [] if executor == "ray" else ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command = [sys.executable, *launch, "-m", "rl_bridge.cli", *words(trainer, form, "two", f"loss:{loss}", *more)]
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    two = metrics(tmp_path / "two")
+    assert len(one) == len(two) == 3
+    for a, b in zip(one, two, strict=True):
+        numbers = [name for name in a if "loss" in name or name in ("grad_norm", "margin", "kl", "held_out_accuracy")]
+        assert len(numbers) >= 2
+        assert [b[name] for name in numbers] == pytest.approx([a[name] for name in numbers], rel=1e-3, abs=1e-5)
