@@ -150,7 +150,6 @@ COMMANDS = [
         "--reward-model.steps 2 --reward-model.rows-per-step 8",
         OWN_FILES,
     ),
-    Command("python experiments/preferences.py", "python experiments/preferences.py --short", "minutes"),
     Command(".venv/bin/rl-fn doctor"),
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),
