@@ -157,6 +157,16 @@ def test_metrics_of_parts_add_up_and_rewards_are_the_log_ratios(module):
     assert mean(totals["accuracy"]) == pytest.approx(float((reward[:, 0] > reward[:, 1]).float().mean()))
 
 
+@pytest.mark.parametrize("name", ["dpo", "aot"])
+def test_a_loss_that_is_not_finite_changes_no_weight(module, name):
+    batch = random_comparisons(ROWS)
+    batch.ref_logprobs[2, 0] = float("nan")
+    before = [parameter.detach().clone() for parameter in module.model.parameters()]
+    step(module, CASES[name], batch)
+    assert module.optimizer_step()["skipped"] == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(before, module.model.parameters(), strict=True))
+
+
 def test_what_cannot_be_is_refused(module):
     with pytest.raises(ValueError, match="no loss of comparisons 'ppo'"):
         ComparisonLoss(name="ppo", constants={})

@@ -1,4 +1,4 @@
-"""The module that learns from preferences: a loss of ``rl_fn`` over log-probabilities of whole completions."""
+"""The modules that learn from comparisons by a loss of ``rl_fn``, and the one over log-probabilities of completions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,35 +37,9 @@ class ComparisonScorer(Scorer):
         parts = self.comparison_parts(batch)
         return restore_rows([(part.places, self.outputs(part.batch)) for part in parts], batch.present)
 
-    def backward_of(
-        self, loss: ComparisonLoss, batch: PairBatch, denominator: float, statistics: Mapping[str, float] | None = None
-    ) -> dict[str, Ratio]:
-        """Add the gradient of Σ losses / ``denominator`` to the parameters' gradients; returns undivided metrics."""
-        metrics: dict[str, Any] = {}
-        for _, part in self.comparison_parts(batch):
-            outputs = self.outputs(part)
-            losses = loss(part, outputs, statistics)
-            (losses.sum() / denominator).backward()
-            for name, value in loss.metrics(part, outputs, losses).items():
-                metrics[name] = metrics.get(name, 0) + value
-        return metrics
 
-
-class CompletionScorer(ComparisonScorer, TokenScorer):
-    """Log-probabilities of whole completions. A frozen reference is one."""
-
-    def outputs(self, batch: PairBatch) -> torch.Tensor:
-        """Σ log π over the tokens of each completion that count, [N, K]."""
-        return self(batch.completions)[0].sum(1).view(batch.present.shape)
-
-    @returns("rows")
-    def completion_logprobs(self, batch: PairBatch) -> torch.Tensor:
-        """Σ log π of each completion under the present weights, [N, K]."""
-        return self.all_outputs(batch)
-
-
-class PreferenceModule(Trainable, CompletionScorer):
-    """``train_step`` adds the gradient of a loss of preferences, micro-batch by micro-batch."""
+class ComparisonModule(Trainable, ComparisonScorer):
+    """``train_step`` adds the gradient of a loss of comparisons, micro-batch by micro-batch."""
 
     def __init__(
         self,
@@ -90,12 +64,36 @@ class PreferenceModule(Trainable, CompletionScorer):
         """
         if self.loss.over_batch:
             raise ValueError(f"{self.loss.name} needs all comparisons at once: use backward_through")
-        return self.backward_of(self.loss, batch, denominator, statistics)
+        metrics: dict[str, Any] = {}
+        for _, part in self.comparison_parts(batch):
+            outputs = self.outputs(part)
+            losses = self.loss(part, outputs, statistics)
+            self.backward(losses.sum() / denominator)
+            for name, value in self.loss.metrics(part, outputs, losses).items():
+                metrics[name] = metrics.get(name, 0) + value
+        return metrics
 
     @returns("same")
     def backward_through(self, batch: PairBatch, gradient: torch.Tensor) -> None:
-        """Carry ``gradient`` [N, K], with respect to ``completion_logprobs``, on to the parameters."""
+        """Carry ``gradient`` [N, K], with respect to ``outputs`` of the batch, on to the parameters."""
         for places, part in self.comparison_parts(batch):
             outputs = self.outputs(part)
             weights = gradient[places].to(outputs) if len(places) else torch.zeros_like(outputs)
             outputs.backward(weights)
+
+
+class CompletionScorer(ComparisonScorer, TokenScorer):
+    """Log-probabilities of whole completions. A frozen reference is one."""
+
+    def outputs(self, batch: PairBatch) -> torch.Tensor:
+        """Σ log π over the tokens of each completion that count, [N, K]."""
+        return self(batch.completions)[0].sum(1).view(batch.present.shape)
+
+    @returns("rows")
+    def completion_logprobs(self, batch: PairBatch) -> torch.Tensor:
+        """Σ log π of each completion under the present weights, [N, K]."""
+        return self.all_outputs(batch)
+
+
+class PreferenceModule(ComparisonModule, CompletionScorer):
+    """A policy that learns from preferences by a loss of log-probabilities."""
