@@ -1,10 +1,10 @@
 """One number for each token, from hidden states and a linear head, wherever parallelism has put these."""
 
 import types
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
@@ -36,7 +36,7 @@ def of_ids(model: PreTrainedModel, ids: Tensor, forward_kwargs: dict[str, Any]) 
     hidden = inner.base_model(input_ids=ids, **{"use_cache": False, **forward_kwargs}).last_hidden_state
     # In float32 whatever the model computes in: a return is a number that bfloat16 rounds to three digits.
     with torch.autocast(hidden.device.type, enabled=False):
-        values = _head_of(inner)(hidden.float())[..., 0]
+        values = _applied(inner.score, hidden.float())[..., 0]
     # FSDP2 hangs its hook on what leaves here, and warns of views.
     return values.clone()
 
@@ -47,8 +47,8 @@ def gather_head_for_values(model: PreTrainedModel) -> None:
     register_fsdp_forward_method(model, _METHOD)
 
 
-def _head_of(inner: PreTrainedModel) -> Any:
-    head = cast(Any, inner).score
-    if getattr(head, "weight", None) is None or head.weight.dtype == torch.float32:
-        return head
-    return lambda hidden: torch.nn.functional.linear(hidden, head.weight.float())
+def _applied(head: Any, hidden: Tensor) -> Tensor:
+    """The head's numbers, [B, T, 1], in float32 where its weights were gathered in another precision, too."""
+    if isinstance(head, nn.Linear):
+        return nn.functional.linear(hidden, head.weight.float())
+    return head(hidden.to(head.weight.dtype)).float()  # a layer of peft around it

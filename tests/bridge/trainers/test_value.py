@@ -12,6 +12,7 @@ from rl_bridge.engines.lifecycle import torch_worker
 from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.models.tiny import TinySource
 from rl_bridge.models.values import PretrainedValueSource, ValueSource
+from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.modules.value import ValueModule, ValueScorer
@@ -184,6 +185,23 @@ def test_a_critic_travels_and_moves():
     engine.release(), frozen.release()
 
 
+def test_adapters_of_a_critic_are_trained_and_written_merged(tmp_path):
+    pytest.importorskip("peft")
+    from rl_bridge.models.lora import LoRASource
+
+    batch = data()._replace(old_values=None)
+    module = critic(OBJECTIVE.replace(value=components.ValueLoss()), LoRASource(ValueSource(BASE, pad_token=0), 4, 8.0))
+    assert all(".lora_" in name for name, p in module.model.named_parameters() if p.requires_grad)
+    for _ in range(3):
+        module.train_step(batch, float(batch.mask.sum()))
+        module.optimizer_step()
+    values = module.values(batch)
+    assert float(values.abs().max()) > 0
+    module.save_pretrained(str(tmp_path))
+    plain = made(ValueScorer, PretrainedValueSource(str(tmp_path)))
+    torch.testing.assert_close(plain.values(batch), values, rtol=1e-5, atol=1e-6)
+
+
 def test_values_are_float32_where_the_model_computes_in_bfloat16():
     batch = data()
     exact, low = (
@@ -191,3 +209,6 @@ def test_values_are_float32_where_the_model_computes_in_bfloat16():
     )
     assert low.dtype == torch.float32 and not torch.equal(low, exact)
     torch.testing.assert_close(low, exact, rtol=0.05, atol=0.05)
+    gathered = made(ValueScorer, SOURCE, parallel=ParallelConfig(param_dtype=torch.bfloat16)).values(batch)
+    assert gathered.dtype == torch.float32 and not torch.equal(gathered, exact)
+    torch.testing.assert_close(gathered, exact, rtol=0.05, atol=0.05)
