@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check(words[1:])
     if words == ["doctor"]:
         return print_diagnosis()
+    if words[:1] == ["export-metrics"]:
+        return export_metrics(words[1:])
     if words[:1] == ["train"] and len(words) > 1 and words[1] in TRAINERS:
         trainer, rest = TRAINERS[words[1]], [word for word in words[2:] if word != TRACEBACK]
         pipeline = parse(_load(trainer.default), rest, prog=f"rl-fn train {words[1]}")
@@ -84,11 +87,13 @@ def usage() -> str:
 
        rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
        rl-fn train {{reward-model,preference}} [options] [loss:LOSS] [options of the loss]
+       rl-fn export-metrics FOLDER --to {{tensorboard,wandb}} [--output FOLDER] [--project NAME]
        rl-fn check {{trl,verl,openrlhf,tunix}}
        rl-fn doctor
 
 commands:
-{trainers}  check                rl_fn's dialects against an installed library's own functions: value and gradient
+{trainers}  export-metrics       the record of a run, written again for another program
+  check                rl_fn's dialects against an installed library's own functions: value and gradient
   doctor               this machine's device and versions, and which backend each kernel operation takes here
 
 {TRACEBACK} shows where an error of a run came from.
@@ -123,6 +128,21 @@ def not_numbers(config: Any, prefix: str = "") -> Iterator[str]:
             yield name
 
 
+def export_metrics(words: Sequence[str]) -> int:
+    """Write the record of a run for another program."""
+    from rl_bridge.tracking.exporting import ExportOptions, export
+
+    def command(folder: Path, options: ExportOptions) -> int:
+        print(f"exported {export(folder, options)} records of {folder} to {options.output}")
+        return 0
+
+    settings = (tyro.conf.OmitArgPrefixes,)
+    folder, options = tyro.cli(
+        tuple[tyro.conf.Positional[Path], ExportOptions], args=list(words), prog="rl-fn export-metrics", config=settings
+    )
+    return _guarded(lambda: command(folder, options))
+
+
 def print_diagnosis() -> int:
     """The doctor's findings as a table."""
     from rich.console import Console
@@ -145,8 +165,18 @@ def report(run: Callable[[Any], dict[str, Any]], pipeline: Any, *, traceback: bo
 
     What nobody expected keeps its traceback; ``traceback`` shows every error's.
     """
-    try:
+
+    def to_its_end() -> int:
         summary = run(pipeline)
+        print(f"{summary['result']} in {summary['seconds']:.0f} s")
+        return 0
+
+    return _guarded(to_its_end, traceback=traceback)
+
+
+def _guarded(command: Callable[[], int], *, traceback: bool = False) -> int:
+    try:
+        return command()
     except Stopped as stop:
         print(f"{stop}; go on with the same command and --name {stop.name} --resume")
         return 128 + stop.number
@@ -165,8 +195,6 @@ def report(run: Callable[[Any], dict[str, Any]], pipeline: Any, *, traceback: bo
             sys.excepthook(type(error), error, error.__traceback__)
         print(f"rl-fn: error: {message}", file=sys.stderr)
         return 1
-    print(f"{summary['result']} in {summary['seconds']:.0f} s")
-    return 0
 
 
 def _load(place: str) -> Any:

@@ -150,6 +150,13 @@ COMMANDS = [
         "--reward-model.steps 2 --reward-model.rows-per-step 8",
         OWN_FILES,
     ),
+    Command(".venv/bin/rl-fn export-metrics runs/quickstart --to tensorboard --output exported"),
+    Command(
+        "WANDB_MODE=offline .venv/bin/rl-fn export-metrics runs/quickstart --to wandb --output exported",
+        f'{PINNED_HERE} ".[wandb]" && WANDB_MODE=offline .venv/bin/rl-fn export-metrics runs/quickstart --to wandb '
+        "--output exported",
+        "the library is an extra",
+    ),
     Command(".venv/bin/rl-fn doctor"),
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),

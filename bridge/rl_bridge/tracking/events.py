@@ -17,8 +17,13 @@ class EventLog:
     def write(self, record: Mapping[str, Any], number: int) -> None:
         """One record's numbers."""
         for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
+            if name not in ("stage", "step") and isinstance(value, int | float):
                 self._writer.add_scalar(f"{record['stage']}/{name}", value, number)
+
+    def write_metrics(self, number: int, metrics: Mapping[str, float], time: float) -> None:
+        """Numbers under their own names, at the time when they were measured."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, number, walltime=time)
 
     def close(self) -> None:
         """Flush and close."""

@@ -17,15 +17,7 @@ from rl_bridge.engines import TrainEngine
 from rl_bridge.tracking import recorder
 from rl_bridge.tracking.run import Run
 
-CALLS = (
-    (os, "rename"),
-    (os, "replace"),
-    (os, "fsync"),
-    (os, "mkdir"),
-    (os, "unlink"),
-    (os, "ftruncate"),
-    (os, "rmdir"),
-)
+CALLS = ("rename", "replace", "fsync", "mkdir", "unlink", "ftruncate", "rmdir")
 STEPS = 6
 
 
@@ -86,7 +78,9 @@ def result(folder):
         "model": (folder / "model" / "weights").read_text(),
         "summary": json.loads((folder / "summary.json").read_text()),
         "records": [(record["step"], record["reward"]) for record in records],
-        "names": sorted(path.name for path in folder.rglob("*") if not path.name.startswith("events.out")),
+        "names": sorted(path.name for path in folder.iterdir()),
+        # One that was to be removed when the kill came may still be there.
+        "checkpoints": [path.name for path in sorted((folder / "checkpoints").iterdir()) if path.name[-1] != "2"],
     }
 
 
