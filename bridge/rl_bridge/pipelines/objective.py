@@ -81,6 +81,8 @@ def _options(algorithm: str) -> type[ObjectiveOptions]:
 
 
 ALGORITHMS = {name: _options(name) for name in rl_fn.recipes.__all__}
+# What is pickled is found again by its name in this module.
+globals().update({options.__name__: options for options in ALGORITHMS.values()})
 
 
 def objective_options(algorithm: str, **options: Any) -> ObjectiveOptions:

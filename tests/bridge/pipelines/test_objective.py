@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pickle
 
 import pytest
 import tyro
@@ -147,6 +148,11 @@ def test_the_help_of_an_algorithm_is_its_recipe_s(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "--objective.tau-neg" in printed and "--objective.clip-low" not in printed
     assert inspect.getdoc(rl_fn.recipes.sapo).partition("\n")[0].split(":")[0] in printed
+
+
+def test_options_travel_to_other_processes():
+    options = objective_options("gspo", clip_high=0.001)
+    assert pickle.loads(pickle.dumps(options)) == options
 
 
 def test_tyro_is_given_no_type_that_it_cannot_read():

@@ -1,0 +1,143 @@
+"""Many short runs of the policy trainer on one small task: resumable one by one, over processes, drawn with bands.
+
+The task is addition of two numbers below 32 by a Qwen2 of 0.1 M parameters after a short warm start. One run is one
+(setting, seed); its record is a file, and a run whose file is there is not made again.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_bridge.atomic import replacing, write_json
+from rl_bridge.data.arithmetic import split_rows
+from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.tiny import TinySource
+from rl_bridge.pipelines.models_of_policy import CriticOptions
+from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
+from rl_bridge.rewards import Reward, exact_match
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
+from rl_bridge.trainers.sft import WarmStart
+
+RESULTS = Path(__file__).parent / "results"
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(32) for b in range(32)]
+STEPS, HELD_OUT = 120, 200
+Made = dict[str, Any]
+"""What is kept of a run."""
+Settings = Mapping[str, tuple[dict[str, Any], Reward]]
+"""Name → (options of the pipeline, reward)."""
+
+
+def pipeline_of(options: Mapping[str, Any], *, name: str, output: Path, seed: int, steps: int) -> PolicyPipeline:
+    """The pipeline of one run; ``options`` are over the task's own, those of ``policy`` one by one."""
+    warm = OptimizerConfig(learning_rate=3e-3, warmup=20, decay="constant", beta2=0.99)
+    policy: dict[str, Any] = {"steps": steps, "prompts_per_step": 32, "responses_per_prompt": 8}
+    policy |= {"sampling": SamplingOptions(max_new_tokens=4), "updates_per_step": 2, "evaluate_every": 5}
+    chosen = dict(options)
+    policy |= chosen.pop("policy", {})
+    critic = CriticOptions(optimizer=OptimizerConfig(learning_rate=2e-3, warmup=5, decay="constant"))
+    common: dict[str, Any] = {
+        "sft": WarmStart(steps=200, rows_per_step=64, optimizer=warm),
+        "optimizer": OptimizerConfig(learning_rate=5e-4, warmup=5, final=0.2, beta2=0.99),
+        "critic": critic,
+        "held_out": HELD_OUT,
+        "threads": 1,
+        "checkpoint_every": 1000,
+    }
+    common |= {"resume": (output / name).exists(), "policy": PolicyConfig(**policy)}
+    return PolicyPipeline(name=name, output=output, seed=seed, **common | chosen)
+
+
+def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, steps: int, folder: Path) -> Made:
+    """One run in this process: its config, its records and its summary."""
+    torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    runs = Path("runs") / folder.name
+    pipeline = pipeline_of(options, name=f"{name}-{seed}", output=runs, seed=seed, steps=steps)
+    executor = pipeline.start()
+    objective = prepare(pipeline, executor)
+    tokenizer = character_tokenizer("0123456789+=")
+    source = TinySource.for_tokenizer(tokenizer, hidden=64, layers=2, heads=4, seed=seed)
+    train, held_out = split_rows(ROWS, HELD_OUT, seed)
+    summary = train_and_evaluate(pipeline, executor, source, tokenizer, train, held_out, reward, objective)
+    lines = (runs / pipeline.name / "metrics.jsonl").read_text("utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if record["stage"] == "policy"]
+    archive = runs / pipeline.name / "pareto.json"
+    pareto = json.loads(archive.read_text("utf-8")) if archive.exists() else None
+    shutil.rmtree(runs / pipeline.name)
+    kept = {key: summary[key] for key in ("accuracy_before", "accuracy_after", "gain", "seconds", "objective")}
+    return {"config": asdict(pipeline), "summary": kept, "records": records, "pareto": pareto}
+
+
+def experiment(
+    name: str,
+    settings: Settings,
+    draw: Callable[[dict[str, list[Made]], Path], None],
+    description: str | None,
+) -> None:
+    """The command line of an experiment: make what is missing, then draw everything that is there."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--workers", type=int, default=1, help="runs at the same time, one thread each")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    folder = arguments.output / name
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds = range(arguments.seeds)
+    missing = [(s, seed) for s in settings for seed in seeds if not (folder / f"{s}-seed{seed}.json").exists()]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
+        jobs = {
+            pool.submit(run_one, *settings[s], s.replace(" ", "_"), seed, arguments.steps, folder): (s, seed)
+            for s, seed in missing
+        }
+        for job in as_completed(jobs):
+            setting, seed = jobs[job]
+            found = job.result()
+            write_json(folder / f"{setting}-seed{seed}.json", json.loads(json.dumps(found, default=str)))
+            done = found["summary"]
+            print(f"{setting}, seed {seed}: {done['accuracy_before']:.3f} → {done['accuracy_after']:.3f}", flush=True)
+    runs = {s: [json.loads((folder / f"{s}-seed{seed}.json").read_text("utf-8")) for seed in seeds] for s in settings}
+    draw(runs, folder)
+    table = {s: [run["summary"]["accuracy_after"] for run in of] for s, of in runs.items()}
+    write_json(folder / "summary.json", {"steps": arguments.steps, "seeds": arguments.seeds, "accuracy_after": table})
+
+
+def series(runs: list[dict[str, Any]], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [T] and the metric [runs, T], at the steps whose record has it in every run."""
+    found = [{record["step"]: record[metric] for record in run["records"] if metric in record} for run in runs]
+    steps = sorted(set.intersection(*(set(one) for one in found)))
+    return np.array(steps), np.array([[one[step] for step in steps] for one in found])
+
+
+def band(axis: Any, runs: list[dict[str, Any]], metric: str, label: str, colour: str, window: int = 1) -> None:
+    """The mean over the seeds, and the band from the smallest to the largest; ``window`` smooths each run."""
+    steps, values = series(runs, metric)
+    if window > 1 and len(steps) >= window:
+        kernel = np.ones(window) / window
+        values = np.stack([np.convolve(row, kernel, mode="valid") for row in values])
+        steps = steps[window - 1 :]
+    axis.plot(steps, values.mean(0), color=colour, label=label)
+    axis.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure whole or not at all."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def right(completion: str, row: Mapping[str, Any]) -> float:
+    """1 for the right sum."""
+    return exact_match(completion, row)
