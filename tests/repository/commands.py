@@ -61,6 +61,14 @@ OWN = "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATC
 MODEL = "--model $CLONE/runs/quickstart/model"
 OWN_FILES = "the files are the reader's own; the model is the quickstart's"
 
+CONTROLLED = f"--name controlled {TINY}"
+CONTROL = (
+    ".venv/bin/rl-fn train policy objective:ppo --objective.kl.place reward --objective.kl.coef 0.05 "
+    "--kl-control.kind pid --kl-control.target 0.05",
+    ".venv/bin/rl-fn train policy --entropy-control.kind constraint --entropy-control.target 0.2 "
+    "--entropy-control.lr 0.05",
+)
+
 COMMANDS = [
     Command("apt install python3-venv make", "python3 -m venv --help && make --version", "needs root; both are there"),
     Command(
@@ -100,6 +108,15 @@ COMMANDS = [
         "minutes",
     ),
     Command(".venv/bin/rl-fn train policy objective:gspo --help"),
+    *(Command(words, f"{words} {CONTROLLED}", "minutes") for words in CONTROL),
+    *(
+        Command(
+            f".venv/bin/python experiments/{name}.py --workers 4",
+            f".venv/bin/python experiments/{name}.py --workers 4 --seeds 1 --steps 1 --output $SCRATCH/compared",
+            "minutes; the results are those of the repository",
+        )
+        for name in ("policy_algorithms", "kl_controllers", "entropy_floor", "two_rewards")
+    ),
     Command("rl-fn train policy", "rl-fn train policy --help", "the quickstart again"),
     Command(
         ".venv/bin/rl-fn train policy --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id "
