@@ -3,16 +3,15 @@
 python experiments/preferences.py            # writes experiments/results/preferences/{summary.json,gap.png}
 python experiments/preferences.py --short    # a tenth of the steps and one seed, to see that it works
 
-A prompt is one of 4 letters, a completion one of 64 strings of three letters. The true reward r(x, y) is the sum of
-what each letter is worth at its place after that prompt, and of what two neighbours are worth together. The reference
-is a small Qwen2, fine-tuned to write such strings. Pairs are drawn uniformly, and labelled by Bradley and Terry's model
-of r. Then max E[r] − β KL(π‖π_ref) has the solution π* ∝ π_ref exp(r/β): what DPO reaches with labels without end. IPO
-has another one, π* ∝ π_ref exp(p/τ), where p(x, y) is the chance to beat a uniform draw. Every policy is scored on all
-completions of all prompts, so that its KL to π* is exact. The objective is β KL(π‖π*) short of its maximum.
+A prompt is one of 4 letters, a completion one of 64 strings; preference_world.py has their true rewards r(x, y). The
+reference is a small Qwen2, fine-tuned to write such strings. Pairs are drawn uniformly, and labelled by Bradley and
+Terry's model of r. Then max E[r] − β KL(π‖π_ref) has the solution π* ∝ π_ref exp(r/β): what DPO reaches with labels
+without end. IPO has another one, π* ∝ π_ref exp(p/τ), where p(x, y) is the chance to beat a uniform draw. Every policy
+is scored on all completions of all prompts, so that its KL to π* is exact. Its objective is β KL(π‖π*) short of the
+maximum.
 """
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import tempfile
@@ -27,11 +26,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_bridge.data.examples import Example
-from rl_bridge.data.pair_batch import PairBatch, collate_comparisons
+from experiments.preference_world import (
+    BETA,
+    COMPLETIONS,
+    EOS,
+    PAD,
+    PROMPTS,
+    World,
+    every_completion,
+    examples_for,
+    kl,
+    normalised,
+    pairs_of,
+    trajectory,
+    true_rewards,
+)
+from rl_bridge.data.pair_batch import PairBatch
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import collate
-from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.models.source import StateSource
 from rl_bridge.models.tiny import TinySource
@@ -39,7 +51,6 @@ from rl_bridge.models.values import ValueSource
 from rl_bridge.pipelines.losses import loss_options
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.comparison_steps import with_reference
-from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.preference import CompletionScorer, PreferenceModule
 from rl_bridge.trainers.modules.reward_model import RewardModule
@@ -49,11 +60,6 @@ from rl_bridge.trainers.preference import PreferenceConfig, train_preference
 from rl_bridge.trainers.reward_model import RewardModelConfig, train_reward_model
 
 OUT = Path(__file__).parent / "results" / "preferences"
-PAD, EOS = 0, 1
-LETTERS = range(2, 6)
-PROMPTS = [(token,) for token in range(6, 10)]
-COMPLETIONS = list(itertools.product(LETTERS, repeat=3))
-BETA = 0.5
 # Rows of five tokens have little to share.
 SCORING = ScoringConfig(share_prefixes=False)
 
@@ -81,54 +87,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "DPO, flipped labels": {"loss": "dpo", "beta": BETA, "noisy": True},
     "robust DPO, flipped labels": {"loss": "dpo_robust", "beta": BETA, "label_smoothing": 0.15, "noisy": True},
 }
-
-
-@dataclass(frozen=True)
-class World:
-    """True rewards and what they make of the reference; [prompts, completions] each."""
-
-    rewards: np.ndarray
-    reference: np.ndarray
-    """Probabilities, which sum to 1 over the completions."""
-
-    def optimum(self) -> np.ndarray:
-        return normalised(np.log(self.reference) + self.rewards / BETA)
-
-    def optimum_of_ipo(self) -> np.ndarray:
-        wins = 1.0 / (1.0 + np.exp(self.rewards[:, None, :] - self.rewards[:, :, None]))
-        return normalised(np.log(self.reference) + wins.mean(-1) / (BETA / 4))
-
-
-def normalised(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def kl(p: np.ndarray, q: np.ndarray) -> float:
-    """Mean over prompts, in nats."""
-    return float((p * (np.log(p) - np.log(q))).sum(-1).mean())
-
-
-def true_rewards(seed: int) -> np.ndarray:
-    """Of mean 0 and standard deviation 1 for each prompt, [prompts, completions]."""
-    generator, letters = np.random.default_rng([seed, 3]), np.array(COMPLETIONS) - LETTERS[0]
-    alone = generator.normal(size=(len(PROMPTS), 3, len(LETTERS)))
-    pairs = 0.5 * generator.normal(size=(2, len(LETTERS), len(LETTERS)))
-    rewards = np.zeros((len(PROMPTS), len(COMPLETIONS)))
-    for place in range(3):
-        rewards += alone[:, place, letters[:, place]]
-    for place in range(2):
-        rewards += pairs[place, letters[:, place], letters[:, place + 1]]
-    return (rewards - rewards.mean(-1, keepdims=True)) / rewards.std(-1, keepdims=True)
-
-
-def trajectory(prompt: Sequence[int], completion: Sequence[int]) -> Trajectory:
-    return single_turn(prompt, [*completion, EOS])
-
-
-def every_completion() -> PairBatch:
-    rows = [[trajectory(prompt, completion)] for prompt in PROMPTS for completion in COMPLETIONS]
-    return collate_comparisons(rows, PAD)
 
 
 def logprobs_of(policy: TrainEngine, everything: PairBatch) -> np.ndarray:
@@ -161,30 +119,6 @@ def supervised(settings: Settings, seed: int) -> StateSource:
         from transformers import Qwen2ForCausalLM
 
         return StateSource(Qwen2ForCausalLM.from_pretrained(folder).float().eval())
-
-
-def pairs_of(world: World, count: int, seed: int, flipped: float) -> list[tuple[int, int, int]]:
-    """(prompt, chosen, rejected), labelled by the true rewards; a share ``flipped`` of the labels is wrong."""
-    generator = np.random.default_rng([seed, 2])
-    x = generator.integers(len(PROMPTS), size=count)
-    a = generator.integers(len(COMPLETIONS), size=count)
-    b = (a + generator.integers(1, len(COMPLETIONS), size=count)) % len(COMPLETIONS)
-    wins = generator.random(count) < 1.0 / (1.0 + np.exp(world.rewards[x, b] - world.rewards[x, a]))
-    wins ^= generator.random(count) < flipped
-    chosen, rejected = np.where(wins, a, b), np.where(wins, b, a)
-    return list(zip(x.tolist(), chosen.tolist(), rejected.tolist(), strict=True))
-
-
-def examples_for(loss: ComparisonLoss, pairs: Sequence[tuple[int, int, int]]) -> list[Example]:
-    """Pairs, or for a loss of single completions each completion with its label and one of another prompt."""
-    table = {(x, y): trajectory(PROMPTS[x], COMPLETIONS[y]) for x in range(len(PROMPTS)) for y in range(64)}
-    if loss.form == "pairs":
-        return [Example(completions=(table[x, good], table[x, bad])) for x, good, bad in pairs]
-    single = []
-    for (x, good, bad), (_, other, _) in zip(pairs, [*pairs[1:], pairs[0]], strict=True):
-        single.append(Example(completions=(table[x, good], table[x, other]), desirable=True))
-        single.append(Example(completions=(table[x, bad], table[x, other]), desirable=False))
-    return single
 
 
 def measure(policy: TrainEngine, everything: PairBatch, world: World) -> dict[str, float]:

@@ -217,6 +217,9 @@ COMMANDS = [
         "its dependencies hold back the pinned packages; make test-openenv installs it without",
     ),
     Command("python experiments/controllers.py"),
+    Command(
+        ".venv/bin/python experiments/preferences.py", ".venv/bin/python experiments/preferences.py --short", "minutes"
+    ),
     Command("python experiments/estimators.py"),
     Command(
         "for s in 0 1 2; do .venv/bin/python experiments/grpo_jax.py --name seed$s --seed $s; done",

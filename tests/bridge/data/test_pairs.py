@@ -10,6 +10,8 @@ from rl_bridge.data.pair_batch import pair_parts, stand_in_pair
 from rl_bridge.data.pairs import comparison_of, read_comparisons
 from rl_bridge.data.prefixes import units_of
 from rl_bridge.data.trajectory import single_turn
+from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.encoding import encode_completion
 from tests.bridge.data.comparisons import PAD, random_comparisons
 
 ASK = [{"role": "user", "content": "2+2?"}]
@@ -180,3 +182,23 @@ def test_a_stand_in_has_the_form_of_the_batch_and_counts_nothing():
     places, part = stand_in_pair(batch)
     assert len(places) == 0 and not part.present.any() and not part.completions.mask.any()
     assert part.completions.lengths.tolist() == [2, 2] and part.numbers["margin"].shape == (1,)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("completion", ["5", [{"role": "assistant", "content": "5"}]])
+@pytest.mark.parametrize("apply_chat_template", [True, False])
+def test_what_the_assistant_said_before_does_not_count(completion, apply_chat_template):
+    tokenizer = character_tokenizer("ua:\n2345+?")
+    tokenizer.chat_template = TEMPLATE
+    prompt = [*ASK, FOUR, {"role": "user", "content": "2+3?"}]
+    found = encode_completion(tokenizer, prompt, completion, apply_chat_template=apply_chat_template)
+    counted = [token for token, drawn in zip(found.tokens, found.loss_mask, strict=True) if drawn]
+    assert tokenizer.decode(counted).replace("\n", "").replace("<eos>", "") == "5"
+    assert tokenizer.decode(found.tokens).count("4") == 1
+    plain = encode_completion(tokenizer, "2+3?", "5")
+    assert tokenizer.decode(plain.tokens) == "2+3?5<eos>" and plain.loss_mask == (False,) * 4 + (True,) * 2
