@@ -53,8 +53,6 @@ def train_preference(
             batch = batch._replace(ref_logprobs=reference.completion_logprobs(NeedParallel(batch)))
         given = statistics.of(policy, batch)
         metrics = accumulate(policy, loss, batch, given) | given | policy.optimizer_step()
-        if metrics.get("skipped"):
-            run.skipped(step, batch)
         statistics.update(metrics)
         if metrics.get("skipped"):
             run.skipped(step, batch)
