@@ -1,6 +1,7 @@
 """Log-probabilities from hidden states and the output embeddings, wherever parallelism has put these."""
 
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rl_bridge.parallel.fsdp import fsdp_parameters, reshard_without_backward
 from rl_bridge.parallel.layers import without_peft
-from rl_kernels import TokenLogprobs, linear_logprobs
+from rl_kernels import TokenLogprobs, linear_logprobs, linear_policy_loss
 
 _METHOD = "_token_logprobs_of_targets"
 
@@ -118,10 +119,43 @@ def token_logprobs(
     return found.logprobs, found.entropy if entropy else None
 
 
+def token_loss(
+    model: PreTrainedModel,
+    ids: Tensor,
+    targets: Tensor,
+    loss: Callable[..., Any],
+    *,
+    rows: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """A token-local loss of what ``token_logprobs`` returns, and its metrics; each logit is computed once.
+
+    Args:
+        model, ids: as for ``token_logprobs``; neither the vocabulary nor the tokens are cut over ranks.
+        targets: ``[*batch]``, in the order of the hidden states that ``rows`` returns.
+        loss: of ``rl_kernels.linear_policy_loss(fused=True)``.
+        rows: puts hidden states ``[B, T, H]`` in the targets' order, ``[*batch, H]``.
+        **options: temperature, softcap, mask and allowed_tokens of the targets; all others are the model's.
+    """
+    head = {name: options.pop(name, None) for name in ("softcap", "mask", "allowed_tokens")}
+    head |= {"temperature": options.pop("temperature", 1.0), "loss": loss, "rows": rows}
+    gathering = getattr(model, _METHOD, None)
+    if gathering is None:
+        return of_targets(model, ids, targets, head, options)
+    found = gathering(ids, targets, head, options)
+    reshard_without_backward(model)
+    return found
+
+
 def of_targets(
     model: PreTrainedModel, ids: Tensor, targets: Tensor, options: dict[str, Any], forward_kwargs: dict[str, Any]
-) -> TokenLogprobs:
-    """What ``token_logprobs`` does once the weights are gathered. ``targets`` may be shorter than ``ids``."""
+) -> Any:
+    """What ``token_logprobs`` and ``token_loss`` do once the weights are gathered.
+
+    Without ``rows`` the targets may be shorter than ``ids``.
+    """
+    options = dict(options)
+    loss, rows = options.pop("loss", None), options.pop("rows", None)
     inner = cast(PreTrainedModel, without_peft(model))
     scale, own = head_options(inner)
     if options["softcap"] is not None and own is not None:
@@ -129,7 +163,7 @@ def of_targets(
             f"{type(model).__name__} caps its logits at {own}: it takes no softcap of {options['softcap']} besides"
         )
     trunk = inner.base_model(input_ids=ids, **{"use_cache": False, **forward_kwargs})
-    hidden = trunk.last_hidden_state[:, : targets.shape[1]]
+    hidden = trunk.last_hidden_state[:, : targets.shape[1]] if rows is None else rows(trunk.last_hidden_state)
     weight, bias, start, group = head_of(model)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -137,7 +171,11 @@ def of_targets(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     options = options | {"softcap": own if options["softcap"] is None else options["softcap"]}
-    found = linear_logprobs(hidden, weight, targets, bias=bias, logit_scale=scale, start=start, group=group, **options)
+    options |= {"bias": bias, "logit_scale": scale, "start": start, "group": group}
+    if loss is not None:
+        total, metrics = linear_policy_loss(hidden, weight, targets, loss, fused=True, **options)
+        return total.clone(), metrics
+    found = linear_logprobs(hidden, weight, targets, **options)
     # FSDP2 hangs its hook on what leaves here, and warns of views: a change in place would go round it.
     return TokenLogprobs(*(value.clone() for value in found))
 

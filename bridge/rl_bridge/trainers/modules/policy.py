@@ -12,6 +12,7 @@ from rl_bridge.functional import from_jax
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.trainers.modules.coefficients import share_of
+from rl_bridge.trainers.modules.fused import fused_share, require_token_local
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.modules.trainable import CausalLMModule
@@ -33,9 +34,17 @@ class PolicyModule(CausalLMModule):
         updates: int,
         scoring: ScoringConfig | None = None,
         parallel: ParallelConfig | None = None,
+        fused_loss: bool = False,
     ) -> None:
+        """With ``fused_loss`` the head computes each logit once, not twice: for losses that are a sum over tokens.
+
+        Raises:
+            ValueError: ``fused_loss`` with a loss in which the term of a token depends on another token.
+        """
         super().__init__(source, optimizer, updates=updates, scoring=scoring, parallel=parallel)
-        self.objective = objective
+        self.objective, self.fused_loss = objective, fused_loss
+        if fused_loss:
+            require_token_local(objective)
         self._share = from_jax(share_of(objective))
 
     @returns("sum")
@@ -56,10 +65,21 @@ class PolicyModule(CausalLMModule):
             return self._step_over_batch(batch.to(self.compute_device()), parts, numbers)
         metrics: dict[str, Any] = {}
         for part in parts:
-            logprobs, entropies = self(part.batch)
-            for name, value in self._backward(part.batch, logprobs, entropies, numbers).items():
+            found = self._fused(part.batch, numbers) if self.fused_loss else self._apart(part.batch, numbers)
+            for name, value in found.items():
                 metrics[name] = metrics.get(name, 0) + value
         return metrics
+
+    def _apart(self, batch: TokenBatch, numbers: Mapping[str, float]) -> dict[str, Any]:
+        logprobs, entropies = self(batch)
+        return self._backward(batch, logprobs, entropies, numbers)
+
+    def _fused(self, batch: TokenBatch, numbers: Mapping[str, float]) -> dict[str, Any]:
+        if self._ranks("tensor") > 1 or self._ranks("sequence") > 1:
+            raise ValueError(f"fused_loss needs the whole vocabulary and whole rows on each worker, got {self._mesh}")
+        loss, metrics = fused_share(self, self._share, batch, numbers, SHARED, self.objective.entropy is not None)
+        self.backward(loss)
+        return {name: detached(part) for name, part in metrics.items()}
 
     def _backward(
         self, batch: TokenBatch, logprobs: torch.Tensor, entropies: torch.Tensor, numbers: Mapping[str, float]

@@ -168,23 +168,32 @@ class TokenScorer(Scorer):
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of the tokens that count, [N, L] each, zero where masked."""
         self.require_weights()
-        # Position t predicts token t + 1: shifted before rows are packed, so that no document predicts the next one's.
-        # A row's last token predicts nothing, and the model does not read it.
+        fields, documents = self.read(batch)
         rows, columns = batch.tokens.shape
-        width = max(1, columns - 1)
-        fields = [batch.tokens[:, :width], following(batch.tokens), following(batch.mask)]
-        if batch.allowed_tokens is not None:
-            fields.append(following(batch.allowed_tokens))
-        documents = self.documents(batch, (batch.lengths - 1).clamp(min=0))
         if documents is None:
             # Padding is on the right, where attention is causal and needs no mask.
             scores = self._scores(*fields, use_cache=False)
         else:
             packed = [documents.take(x) for x in fields]
-            scores = documents.put(self._scores(*packed, **documents.forward_kwargs), (rows, width))
+            scores = documents.put(self._scores(*packed, **documents.forward_kwargs), (rows, max(1, columns - 1)))
         scores = torch.nn.functional.pad(scores, (0, 0, 1, 0))[:, :columns].masked_fill(~batch.mask[..., None], 0.0)
         logprobs, entropies = scores.unbind(-1)
         return logprobs, entropies
+
+    def read(self, batch: TokenBatch) -> tuple[list[torch.Tensor], Documents | None]:
+        """Tokens that the model reads, [N, L − 1], what each predicts, whether that counts, and the allowed tokens.
+
+        Position t predicts token t + 1: shifted before rows are packed, so that no document predicts the next one's. A
+        row's last token predicts nothing, and the model does not read it.
+        """
+        fields = [batch.tokens[:, : max(1, batch.tokens.shape[1] - 1)], following(batch.tokens), following(batch.mask)]
+        if batch.allowed_tokens is not None:
+            fields.append(following(batch.allowed_tokens))
+        return fields, self.documents(batch, (batch.lengths - 1).clamp(min=0))
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The arithmetic of the model. Off as well as on: a caller's own would score a policy otherwise than others."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.scoring.dtype == "bfloat16")
 
     def _scores(
         self,
@@ -195,9 +204,7 @@ class TokenScorer(Scorer):
         **options: Any,
     ) -> torch.Tensor:
         """Log-probabilities and entropies [N, T, 2] of ``targets``; only those that count reach the vocabulary."""
-        # Switched off as well as on: a caller's own autocast would score a policy otherwise than its reference.
-        low = self.scoring.dtype == "bfloat16"
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=low):
+        with self.autocast(tokens.device):
             logprobs, entropies = token_logprobs(
                 self.model,
                 tokens,
