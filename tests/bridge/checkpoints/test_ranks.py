@@ -136,9 +136,10 @@ def result(folder):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     newest = step_folders.checkpoints(folder / "checkpoints")[-1]
     driver = read_driver(newest)
-    del driver["state"]["seconds"], driver["state"]["record"]["metrics_bytes"]
+    del driver["state"]["seconds"], driver["state"]["record"]["metrics_bytes"], driver["state"]["record"]["crc32"]
     generators = {file.name: file.read_bytes() for file in (newest / "random").iterdir()}
-    timeless = [{key: value for key, value in record.items() if key != "seconds"} for record in records]
+    times = {"seconds", "time", "attempt"}
+    timeless = [{key: value for key, value in record.items() if key not in times} for record in records]
     return newest.name, driver, generators, timeless
 
 
