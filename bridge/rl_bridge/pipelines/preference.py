@@ -35,6 +35,12 @@ class PreferencePipeline(ComparisonOptions):
     cache_reference: bool = True
     """Score all rows with the reference once before training. False scores the rows of each step, beside the policy."""
 
+    def __post_init__(self) -> None:
+        """Refuse models that would have to take turns within a step."""
+        super().__post_init__()
+        if self.offload == "phases" and not self.cache_reference:
+            raise ValueError("offload phases needs cache_reference: else policy and reference compute in every step")
+
 
 def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
