@@ -180,6 +180,9 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False) -> int:
     except Stopped as stop:
         print(f"{stop}; go on with the same command and --name {stop.name} --resume")
         return 128 + stop.number
+    except KeyboardInterrupt as stop:
+        print("; ".join(["stopped at once", *getattr(stop, "__notes__", [])]))
+        return 130
     except SystemExit as left:
         # The ranks of a torchrun job that only serve end here. Of a run it is a user's function that left.
         if left.code not in (None, 0) or os.environ.get("RANK", "0") != "0":

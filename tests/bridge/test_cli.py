@@ -125,6 +125,13 @@ def test_a_signal_has_its_status(number, capsys):
     assert capsys.readouterr().out == message
 
 
+def test_a_second_ctrl_c_is_no_traceback(capsys):
+    error = KeyboardInterrupt()
+    error.add_note("the newest checkpoint is x")
+    assert report(broken(error), None) == 130
+    assert capsys.readouterr() == ("stopped at once; the newest checkpoint is x\n", "")
+
+
 def test_traceback_is_an_option_of_every_trainer(monkeypatch, capsys):
     monkeypatch.setattr(cli, "_load", lambda place: quickstart if "recipes" in place else broken(ValueError("no")))
     assert main(["train", "policy", "--traceback"]) == 1

@@ -90,7 +90,7 @@ def status_of(folder: Path, moment: int, *, resume: bool) -> int | None:
     context.set_forkserver_preload([__name__])
     process = context.Process(target=session, args=(folder, moment, resume))
     process.start()
-    process.join(60)
+    process.join(300)
     return process.exitcode
 
 
