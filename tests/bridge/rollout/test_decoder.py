@@ -133,16 +133,18 @@ def test_a_later_turn_goes_on_with_the_random_numbers_of_the_first():
 
 
 def test_equal_sequences_are_read_once():
-    net, calls = model(), []
+    """Lengths 3, 9 and 1: the order in which they are read is not undone by itself."""
+    net, calls, prompts = model(), [], [PROMPTS[0], PROMPTS[3], PROMPTS[1]]
     net.register_forward_pre_hook(lambda _, __, inputs: calls.append(inputs["input_ids"].numel()), with_kwargs=True)
     decoder = Decoder(net, SAMPLING, stop=[])
     for key in range(30):
-        decoder.add(key, PROMPTS[key % 2], seed=key, limit=2)
+        decoder.add(key, prompts[key % 3], seed=key, limit=2)
     found = finish(decoder)
-    assert calls == [len(PROMPTS[0]) + len(PROMPTS[1]), 30]
-    for key in (0, 1, 28):
-        first, _ = alone(net, PROMPTS[key % 2], key, 1)
-        assert found[key].tokens[:1] == first and len(found[key].tokens) == 2
+    assert calls == [3 + 9 + 1, 30]
+    for key in (0, 1, 2, 28, 29):
+        tokens, logprobs = alone(net, prompts[key % 3], key, 1)
+        assert found[key].tokens[:1] == tokens and len(found[key].tokens) == 2
+        np.testing.assert_allclose(found[key].logprobs[:1], logprobs, atol=1e-5)
 
 
 def test_the_sets_of_a_truncated_sampler_are_recorded():
