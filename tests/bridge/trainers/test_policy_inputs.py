@@ -187,6 +187,10 @@ def test_turns_are_steps_with_their_states_and_rewards():
     assert not steps.mask[0, 1, 1].any() and torch.equal(steps.mask.any(2)[0], mask)
     assert steps.state_ids[0, 0, 0] == steps.state_ids[0, 1, 0] != steps.state_ids[0, 0, 1]
     assert steps.turns[0].tolist() == [0, 1, 1, 1, 2, 2]
+    # The environment's reward is its turns': where it is one of the run's, it counts once.
+    given = [dataclasses.replace(e, rewards={"environment": sum(e.turn_rewards)}) for e in episodes]
+    counted = steps_of(given, mask, torch.tensor([[0.75 + 1.0, 2.0 + 10.0]])).rewards
+    assert torch.equal(counted, steps.rewards)
     # Without names a state is what stands before the turn.
     bare = [dataclasses.replace(episode, state_ids=(), turn_rewards=()) for episode in episodes]
     unnamed = steps_of(bare, mask, torch.tensor([[1.0, 10.0]]))
