@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+CHUNK = 2**18
+"""Numbers of the resamples that are drawn together."""
+
 
 def confidence_interval(
     after: Sequence[float], before: Sequence[float], *, level: float = 0.95, resamples: int = 10_000
@@ -19,7 +22,9 @@ def confidence_interval(
         raise ValueError(f"need the same rows before and after, got {len(before)} and {len(after)}")
     difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     generator, rows = np.random.default_rng(0), len(difference)
-    # One resample at a time: all of them at once would take gigabytes for ten thousand rows.
-    means = [difference[generator.integers(rows, size=rows)].mean() for _ in range(resamples)]
+    # A chunk of resamples at a time: all of them at once would take gigabytes for ten thousand rows.
+    chunk = max(1, CHUNK // rows)
+    sizes = [(min(chunk, resamples - start), rows) for start in range(0, resamples, chunk)]
+    means = np.concatenate([difference[generator.integers(rows, size=size)].mean(1) for size in sizes])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return {"mean": float(difference.mean()), "low": float(low), "high": float(high), "level": level}

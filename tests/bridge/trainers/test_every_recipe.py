@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,16 +12,19 @@ import rl_fn
 from rl_bridge.models.loading import save_pretrained
 from rl_bridge.models.source import StateSource
 from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.pipelines.control import ControlOptions
 from rl_bridge.pipelines.models_of_policy import CriticOptions
 from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
 from rl_bridge.tracking import recorder
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
+from rl_bridge.trainers.policy_inputs.updates import Updates
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
 # Of four completions there is one set of four, which has no lead over another.
 CONSTANTS = {"passk": {"k": 2}}
+TIMES = ("seconds", "tokens_per_second", "time", "attempt", "run")
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, warmup=0)
 
 
@@ -55,7 +59,7 @@ def pipeline_of(recipe, folder, teacher, **options):
         critic=CriticOptions(optimizer=OPTIMIZER),
         objective=options.pop("objective", None) or objective_options(recipe, **CONSTANTS.get(recipe, {})),
         teacher=teacher if needs_teacher else None,
-        checkpoint_every=100,
+        checkpoint_every=options.pop("checkpoint_every", 100),
         **options,
     )
 
@@ -80,3 +84,43 @@ def test_every_recipe_trains(recipe, start, tokenizer, tmp_path, monkeypatch):
     after = load_file(tmp_path / recipe / "model" / "model.safetensors")
     before = start[0].state_dict()
     assert sum(not torch.equal(value, before[name]) for name, value in after.items()) > len(after) / 2
+
+
+CONTROLLED = {
+    "ppo": ({"kl_control": ControlOptions(kind="pid", target=0.01)}, even),
+    "gdpo": ({"entropy_control": ControlOptions(kind="constraint", target=3.0, lr=0.1)}, even_and_short),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", CONTROLLED)
+def test_critic_controllers_and_archive_go_on_from_a_checkpoint(recipe, start, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
+    options, reward = CONTROLLED[recipe]
+    options = options | {"policy": {"steps": 4, "evaluate_every": 1}, "checkpoint_every": 1}
+
+    def made(folder, resume=False):
+        pipeline = pipeline_of(recipe, folder, start[1], **{**options, "policy": dict(options["policy"])})
+        records = run(replace(pipeline, resume=resume), start, tokenizer, reward)
+        measured = [{k: v for k, v in r.items() if k not in TIMES} for r in records]
+        return measured, load_file(folder / recipe / "model" / "model.safetensors")
+
+    whole, weights = made(tmp_path / "whole")
+    coefficients = [value for record in whole for name, value in record.items() if name in ("kl_coef", "entropy_coef")]
+    assert len(set(coefficients)) > 2
+    with monkeypatch.context() as patch:
+        make = Updates.make
+
+        def dying(self, step, *rest):
+            if step == 2:
+                raise RuntimeError("power cut")
+            return make(self, step, *rest)
+
+        patch.setattr(Updates, "make", dying)
+        with pytest.raises(RuntimeError, match="power cut"):
+            made(tmp_path / "killed")
+    again, resumed = made(tmp_path / "killed", resume=True)
+    assert again == whole and all(torch.equal(value, resumed[name]) for name, value in weights.items())
+    archives = [folder / recipe / "pareto.json" for folder in (tmp_path / "whole", tmp_path / "killed")]
+    if recipe == "gdpo":
+        assert archives[0].read_text() == archives[1].read_text() and len(json.loads(archives[0].read_text())["front"])
