@@ -48,7 +48,9 @@ def peak(module, completions, tokens, **options):
     return alive.peak
 
 
-@pytest.mark.parametrize("options", [{}, {"share_prefixes": False}], ids=["shared", "apart"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"share_prefixes": False}, marks=pytest.mark.slow)], ids=["shared", "apart"]
+)
 def test_peak_memory_of_a_step_does_not_grow_with_the_completions(module, options):
     few, many = (peak(module, completions, 512, **options) for completions in (64, 512))
     # The batch itself is cut into micro-batches before the first of them is computed.
