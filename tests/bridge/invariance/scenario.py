@@ -6,6 +6,7 @@ python -m tests.bridge.invariance.scenario ray OUTPUT [thorough]
 """
 
 import itertools
+import json
 import pickle
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.models.tiny import TinySource
 from rl_bridge.models.values import ValueSource
+from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_bridge.trainers.comparison_steps import accumulate
 from rl_bridge.trainers.modules.comparison_loss import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
@@ -28,6 +30,7 @@ from rl_bridge.trainers.modules.reward_model import RewardModule
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.modules.supervised import SupervisedModule
 from rl_bridge.trainers.modules.value import ValueModule
+from rl_bridge.trainers.sft import SFTConfig
 from rl_fn import components
 from tests.bridge.data.comparisons import random_comparisons
 
@@ -177,12 +180,30 @@ def run(case, data):
     return result
 
 
+def supervised_run(folder):
+    """The metrics of a whole run of supervised fine-tuning on all workers of this job."""
+    pipeline = SFTPipeline(
+        sft=SFTConfig(steps=4, rows_per_step=8, evaluate_every=2),
+        optimizer=OptimizerConfig(learning_rate=1e-4, warmup=0),
+        micro_batch_tokens=24,
+        held_out=7,
+        output=folder,
+        seed=3,
+    )
+    run_sft(pipeline)
+    lines = (folder / "sft" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def main(executor, output, extent="fast"):
     torch.set_num_threads(1)
     rl_bridge.init(executor, workers=2) if executor == "ray" else rl_bridge.init(executor)
     data = batch()
     results = {case: run(case, data) for case in cases(executor, extent)}
     Path(output).write_bytes(pickle.dumps(results))
+    if executor != "ray":
+        metrics = supervised_run(Path(output).with_suffix(".run"))
+        Path(output).with_suffix(".sft").write_text(json.dumps(metrics))
     rl_bridge.current_executor().stop()
 
 

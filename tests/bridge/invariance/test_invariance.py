@@ -1,5 +1,7 @@
 """Loss, metrics, gradients, update: the same however workers, rows and micro-batches are arranged."""
 
+import json
+
 import pytest
 
 from tests.bridge.invariance import comparison
@@ -10,8 +12,12 @@ TOLERANCE = 3e-6
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("invariance")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("invariance")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
     return {executor: comparison.results(executor, folder, "fast") for executor in ("local", "torchrun")}
 
 
@@ -34,6 +40,15 @@ SKIPPING = [(executor, case) for executor, case in FAST if case.trainer not in L
 def test_a_loss_that_is_not_finite_on_one_worker_is_skipped_by_all(found, executor, case):
     skipped = found[executor][case]["skipped"]
     assert skipped["skipped"] == 1.0 and 0 < skipped["grad_norm"] < float("inf")
+
+
+def test_a_supervised_run_on_two_ranks_is_that_of_one(found, folder):
+    one, two = (json.loads((folder / f"{executor}.sft").read_text()) for executor in ("local", "torchrun"))
+    assert len(one) == len(two) == 4 and one[3]["held_out_nll"] < one[1]["held_out_nll"]
+    for a, b in zip(one, two, strict=True):
+        numbers = [key for key in a if not isinstance(a[key], str) and key not in ("seconds", "tokens_per_second")]
+        assert a.keys() == b.keys()
+        assert [b[key] for key in numbers] == pytest.approx([a[key] for key in numbers], rel=1e-5)
 
 
 @pytest.mark.slow
