@@ -153,7 +153,7 @@ def _profiled(update: Any, optimizer_seconds: float) -> dict[str, float]:
 
 def theirs(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Steps of TRL's GRPOTrainer."""
-    import trl
+    import trl  # pyright: ignore[reportMissingImports]
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 

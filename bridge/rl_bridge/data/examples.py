@@ -1,7 +1,7 @@
 """Rows of preferences, encoded and arranged as a loss reads them: what a stream of training data holds."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -80,9 +80,10 @@ def _completions(row: Comparison, form: Form, what: str) -> tuple[Completion, ..
 
 def _encoded(row: Comparison, completions: Sequence[Completion], encode: Encode) -> tuple[Trajectory, ...]:
     try:
-        return tuple(encode(row.prompt, completion) for completion in completions)
+        encoded = [encode(row.prompt, completion) for completion in completions]
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
+    return tuple(replace(trajectory, row={"_where": row.where}) for trajectory in encoded)
 
 
 def _singles(rows: Sequence[Comparison], encode: Encode, what: str) -> list[Example]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
 from rl_bridge.data.examples import Example, examples_of
 from rl_bridge.data.pairs import Comparison, read_comparisons
+from rl_bridge.models.checks import check_rows
 from rl_bridge.models.encoding import encode_completion
 from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.training import TrainingOptions, load_model
@@ -84,6 +85,7 @@ def load_model_for(
 
 def encoded(
     options: ComparisonOptions,
+    source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Comparison],
     loss: ComparisonLoss,
@@ -91,16 +93,16 @@ def encoded(
     """The rows as the loss reads them, without those that are too long.
 
     Raises:
-        ValueError: all rows are too long; or as ``examples_of`` does.
+        ValueError: all rows are too long; or as ``examples_of`` and ``check_rows`` do.
     """
     encode = partial(encode_completion, tokenizer, apply_chat_template=options.apply_chat_template)
     examples = examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)
-    longest = options.max_length
-    if longest is None:
-        return examples
+    longest = math.inf if options.max_length is None else options.max_length
     kept = [example for example in examples if max(len(t.tokens) for t in example.completions) <= longest]
     if not kept:
         raise ValueError(f"all {len(examples)} comparisons are longer than max_length={longest} tokens")
+    read = [{**t.row, "trajectory": t} for example in kept for t in example.completions]
+    check_rows(source, tokenizer, read, lambda row: (row["trajectory"].messages, row["trajectory"].tokens))
     return kept
 
 

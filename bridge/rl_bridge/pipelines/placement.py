@@ -121,10 +121,17 @@ class Engines:
         return self._train("supervised", SupervisedModule, self.trained, optimizer, updates=updates, scoring=scoring)
 
     def policy(
-        self, optimizer: OptimizerConfig, objective: rl_fn.Objective, *, updates: int, scoring: ScoringConfig
+        self,
+        optimizer: OptimizerConfig,
+        objective: rl_fn.Objective,
+        *,
+        updates: int,
+        scoring: ScoringConfig,
+        fused_loss: bool = False,
     ) -> TrainEngine:
         """The engine of reinforcement learning."""
-        return self._train("policy", PolicyModule, self.trained, optimizer, objective, updates=updates, scoring=scoring)
+        options = {"updates": updates, "scoring": scoring, "fused_loss": fused_loss}
+        return self._train("policy", PolicyModule, self.trained, optimizer, objective, **options)
 
     def reference(self, scoring: ScoringConfig) -> TrainEngine:
         """A frozen model that scores as the policy does."""

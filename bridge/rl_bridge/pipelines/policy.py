@@ -32,6 +32,7 @@ from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.options import MAY_CHANGE
 from rl_bridge.tracking.run import open_run
 from rl_bridge.trainers.evaluation import Evaluator, evaluate
+from rl_bridge.trainers.modules.fused import require_token_local
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.policy import train_policy
 from rl_bridge.trainers.policy_config import PolicyConfig
@@ -59,6 +60,8 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
     """``FILE.py:function``, several with names of their own: ``right=a.py:right short=a.py:short``. None compares the
     completion with the row's ``answer`` (``exact``)."""
+    fused_loss: bool = False
+    """The head computes each logit once in an update, not twice: for losses in which no token reads another one."""
     track_kl: bool = True
     """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass."""
 
@@ -102,6 +105,8 @@ def prepare(pipeline: PolicyPipeline, executor: Executor) -> rl_fn.Objective:
         pipeline.objective.build(), pipeline.kl_control, pipeline.entropy_control, pipeline.completions
     )
     require_objective(objective, pipeline.policy)
+    if pipeline.fused_loss:
+        require_token_local(objective)
     if "teacher_logprobs" in objective.required_rollout_fields and pipeline.teacher is None:
         raise ValueError(f"{objective.name} learns from a teacher: give --teacher MODEL")
     return objective
@@ -147,7 +152,9 @@ def train_and_evaluate(
 
         updates = config.steps * config.updates_per_step
         of_policy = updates - config.critic_warmup * config.updates_per_step
-        policy = engines.policy(pipeline.optimizer, objective, updates=of_policy, scoring=scoring)
+        policy = engines.policy(
+            pipeline.optimizer, objective, updates=of_policy, scoring=scoring, fused_loss=pipeline.fused_loss
+        )
         supervised.sync_weights(policy, adapter=pipeline.lora.rank > 0)
         supervised.release()
         reads_reference = "ref_logprobs" in (*objective.required_batch_fields, *objective.required_rollout_fields)

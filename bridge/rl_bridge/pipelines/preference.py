@@ -49,7 +49,7 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
     loss = pipeline.loss.build()
     rows, held_out_rows = load_comparisons(pipeline)
     source, tokenizer = load_model_for(pipeline, [*rows, *held_out_rows])
-    examples, held_out = (encoded(pipeline, tokenizer, part, loss) for part in (rows, held_out_rows))
+    examples, held_out = (encoded(pipeline, source, tokenizer, part, loss) for part in (rows, held_out_rows))
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
     config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))

@@ -39,7 +39,7 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
     loss = pipeline.loss.build()
     rows, held_out_rows = load_comparisons(pipeline)
     trunk, tokenizer = load_model_for(pipeline, [*rows, *held_out_rows])
-    examples, held_out = (encoded(pipeline, tokenizer, part, loss) for part in (rows, held_out_rows))
+    examples, held_out = (encoded(pipeline, trunk, tokenizer, part, loss) for part in (rows, held_out_rows))
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     source = ValueSource(trunk, pad_token=pad)

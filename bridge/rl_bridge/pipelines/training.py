@@ -76,6 +76,8 @@ class TrainingOptions(RunOptions, PlacementOptions):
     """Tokens of one forward pass of the trainer. More cost memory, and fewer cost time."""
     packing: bool = False
     """The trainer's rows lie one behind another instead of each padded: faster where their lengths differ much."""
+    share_prefixes: bool = True
+    """Completions of one prompt compute the prompt once. The results are the same, from fewer tokens."""
     softcap: float | None = None
     """A cap of the logits beyond the model's own, for policy and reference alike."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -102,6 +104,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
             temperature=temperature,
             micro_batch_tokens=self.micro_batch_tokens,
             packing=self.packing,
+            share_prefixes=self.share_prefixes,
             softcap=self.softcap,
             dtype=self.dtype,
         )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,8 +95,7 @@ def test_single_completions_and_a_resumed_run(words, tmp_path, run_to_end, monke
 
     monkeypatch.setattr(Run, "log", log)
     command = words("preference", "singles", "stopped", f"loss:{name}")
-    with pytest.raises(KeyboardInterrupt):
-        main(command)
+    assert main(command) == 130
     monkeypatch.undo()
     assert main([*command, "--resume"]) == 0
     numbers = [{k: v for k, v in r.items() if k in ("loss", "grad_norm", "kl", "delta")} for r in metrics(whole)]
@@ -169,3 +169,17 @@ def test_two_workers_end_as_one_process_does(words, run_to_end, tmp_path, execut
         numbers = [name for name in a if "loss" in name or name in ("grad_norm", "margin", "kl", "held_out_accuracy")]
         assert len(numbers) >= 2
         assert [b[name] for name in numbers] == pytest.approx([a[name] for name in numbers], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("trainer", ["preference", "reward-model"])
+def test_rows_that_are_longer_than_the_positions_are_refused_before_training(
+    words, model_folder, tmp_path, trainer, capsys
+):
+    short = tmp_path / "short"
+    shutil.copytree(model_folder, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 5}))
+    assert main(words(trainer, "pairs", "never", **{"--model": short})) == 1
+    # "0+0=-0" and the end-of-sequence token.
+    assert re.search(r"pairs\.jsonl, row \d+: the row has 7 tokens; the model has 5 positions", capsys.readouterr().err)
+    assert not (tmp_path / "never").exists()
