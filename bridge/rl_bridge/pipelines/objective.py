@@ -76,7 +76,8 @@ def _options(algorithm: str) -> type[ObjectiveOptions]:
         bases=(ObjectiveOptions,),
         frozen=True,
         kw_only=True,
-        namespace={"__doc__": inspect.getdoc(recipe), "__module__": __name__},
+        # The recipe's own doctest runs where the recipe is.
+        namespace={"__doc__": (inspect.getdoc(recipe) or "").partition("\n>>>")[0], "__module__": __name__},
     )
 
 

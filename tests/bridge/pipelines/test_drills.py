@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -16,19 +15,29 @@ from rl_bridge.cli import main
 from rl_bridge.trainers.modules.trainable import Trainable
 from tests.bridge.pipelines.results import assert_same, metrics, result
 
-# A process of the command, which dies a number of seconds after its imports; a negative number lets it live.
+# A process of the command, which dies a number of seconds after it first touched the run's record; a negative number
+# lets it live.
 COMMAND = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
+from pathlib import Path
 from rl_bridge import cli
 from rl_bridge.recipes import quickstart
 from rl_bridge.pipelines.policy import run_policy
 
-delay = float(sys.argv[1])
+def touched():
+    return record.stat().st_mtime_ns if record.exists() else None
+
+def die():
+    while touched() == before:
+        time.sleep(0.005)
+    time.sleep(delay)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+delay, record = float(sys.argv[1]), Path(sys.argv[2])
+before = touched()
 if delay >= 0:
-    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
-    timer.daemon = True
-    timer.start()
-sys.exit(cli.main(sys.argv[2:]))
+    threading.Thread(target=die, daemon=True).start()
+sys.exit(cli.main(sys.argv[3:]))
 """
 REWARD = "def even_digits(completion, row):\n    return sum(c in '02468' for c in completion) + 0.1 * len(completion)\n"
 
@@ -41,10 +50,14 @@ def words(tmp_path, arguments):
     return lambda name, *more: arguments(name, *more, **options)
 
 
-def start(words, delay=-1.0):
+def start(words, delay=-1.0, record="."):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", COMMAND, str(delay), *words]
+    command = [sys.executable, "-c", COMMAND, str(delay), str(record), *words]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def lines(folder):
+    return (folder / "metrics.jsonl").read_text("utf-8").splitlines()
 
 
 def ended(process):
@@ -55,15 +68,19 @@ def ended(process):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_random_kills_end_as_no_kill(tmp_path, words, run_to_end):
-    begun = time.monotonic()
-    whole = result(run_to_end(words("whole")))
-    took, generator, killed = time.monotonic() - begun, random.Random(0), 0
+    code, _, err = ended(start(words("whole")))
+    assert code == 0, err[-2000:]
+    whole, folder = result(tmp_path / "whole"), tmp_path / "killed"
+    times = [json.loads(line)["time"] for line in lines(tmp_path / "whole")]
+    took, generator, killed = times[-1] - times[0], random.Random(0), 0
     resume: list[str] = []
+    reached = set()
     while killed < 20:
-        code, _, err = ended(start(words("killed", *resume), generator.uniform(0.0, 0.7 * took)))
+        process = start(words("killed", *resume), generator.uniform(0.0, took), folder / "metrics.jsonl")
+        code, _, err = ended(process)
         assert code in (0, -signal.SIGKILL), err[-2000:]
         killed += code != 0
-        folder = tmp_path / "killed"
+        reached.add(len(lines(folder)))
         resume = ["--resume"] if folder.exists() else []
         if code == 0:
             assert_same(result(folder), whole)
@@ -72,7 +89,8 @@ def test_twenty_random_kills_end_as_no_kill(tmp_path, words, run_to_end):
                 resume = []
     code, _, err = ended(start(words("killed", *resume)))
     assert code == 0, err[-2000:]
-    assert_same(result(tmp_path / "killed"), whole)
+    assert_same(result(folder), whole)
+    assert len(reached) > 3  # the kills were not all in one step
 
 
 @pytest.mark.slow
@@ -91,7 +109,7 @@ def test_of_seven_resumes_at_once_one_goes_on(tmp_path, words, run_to_end):
 @pytest.mark.slow
 def test_a_disk_that_is_full_keeps_the_last_checkpoint_and_says_how_to_go_on(tmp_path, words, run_to_end):
     whole = result(run_to_end(words("whole")))
-    process = f'ulimit -f 40 && exec {sys.executable} -c "$COMMAND" -1 "$@"'
+    process = f'ulimit -f 40 && exec {sys.executable} -c "$COMMAND" -1 . "$@"'
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "COMMAND": COMMAND}
     command = ["bash", "-c", process, "command", *words("full")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
