@@ -1,6 +1,9 @@
 """Loss, metrics, gradients, update: the same however workers, rows and micro-batches are arranged."""
 
+import fcntl
 import json
+import os
+import pickle
 
 import pytest
 
@@ -13,12 +16,24 @@ TOLERANCE = 3e-6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("invariance")
+    """One for all of xdist's processes: several of them may get some of these tests."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "invariance"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return {executor: comparison.results(executor, folder, "fast") for executor in ("local", "torchrun")}
+    """The first process computes, and the others wait for its results."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return {executor: kept_results(executor, folder) for executor in ("local", "torchrun")}
+
+
+def kept_results(executor, folder):
+    kept = folder / f"{executor}.pickle"
+    return pickle.loads(kept.read_bytes()) if kept.exists() else comparison.results(executor, folder, "fast")
 
 
 FAST = [(executor, case) for executor in ("local", "torchrun") for case in cases(executor, "fast")]

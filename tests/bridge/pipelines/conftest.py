@@ -6,6 +6,7 @@ from rl_bridge.cli import main
 from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.loading import save_pretrained
 from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.tracking import recorder
 
 OPTIONS = {
     "--sft.steps": 6,
@@ -35,6 +36,18 @@ def words_of(folder, model_folder, name, *more, **changes):
     algorithm = [word for word in more if word.startswith("objective:")]
     rest = [word for word in more if word not in algorithm]
     return ["train", "policy", *algorithm, *(str(word) for pair in options.items() for word in pair), *rest]
+
+
+@pytest.fixture(autouse=True)
+def no_curves(request, monkeypatch):
+    """Drawing takes longer than a tiny run: the tests that ask for the fixture ``curves`` draw."""
+    if "curves" not in request.fixturenames:
+        monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
+
+
+@pytest.fixture
+def curves():
+    """Asked for by a test whose runs draw their curves."""
 
 
 @pytest.fixture

@@ -40,7 +40,9 @@ def leftovers(tmp_path):
     return [path.name for path in tmp_path.rglob("*") if path.name.endswith(".tmp") or path.name == "summary.json"]
 
 
-def test_own_data_reward_and_model_to_the_end(tmp_path, arguments, data, reward, model_folder, run_to_end, capsys):
+def test_own_data_reward_and_model_to_the_end(
+    tmp_path, arguments, data, reward, model_folder, run_to_end, capsys, curves
+):
     changes = {"--data": data, "--reward": reward("return float(row['answer'] in (3, 4) or '1' in completion)")}
     folder = run_to_end(arguments("run", **QUICK, **changes, **{"--seed": 5}))
     out = capsys.readouterr().out.splitlines()
