@@ -1,7 +1,8 @@
 """Many short runs of the policy trainer on one small task: resumable one by one, over processes, drawn with bands.
 
 The task is addition of two numbers below 32 by a Qwen2 of 0.1 M parameters after a short warm start. One run is one
-(setting, seed); its record is a file, and a run whose file is there is not made again.
+(setting, seed); its record is a file under ``runs/``, and a run whose file is there is not made again. The results have
+the figure, and summary.json with each setting's config, its ends, and the curves of a few metrics.
 """
 
 import argparse
@@ -32,6 +33,8 @@ from rl_bridge.trainers.sft import WarmStart
 RESULTS = Path(__file__).parent / "results"
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(32) for b in range(32)]
 STEPS, HELD_OUT = 120, 200
+CURVES = ("reward", "held_out", "held_out/right", "held_out/small", "entropy", "entropy_coef", "kl", "kl_coef")
+"""Metrics whose curves the results have."""
 Made = dict[str, Any]
 """What is kept of a run."""
 Settings = Mapping[str, tuple[dict[str, Any], Reward]]
@@ -62,19 +65,18 @@ def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, st
     """One run in this process: its config, its records and its summary."""
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    runs = Path("runs") / folder.name
-    pipeline = pipeline_of(options, name=f"{name}-{seed}", output=runs, seed=seed, steps=steps)
+    pipeline = pipeline_of(options, name=f"{name}-{seed}", output=folder, seed=seed, steps=steps)
     executor = pipeline.start()
     objective = prepare(pipeline, executor)
     tokenizer = character_tokenizer("0123456789+=")
     source = TinySource.for_tokenizer(tokenizer, hidden=64, layers=2, heads=4, seed=seed)
     train, held_out = split_rows(ROWS, HELD_OUT, seed)
     summary = train_and_evaluate(pipeline, executor, source, tokenizer, train, held_out, reward, objective)
-    lines = (runs / pipeline.name / "metrics.jsonl").read_text("utf-8").splitlines()
+    lines = (folder / pipeline.name / "metrics.jsonl").read_text("utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if record["stage"] == "policy"]
-    archive = runs / pipeline.name / "pareto.json"
+    archive = folder / pipeline.name / "pareto.json"
     pareto = json.loads(archive.read_text("utf-8")) if archive.exists() else None
-    shutil.rmtree(runs / pipeline.name)
+    shutil.rmtree(folder / pipeline.name)
     kept = {key: summary[key] for key in ("accuracy_before", "accuracy_after", "gain", "seconds", "objective")}
     return {"config": asdict(pipeline), "summary": kept, "records": records, "pareto": pareto}
 
@@ -92,26 +94,40 @@ def experiment(
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    folder = arguments.output / name
+    folder, kept = arguments.output / name, Path("runs") / f"{name}-{arguments.steps}-steps"
     folder.mkdir(parents=True, exist_ok=True)
+    kept.mkdir(parents=True, exist_ok=True)
     seeds = range(arguments.seeds)
-    missing = [(s, seed) for s in settings for seed in seeds if not (folder / f"{s}-seed{seed}.json").exists()]
+    files = {(s, seed): kept / f"{s.replace(' ', '_')}-{seed}.json" for s in settings for seed in seeds}
+    missing = [place for place, file in files.items() if not file.exists()]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
         jobs = {
-            pool.submit(run_one, *settings[s], s.replace(" ", "_"), seed, arguments.steps, folder): (s, seed)
+            pool.submit(run_one, *settings[s], s.replace(" ", "_"), seed, arguments.steps, kept): (s, seed)
             for s, seed in missing
         }
         for job in as_completed(jobs):
             setting, seed = jobs[job]
             found = job.result()
-            write_json(folder / f"{setting}-seed{seed}.json", json.loads(json.dumps(found, default=str)))
+            write_json(files[setting, seed], json.loads(json.dumps(found, default=str)))
             done = found["summary"]
             print(f"{setting}, seed {seed}: {done['accuracy_before']:.3f} → {done['accuracy_after']:.3f}", flush=True)
-    runs = {s: [json.loads((folder / f"{s}-seed{seed}.json").read_text("utf-8")) for seed in seeds] for s in settings}
+    runs = {s: [json.loads(files[s, seed].read_text("utf-8")) for seed in seeds] for s in settings}
     draw(runs, folder)
-    table = {s: [run["summary"]["accuracy_after"] for run in of] for s, of in runs.items()}
-    write_json(folder / "summary.json", {"steps": arguments.steps, "seeds": arguments.seeds, "accuracy_after": table})
+    found = {s: results_of(of) for s, of in runs.items()}
+    write_json(folder / "summary.json", {"steps": arguments.steps, "seeds": arguments.seeds, "settings": found})
+
+
+def results_of(runs: list[Made]) -> dict[str, Any]:
+    """A setting's config, where its seeds began and ended, and their curves as text, one line a seed."""
+    curves = {}
+    for metric in CURVES:
+        if all(metric in run["records"][-1] for run in runs):
+            steps, values = series(runs, metric)
+            lines = [" ".join(f"{value:.4g}" for value in row) for row in values]
+            curves[metric] = {"steps": " ".join(map(str, steps.tolist())), "seeds": lines}
+    ends = [{key: value for key, value in run["summary"].items() if key != "objective"} for run in runs]
+    return {"objective": runs[0]["summary"]["objective"], "config": runs[0]["config"], "seeds": ends, "curves": curves}
 
 
 def series(runs: list[dict[str, Any]], metric: str) -> tuple[np.ndarray, np.ndarray]:
