@@ -16,17 +16,17 @@ from rl_bridge.pipelines.control import ControlOptions
 from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.pipelines.terms import EntropyOptions
 
-FLOOR = 0.2
+FLOOR = 0.28
 PLAIN = objective_options("dapo")
 SETTINGS: dict[str, Any] = {
     "no bonus": ({"objective": PLAIN}, right),
     "fixed bonus 0.01": ({"objective": objective_options("dapo", entropy=EntropyOptions(coef=0.01))}, right),
     "constraint": (
-        {"objective": PLAIN, "entropy_control": ControlOptions(kind="constraint", target=FLOOR, lr=0.05, high=1.0)},
+        {"objective": PLAIN, "entropy_control": ControlOptions(kind="constraint", target=FLOOR, lr=0.5, high=2.0)},
         right,
     ),
     "adaptive": (
-        {"objective": PLAIN, "entropy_control": ControlOptions(kind="adaptive", target=FLOOR, step=0.005)},
+        {"objective": PLAIN, "entropy_control": ControlOptions(kind="adaptive", target=FLOOR, step=0.02)},
         right,
     ),
 }
