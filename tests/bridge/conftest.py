@@ -1,8 +1,18 @@
+import signal
+
 import pytest
 import torch
 
 from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.tiny import tiny_qwen2
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interrupts():
+    """A shell's background jobs ignore Ctrl-C, and so would the runs that these tests interrupt."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 @pytest.fixture(autouse=True, scope="session")
