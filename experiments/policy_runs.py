@@ -32,14 +32,14 @@ from rl_bridge.trainers.sft import WarmStart
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(32) for b in range(32)]
-STEPS, HELD_OUT = 120, 200
+STEPS, HELD_OUT, HEADS = 120, 200, 4
 CURVES = ("reward", "held_out", "held_out/right", "held_out/small", "entropy", "entropy_coef", "kl", "kl_coef")
 CURVES += ("mismatch/k3", "mismatch/probability_gap_mean", "mismatch/effective_sample_share", "corrected/changed_share")
 """Metrics whose curves the results have."""
 Made = dict[str, Any]
 """What is kept of a run."""
 Settings = Mapping[str, tuple[dict[str, Any], Reward]]
-"""Name → (options of the pipeline, reward)."""
+"""Name → (options of the pipeline, and ``heads`` of the model; reward)."""
 
 
 def pipeline_of(options: Mapping[str, Any], *, name: str, output: Path, seed: int, steps: int) -> PolicyPipeline:
@@ -66,11 +66,13 @@ def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, st
     """One run in this process: its config, its records and its summary."""
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    pipeline = pipeline_of(options, name=f"{name}-{seed}", output=folder, seed=seed, steps=steps)
+    chosen = dict(options)
+    heads = chosen.pop("heads", HEADS)
+    pipeline = pipeline_of(chosen, name=f"{name}-{seed}", output=folder, seed=seed, steps=steps)
     executor = pipeline.start()
     objective = prepare(pipeline, executor)
     tokenizer = character_tokenizer("0123456789+=")
-    source = TinySource.for_tokenizer(tokenizer, hidden=64, layers=2, heads=4, seed=seed)
+    source = TinySource.for_tokenizer(tokenizer, hidden=64, layers=2, heads=heads, seed=seed)
     train, held_out = split_rows(ROWS, HELD_OUT, seed)
     summary = train_and_evaluate(pipeline, executor, source, tokenizer, train, held_out, reward, objective)
     lines = (folder / pipeline.name / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -79,7 +81,7 @@ def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, st
     pareto = json.loads(archive.read_text("utf-8")) if archive.exists() else None
     shutil.rmtree(folder / pipeline.name)
     kept = {key: summary[key] for key in ("accuracy_before", "accuracy_after", "gain", "seconds", "objective")}
-    return {"config": asdict(pipeline), "summary": kept, "records": records, "pareto": pareto}
+    return {"config": asdict(pipeline) | {"heads": heads}, "summary": kept, "records": records, "pareto": pareto}
 
 
 def experiment(

@@ -38,7 +38,8 @@ def rollout(backend: str, precision: Any) -> RolloutOptions:
 
 def settings(backend: str) -> dict[str, Any]:
     """Name → (options of the pipeline, reward)."""
-    common = {"policy": {"recompute_old_logprobs": True}}
+    # vLLM's attention on a CPU takes heads of 32 and multiples of it.
+    common = {"policy": {"recompute_old_logprobs": True}, "heads": 2}
     objectives = {name: objective_options("dapo", correction=term) for name, term in CORRECTIONS.items()}
     found = {"fp32": common | {"objective": objective_options("dapo"), "rollout": rollout(backend, "fp32")}}
     found |= {n: common | {"objective": o, "rollout": rollout(backend, "int8")} for n, o in objectives.items()}
