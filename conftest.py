@@ -103,8 +103,9 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Bring the generated tests of a case together, where the first of all of them was; leave out what needs vLLM."""
-    without = [] if WITH_VLLM else [item for item in items if item.get_closest_marker("vllm")]
+    """Bring the generated tests of a case together, where the first of all of them was; leave out what cannot run."""
+    absent = [marker for marker, there in {"vllm": WITH_VLLM, "tools": WITH_TOOLS}.items() if not there]
+    without = [item for item in items if any(item.get_closest_marker(marker) for marker in absent)]
     if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
@@ -134,6 +135,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 # These files import an extra at their top, and this suite runs without extras.
 collect_ignore = [] if importlib.util.find_spec("ray") else ["bridge/rl_bridge/executors/ray.py"]
+WITH_TOOLS = importlib.util.find_spec("mlflow") is not None
 WITH_VLLM = importlib.util.find_spec("vllm") is not None
 if not WITH_VLLM:
     top = re.compile(r"^(from|import) vllm\b", flags=re.MULTILINE)
