@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,7 @@ from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.policy import train_policy
 from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.policy_inputs.archive import Archive
+from rl_bridge.trainers.policy_inputs.completion_log import CompletionLog
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, require_objective
 from rl_bridge.trainers.policy_inputs.sampling import Complete, Sampler
 from rl_bridge.trainers.sft import WarmStart, train_sft
@@ -70,11 +72,20 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     """The head computes each logit once in an update, not twice: for losses in which no token reads another one."""
     track_kl: bool = True
     """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass."""
+    samples_every: int = field(default=10, metadata=MAY_CHANGE)
+    """Steps from one line of completions.jsonl to the next, 0 for none: what ``rl-fn report`` shows of each token."""
+    samples_kept: int = field(default=4, metadata=MAY_CHANGE)
+    """Completions of each such step that are kept."""
 
     def __post_init__(self) -> None:
         """Refuse a policy that the completions were not sampled from."""
         super().__post_init__()
         EnvironmentOptions.__post_init__(self)
+        if self.samples_every < 0 or self.samples_kept < 1:
+            raise ValueError(
+                f"samples_every must be at least 0 and samples_kept at least 1, got {self.samples_every} and "
+                f"{self.samples_kept}"
+            )
         scoring = self.scoring()
         if (scoring.softcap is not None or scoring.dtype != "float32") and not self.policy.recompute_old_logprobs:
             # The rollout samples in float32 and knows no cap but the model's own.
@@ -168,6 +179,8 @@ def train_and_evaluate(
         # The default reward is 1 or 0; the mean of another one is no accuracy.
         named = "reward" if pipeline.reward or pipeline.environment else "accuracy"
         run.print(f"held-out {named} before reinforcement learning: {before['greedy']['reward']:.3f}")
+        if not (folder / "samples.json").exists():
+            write_samples(folder, before=before)
 
         updates = config.steps * config.updates_per_step
         of_policy = updates - config.critic_warmup * config.updates_per_step
@@ -211,6 +224,9 @@ def train_and_evaluate(
             config,
             evaluator=Evaluator(complete, rewards, held_out, config, archive),
             coefficients=coefficients,
+            completions=CompletionLog(
+                folder, tokenizer.decode, every=pipeline.samples_every, kept=pipeline.samples_kept
+            ),
             pad_token_id=pad,
             seed=pipeline.seed,
         )
@@ -221,11 +237,7 @@ def train_and_evaluate(
         save_pretrained(folder / "model", policy, tokenizer)
         if run.load_best({"policy": policy}) is not None:
             save_pretrained(folder / "best", policy, tokenizer)
-        evaluations = [("before", before), ("after", after)]
-        write_json(
-            folder / "samples.json",
-            {when: {how: result["samples"] for how, result in results.items()} for when, results in evaluations},
-        )
+        write_samples(folder, before=before, after=after)
         accuracy = before["greedy"]["reward"], after["greedy"]["reward"]
         summary = {
             "result": "held-out {} {:.2f} → {:.2f}".format(named, *accuracy),
@@ -242,6 +254,12 @@ def train_and_evaluate(
         }
         run.finish(summary)
     return summary
+
+
+def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]]) -> None:
+    """samples.json: some held-out completions of each evaluation, to read."""
+    samples = {when: {how: found["samples"] for how, found in both.items()} for when, both in evaluations.items()}
+    write_json(folder / "samples.json", samples)
 
 
 def evaluate_both(

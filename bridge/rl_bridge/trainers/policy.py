@@ -6,6 +6,7 @@ from rl_bridge.data.token_batch import collate
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.evaluation import Evaluator
 from rl_bridge.trainers.policy_config import PolicyConfig
+from rl_bridge.trainers.policy_inputs.completion_log import CompletionLog
 from rl_bridge.trainers.policy_inputs.controlled import Coefficients
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, require_fit
 from rl_bridge.trainers.policy_inputs.inputs import Inputs
@@ -23,10 +24,13 @@ def train_policy(
     *,
     evaluator: Evaluator,
     coefficients: Coefficients | None = None,
+    completions: CompletionLog | None = None,
     pad_token_id: int,
     seed: int,
 ) -> None:
     """Sample, score, compare, update; every step is logged, checkpointed when due, and resumable.
+
+    ``completions`` keeps some of them, with what the loss had of each token.
 
     Raises:
         ValueError: an objective that does not go with the engines or the config (``require_fit``).
@@ -49,7 +53,10 @@ def train_policy(
 
         metrics = sampled.metrics() | {"informative": float(computed.float().mean())}
         metrics |= inputs.metrics(batch) | coefficients.metrics()
-        metrics |= updates.make(step, batch, computed, counted, terms)
+        watched = None if completions is None else completions.choose(step, computed)
+        metrics |= updates.make(step, batch, computed, counted, terms, watched)
+        if completions is not None and watched is not None:
+            completions.write(step, sampled, batch, watched, updates.watched())
         if warning := updates.mismatch.warning(metrics):
             run.print(warning)
         coefficients.update(metrics)

@@ -17,6 +17,7 @@ OPTIONS = {
     "--policy.evaluate-every": 4,
     "--checkpoint-every": 3,
     "--held-out": 20,
+    "--samples-every": 2,
     "--threads": 1,
 }
 

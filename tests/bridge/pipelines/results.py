@@ -19,10 +19,12 @@ def metrics(folder):
 
 def result(folder):
     """Everything that a run leaves behind and that must not depend on interruptions."""
+    completions = folder / "completions.jsonl"
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     return {
         "weights": (folder / "model" / "model.safetensors").read_bytes(),
         "metrics": metrics(folder),
+        "completions": completions.read_bytes() if completions.exists() else b"",
         "samples": (folder / "samples.json").read_text("utf-8"),
         "summary": {k: v for k, v in summary.items() if k != "seconds"},
         "state": checkpoint(max((folder / "checkpoints").iterdir())),

@@ -55,8 +55,13 @@ def fused_share(
     numbers: Mapping[str, float],
     names: tuple[str, ...],
     entropy: bool,
+    *,
+    seen: Callable[[torch.Tensor, torch.Tensor, slice], None] | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Loss and metrics of a micro-batch, as ``share`` of its log-probabilities. ``entropy``: it takes a gradient."""
+    """Loss and metrics of a micro-batch, as ``share`` of its log-probabilities. ``entropy``: it takes a gradient.
+
+    ``seen`` is called with the log-probabilities and entropies of the tokens that the head has at a time.
+    """
     module.require_weights()
     fields, documents = module.read(batch)
     inputs, targets, counted = fields[:3]
@@ -65,6 +70,8 @@ def fused_share(
     denominator = scalars.pop("denominator")
 
     def loss(logprobs: torch.Tensor, entropies: torch.Tensor, _: torch.Tensor, rows: slice) -> tuple[Any, Any]:
+        if seen is not None:
+            seen(logprobs, entropies, rows)
         of_rows: dict[str, Any] = {name: None if x is None else x[rows] for name, x in flat.items()}
         of_rows |= {"logprobs": logprobs, "entropies": entropies if entropy else entropies.detach()}
         return share(Batch(**of_rows), denominator, scalars)

@@ -16,6 +16,7 @@ from rl_bridge.trainers.modules.fused import fused_share, require_token_local
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.modules.trainable import CausalLMModule
+from rl_bridge.trainers.modules.watching import Seen, Watch
 from rl_fn import Batch, Objective, Ratio
 
 SHARED = tuple(name for name in Batch._fields if name in TokenBatch._fields)
@@ -46,45 +47,74 @@ class PolicyModule(CausalLMModule):
         if fused_loss:
             require_token_local(objective)
         self._share = from_jax(share_of(objective))
+        self._watch = Watch()
 
     @returns("sum")
     def train_step(
-        self, batch: TokenBatch, denominator: float, coefficients: Mapping[str, float] | None = None
+        self,
+        batch: TokenBatch,
+        denominator: float,
+        coefficients: Mapping[str, float] | None = None,
+        watched: torch.Tensor | None = None,
     ) -> dict[str, Ratio]:
         """Add the gradient of Σ per-token losses / ``denominator`` to the parameters' gradients.
 
         ``denominator`` is ``objective.denominator`` of the whole batch, over all micro-batches and workers: the
         gradient then does not depend on how the batch was cut. A denominator of 0 (a sum) means 1. Returns undivided
         metrics, which add up likewise. ``coefficients`` are of terms in place of the objective's own: they may change
-        from step to step without a new trace.
+        from step to step without a new trace. ``watched`` [N] int64: a number for each row that ``take_watched`` is to
+        tell of, −1 for others.
         """
         if batch.old_logprobs is None or batch.advantages is None:
             raise ValueError("train_step needs batch.old_logprobs and batch.advantages")
         parts, numbers = self.micro_batches(batch), {"denominator": denominator, **(coefficients or {})}
         if self.objective.over_batch and len(parts) > 1:
-            return self._step_over_batch(batch.to(self.compute_device()), parts, numbers)
+            return self._step_over_batch(batch.to(self.compute_device()), parts, numbers, watched)
         metrics: dict[str, Any] = {}
         for part in parts:
-            found = self._fused(part.batch, numbers) if self.fused_loss else self._apart(part.batch, numbers)
+            marks = None if watched is None else watched[part.places.cpu()]
+            step = self._fused if self.fused_loss else self._apart
+            found = step(part.batch, numbers, marks)
             for name, value in found.items():
                 metrics[name] = metrics.get(name, 0) + value
         return metrics
 
-    def _apart(self, batch: TokenBatch, numbers: Mapping[str, float]) -> dict[str, Any]:
-        logprobs, entropies = self(batch)
-        return self._backward(batch, logprobs, entropies, numbers)
+    @returns("local")
+    def take_watched(self) -> dict[int, dict[str, list[float]]]:
+        """What the loss had of each watched row since the last call, by the row's number; see ``Watch``."""
+        return self._watch.take()
 
-    def _fused(self, batch: TokenBatch, numbers: Mapping[str, float]) -> dict[str, Any]:
+    def _apart(
+        self, batch: TokenBatch, numbers: Mapping[str, float], marks: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        logprobs, entropies = self(batch)
+        return self._backward(batch, logprobs, entropies, numbers, marks)
+
+    def _fused(
+        self, batch: TokenBatch, numbers: Mapping[str, float], marks: torch.Tensor | None = None
+    ) -> dict[str, Any]:
         if self._ranks("tensor") > 1 or self._ranks("sequence") > 1:
             raise ValueError(f"fused_loss needs the whole vocabulary and whole rows on each worker, got {self._mesh}")
-        loss, metrics = fused_share(self, self._share, batch, numbers, SHARED, self.objective.entropy is not None)
+        seen = None if marks is None else Seen(batch)
+        loss, metrics = fused_share(
+            self, self._share, batch, numbers, SHARED, self.objective.entropy is not None, seen=seen
+        )
+        if seen is not None and marks is not None:
+            self._watch.see(batch, *seen.columns(), marks)
         self.backward(loss)
         return {name: detached(part) for name, part in metrics.items()}
 
     def _backward(
-        self, batch: TokenBatch, logprobs: torch.Tensor, entropies: torch.Tensor, numbers: Mapping[str, float]
+        self,
+        batch: TokenBatch,
+        logprobs: torch.Tensor,
+        entropies: torch.Tensor,
+        numbers: Mapping[str, float],
+        marks: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """Send the loss of these log-probabilities back through them; returns the metrics."""
+        if marks is not None:
+            self._watch.see(batch, logprobs, entropies, marks)
         fields: dict[str, Any] = {name: getattr(batch, name) for name in SHARED}
         fields["logprobs"] = logprobs
         # Shown as a metric always; differentiated only where the objective has an entropy bonus.
@@ -94,7 +124,9 @@ class PolicyModule(CausalLMModule):
         self.backward(loss)
         return {name: detached(part) for name, part in metrics.items()}
 
-    def _step_over_batch(self, batch: TokenBatch, parts: list[MicroBatch], numbers: Mapping[str, float]) -> dict:
+    def _step_over_batch(
+        self, batch: TokenBatch, parts: list[MicroBatch], numbers: Mapping[str, float], marks: torch.Tensor | None
+    ) -> dict:
         """``train_step`` of a loss that reads statistics of the whole batch: two forward passes, the same memory.
 
         The first pass, without a graph, gives the loss every log-probability at once, and the loss gives each of them
@@ -106,7 +138,7 @@ class PolicyModule(CausalLMModule):
             restore([(part.places, x) for part, x in zip(parts, column, strict=True)], batch.tokens).requires_grad_()
             for column in zip(*outputs, strict=True)
         )
-        metrics = self._backward(batch, logprobs, entropies, numbers)
+        metrics = self._backward(batch, logprobs, entropies, numbers, marks)
         for part in parts:
             pairs = [
                 (x, part.of(w.grad))

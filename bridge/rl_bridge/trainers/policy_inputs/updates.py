@@ -24,21 +24,40 @@ class Updates:
         self.mismatch = Mismatch(objective, least_share=config.least_effective_share)
 
     def make(
-        self, step: int, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor, terms: Mapping[str, float]
+        self,
+        step: int,
+        batch: TokenBatch,
+        computed: torch.Tensor,
+        counted: torch.Tensor,
+        terms: Mapping[str, float],
+        watched: torch.Tensor | None = None,
     ) -> dict[str, float]:
         """All updates of a step; the metrics of the last ones. Without a row that has a gradient there are none.
 
         ``computed`` [N] and ``counted`` [N, L] are an objective's selection, ``terms`` the coefficients that changed.
+        ``watched`` [N]: a number for each row that ``watched`` tells of afterwards, −1 for others.
         """
         metrics: dict[str, float] = {}
         if self._engines.critic is not None:
             metrics |= self._update_critic(self._engines.critic, batch, counted)
         if step >= self._config.critic_warmup:
-            metrics |= self._update_policy(batch, computed, counted, terms)
+            metrics |= self._update_policy(batch, computed, counted, terms, watched)
         return metrics
 
+    def watched(self) -> dict[int, dict[str, list[float]]]:
+        """What the loss had of each watched row that was computed, since the last call."""
+        rows: dict[int, dict[str, list[float]]] = {}
+        for found in self._engines.policy.take_watched():
+            rows |= found
+        return rows
+
     def _update_policy(
-        self, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor, terms: Mapping[str, float]
+        self,
+        batch: TokenBatch,
+        computed: torch.Tensor,
+        counted: torch.Tensor,
+        terms: Mapping[str, float],
+        watched: torch.Tensor | None,
     ) -> dict[str, float]:
         policy, reference, config = self._engines.policy, self._engines.reference, self._config
         # The critic's alone: a policy's loss reads none of them.
@@ -46,20 +65,24 @@ class Updates:
         metrics: dict[str, float] = {}
         shares = list(self._shares(batch, computed, counted))
         if config.recompute_old_logprobs:  # all of them before any update of this step
-            shares = [(m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))), count) for m, count in shares]
-            metrics |= self.mismatch.metrics([m for m, _ in shares])
-        for minibatch, denominator in shares:
+            shares = [
+                (m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))), count, index)
+                for m, count, index in shares
+            ]
+            metrics |= self.mismatch.metrics([m for m, _, _ in shares])
+        for minibatch, denominator, index in shares:
             if reference is not None:
                 # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
                 minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
-            totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms))
+            marks = () if watched is None else (NeedParallel(watched[index]),)
+            totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
             metrics |= {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
         return metrics
 
     def _update_critic(self, critic: TrainEngine, batch: TokenBatch, counted: torch.Tensor) -> dict[str, float]:
         """A completion teaches the critic whether or not it teaches the policy."""
         metrics: dict[str, Any] = {}
-        for minibatch, denominator in self._shares(batch, counted.any(1), counted):
+        for minibatch, denominator, _ in self._shares(batch, counted.any(1), counted):
             totals = critic.train_step(NeedParallel(minibatch), denominator)
             update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
             metrics |= {name: mean(value) for name, value in totals.items()} | update
@@ -67,10 +90,10 @@ class Updates:
 
     def _shares(
         self, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor
-    ) -> Iterator[tuple[TokenBatch, float]]:
+    ) -> Iterator[tuple[TokenBatch, float, torch.Tensor]]:
         for index, rows, mask in minibatches_of(computed, counted, self._config.updates_per_step):
             turns = None if batch.segment_ids is None else batch.segment_ids[rows]
-            yield batch.rows(index), float(self._denominator(mask, turns))
+            yield batch.rows(index), float(self._denominator(mask, turns)), index
 
 
 def minibatches_of(
