@@ -26,6 +26,9 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     n: int = 1
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the tokenizer's and the model's own stop tokens. All tokens that were drawn
+    are kept, the one that completed the text included (``rl_bridge.rollout.stop_texts``)."""
     seed: int = 0
     """First number of the ids of requests that are made from bare prompts (``requests_of``)."""
 
@@ -52,6 +55,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {value}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise TypeError(f"stop must be a sequence of texts, got {self.stop!r}")
+        if not all(self.stop) or any("\N{REPLACEMENT CHARACTER}" in text for text in self.stop):
+            raise ValueError(f"a stop text has characters, and no U+FFFD among them, got {self.stop!r}")
 
 
 class Request(NamedTuple):

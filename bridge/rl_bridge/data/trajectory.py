@@ -8,7 +8,7 @@ from rl_bridge.data.requests import Message, RequestId
 from rl_bridge.data.spans import GIVEN, Span, require_sampled, spans_of_turn
 
 FinishReason = Literal["stop", "length", "turns", "abort", "error"]
-"""End-of-sequence token; out of tokens; out of turns; given up by the caller; the environment or engine failed."""
+"""A stop token or text; out of tokens; out of turns; given up by the caller; the environment or engine failed."""
 REASONS = get_args(FinishReason)
 
 
@@ -29,6 +29,8 @@ class Trajectory:
     weights_versions: tuple[int, ...]
     """Version of the weights that drew each token; −1 elsewhere."""
     finish_reason: FinishReason
+    stop_reason: str | None = None
+    """The stop text that ended it (``SamplingParams.stop``). None where a token did, or anything else."""
     allowed_tokens: Sequence[Sequence[int]] | None = None
     """Ids that the truncated sampler allowed for each drawn token, rising; none elsewhere. A rollout gives them in
     ``array("i")``, 4 bytes an id. None where nobody recorded them, or where nothing was truncated."""

@@ -32,11 +32,16 @@ class TurnTemplate:
         self._tokenizer = tokenizer
         self.end_token = tokenizer.eos_token_id
         self._ends = [str(tokenizer.convert_ids_to_tokens(token)) for token in sorted({self.end_token, *stops})]
+        self._stops = frozenset([self.end_token, *stops])
         self._checked: set[tuple[str, ...]] = set()
 
     def text(self, tokens: Sequence[int]) -> str:
         """What the policy said, without the token that ended it."""
         return str(self._tokenizer.decode(list(tokens)))
+
+    def ends(self, token: int) -> bool:
+        """Whether a turn ends with this token."""
+        return token in self._stops
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """Tokens of the first messages, up to where the policy begins."""
@@ -48,11 +53,18 @@ class TurnTemplate:
         return ids
 
     def between(
-        self, said: Sequence[Message], drawn: Collection[int], answer: Sequence[Message], tools: Sequence[Any] = ()
+        self,
+        said: Sequence[Message],
+        drawn: Collection[int],
+        answer: Sequence[Message],
+        tools: Sequence[Any] = (),
+        *,
+        ended: bool = True,
     ) -> list[int]:
         """Tokens behind the last message of ``said`` and the token that ended it, up to the policy's next turn.
 
-        ``drawn``: places in ``said`` of the messages that the policy wrote.
+        ``drawn``: places in ``said`` of the messages that the policy wrote. ``ended``: the policy drew the token that
+        ended its last one; else that token comes first here.
 
         Raises:
             UnusableTemplate: it changes what stands before, or ends a turn with another token than the policy.
@@ -67,7 +79,7 @@ class TurnTemplate:
                 self._tail(said, drawn, answer, tools, REASONING)
                 self._checked.add(roles)
             tail = self._tail(said, drawn, answer, tools, "{}")
-        return self._behind_end(tail)
+        return self._behind_end(tail, ended)
 
     def refusal(self, roles: Sequence[str] = ("tool",), *, opening: Sequence[str] = ("user",)) -> str | None:
         """Why no conversation can go on after the policy's turns if messages of these roles answer; None: it can.
@@ -123,7 +135,7 @@ class TurnTemplate:
         pairs = zip(self._encoded(before), self._encoded(after), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    def _behind_end(self, tail: str) -> list[int]:
+    def _behind_end(self, tail: str, ended: bool) -> list[int]:
         # Encoded with the mark before it, as it will stand: tokenizers treat the start of a text differently.
         ids = self._encoded(tail)
         if not ids or self._tokenizer.convert_ids_to_tokens(ids[0]) not in self._ends:
@@ -133,7 +145,7 @@ class TurnTemplate:
             )
         if len(ids) == 1:
             raise ValueError("the environment's messages have no token: the policy's next turn would follow its end")
-        return ids[1:]
+        return ids[1:] if ended else ids
 
     def _encoded(self, text: str) -> list[int]:
         try:

@@ -91,6 +91,8 @@ class _Conversation:
     allowed: list[Sequence[int]] | None = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     spans: tuple[Span, ...] = ()
+    ended: bool = True
+    """Whether the last turn ended with a token, and not with a stop text."""
     answers: int = 0
     """Turns that the environment has answered."""
     rewards: list[float | None] = field(default_factory=list)
@@ -215,7 +217,8 @@ class Conversations:
         talk = self._open[key]
         talk.take(turn, self._version)
         stopped = turn.reason == "stop"
-        text = self._template.text(turn.tokens[:-1] if stopped else turn.tokens)
+        talk.ended = stopped and self._template.ends(turn.tokens[-1])
+        text = self._template.text(turn.tokens[:-1] if talk.ended else turn.tokens)
         talk.drawn.append(len(talk.said))
         talk.said.append({"role": "assistant", "content": text})
         if stopped:
@@ -257,7 +260,7 @@ class Conversations:
         tools = talk.session.tools
         try:
             if talk.drawn:
-                given = self._template.between(talk.said, talk.drawn, answer, tools)
+                given = self._template.between(talk.said, talk.drawn, answer, tools, ended=talk.ended)
             else:
                 given = self._template.opening(answer, tools)
         except UnusableTemplate:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.rollout.cached_model import CachedModel
+from rl_bridge.rollout.stop_texts import CompletionText, StopTexts
 from rl_bridge.rollout.token_sampler import draw
 
 
@@ -39,6 +40,9 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     allowed: list[array] = field(default_factory=list)
+    text: CompletionText | None = None
+    """Where stop texts are looked for."""
+    stopped: bool = False
 
 
 class Decoder:
@@ -59,6 +63,7 @@ class Decoder:
         sampling: SamplingParams,
         *,
         stop: Iterable[int],
+        texts: StopTexts | None = None,
         max_rows: int = 1024,
         read_tokens: int = 8192,
     ) -> None:
@@ -68,6 +73,7 @@ class Decoder:
             model: a causal LM with attention alone, full or with a sliding window.
             sampling: temperature and truncation; the number of tokens is ``add``'s.
             stop: ids that end a row when they are drawn.
+            texts: texts that end a row when they are complete.
             max_rows: rows that run together; others wait. That bounds the memory of keys and values.
             read_tokens: tokens of added sequences that one forward pass reads, or one sequence.
 
@@ -78,6 +84,7 @@ class Decoder:
         if max_rows < 1 or read_tokens < 1:
             raise ValueError(f"max_rows and read_tokens must be ≥ 1, got {max_rows} and {read_tokens}")
         self._model, self._sampling, self._stop = CachedModel(model), sampling, frozenset(stop)
+        self._texts = texts or None
         self._max_rows, self._read_tokens = max_rows, read_tokens
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
@@ -94,7 +101,9 @@ class Decoder:
         """Rows that were added and have not been read yet."""
         return len(self._waiting)
 
-    def add(self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int) -> None:
+    def add(
+        self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int, said: int = 0
+    ) -> None:
         """Put a sequence in: the next step that has room reads it and draws its first token.
 
         Equal sequences that are read in the same step are computed once.
@@ -105,6 +114,7 @@ class Decoder:
             seed: 64 bits, int64: with ``drawn`` it decides the random numbers.
             drawn: tokens that the policy has drawn already in this sequence, so the number of its next draw.
             limit: tokens that the row may draw until it ends.
+            said: how many of the last tokens belong to the completion that goes on here: stop texts may begin there.
 
         Raises:
             ValueError: for no tokens, or a limit below 1.
@@ -113,7 +123,10 @@ class Decoder:
             raise ValueError(
                 f"a row needs tokens, limit ≥ 1 and drawn ≥ 0, got {len(tokens)} tokens, limit {limit}, drawn {drawn}"
             )
-        self._waiting.append(_Row(key, tuple(tokens), seed, drawn, limit))
+        row = _Row(key, tuple(tokens), seed, drawn, limit)
+        if self._texts is not None:
+            row.text = self._texts.begin(tokens[len(tokens) - said :])
+        self._waiting.append(row)
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
@@ -174,11 +187,12 @@ class Decoder:
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
+            row.stopped = token in self._stop or (row.text is not None and row.text.add(token) is not None)
         if sampled.allowed_tokens is not None:
             ids, counts = sampled.allowed_tokens.int().cpu().numpy(), sampled.allowed_count.tolist()
             for row, some, count in zip(rows, ids, counts, strict=True):
                 row.allowed.append(array("i", some[:count].tobytes()))
-        ended = [n for n, row in enumerate(rows, first) if row.tokens[-1] in self._stop or len(row.tokens) == row.limit]
+        ended = [n for n, row in enumerate(rows, first) if row.stopped or len(row.tokens) == row.limit]
         return [self._drawn(row) for row in self._leave(ended)] if ended else []
 
     def _leave(self, ended: list[int]) -> list[_Row]:
@@ -200,5 +214,5 @@ class Decoder:
         return rows
 
     def _drawn(self, row: _Row) -> Drawn:
-        reason = "stop" if row.tokens[-1] in self._stop else "length"
+        reason = "stop" if row.stopped else "length"
         return Drawn(row.key, row.tokens, row.logprobs, row.allowed or None, reason)

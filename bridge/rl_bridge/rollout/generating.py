@@ -132,4 +132,4 @@ class Completions:
                 "completions were drawn"
             )
         versions = self._version if drawn.versions is None else drawn.versions
-        return completed(self._tokenizer, request, number, prompt, drawn, versions)
+        return completed(self._tokenizer, request, number, prompt, drawn, versions, self._sampling.stop)

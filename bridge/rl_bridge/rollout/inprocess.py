@@ -15,6 +15,7 @@ from rl_bridge.rollout.conversing import Conversing
 from rl_bridge.rollout.decoder import Decoder
 from rl_bridge.rollout.generating import Generating
 from rl_bridge.rollout.quantized import int8_map, quantize_linears
+from rl_bridge.rollout.stop_texts import StopTexts
 from rl_bridge.weights import ModuleReceiver
 from rl_bridge.weights.through import Through
 
@@ -52,7 +53,8 @@ class InProcessRollout(Advancing, Generating, Conversing):
 
     def decoder(self, sampling: SamplingParams) -> Decoder:
         """An empty decoder with the weights as they are; it holds good until they change."""
-        return Decoder(self._model, sampling, stop=self._stop, max_rows=self._max_batch_rows)
+        texts = StopTexts(self._tokenizer, sampling.stop)
+        return Decoder(self._model, sampling, stop=self._stop, texts=texts, max_rows=self._max_batch_rows)
 
     def weight_receiver(self) -> ModuleReceiver:
         """What a sync to here fills."""

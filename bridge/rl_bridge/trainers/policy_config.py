@@ -15,6 +15,8 @@ class SamplingOptions:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the model's own stop tokens; all tokens that were drawn are kept."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be sampled, naming the option."""

@@ -40,7 +40,7 @@ class SimulatedSampler:
     def waiting(self):
         return len(self.queue)
 
-    def add(self, key, tokens, *, seed, drawn=0, limit):
+    def add(self, key, tokens, *, seed, drawn=0, limit, said=0):
         assert limit >= 1 and key not in [row.key for row, _ in self.rows]
         self.added.append(Row(key, tuple(tokens), seed, drawn, limit))
         self.queue.append((self.added[-1], []))

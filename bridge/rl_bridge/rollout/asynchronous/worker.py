@@ -56,7 +56,8 @@ class Advancing:
         # Prompts of similar length go together: a step costs as much as its longest row.
         for row in sorted(rows, key=lambda row: len(row.prompt) + len(row.tokens)):
             tokens = [*row.prompt, *row.tokens]
-            decoder.add(row.key, tokens, seed=row.seed, drawn=len(row.tokens), limit=row.limit)
+            drawn = len(row.tokens)
+            decoder.add(row.key, tokens, seed=row.seed, drawn=drawn, limit=row.limit, said=drawn)
         ended = []
         for _ in range(steps):
             if not (decoder.running or decoder.waiting):

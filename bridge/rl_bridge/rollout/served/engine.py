@@ -5,13 +5,11 @@ import itertools
 import logging
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.decoder import Drawn
 from rl_bridge.rollout.served.asking import Ask, Completion, EngineServer
 from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.vllm import probe
@@ -105,6 +103,18 @@ class ServedEngine:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the engine did not give up requests {sorted(left)} within {seconds:g} s")
         return found
+
+    def forget(self, names: Collection[str]) -> None:
+        """Requests that nobody will take."""
+        with self._news:
+            left = [name for name in names if self._running.pop(name, None) is not None]
+            for name in names:
+                self._done.pop(name, None)
+        if left and not self.server.dead():
+            try:
+                self.server.abort(left)
+            except (ServerDied, RuntimeError, ValueError):
+                logger.warning("requests %s of a decoder that is gone could not be aborted", left)
 
     def close(self) -> None:
         """End the server; requests that have not finished end with it."""
@@ -234,67 +244,3 @@ class ServedEngine:
         if self._running.pop(name, None) is not None:
             self._futures.pop(name, None)
             self._done[name] = completion
-
-
-class ServedDecoder:
-    """``rl_bridge.rollout.decoder.Decoder`` over a served engine, which decides itself what runs together."""
-
-    def __init__(self, engine: ServedEngine, sampling: SamplingParams, *, stop: Collection[int]) -> None:
-        """``stop``: ids that end a row. Rows that nobody takes are aborted with this object."""
-        self._engine, self._sampling, self._stop = engine, sampling, frozenset(stop)
-        self._keys: dict[str, Hashable] = {}
-        weakref.finalize(self, _abandon, engine, self._keys)
-
-    @property
-    def running(self) -> int:
-        """Rows that were added and have not been returned."""
-        return len(self._keys)
-
-    @property
-    def waiting(self) -> int:
-        """None: the engine's own queue holds what it has no room for."""
-        return 0
-
-    def add(self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int) -> None:
-        """Put a sequence in, as ``Decoder.add`` does.
-
-        Raises:
-            ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
-        """
-        longest = self._engine.limits().longest
-        if not tokens or limit < 1 or drawn < 0 or len(tokens) >= longest:
-            raise ValueError(
-                f"a row needs 1 to {longest - 1} tokens (max_model_len), limit ≥ 1 and drawn ≥ 0, got {len(tokens)} "
-                f"tokens, limit {limit}, drawn {drawn}"
-            )
-        limit = min(limit, longest - len(tokens))
-        name = self._engine.submit(tokens, self._sampling, seed=seed, drawn=drawn, limit=limit, stop=self._stop)
-        self._keys[name] = key
-
-    def step(self) -> list[Drawn]:
-        """The rows that have ended; waits a moment for one."""
-        return self._drawn(self._engine.take(self._keys, 0.02))
-
-    def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
-        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
-        names = [name for name, key in self._keys.items() if keys is None or key in keys]
-        return self._drawn(self._engine.withdraw(names))
-
-    def _drawn(self, found: dict[str, Completion]) -> list[Drawn]:
-        return [
-            Drawn(self._keys.pop(name), c.tokens, c.logprobs, c.allowed, c.reason, c.versions)  # type: ignore[arg-type]
-            for name, c in found.items()
-        ]
-
-
-def _abandon(engine: ServedEngine, keys: dict[str, Hashable]) -> None:
-    """Rows of a decoder that is gone."""
-    with engine._news:
-        left = [name for name in keys if engine._running.pop(name, None) is not None]
-        for name in keys:
-            engine._done.pop(name, None)
-    if left and not engine.server.dead():
-        try:
-            engine.server.abort(left)
-        except (ServerDied, RuntimeError, ValueError):
-            logger.warning("requests %s of a decoder that is gone could not be aborted", left)

@@ -18,9 +18,11 @@ from rl_bridge.rollout.conversing import Conversing
 from rl_bridge.rollout.generating import Generating
 from rl_bridge.rollout.inprocess import stop_tokens
 from rl_bridge.rollout.served.asking import EngineServer
-from rl_bridge.rollout.served.engine import ServedDecoder, ServedEngine
+from rl_bridge.rollout.served.decoder import ServedDecoder
+from rl_bridge.rollout.served.engine import ServedEngine
 from rl_bridge.rollout.served.sglang import SGLangOptions, SGLangServer
 from rl_bridge.rollout.served.vllm import ServedOptions, VLLMServer
+from rl_bridge.rollout.stop_texts import StopTexts
 from rl_bridge.rollout.vllm.checkpoint import checkpoint
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import Tolerance
@@ -60,7 +62,8 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
 
     def decoder(self, sampling: SamplingParams) -> ServedDecoder:
         """A decoder without rows; all decoders of a worker share its engine."""
-        return ServedDecoder(self.engine, sampling, stop=self._stop)
+        texts = StopTexts(self._tokenizer, sampling.stop)
+        return ServedDecoder(self.engine, sampling, stop=self._stop, texts=texts)
 
     @returns("same")
     def weights_map(self) -> Through:

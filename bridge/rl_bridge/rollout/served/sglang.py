@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.http import NoReply, Server
 from rl_bridge.rollout.served.asking import Ask, Completion, MalformedReply, field_of
 from rl_bridge.rollout.served.process import ServerDied
-from rl_bridge.rollout.served.vllm_requests import engine_seed
 from rl_bridge.rollout.vllm import probe
+from rl_bridge.splitmix64 import logical_shift, mix, signed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +185,8 @@ def request_of(ask: Ask) -> dict[str, Any]:
         "ignore_eos": True,
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        # 31 bits; the server reads it with --enable-deterministic-inference.
-        "sampling_seed": engine_seed(ask.seed, ask.drawn) & 0x7FFFFFFF,
+        # The server reads it with --enable-deterministic-inference.
+        "sampling_seed": engine_seed(ask.seed, ask.drawn),
     }
     payload: dict[str, Any] = {
         "rid": ask.name,
@@ -227,6 +229,15 @@ def completion_of(reply: Any, ask: Ask, what: str) -> Completion:
     if ask.sampling.temperature == 0:
         logprobs = [0.0] * len(tokens)
     return Completion(tokens, logprobs, allowed, versions, reason)
+
+
+def engine_seed(seed: int, drawn: int) -> int:
+    """The seed that SGLang gets for the draws of a sequence that has ``drawn`` tokens of the policy, in 31 bits.
+
+    SGLang numbers the draws of a request from 0, so that a sequence that goes on needs another seed.
+    """
+    bits = mix(mix(torch.tensor(signed(seed))) + drawn)
+    return int(logical_shift(bits, 1)) & 0x7FFFFFFF
 
 
 def _truncated(sampling: SamplingParams) -> bool:

@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 import weakref
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,10 @@ from rl_bridge.rollout.served.asking import Ask, Completion, field_of
 from rl_bridge.rollout.served.process import ServerProcess
 from rl_bridge.rollout.served.vllm_requests import completion_of, probe_of, sampling_fields
 from rl_bridge.rollout.vllm import probe
+from rl_bridge.rollout.vllm.draws import truncation
+from rl_bridge.rollout.vllm.in_server import EXTENSION
 from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.plugin import BACKEND, PROTOCOL
+from rl_bridge.rollout.vllm.plugin import BACKEND, PROTOCOL, require_in_place
 from rl_bridge.rollout.vllm.probe import EngineLimits
 
 MAIN = "vllm.entrypoints.launchers.api_server.entry"
@@ -37,8 +40,6 @@ class ServedOptions:
     """For a pause, a bucket of weights, and whatever else is no request for tokens."""
     restarts: int = 3
     """Times that a dead engine is started again without having completed a request in between."""
-    allowed_tokens: int = 64
-    """Sampling with ``top_k`` up to this number reports the allowed tokens of each draw."""
     log: str | None = None
     """File for the server's output. None: one in the engine's temporary folder."""
 
@@ -66,7 +67,8 @@ class VLLMServer:
         Raises:
             ServerDied: the process ended; with the end of its log.
             TimeoutError: it did not reply in time.
-            RuntimeError: it does not have this package's transfer engine.
+            RuntimeError: it does not have this package's plugin or transfer engine.
+            ValueError: its attention does not take the model's heads.
         """
         self.options, self.served = options, served
         self.home = Path(tempfile.mkdtemp(prefix="rl_fn-vllm-"))
@@ -80,11 +82,12 @@ class VLLMServer:
         self.process = ServerProcess(
             [*command, *arguments(folder, path, options, served)],
             log,
-            environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"},
             name="vLLM's server",
         )
         try:
             self.process.wait_until(self.healthy, served.start_seconds)
+            require_in_place(field_of(self.call("collective_rpc", {"method": "rl_fn_begin"}), "results"))
             self.call("init_weight_transfer_engine", {"init_info": {"protocol": PROTOCOL}})
             model = field_of(self.read("v1/models"), "data")[0]
             config = field_of(self.read("server_info?config_format=json"), "vllm_config")
@@ -117,10 +120,13 @@ class VLLMServer:
         payload = {
             "request_id": ask.name,
             "token_ids": list(ask.tokens),
-            "sampling_params": sampling_fields(ask, self.served.allowed_tokens),
+            "sampling_params": sampling_fields(ask),
         }
         reply = self._sent(self._requests, "/inference/v1/generate", payload, what)
-        return completion_of(reply, ask, what)
+        completion = completion_of(reply, ask, what)
+        if not truncation(ask.sampling):
+            return completion
+        return completion._replace(allowed=self._allowed(ask.name, len(completion.tokens)))
 
     def call(self, path: str, payload: Any = None) -> Any:
         """A command, which is given once."""
@@ -188,6 +194,12 @@ class VLLMServer:
         self.process.stop()
         self._sweep()
 
+    def _allowed(self, name: str, count: int) -> list[array] | None:
+        """What the sampler's hook has noted of a request that is done."""
+        asked = {"method": "rl_fn_allowed", "args": [NAME + name, count]}
+        rows = field_of(self.call("collective_rpc", asked), "results")[0]
+        return [array("i", ids) for ids in rows] or None
+
     def _sent(self, server: Server, path: str, payload: Any, what: str) -> Any:
         try:
             return server.post(payload, path=path, what=what)
@@ -222,7 +234,9 @@ def arguments(folder: Path, socket: Path, options: VLLMOptions, served: ServedOp
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": served.allowed_tokens,
+        "worker_extension_cls": EXTENSION,
+        # A request that is done must not be drawn for once more: its allowed tokens are read then.
+        "async_scheduling": False,
         "generation_config": "vllm",
         "seed": 0,
     }

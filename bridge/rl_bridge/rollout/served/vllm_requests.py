@@ -1,35 +1,27 @@
 """A request in vLLM's words, and vLLM's reply: ``/inference/v1/generate`` of vLLM 0.32."""
 
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from rl_bridge.rollout.served.asking import Ask, Completion, MalformedReply, field_of
 from rl_bridge.rollout.vllm import probe
-from rl_bridge.splitmix64 import logical_shift, mix, signed
-
-LOWEST = -9998.0
-"""vLLM writes −9999 for the log-probability of a token that truncation cut off."""
+from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf, truncation
 
 
-def sampling_fields(ask: Ask, allowed: int) -> dict[str, Any]:
-    """vLLM's ``SamplingParams`` of one request, as JSON."""
-    sampling = ask.sampling
-    greedy = sampling.temperature == 0
-    top_k = 0 if greedy or sampling.top_k is None else int(sampling.top_k)
+def sampling_fields(ask: Ask) -> dict[str, Any]:
+    """vLLM's ``SamplingParams`` of one request, as JSON: what ``vllm_sampling`` is for an engine in this process."""
+    cuts = truncation(ask.sampling)
     return {
-        "temperature": float(sampling.temperature),
-        "top_k": top_k,
-        "top_p": 1.0 if greedy or sampling.top_p is None else float(sampling.top_p),
-        "min_p": 0.0 if greedy or sampling.min_p is None else float(sampling.min_p),
-        "seed": engine_seed(ask.seed, ask.drawn),
+        "temperature": float(ask.sampling.temperature),
+        "top_k": int(cuts.get("top_k", 0)),
+        "top_p": float(cuts.get("top_p", 1.0)),
+        "min_p": float(cuts.get("min_p", 0.0)),
         "max_tokens": ask.limit,
         "stop_token_ids": sorted(ask.stop),
         "ignore_eos": True,
-        "logprobs": top_k if 0 < top_k <= allowed else 0,
+        "logprobs": 0,
         "detokenize": False,
+        "extra_args": {EXTRA: list(DrawsOf(ask.seed, ask.drawn, bool(cuts)))},
     }
 
 
@@ -61,25 +53,7 @@ def completion_of(reply: Any, ask: Ask, what: str) -> Completion:
     greedy = ask.sampling.temperature == 0
     # Of the greedy choice that distribution has probability 1; vLLM reports the model's own.
     logprobs = [0.0 if greedy else float(row["logprob"]) for row in rows]
-    return Completion(tokens, logprobs, _allowed(choice, rows), versions, reason)
-
-
-def _allowed(choice: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[array] | None:
-    if choice.get("sampling_mask") is not None:
-        return [array("i", sorted(ids)) for ids in choice["sampling_mask"]]
-    if not rows or any(len(row["top_logprobs"]) < 2 for row in rows):
-        return None
-    kept = ({top["token_id"] for top in row["top_logprobs"] if top["logprob"] > LOWEST} for row in rows)
-    return [array("i", sorted({row["token_id"], *ids})) for row, ids in zip(rows, kept, strict=True)]
-
-
-def engine_seed(seed: int, drawn: int) -> int:
-    """The seed that vLLM gets for the draws of a sequence that has ``drawn`` tokens of the policy, in 63 bits.
-
-    vLLM numbers the draws of a request from 0, so that a sequence that goes on needs another seed.
-    """
-    bits = mix(mix(torch.tensor(signed(seed))) + drawn)
-    return int(logical_shift(bits, 1))
+    return Completion(tokens, logprobs, None, versions, reason)
 
 
 def probe_of(reply: Any, prompt: Sequence[int]) -> probe.Drawn:

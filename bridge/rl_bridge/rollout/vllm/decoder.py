@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.rollout.decoder import Drawn
+from rl_bridge.rollout.stop_texts import StopTexts
 from rl_bridge.rollout.vllm.draws import Draws, truncation
 
 
@@ -41,11 +42,19 @@ class Outbox:
         """One step of the engine; what finished is given to its decoder."""
         if orphans := [name for name, owner in self._owners.items() if owner() is None]:
             self.abort(orphans)
+        stopped = []
         for output in self._engine.step():
-            if output.finished and output.request_id in self._owners:
-                owner = self._owners.pop(output.request_id)()
-                if owner is not None:
-                    owner.finished(output)
+            name = output.request_id
+            owner = self._owners[name]() if name in self._owners else None
+            if output.finished and name in self._owners:
+                del self._owners[name]
+            if owner is not None and output.finished:
+                owner.finished(output)
+            elif owner is not None and owner.stops(output):
+                stopped.append((owner, name))
+        for owner, name in stopped:
+            for output in self.withdraw([name]):
+                owner.finished(output)
 
     def abort(self, names: Sequence[str]) -> None:
         """Nothing more of these requests."""
@@ -86,9 +95,22 @@ class VLLMDecoder:
     of the engine's arithmetic at most.
     """
 
-    def __init__(self, outbox: Outbox, sampling: SamplingParams, *, stop: Collection[int], longest: int) -> None:
-        """``stop``: ids that end a row. ``longest``: tokens of a sequence that the engine can hold."""
+    def __init__(
+        self,
+        outbox: Outbox,
+        sampling: SamplingParams,
+        *,
+        stop: Collection[int],
+        texts: StopTexts | None = None,
+        longest: int,
+    ) -> None:
+        """``stop``, ``texts``: ids and texts that end a row. ``longest``: tokens that one sequence can have.
+
+        The engine knows no text: a row whose text is complete is taken out of the engine.
+        """
         self._outbox, self._sampling, self._stop, self._longest = outbox, sampling, stop, longest
+        self._texts = texts or None
+        self._said: dict[str, _Said] = {}
         self._truncated = bool(truncation(sampling))
         self._keys: dict[str, Hashable] = {}
         self._ended: list[Drawn] = []
@@ -103,7 +125,9 @@ class VLLMDecoder:
         """None: the engine's own queue holds what it has no room for."""
         return 0
 
-    def add(self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int) -> None:
+    def add(
+        self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int, said: int = 0
+    ) -> None:
         """Put a sequence in, as ``Decoder.add`` does.
 
         Raises:
@@ -120,8 +144,12 @@ class VLLMDecoder:
             )
         from rl_bridge.rollout.vllm.sampling import vllm_sampling  # and vLLM with it
 
-        params = vllm_sampling(self._sampling, seed=seed, drawn=drawn, limit=limit, stop=self._stop)
-        self._keys[self._outbox.add(self, tokens, params)] = key
+        whole = self._texts is None
+        params = vllm_sampling(self._sampling, seed=seed, drawn=drawn, limit=limit, stop=self._stop, whole=whole)
+        name = self._outbox.add(self, tokens, params)
+        self._keys[name] = key
+        if self._texts is not None:
+            self._said[name] = _Said(self._texts, tokens[len(tokens) - said :])
 
     def step(self) -> list[Drawn]:
         """Draw a token for the rows that run; those that ended.
@@ -141,6 +169,9 @@ class VLLMDecoder:
     def finished(self, output: Any) -> None:
         """Take a finished request from the outbox."""
         [made] = output.outputs
+        if self.stops(output):
+            self._ended.append(self._drawn(output, "stop"))
+            return
         reason = "stop" if made.token_ids[-1] in self._stop else "length"
         if made.finish_reason != reason:
             raise RuntimeError(
@@ -149,6 +180,11 @@ class VLLMDecoder:
             )
         self._ended.append(self._drawn(output, reason))
 
+    def stops(self, output: Any) -> bool:
+        """Whether the row's text is complete with the tokens that it has."""
+        said = self._said.get(output.request_id)
+        return said is not None and said.complete(output.outputs[0].token_ids)
+
     def _drawn(self, output: Any, reason: Literal["stop", "length", "abort"]) -> Drawn:
         [made] = output.outputs
         tokens, name = list(made.token_ids), output.request_id
@@ -156,7 +192,30 @@ class VLLMDecoder:
         logprobs = [0.0] * len(tokens) if self._sampling.temperature == 0 else logprobs_of(made, tokens)
         allowed = self._outbox.draws.take_allowed(name, len(tokens)) if self._truncated else None
         versions = [int(span.version) for span in made.weight_versions or () for _ in range(span.start, span.end)]
+        self._said.pop(name, None)
         return Drawn(self._keys.pop(name), tokens, logprobs, allowed or None, reason, versions)
+
+
+class _Said:
+    """The text of one row of the engine."""
+
+    def __init__(self, texts: StopTexts, said: Sequence[int]) -> None:
+        self._texts, self._before = texts, list(said)
+        self._again()
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether a stop text is complete with the last of the ``tokens`` that the row has drawn."""
+        tokens = list(tokens)
+        if tokens[: len(self._seen)] != self._seen:
+            self._again()  # the engine was replaced, and draws the row anew
+        for token in tokens[len(self._seen) :]:
+            self._found = self._text.add(token) is not None
+            self._seen.append(token)
+        return self._found
+
+    def _again(self) -> None:
+        self._text, self._found = self._texts.begin(self._before), False
+        self._seen: list[int] = []
 
 
 def logprobs_of(made: Any, tokens: Sequence[int]) -> list[float]:

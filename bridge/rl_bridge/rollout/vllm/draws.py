@@ -29,7 +29,7 @@ class DrawsOf(NamedTuple):
 
 
 class Draws:
-    """Hooks on the sampler of an engine in this process."""
+    """Hooks on the sampler of an engine whose worker is in this process."""
 
     def __init__(self) -> None:
         """Attached to no engine yet."""
@@ -44,9 +44,13 @@ class Draws:
         Raises:
             NotImplementedError: for an engine with another sampler than vLLM's first model runner has.
         """
-        self._runner = runner = engine.model_executor.driver_worker.model_runner
+        self.attach_to(engine.model_executor.driver_worker.model_runner)
+
+    def attach_to(self, runner: Any) -> None:
+        """As ``attach``, in the process of the engine's worker."""
+        self._runner = runner
         sampler = getattr(getattr(runner, "sampler", None), "topk_topp_sampler", None)
-        if sampler is None or engine.vllm_config.use_v2_model_runner:
+        if sampler is None or runner.vllm_config.use_v2_model_runner:
             raise NotImplementedError(
                 "draws are made repeatable in vLLM's first model runner; VLLM_USE_V2_MODEL_RUNNER=1 asks for another"
             )

@@ -7,6 +7,7 @@ exceptions stop the process.
 # pyright: reportMissingImports=false
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 BACKEND = "rl_fn"
@@ -42,7 +43,46 @@ def register() -> None:
 
 def in_place(worker: Any) -> dict[str, Any]:
     """For ``collective_rpc``: what of this plugin is in place in the process of an engine's worker."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
     from rl_bridge.rollout.vllm import keep_alive
     from rl_bridge.rollout.vllm.quantizing import in_force
 
-    return {"protocol": PROTOCOL, "scales": keep_alive.state(), "quantised": in_force(worker)}
+    sizes = None
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+    return {
+        "registered": BACKEND in WeightTransferEngineFactory._registry,
+        "protocol": PROTOCOL,
+        "scales": keep_alive.state(),
+        "quantised": in_force(worker),
+        "head_size": worker.model_runner.model_config.get_head_size(),
+        "head_sizes": sizes,
+    }
+
+
+def require_in_place(workers: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse an engine that would work without this package, or fail at its first token. vLLM refuses neither.
+
+    Args:
+        workers: ``in_place`` of each of the engine's workers.
+
+    Raises:
+        RuntimeError: the plugin was not called in a worker's process.
+        ValueError: the attention of the worker's platform does not take the model's heads.
+    """
+    for number, found in enumerate(workers):
+        if not found["registered"]:
+            raise RuntimeError(
+                f"worker {number} of the engine of vLLM works without rl_bridge's plugin: the entry point 'rl_fn' of "
+                "vllm.general_plugins could not be imported (the engine's log says why), or VLLM_PLUGINS leaves it out"
+            )
+        size, sizes = found["head_size"], found["head_sizes"]
+        if sizes is not None and size not in sizes:
+            raise ValueError(
+                f"the model's heads have size {size}, and vLLM's attention on a CPU takes "
+                f"{', '.join(map(str, sizes))}: such a model needs backend in_process"
+            )

@@ -20,13 +20,14 @@ from rl_bridge.rollout.asynchronous.worker import Advancing
 from rl_bridge.rollout.conversing import Conversing
 from rl_bridge.rollout.generating import Generating
 from rl_bridge.rollout.inprocess import stop_tokens
+from rl_bridge.rollout.stop_texts import StopTexts
 from rl_bridge.rollout.vllm.checkpoint import checkpoint
 from rl_bridge.rollout.vllm.client import InProcessEngine
 from rl_bridge.rollout.vllm.decoder import Outbox, VLLMDecoder
 from rl_bridge.rollout.vllm.draws import Draws
 from rl_bridge.rollout.vllm.engine import close_engine, facts, open_engine
 from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.plugin import BACKEND, register
+from rl_bridge.rollout.vllm.plugin import BACKEND, in_place, register, require_in_place
 from rl_bridge.rollout.vllm.probe import Tolerance
 from rl_bridge.rollout.vllm.updated import TakesProvedWeights, UpdatedEngine
 from rl_bridge.weights.through import Through
@@ -66,7 +67,8 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
 
     def decoder(self, sampling: SamplingParams) -> VLLMDecoder:
         """A decoder without rows; all decoders of a worker share its engine."""
-        return VLLMDecoder(self._outbox, sampling, stop=self._stop, longest=self.longest or 0)
+        texts = StopTexts(self._tokenizer, sampling.stop)
+        return VLLMDecoder(self._outbox, sampling, stop=self._stop, texts=texts, longest=self.longest or 0)
 
     @returns("same")
     def weights_map(self) -> Through:
@@ -120,10 +122,15 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
 
 
 def opened(options: VLLMOptions, device: torch.device, draws: Draws, folder: Path) -> LLMEngine:
-    """An engine that takes weights from trainers, with ``draws`` at work in its sampler."""
+    """An engine that takes weights from trainers, with ``draws`` at work in its sampler.
+
+    Raises:
+        ValueError: the engine's attention does not take the model's heads.
+    """
     register()
     engine = open_engine(folder, options, device=device, weight_transfer_config={"backend": BACKEND})
     try:
+        require_in_place(engine.collective_rpc(in_place))
         engine.set_weight_version("0")
         draws.attach(engine)
     except BaseException:

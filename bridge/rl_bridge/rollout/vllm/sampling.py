@@ -12,7 +12,7 @@ from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf, truncation
 
 
 def vllm_sampling(
-    sampling: SamplingParams, *, seed: int, drawn: int = 0, limit: int, stop: Collection[int]
+    sampling: SamplingParams, *, seed: int, drawn: int = 0, limit: int, stop: Collection[int], whole: bool = True
 ) -> EngineSampling:
     """What an engine is asked for one sequence.
 
@@ -22,6 +22,7 @@ def vllm_sampling(
         drawn: tokens that the policy has drawn already in this sequence.
         limit: tokens that may be drawn.
         stop: ids that end the sequence.
+        whole: the engine gives out finished sequences; else each as far as it is, after each step.
     """
     cuts = truncation(sampling)
     return EngineSampling(
@@ -35,6 +36,6 @@ def vllm_sampling(
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE,
         extra_args={EXTRA: tuple(DrawsOf(seed, drawn, bool(cuts)))},
     )

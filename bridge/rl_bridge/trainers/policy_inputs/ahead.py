@@ -201,14 +201,12 @@ class AheadSampler(Sampler):
     def _trajectories(self, group: Group, place: int) -> list[Trajectory]:
         prompt: AsPrompt = group.prompt
         request = Request(prompt.row["prompt"], self._id(group.number), place)
-        return [
-            replace(
-                completed(self._tokenizer, request, number, prompt.tokens, _drawn(sample), self._versions(sample)),
-                row=prompt.row,
-                rewards=sample.rewards,
-            )
-            for number, sample in enumerate(group.samples)
-        ]
+        made = []
+        for number, sample in enumerate(group.samples):
+            words = prompt.tokens, _drawn(sample), self._versions(sample), self._config.sampling.stop
+            trajectory = completed(self._tokenizer, request, number, *words)
+            made.append(replace(trajectory, row=prompt.row, rewards=sample.rewards))
+        return made
 
     def _versions(self, sample: Sample) -> list[int]:
         return [self._weights[version] for version in sample.versions]

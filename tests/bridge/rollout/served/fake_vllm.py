@@ -30,6 +30,8 @@ def generate(payload):
     name, wanted = "generate-tokens-" + payload.get("request_id", "probe"), payload["sampling_params"]
     if not payload["token_ids"]:
         return 400, {"error": {"message": "List should have at least 1 item"}}
+    # A probe has vLLM's own seed, a request that of rl_bridge's hook.
+    seed = wanted["seed"] if "seed" in wanted else wanted["extra_args"]["rl_fn"][0]
     tokens, versions, reason = [], [], "length"
     while len(tokens) < wanted["max_tokens"]:
         RUNS.wait()
@@ -41,7 +43,7 @@ def generate(payload):
         if ACT == "error":
             return 500, {"error": {"message": "engine is broken"}}
         time.sleep(float((FOLDER / "delay").read_text()))
-        tokens.append((wanted["seed"] + len(payload["token_ids"]) + len(tokens) + STATE["offset"]) % 13)
+        tokens.append((seed + len(payload["token_ids"]) + len(tokens) + STATE["offset"]) % 13)
         versions.append(STATE["version"])
         if tokens[-1] in wanted.get("stop_token_ids", ()):
             reason = "stop"
@@ -54,6 +56,14 @@ def generate(payload):
     choice |= {"weight_versions": spans, "logprobs": {"content": content}, "routed_experts": None}
     usage = {"prompt_tokens_details": {"cached_tokens": 0}}
     return 200, {"request_id": name, "model": "policy", "usage": usage, "choices": [choice]}
+
+
+def collective(method, *words):
+    """A method of the only worker; each draw of a truncated request was of an even number."""
+    if method == "rl_fn_allowed":
+        return [[0, 2, 4]] * words[1]
+    size = int(ACT.removeprefix("heads of ")) if ACT.startswith("heads of") else 64
+    return {"registered": ACT != "no plugin", "head_size": size, "head_sizes": [32, 64]}
 
 
 def command(path, payload, query):
@@ -76,6 +86,8 @@ def command(path, payload, query):
         return {"is_paused": not RUNS.is_set()}
     elif path == "/weight_info":
         return {"weight_version": STATE["version"]}
+    elif path == "/collective_rpc":
+        return {"results": [collective(payload["method"], *payload.get("args", ()))]}
     elif path == "/v1/models":
         return {"data": [{"max_model_len": int(option("--max-model-len"))}]}
     elif path == "/server_info":

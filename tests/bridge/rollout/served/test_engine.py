@@ -11,7 +11,8 @@ import pytest
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.pipelines.rollouts import RolloutOptions
-from rl_bridge.rollout.served.engine import ServedDecoder, ServedEngine
+from rl_bridge.rollout.served.decoder import ServedDecoder
+from rl_bridge.rollout.served.engine import ServedEngine
 from rl_bridge.rollout.served.process import WATCHER, ServerDied, ServerProcess
 from rl_bridge.rollout.served.vllm import ServedOptions, VLLMServer
 from rl_bridge.rollout.vllm.options import VLLMOptions
@@ -47,8 +48,8 @@ def engine_of():
         engine.close()
 
 
-def added(engine, count=20, limit=12, stop=(0,)):
-    decoder = ServedDecoder(engine, SAMPLING, stop=stop)
+def added(engine, count=20, limit=12, stop=(0,), sampling=SAMPLING):
+    decoder = ServedDecoder(engine, sampling, stop=stop)
     for key in range(count):
         decoder.add(key, [1] * (1 + key % 5), seed=key, limit=limit)
     return decoder
@@ -77,6 +78,8 @@ def test_rows_get_their_tokens_whatever_else_runs(engine_of, tmp_path):
         assert (drawn.tokens[-1] == 0) == (drawn.reason == "stop") and 0 not in drawn.tokens[:-1]
         assert drawn.logprobs == [-0.5 - token / 100 for token in drawn.tokens]
         assert drawn.versions == [0] * len(drawn.tokens) and drawn.allowed is None
+    cut = finish(added(engine, 2, sampling=SamplingParams(max_new_tokens=12, top_p=0.9)))
+    assert all([ids.tolist() for ids in drawn.allowed] == [[0, 2, 4]] * len(drawn.tokens) for drawn in cut.values())
     one = added(engine, 7)
     assert {key: drawn.tokens for key, drawn in finish(one).items()} == {key: found[key].tokens for key in range(7)}
     with pytest.raises(ValueError, match=r"a row needs 1 to 63 tokens \(max_model_len\)"):
@@ -122,12 +125,14 @@ def test_a_server_that_dies_again_and_again_is_given_up(engine_of, tmp_path):
             r"vLLM's server did not reply within 0.5 s of its start; the end of ",
         ),
         ("sick", TimeoutError, r"did not reply within 0.5 s"),
+        ("no plugin", RuntimeError, r"worker 0 of the engine of vLLM works without rl_bridge's plugin: .*VLLM_PLUGINS"),
+        ("heads of 16", ValueError, r"heads have size 16, and vLLM's attention on a CPU takes 32, 64: "),
     ],
 )
 def test_a_server_that_does_not_start_is_named_with_its_log(tmp_path, act, error, said):
     start = time.monotonic()
     with pytest.raises(error, match=said):
-        opened(weights(tmp_path / "w", act=act), ServedOptions(start_seconds=0.5 if act != "exit" else 30))
+        opened(weights(tmp_path / "w", act=act), ServedOptions(start_seconds=0.5 if act in ("hang", "sick") else 30))
     assert time.monotonic() - start < 15
 
 

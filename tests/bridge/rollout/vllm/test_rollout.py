@@ -19,6 +19,7 @@ from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
 from tests.bridge.data.trajectories import generate
 from tests.bridge.rollout.distribution import truncated
+from tests.bridge.rollout.stopped import assert_cut_at_the_text
 
 pytestmark = pytest.mark.vllm
 EOS = 1
@@ -82,6 +83,16 @@ def test_a_trainer_scores_what_was_drawn_as_it_was_drawn(drawn, model, name):
     ratio = (scorer.token_logprobs(batch) - batch.rollout_logprobs)[batch.mask].exp()
     assert len(ratio) > 100
     torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stop", [("1", "a"), ("=", "lo", "2 ")])
+def test_a_stop_text_cuts_behind_the_token_that_completed_it(rollout, drawn, tokenizer, stop):
+    for name in ("plain", "all"):
+        found = generate(rollout, PROMPTS, replace(SAMPLING, **CUTS[name], stop=stop))
+        assert_cut_at_the_text(tokenizer, drawn[name], found, stop)
+        for whole, cut in zip(drawn[name], found, strict=True):
+            if cut.allowed_tokens is not None:
+                assert list(map(list, cut.allowed_tokens)) == list(map(list, whole.allowed_tokens))[: len(cut.tokens)]
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])

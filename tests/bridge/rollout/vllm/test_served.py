@@ -20,6 +20,8 @@ from rl_bridge.models.source import StateSource
 from rl_bridge.rollout.served.rollout import ServedRollout
 from rl_bridge.rollout.served.vllm import ServedOptions
 from rl_bridge.rollout.vllm.options import VLLMOptions
+from tests.bridge.rollout.distribution import truncated
+from tests.bridge.rollout.stopped import assert_cut_at_the_text
 from tests.bridge.rollout.vllm.policies import trainer
 
 pytestmark = pytest.mark.vllm
@@ -57,13 +59,13 @@ def parts(model, tokenizer, tmp_path_factory):
 
 def full_forward(model, t, sampling):
     """Log-probabilities of the drawn tokens, and which tokens truncation allows there, by our own arithmetic."""
-    logits = model(input_ids=torch.tensor([t.tokens]), use_cache=False).logits[0] / sampling.temperature
+    logits = model(input_ids=torch.tensor([t.tokens]), use_cache=False).logits[0]
+    cuts = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     found = []
     for place, drawn in enumerate(t.loss_mask):
         if drawn:
-            row = logits[place - 1]
-            ids = torch.topk(row, sampling.top_k).indices if sampling.top_k else torch.arange(len(row))
-            found.append((float(row[t.tokens[place]] - torch.logsumexp(row[ids], 0)), sorted(ids.tolist())))
+            p = truncated(logits[place - 1], **cuts)
+            found.append((float(np.log(p[t.tokens[place]])), np.flatnonzero(p).tolist()))
     return found
 
 
@@ -74,17 +76,21 @@ def check(model, trajectories, sampling, version):
         wanted = full_forward(model, t, sampling)
         np.testing.assert_allclose(t.sampled_logprobs, [value for value, _ in wanted], atol=1e-5)
         assert {v for v, drawn in zip(t.weights_versions, t.loss_mask, strict=True) if drawn} == {version}
-        if sampling.top_k:
+        if sampling.top_k or sampling.top_p or sampling.min_p:
             allowed = [list(ids) for ids, drawn in zip(t.allowed_tokens, t.loss_mask, strict=True) if drawn]
             assert allowed == [ids for _, ids in wanted]
         else:
             assert t.allowed_tokens is None
 
 
-@pytest.mark.parametrize("truncated", [{}, {"temperature": 0.8, "top_k": 5}], ids=["plain", "truncated"])
-def test_tokens_come_with_what_they_were_drawn_with(parts, model, truncated):
+@pytest.mark.parametrize(
+    "cuts",
+    [{}, {"temperature": 0.8, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}],
+    ids=["plain", "top_k", "top_p", "min_p"],
+)
+def test_tokens_come_with_what_they_were_drawn_with(parts, model, cuts):
     engine, *_ = parts
-    sampling = replace(SAMPLING, **truncated)
+    sampling = replace(SAMPLING, **cuts)
     made = engine.generate(PROMPTS, sampling)
     assert [t.request_id for t in made] == [(4, place, n) for place in range(4) for n in range(3)]
     check(model, made, sampling, 0)
@@ -92,6 +98,16 @@ def test_tokens_come_with_what_they_were_drawn_with(parts, model, truncated):
     assert {t.finish_reason for t in made} <= {"stop", "length"} and len({t.tokens for t in made}) > 9
     again = engine.generate(PROMPTS[:2], sampling)
     assert [t.tokens for t in again] == [t.tokens for t in made[:6]], "whatever else runs"
+
+
+@pytest.mark.parametrize("piece", [3, 64])
+def test_a_stop_text_cuts_behind_the_token_that_completed_it(parts, tokenizer, monkeypatch, piece):
+    """However many tokens a request of a row draws."""
+    engine, *_ = parts
+    monkeypatch.setattr("rl_bridge.rollout.served.decoder.PIECE", piece)
+    stop, sampling = ("1", "a", "= "), replace(SAMPLING, top_p=0.9)
+    found = engine.generate(PROMPTS, replace(sampling, stop=stop))
+    assert_cut_at_the_text(tokenizer, engine.generate(PROMPTS, sampling), found, stop)
 
 
 def test_conversations_go_on_in_the_server(parts, model):

@@ -1,0 +1,128 @@
+"""The ``Decoder`` of a served engine: rows that join and leave, each one request or, with stop texts, several."""
+
+import weakref
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from rl_bridge.data.requests import SamplingParams
+from rl_bridge.rollout.decoder import Drawn
+from rl_bridge.rollout.served.asking import Completion
+from rl_bridge.rollout.served.engine import ServedEngine
+from rl_bridge.rollout.stop_texts import CompletionText, StopTexts
+
+PIECE = 64
+"""Tokens of one request of a row that a text may end: a server knows no text, and what it draws behind one is lost."""
+
+
+@dataclass
+class _Row:
+    key: Hashable
+    prompt: tuple[int, ...]
+    seed: int
+    drawn: int
+    limit: int
+    text: CompletionText | None
+    had: list[Completion] = field(default_factory=list)
+    """What the requests so far drew."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for completion in self.had for token in completion.tokens]
+
+
+class ServedDecoder:
+    """``rl_bridge.rollout.decoder.Decoder`` over a served engine, which decides itself what runs together."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        sampling: SamplingParams,
+        *,
+        stop: Collection[int],
+        texts: StopTexts | None = None,
+    ) -> None:
+        """``stop``, ``texts``: ids and texts that end a row. Rows that nobody takes are aborted with this object."""
+        self._engine, self._sampling, self._stop = engine, sampling, frozenset(stop)
+        self._texts = texts or None
+        self._rows: dict[str, _Row] = {}
+        weakref.finalize(self, engine.forget, self._rows)
+
+    @property
+    def running(self) -> int:
+        """Rows that were added and have not been returned."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """None: the engine's own queue holds what it has no room for."""
+        return 0
+
+    def add(
+        self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int, said: int = 0
+    ) -> None:
+        """Put a sequence in, as ``Decoder.add`` does.
+
+        Raises:
+            ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
+        """
+        longest = self._engine.limits().longest
+        if not tokens or limit < 1 or drawn < 0 or len(tokens) >= longest:
+            raise ValueError(
+                f"a row needs 1 to {longest - 1} tokens (max_model_len), limit ≥ 1 and drawn ≥ 0, got {len(tokens)} "
+                f"tokens, limit {limit}, drawn {drawn}"
+            )
+        text = None if self._texts is None else self._texts.begin(tokens[len(tokens) - said :])
+        self._ask(_Row(key, tuple(tokens), seed, drawn, min(limit, longest - len(tokens)), text))
+
+    def step(self) -> list[Drawn]:
+        """The rows that have ended; waits a moment for one."""
+        return self._drawn(self._engine.take(self._rows, 0.02))
+
+    def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
+        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
+        names = [name for name, row in self._rows.items() if keys is None or row.key in keys]
+        return self._drawn(self._engine.withdraw(names), leave=True)
+
+    def _ask(self, row: _Row) -> None:
+        """The next request of a row."""
+        had = row.tokens
+        limit = row.limit - len(had)
+        name = self._engine.submit(
+            (*row.prompt, *had),
+            self._sampling,
+            seed=row.seed,
+            drawn=row.drawn + len(had),
+            limit=limit if row.text is None else min(limit, PIECE),
+            stop=self._stop,
+        )
+        self._rows[name] = row
+
+    def _drawn(self, found: dict[str, Completion], *, leave: bool = False) -> list[Drawn]:
+        """Rows that have ended, or all: where a text is complete, up to and with the token that completed it."""
+        made = []
+        for name, completion in found.items():
+            row, reason = self._rows.pop(name), completion.reason
+            for place, token in enumerate(completion.tokens if row.text is not None else (), 1):
+                if row.text is not None and row.text.add(token) is not None:
+                    completion, reason = _first(completion, place), "stop"
+                    break
+            row.had.append(completion)
+            if reason == "length" and len(row.tokens) < row.limit:
+                if not leave:
+                    self._ask(row)
+                    continue
+                reason = "abort"
+            parts = row.had
+            allowed = [ids for part in parts for ids in part.allowed or ()]
+            versions = [version for part in parts for version in part.versions or ()]
+            logprobs = [value for part in parts for value in part.logprobs]
+            unsaid = any(part.tokens and part.versions is None for part in parts)
+            made.append(Drawn(row.key, row.tokens, logprobs, allowed or None, reason, None if unsaid else versions))
+        return made
+
+
+def _first(completion: Completion, count: int) -> Completion:
+    """Its first ``count`` tokens, with what is known of them."""
+    allowed = None if completion.allowed is None else completion.allowed[:count]
+    versions = None if completion.versions is None else completion.versions[:count]
+    return Completion(completion.tokens[:count], completion.logprobs[:count], allowed, versions, completion.reason)
