@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tyro
@@ -73,8 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _guarded(lambda: run(words[1:]))
     if words == ["doctor"]:
         return print_diagnosis()
-    if words[:1] == ["export-metrics"]:
-        return export_metrics(words[1:])
+    if words[:1] == ["export"]:
+        from rl_bridge.tracking.exporters.commands import run as export
+
+        return _guarded(lambda: export(words[1:]))
     if words[:1] == ["train"] and len(words) > 1 and words[1] in TRAINERS:
         trainer, rest = TRAINERS[words[1]], [word for word in words[2:] if word != TRACEBACK]
         pipeline = parse(_load(trainer.default), rest, prog=f"rl-fn train {words[1]}")
@@ -91,13 +92,13 @@ def usage() -> str:
 
        rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
        rl-fn train {{reward-model,preference}} [options] [loss:LOSS] [options of the loss]
-       rl-fn export-metrics FOLDER --to {{tensorboard,wandb}} [--output FOLDER] [--project NAME]
+       rl-fn export RUN --to {{tensorboard,wandb,mlflow,trackio}} [--output FOLDER] [--project NAME] [--again]
        rl-fn check {{trl,verl,openrlhf,tunix}}
        rl-fn quantize {{profile,setup,verify}} [--help] [options]
        rl-fn doctor
 
 commands:
-{trainers}  export-metrics       the record of a run, written again for another program
+{trainers}  export               the record of a run for another program: what is new, and never twice
   check                rl_fn's dialects against an installed library's own functions: value and gradient
   quantize             rollouts in int8 or fp8: a checkpoint's profile, a file for FLASHRL_CONFIG, the error budget
   doctor               this machine's device and versions, and which backend each kernel operation takes here
@@ -132,21 +133,6 @@ def not_numbers(config: Any, prefix: str = "") -> Iterator[str]:
             yield from not_numbers(value, f"{name}.")
         elif isinstance(value, float) and math.isnan(value):
             yield name
-
-
-def export_metrics(words: Sequence[str]) -> int:
-    """Write the record of a run for another program."""
-    from rl_bridge.tracking.exporting import ExportOptions, export
-
-    def command(folder: Path, options: ExportOptions) -> int:
-        print(f"exported {export(folder, options)} records of {folder} to {options.output}")
-        return 0
-
-    settings = (tyro.conf.OmitArgPrefixes,)
-    folder, options = tyro.cli(
-        tuple[tyro.conf.Positional[Path], ExportOptions], args=list(words), prog="rl-fn export-metrics", config=settings
-    )
-    return _guarded(lambda: command(folder, options))
 
 
 def print_diagnosis() -> int:

@@ -181,14 +181,6 @@ COMMANDS = [
         "--output $SCRATCH/reproducible",
         "minutes; the results are those of the repository",
     ),
-    Command(".venv/bin/rl-fn export-metrics runs/quickstart --to tensorboard --output exported"),
-    Command("rl-fn export-metrics", "rl-fn export-metrics --help", "names no run"),
-    Command(
-        "WANDB_MODE=offline .venv/bin/rl-fn export-metrics runs/quickstart --to wandb --output exported",
-        f'{PINNED_HERE} ".[wandb]" && WANDB_MODE=offline .venv/bin/rl-fn export-metrics runs/quickstart --to wandb '
-        "--output exported",
-        "the library is an extra",
-    ),
     Command(".venv/bin/rl-fn doctor"),
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),

@@ -131,7 +131,7 @@ def test_kernels_load_neither_triton_nor_jax():
 
 
 def test_bridge_loads_no_rollout_engine_and_no_cluster():
-    assert _loaded("rl_bridge", {"vllm", "sglang", "ray", "wandb", "mlflow", "optuna"})[0] == set()
+    assert _loaded("rl_bridge", {"vllm", "sglang", "ray", "wandb", "mlflow", "trackio", "optuna"})[0] == set()
 
 
 def test_transformers_does_not_take_our_kernels_folder_for_the_hub_package():

@@ -1,6 +1,18 @@
 """Commands of docs/tools.md: as documented, as run, why it is another, and its group."""
 
-TRACKERS: list[tuple[str, ...]] = []
+EXTRA = ".venv/bin/pip install --quiet --constraint constraints.txt --editable '.[trackers]'"
+LIVE = ".venv/bin/rl-fn train policy --trackers tensorboard mlflow --system-every 10"
+SHORT = (
+    "--name live --sft.steps 2 --sft.rows-per-step 8 --policy.steps 2 --policy.prompts-per-step 4 --held-out 8 "
+    "--checkpoint-every 1"
+)
+EXPORT = ".venv/bin/rl-fn export runs/quickstart --to"
+TRACKERS: list[tuple[str, ...]] = [
+    (LIVE, f"{EXTRA} && {LIVE} {SHORT}", "minutes; the libraries are an extra"),
+    *((f"{EXPORT} {name}",) for name in ("tensorboard", "mlflow", "trackio", "wandb")),
+    (f"{EXPORT} mlflow --artifacts files --again",),
+    ("rl-fn export", "rl-fn export --help", "names no run"),
+]
 TUNING: list[tuple[str, ...]] = []
 MEMORY: list[tuple[str, ...]] = []
 REPORTS: list[tuple[str, ...]] = []

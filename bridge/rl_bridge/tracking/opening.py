@@ -11,6 +11,7 @@ from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.tracking import lock
 from rl_bridge.tracking.comparison import differences, options_of
 from rl_bridge.tracking.lock import RunLock
+from rl_bridge.tracking.provenance import write_provenance
 from rl_bridge.tracking.recorder import Recorder
 from rl_bridge.tracking.signals import tell
 
@@ -89,6 +90,7 @@ def _open(
         if changes:
             tell(f"going on with other options: {'; '.join(changes)}")
             recorder.note({"step": recorder.logged, "changed": changes})
+        write_provenance(folder, recorder.attempt, fingerprints)
         tell(f"run folder: {folder}" if path is None else f"run folder: {folder}, going on from {path.name}")
     except BaseException:
         recorder.close()

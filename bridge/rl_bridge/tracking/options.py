@@ -3,8 +3,12 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from rl_bridge.tracking.exporters.live import LiveExport
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 MAY_CHANGE: dict[str, Any] = {"resume": "may change"}
 """``field(metadata=MAY_CHANGE)``: a resumed run may have another value of the option without a word."""
 
@@ -28,13 +32,42 @@ class RunOptions:
     stop_after_skips: int = field(default=3, metadata=MAY_CHANGE)
     """Steps in a row with a loss or gradient that is not finite after which the run stops."""
 
+    trackers: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
+    """Programs that get the metrics while the run goes on: tensorboard, wandb, mlflow, trackio."""
+    tracker_output: Path = field(default=Path("exported"), metadata=MAY_CHANGE)
+    """The folder of the trackers' local stores."""
+    tracker_project: str = field(default="rl-fn", metadata=MAY_CHANGE)
+    """The trackers' project; the experiment in MLflow."""
+    system_every: float = field(default=0.0, metadata=MAY_CHANGE)
+    """Seconds between two lines of system.jsonl: CPU, memory and GPUs. 0: there is no such file."""
+
     def __post_init__(self) -> None:
-        """Refuse a name that leaves ``output``, and counts below 1."""
+        """Refuse a name that leaves ``output``, counts below 1, and trackers that there are not."""
         if re.fullmatch(r"[^/\\\x00-\x1f]{1,200}", self.name) is None or self.name.startswith("."):
             raise ValueError(f"name is that of a folder in {self.output}, not a path and not hidden, got {self.name!r}")
         for option in ("checkpoint_every", "keep_checkpoints", "stop_after_skips"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}")
+
+        if self.system_every < 0:
+            raise ValueError(f"system_every must not be negative, got {self.system_every}")
+        for tracker in self.tracker_names():
+            if tracker not in TRACKERS:
+                raise ValueError(f"trackers are {', '.join(TRACKERS)}, got {tracker!r}")
+
+    def tracker_names(self) -> list[str]:
+        """Of ``trackers``, each once; a comma separates as a space does."""
+        return list(dict.fromkeys(name for words in self.trackers for name in words.split(",") if name))
+
+    def live_export(self) -> "LiveExport":
+        """What runs beside the steps.
+
+        Raises:
+            ModuleNotFoundError: a tracker is not installed.
+        """
+        from rl_bridge.tracking.exporters.live import live_export
+
+        return live_export(self.tracker_names(), self.tracker_output, self.tracker_project, self.system_every)
 
     def folder(self) -> Path:
         """Of the run to resume; else ``output/name``, or the first of ``name-2``, ``name-3``, … that does not exist."""

@@ -40,6 +40,11 @@ class Recorder:
         self._events = EventLog(folder / "events", purge_step=self._logged if again else None)
 
     @property
+    def attempt(self) -> int:
+        """The number of this session of the run, from 1."""
+        return self._attempt
+
+    @property
     def logged(self) -> int:
         """How many steps were recorded."""
         return self._logged

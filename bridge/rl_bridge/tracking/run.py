@@ -11,6 +11,7 @@ from tqdm import tqdm
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.engines.base import Engine
 from rl_bridge.tracking.best import Best
+from rl_bridge.tracking.exporters.live import Exporters, LiveExport
 from rl_bridge.tracking.opening import Opened, begin_or_resume
 from rl_bridge.tracking.options import RunOptions
 from rl_bridge.tracking.recorder import Recorder
@@ -53,12 +54,14 @@ class Run:
         checkpoint_every: int = 25,
         keep: int = 2,
         stop_after_skips: int = 3,
+        live: LiveExport | None = None,
     ) -> None:
         """``resume`` goes on from the newest whole checkpoint, or begins again if the run was killed before its first.
 
         A new run's folder must not exist yet. ``fingerprints``: name → hash of what the run depends on besides its
         options, such as its data. ``resume_anyway`` resumes with other options and fingerprints too, and without
-        records that are damaged. ``keep``: newest checkpoints that stay. ``stop_after_skips``: see ``log``.
+        records that are damaged. ``keep``: newest checkpoints that stay. ``stop_after_skips``: see ``log``. ``live``:
+        trackers that get the record while the run goes on.
 
         Raises:
             ValueError: another process has the folder, there is nothing to resume, or the checkpoint was made with
@@ -79,6 +82,7 @@ class Run:
         self._skips = Skips(folder / "skipped", stop_after_skips, state.get("skips"))
         self._best = Best(state.get("best"))
         self._recorder: Recorder = self._opened.recorder
+        self._live, self._exporters = live, None
         self._signals = StopRequest()
         self._bar: tqdm | None = None
         self._stage, self._updated = "", None
@@ -86,6 +90,8 @@ class Run:
 
     def __enter__(self) -> Self:
         self._signals.__enter__()
+        if self._live is not None and (self._live.exports or self._live.system_every):
+            self._exporters = Exporters(self.folder, self._live)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -93,7 +99,8 @@ class Run:
         if self._bar is not None:
             self._bar.close()
         failures = []
-        for close in (self._recorder.close, self._checkpointer.wait, self._opened.lock.release):
+        exported = [] if self._exporters is None else [self._exporters.close]
+        for close in (self._recorder.close, self._checkpointer.wait, *exported, self._opened.lock.release):
             try:
                 close()
             except Exception as failure:
@@ -266,6 +273,7 @@ def open_run(folder: Path, pipeline: RunOptions, fingerprints: Mapping[str, str]
         checkpoint_every=pipeline.checkpoint_every,
         keep=pipeline.keep_checkpoints,
         stop_after_skips=pipeline.stop_after_skips,
+        live=pipeline.live_export(),
     )
 
 

@@ -55,6 +55,7 @@ def test_own_data_reward_and_model_to_the_end(
         "config.json",
         "metrics.jsonl",
         "events",
+        "provenance.jsonl",
         "curves.png",
         "samples.json",
         "summary.json",

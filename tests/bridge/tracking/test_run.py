@@ -95,7 +95,8 @@ def whole(tmp_path_factory):
 
 def test_what_a_run_leaves_behind(whole):
     names = {path.name for path in whole.iterdir()}
-    assert names == {".lock", "config.json", "metrics.jsonl", "events", "curves.png", "summary.json", "checkpoints"}
+    written = {"config.json", "metrics.jsonl", "provenance.jsonl", "events", "curves.png", "summary.json"}
+    assert names == {".lock", "checkpoints", *written}
     assert json.loads((whole / "config.json").read_text()) == {"rate": 0.5}
     assert json.loads((whole / "summary.json").read_text()) == {"count": 112}
     assert [m[:2] for m in metrics(whole)] == [("first", i) for i in range(4)] + [("second", i) for i in range(8)]

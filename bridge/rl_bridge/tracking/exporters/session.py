@@ -1,0 +1,169 @@
+"""One export of one run to one place: what is new is sent; after a cut, everything again."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from rl_bridge.tracking.exporters.artifacts import artifact_of
+from rl_bridge.tracking.exporters.base import About, Exporter, GoesOn, Place, exporter_of
+from rl_bridge.tracking.exporters.cursor import Cursor, key_of
+from rl_bridge.tracking.exporters.rows import CHUNK, STREAMS, Cut, Row, Tail
+from rl_bridge.tracking.provenance import read_provenance
+from rl_bridge.tracking.records import METRICS
+from rl_bridge.tracking.scrubbing import scrubbed
+
+Target = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What is exported and where to. An export sends what is new; the same export again changes nothing."""
+
+    to: Target
+    output: Path = Path("exported")
+    """A folder for the local stores: event files, offline runs, databases."""
+    project: str = "rl-fn"
+    """The project, where the other program has projects; the experiment in MLflow."""
+    artifacts: Literal["manifest", "files"] = "manifest"
+    """Of the run's model: names, sizes and checksums of its files, or the files too."""
+    again: bool = False
+    """Take back what was exported and send everything again."""
+
+
+class Session:
+    """Use as a context manager; ``catch_up`` sends what is new and may be called at any time."""
+
+    def __init__(self, folder: Path, options: ExportOptions, *, wait: float = 0.0) -> None:
+        """``wait``: seconds for another process that exports the same run to the same place.
+
+        Raises:
+            ValueError: there is no run.
+        """
+        if not (folder / METRICS).is_file():
+            raise ValueError(f"{folder} has no {METRICS}: it is not a run's folder")
+        self._folder, self._options = folder, options
+        output = options.output.resolve()
+        self._place = Place(output, options.project)
+        self._cursor = Cursor(folder, options.to, f"{output}\n{options.project}", wait=wait)
+        self._sent = 0
+
+    def __enter__(self) -> Self:
+        self._cursor.__enter__()
+        try:
+            self._begin(self._cursor.state, again=self._options.again)
+        except BaseException as error:
+            if hasattr(self, "_exporter"):
+                self.__exit__(type(error), error, None)
+            else:
+                self._cursor.__exit__()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._exporter.close(error is None and (self._folder / "summary.json").exists())
+            if error is None:
+                self._remember(closed=True)
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and the store could not be closed: {failure}")
+        finally:
+            self._cursor.__exit__()
+
+    @property
+    def sent(self) -> int:
+        """Records that this session sent."""
+        return self._sent
+
+    @property
+    def records(self) -> int:
+        """Records of the run that are in the store."""
+        return self._tails["metrics"].rows
+
+    def catch_up(self) -> int:
+        """Send what is new; returns how many records that were."""
+        before = self._sent
+        try:
+            self._send()
+        except Cut:
+            self._exporter.close(False)
+            self._begin(None, again=True)
+            self._send()
+        return self._sent - before
+
+    def send_artifact(self) -> None:
+        """Send the model that the run has made, unless the store has this one already."""
+        found = artifact_of(self._folder, copied=self._options.artifacts == "files")
+        if found is not None and self._memory.get("artifact") != [found.sha256, found.copied]:
+            self._exporter.artifact(found)
+            self._memory["artifact"] = [found.sha256, found.copied]
+            self._remember()
+
+    def _begin(self, state: Mapping[str, Any] | None, *, again: bool) -> None:
+        about = about_of(self._folder)
+        digest = hashlib.sha256(json.dumps([about.config, about.provenance], sort_keys=True).encode()).hexdigest()
+        remembered = state or self._cursor.state
+        self._memory: dict[str, Any] = dict(remembered["memory"]) if remembered else {}
+        self._exporter: Exporter = exporter_of(self._options.to)(about, self._place, self._memory)
+        tails = {name: Tail(name, **(state["tails"][name] if state and not again else {})) for name in STREAMS}
+        goes_on = (
+            state is not None
+            and not again
+            and state["about"] == digest
+            and all(tail.begins(self._folder) for tail in tails.values())
+            and self._exporter.goes_on in ((GoesOn.ALWAYS, GoesOn.AFTER_CLOSE) if state["closed"] else (GoesOn.ALWAYS,))
+            and self._exporter.has(tails["metrics"].rows)
+        )
+        self._tails = tails if goes_on else {name: Tail(name) for name in STREAMS}
+        self._about = digest
+        if not goes_on:
+            self._exporter.clear()
+            self._memory.pop("artifact", None)
+        self._exporter.open()
+        self._remember()
+
+    def _send(self) -> None:
+        for name, tail in self._tails.items():
+            for rows in _chunks(tail.read(self._folder)):
+                self._exporter.send(rows)
+                self._sent += len(rows) if name == "metrics" else 0
+                self._remember()
+
+    def _remember(self, *, closed: bool = False) -> None:
+        tails = {name: tail.state() for name, tail in self._tails.items()}
+        self._cursor.write({"about": self._about, "closed": closed, "tails": tails, "memory": self._memory})
+
+
+def about_of(folder: Path) -> About:
+    """What is exported of a run besides its rows, without secrets."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    return About(
+        key=scrubbed(key_of(folder)),
+        name=scrubbed(folder.resolve().name),
+        config=scrubbed(config),
+        provenance=scrubbed(read_provenance(folder)),
+    )
+
+
+def export(folder: Path, options: ExportOptions) -> tuple[int, int]:
+    """Send what is new of the run in ``folder``; returns (records in the store, records that were new to it).
+
+    Raises:
+        ValueError: there is no run, a record is damaged, or another process exports it to the same place.
+        ModuleNotFoundError: the library is not installed.
+    """
+    with Session(folder, options) as session:
+        session.catch_up()
+        session.send_artifact()
+    return session.records, session.sent
+
+
+def _chunks(rows: Iterable[Row]) -> Iterable[list[Row]]:
+    rows = iter(rows)
+    while chunk := list(itertools.islice(rows, CHUNK)):
+        yield chunk

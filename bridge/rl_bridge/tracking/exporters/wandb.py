@@ -1,0 +1,110 @@
+"""Weights & Biases: an offline run in the output's folder, for ``wandb sync``; or live, with ``WANDB_MODE=online``."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.tracking.exporters.base import About, Artifact, GoesOn, Place, library
+from rl_bridge.tracking.exporters.rows import Row
+
+
+class RunExporter:
+    """Rows have clocks of their own (``clock/step``, ``clock/tokens`` …) and no step of W&B's, which may not go back.
+
+    An offline run is one file that one process writes: another process writes it anew. What was taken back from a
+    server keeps its id there for ever, so the run goes on under the next one.
+    """
+
+    def __init__(self, about: About, place: Place, memory: dict[str, Any]) -> None:
+        self._about, self._place, self._memory = about, place, memory
+        self._mode = os.environ.get("WANDB_MODE", "offline")
+        self.goes_on = GoesOn.NEVER if self._mode == "offline" else GoesOn.AFTER_CLOSE
+        self._run: Any = None
+
+    @property
+    def _id(self) -> str:
+        generation = self._memory.get("generation", 1)
+        return self._about.key if generation == 1 else f"{self._about.key}-{generation}"
+
+    def has(self, rows: int) -> bool:
+        """A server is not asked: the cursor says what was sent."""
+        return True
+
+    def clear(self) -> None:
+        """Remove offline runs that were not synced; a run on a server is deleted there, or left and named anew."""
+        online = self._memory.get("online") == self._id
+        synced = online
+        for folder in self._folders():
+            if any(folder.glob("*.wandb.synced")):
+                synced = True
+            else:
+                shutil.rmtree(folder)
+        if online and self._mode == "online":
+            self._delete_from_server()
+        if synced:
+            self._memory["generation"] = self._memory.get("generation", 1) + 1
+
+    def open(self) -> None:
+        """Begin the run. The library collects nothing of its own: no console, no code, no machine, no git."""
+        wandb = library("wandb")
+        self._place.output.mkdir(parents=True, exist_ok=True)
+        if self._mode == "online":
+            self._memory["online"] = self._id
+        settings = wandb.Settings(
+            mode=self._mode,
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            disable_job_creation=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            x_transaction_log_flush_interval=1.0,
+        )
+        provenance = {"key": self._about.key, "attempts": list(self._about.provenance)}
+        self._run = wandb.init(
+            project=self._place.project,
+            id=self._id,
+            name=self._about.name,
+            config={**self._about.config, "rl_fn": provenance},
+            dir=str(self._place.output),
+            resume=None if self._mode == "offline" else "allow",
+            reinit="create_new",
+            settings=settings,
+        )
+        # Not synchronised: a row of the machine's numbers has no step, and none is made up for it.
+        self._run.define_metric("clock/*")
+        self._run.define_metric("*", step_metric="clock/step", step_sync=False)
+        self._run.define_metric("system/*", step_metric="clock/sample", step_sync=False)
+
+    def send(self, rows: Sequence[Row]) -> None:
+        """A row of history each."""
+        for row in rows:
+            clocks = {f"clock/{name}": value for name, value in row.clocks.items()}
+            self._run.log({**row.metrics, **clocks, "_timestamp": row.time})
+
+    def artifact(self, artifact: Artifact) -> None:
+        """An artifact of type ``model`` with the manifest, and with the files if they are wanted."""
+        wandb = library("wandb")
+        made = wandb.Artifact(f"{self._about.key}-model", type="model", metadata=artifact.manifest())
+        if artifact.copied:
+            made.add_dir(str(artifact.folder))
+        self._run.log_artifact(made)
+
+    def close(self, ended: bool) -> None:
+        """Wait until the library has written, or sent, everything."""
+        if self._run is not None:
+            self._run.finish(exit_code=0)
+
+    def _folders(self) -> list[Path]:
+        return sorted((self._place.output / "wandb").glob(f"offline-run-*-{self._id}"))
+
+    def _delete_from_server(self) -> None:
+        wandb = library("wandb")
+        api = wandb.Api()
+        api.run(f"{api.default_entity}/{self._place.project}/{self._id}").delete()

