@@ -70,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from rl_bridge.quantize.commands import run
 
         return _guarded(lambda: run(words[1:]))
+    if words[:1] == ["tune"]:
+        from rl_bridge.tuning.commands import run as tune
+
+        return _guarded(lambda: tune([word for word in words[1:] if word != TRACEBACK]), traceback=TRACEBACK in words)
     if words == ["doctor"]:
         return print_diagnosis()
     if words[:1] == ["export"]:
@@ -78,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _guarded(lambda: export(words[1:]))
     if words[:1] == ["train"] and len(words) > 1 and words[1] in TRAINERS:
         trainer, rest = TRAINERS[words[1]], [word for word in words[2:] if word != TRACEBACK]
-        pipeline = parse(_load(trainer.default), rest, prog=f"rl-fn train {words[1]}")
-        return report(_load(trainer.run), pipeline, traceback=TRACEBACK in words)
+        pipeline = parse(load(trainer.default), rest, prog=f"rl-fn train {words[1]}")
+        return report(load(trainer.run), pipeline, traceback=TRACEBACK in words)
     wanted = words in ([], ["--help"], ["-h"])
     print(usage() if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{usage()}", end="")
     return 0 if wanted else 2
@@ -95,12 +99,14 @@ def usage() -> str:
        rl-fn export RUN --to {{tensorboard,wandb,mlflow,trackio}} [--output FOLDER] [--project NAME] [--again]
        rl-fn check {{trl,verl,openrlhf,tunix}}
        rl-fn quantize {{profile,setup,verify}} [--help] [options]
+       rl-fn tune TRAINER --space.OPTION DOMAIN [options]
        rl-fn doctor
 
 commands:
 {trainers}  export               the record of a run for another program: what is new, and never twice
   check                rl_fn's dialects against an installed library's own functions: value and gradient
   quantize             rollouts in int8 or fp8: a checkpoint's profile, a file for FLASHRL_CONFIG, the error budget
+  tune                 a study over a training command: a search space, seeds as repetitions, a journal
   doctor               this machine's device and versions, and which backend each kernel operation takes here
 
 {TRACEBACK} shows where an error of a run came from.
@@ -192,7 +198,8 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False) -> int:
         return 1
 
 
-def _load(place: str) -> Any:
+def load(place: str) -> Any:
+    """What ``module:name`` names."""
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)
 

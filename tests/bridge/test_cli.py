@@ -135,7 +135,7 @@ def test_a_second_ctrl_c_is_no_traceback(capsys):
 
 
 def test_traceback_is_an_option_of_every_trainer(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_load", lambda place: quickstart if "recipes" in place else broken(ValueError("no")))
+    monkeypatch.setattr(cli, "load", lambda place: quickstart if "recipes" in place else broken(ValueError("no")))
     assert main(["train", "policy", "--traceback"]) == 1
     assert "Traceback" in capsys.readouterr().err
     assert main(["train", "policy"]) == 1
@@ -145,7 +145,7 @@ def test_traceback_is_an_option_of_every_trainer(monkeypatch, capsys):
 def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(cli, "_load", lambda place: quickstart if "recipes" in place else finished)
+    monkeypatch.setattr(cli, "load", lambda place: quickstart if "recipes" in place else finished)
     assert main(["train", "policy"]) == 0
     terminal.flush()
     assert terminal.buffer.getvalue() == b"held-out accuracy 0.10 ? 0.20 in 3 s\n"
@@ -157,7 +157,7 @@ def finished(_):
 
 def test_every_trainer_of_the_table_is_there_with_a_default():
     for name, trainer in cli.TRAINERS.items():
-        default = cli._load(trainer.default)
+        default = cli.load(trainer.default)
         config = default()
-        assert callable(cli._load(trainer.run)), name
+        assert callable(cli.load(trainer.run)), name
         assert config.resume is False and config.name, name

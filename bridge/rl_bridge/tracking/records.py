@@ -11,14 +11,18 @@ from rl_bridge.atomic import replacing
 METRICS = "metrics.jsonl"
 
 
-def read_records(file: Path) -> list[dict[str, Any]]:
+def read_records(file: Path, *, torn: bool = False) -> list[dict[str, Any]]:
     """The records of a run's steps, in order; lines that are no step's are left out.
+
+    ``torn``: the run may be going on, so that a last line without its end is left out.
 
     Raises:
         ValueError: a line cannot be read; the message has its number.
     """
     records = []
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1] if torn else content
+    for number, line in enumerate(whole.splitlines(), 1):
         record = _parsed(line)
         if record is None:
             raise ValueError(f"{file}, line {number} is damaged: {line[:60]!r}")

@@ -15,7 +15,7 @@ from rl_bridge.tracking.exporters.live import Exporters, LiveExport
 from rl_bridge.tracking.opening import Opened, begin_or_resume
 from rl_bridge.tracking.options import RunOptions
 from rl_bridge.tracking.recorder import Recorder
-from rl_bridge.tracking.signals import StopRequest, tell
+from rl_bridge.tracking.signals import Stopped, StopRequest, tell
 from rl_bridge.tracking.skips import Skips, whose
 
 SHOWN = {"reward": "reward", "nll": "nll", "loss": "loss", "accuracy": "accuracy", "kl": "KL", "entropy": "entropy"}
@@ -27,14 +27,6 @@ class Stateful(Protocol):
 
     def checkpoint_state(self) -> dict[str, Any]: ...
     def load_checkpoint_state(self, state: dict[str, Any]) -> None: ...
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal asked the run ``name`` to stop; a checkpoint of the last whole step is on disk."""
-
-    def __init__(self, message: str, name: str, number: int) -> None:
-        super().__init__(message)
-        self.name, self.number = name, number
 
 
 class Run:

@@ -9,6 +9,14 @@ from tqdm import tqdm
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal asked the run ``name`` to stop; a checkpoint of the last whole step is on disk."""
+
+    def __init__(self, message: str, name: str, number: int) -> None:
+        super().__init__(message)
+        self.name, self.number = name, number
+
+
 class StopRequest:
     """Use as a context manager. ``number`` is that of the first signal that came, None before."""
 

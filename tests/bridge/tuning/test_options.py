@@ -1,0 +1,120 @@
+"""Names of the trainers' own options, and the words of a trial."""
+
+import pytest
+
+from rl_bridge import cli
+from rl_bridge.pipelines.preference import PreferencePipeline
+from rl_bridge.recipes import quickstart
+from rl_bridge.tuning.commands import run
+from rl_bridge.tuning.options import corners, options_of, read_space, words_of
+from rl_bridge.tuning.space import Interval
+
+POLICY = options_of(quickstart())
+
+
+def test_a_recipe_has_options_of_its_own():
+    words = {
+        "objective.clip-high": "log:1e-4..1e-2",
+        "objective:gspo.clip-low": "0.1..0.2",
+        "policy.responses-per-prompt+policy.prompts-per-step": "4+192,8+96",
+        "objective": "gspo,dapo,ppo",
+        "policy.steps": "1..8",
+    }
+    space = read_space(words, POLICY, ["--track-kl"])
+    assert next(parameter.name for parameter in space) == "objective"
+    named = {parameter.name: parameter for parameter in space}
+    assert named["objective.clip-high"].when is None and named["objective:gspo.clip-low"].when == (
+        "objective",
+        ("gspo",),
+    )
+    assert named["policy.steps"].domain == Interval(1, 8, whole=True), "an integer by the option's type"
+    for corner in corners(space):
+        made = words_of(corner, POLICY, ["--track-kl"])
+        config = cli.parse(quickstart(), made, prog="x")
+        assert config.objective.algorithm == corner["objective"] and config.policy.steps in (1, 8)
+        assert config.policy.responses_per_prompt * config.policy.prompts_per_step == 768
+        assert config.objective.clip_high == corner["objective.clip-high"] and config.track_kl
+        assert ("--objective.clip-low" in made) == (corner["objective"] == "gspo")
+
+
+def test_an_option_of_some_recipes_applies_with_those():
+    space = read_space({"objective": "gspo,dapo,reinforce", "objective.clip-high": "0.1..0.3"}, POLICY, [])
+    assert [p.when for p in space] == [None, ("objective", ("gspo", "dapo"))]
+
+
+def test_without_a_word_the_recipe_is_the_trainers_own():
+    space = read_space({"objective.clip-high": "0.1..0.3"}, POLICY, [])
+    made = words_of({"objective.clip-high": 0.25}, POLICY, ["--policy.steps", "3"])
+    assert [p.when for p in space] == [None] and made[0] == "objective:dapo"
+    assert cli.parse(quickstart(), made, prog="x").objective.clip_high == 0.25
+    losses = options_of(PreferencePipeline)
+    space = read_space({"loss": "dpo,aot_unpaired"}, losses, [])
+    config = cli.parse(
+        PreferencePipeline, words_of({"loss": space.parameters[0].domain.points(2)[1]}, losses, []), prog=""
+    )
+    assert config.loss.loss == "aot_unpaired"
+
+
+REFUSED = {
+    "a slip": (
+        {"optimizer.learning-rat": "0..1"},
+        [],
+        "has no option --optimizer.learning-rat; did you mean optimizer.le",
+    ),
+    "a recipe's slip": ({"objective.clip-hihg": "0..1"}, [], "did you mean objective.clip-high"),
+    "no recipe": ({"objective": "gspo,dappo"}, [], "there is no objective:dappo; did you mean "),
+    "of another recipe": ({"objective.clip-high": "0..1"}, ["objective:reinforce"], "here objective is reinforce"),
+    "not of this recipe": (
+        {"objective:reinforce.clip-high": "0..1"},
+        [],
+        "objective:reinforce has no option --objective.cl",
+    ),
+    "the seed": ({"seed": "1,2"}, [], "--seed is the study's own"),
+    "twice": ({"policy.steps": "1..8"}, ["--policy.steps", "3"], "--policy.steps is fixed and searched"),
+    "recipe twice": ({"objective": "gspo,dapo"}, ["objective:gspo"], "--objective is fixed and searched"),
+    "a domain": ({"policy.steps": "8..1"}, [], "--space.policy.steps: a range goes"),
+    "pairs": ({"policy.steps+seed": "1+2,3+4"}, [], "--seed is the study's own"),
+    "uneven": ({"policy.steps+held-out": "1+2,3"}, [], "give choices of 2 values"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED.values(), ids=list(REFUSED))
+def test_what_is_no_option_is_refused_with_the_nearest_name(wrong):
+    words, fixed, message = wrong
+    with pytest.raises(ValueError) as refused:
+        read_space(words, POLICY, fixed)
+    assert message in str(refused.value)
+
+
+COMMANDS = {
+    "an end that cannot be": (["--space.policy.steps", "0..3"], SystemExit, "2"),
+    "a fixed option": (
+        ["--space.policy.steps", "1..3", "--policy.stepz", "3"],
+        ValueError,
+        "did you mean policy.steps",
+    ),
+    "a fixed seed": (["--space.policy.steps", "1..3", "--seed", "3"], ValueError, "give --seeds"),
+    "no domain": (["--space.policy.steps", "--trials", "3"], ValueError, "needs a domain"),
+    "nothing": (["--trials", "3"], ValueError, "nothing to search"),
+    "a constraint": (["--space.policy.steps", "1..3", "--constraint", "kl<0.1"], ValueError, "is no constraint"),
+    "a reduction": (["--space.policy.steps", "1..3", "--maximize", "reward:median"], ValueError, "last, best, mean"),
+    "one goal": (
+        ["--space.policy.steps", "1..3", "--sampler", "cma-es", "--maximize", "reward", "--minimize", "kl"],
+        ValueError,
+        "the sampler cma-es takes one goal, got 2; of several goals learn random, grid, tpe, gp",
+    ),
+    "a function beside": (
+        ["--space", "x:y", "--space.policy.steps", "1..3"],
+        ValueError,
+        "leave --space.policy.steps out",
+    ),
+    "no function": (["--space", "math:nothing"], ValueError, "math has no function nothing"),
+}
+
+
+@pytest.mark.parametrize("wrong", COMMANDS.values(), ids=list(COMMANDS))
+def test_a_command_that_cannot_be_is_refused_before_a_folder_is_made(wrong, tmp_path, capsys):
+    words, kind, message = wrong
+    with pytest.raises(kind) as refused:
+        run(["policy", *words, "--output", str(tmp_path / "runs")])
+    assert message in str(refused.value) and not (tmp_path / "runs").exists()

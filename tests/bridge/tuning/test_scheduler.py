@@ -1,0 +1,244 @@
+"""The scheduler in a world of its own: thousands of orders of ends, kills, crashes, hangs and restarts, by seed."""
+
+import functools
+import random
+import zlib
+
+import pytest
+
+from rl_bridge.tuning import scheduler
+from rl_bridge.tuning.objectives import interval, parse_constraint, parse_goal
+from rl_bridge.tuning.pruning import Pruning
+from rl_bridge.tuning.samplers.protocol import Result
+from rl_bridge.tuning.scheduler import Exit, Plan, Scheduler
+from rl_bridge.tuning.state import Key, State
+
+STEPS = 4
+NONE = Pruning()
+GOAL = parse_goal("reward", maximize=True)
+LIMITED = parse_constraint("kl<=0.5")
+
+
+class Killed(BaseException):
+    """SIGKILL of the tuner."""
+
+
+class World:
+    """Disk, machines and time: what outlives a tuner. ``fate`` of a run is its own: crash, hang, or neither."""
+
+    def __init__(self, seed, slots):
+        self.random, self.slots = random.Random(seed), slots
+        self.journal, self.done, self.running = [], {}, {}
+        self.exits, self.now, self.kills, self.outside = [], 0.0, 0, 0
+
+    def fate(self, key):
+        return {(1, 1): "crash", (2, 0): "hang"}.get(key, "fine")
+
+    # What the scheduler is given.
+    def write(self, event):
+        self.maybe_kill()
+        self.journal.append(event)
+        self.maybe_kill()
+
+    def start(self, key, assignment, slot):
+        assert key not in self.running and self.done.get(key, 0) < STEPS, "a run is started twice, or after its end"
+        assert slot not in self.running.values() and 0 <= slot < self.slots
+        self.running[key] = slot
+        self.done.setdefault(key, 0)
+        self.maybe_kill()
+
+    def stop(self, key):
+        if key in self.running and self.random.random() < 0.8:
+            self.end(key, -15)
+
+    def ended(self):
+        found, self.exits = self.exits, []
+        return found
+
+    def recover(self, key):
+        assert key not in self.running
+        return self.left.get(key)
+
+    def finished(self, key):
+        return self.done.get(key, 0) >= STEPS
+
+    def values(self, key):
+        return {"reward": 1.0 - 0.1 * key.trial, "kl": 0.2 * key.trial}
+
+    def curve(self, key):
+        return dict.fromkeys(range(self.done.get(key, 0)), 0.1 * key.trial - 1.0)
+
+    # What happens by itself.
+    def maybe_kill(self):
+        if self.kills < 6 and self.random.random() < 0.04:
+            raise Killed
+
+    def end(self, key, code):
+        del self.running[key]
+        self.exits.append(Exit(key, code, "Boom: the last line" if code == 1 else ""))
+
+    def advance(self):
+        hangs = all(self.fate(key) == "hang" and self.done[key] == 2 for key in self.running)
+        self.now += 30 if hangs else self.random.random() * 4
+        for key in list(self.running):
+            fate, done, chance = self.fate(key), self.done[key], self.random.random()
+            if fate == "crash" and done == 1:
+                self.end(key, 1)
+            elif chance < 0.03:
+                self.outside += 1
+                self.end(key, -9)
+            elif chance < 0.7 and not (fate == "hang" and done == 2):
+                self.done[key] += 1
+                if self.done[key] == STEPS:
+                    self.end(key, 0)
+
+    def tuner_is_gone(self):
+        """Guards end what runs; some runs reach their end before, and of some nobody knows."""
+        self.kills += 1
+        self.left = {e.key: e for e in self.exits if self.random.random() < 0.5}
+        for key in list(self.running):
+            if self.done[key] == STEPS - 1 and self.random.random() < 0.5 and self.fate(key) == "fine":
+                self.done[key] = STEPS
+            if self.random.random() < 0.5:
+                self.left[key] = Exit(key, 0 if self.done[key] == STEPS else -15)
+            del self.running[key]
+        self.exits = []
+
+
+class Remembering:
+    """Proposes a number that depends on all calls so far, in their order."""
+
+    def __init__(self, trials):
+        self.trials, self.calls = trials, 0
+
+    def ask(self, number):
+        self.calls = zlib.crc32(repr(number).encode(), self.calls)
+        return {"x": self.calls} if number < self.trials else None
+
+    def tell(self, number, assignment, result: Result):
+        self.calls = zlib.crc32(repr((number, assignment, result)).encode(), self.calls)
+
+
+@functools.cache
+def remembered(values):
+    return interval(values)
+
+
+@pytest.fixture(autouse=True)
+def quick_intervals(monkeypatch):
+    """The values of these studies are always the same, and a bootstrap takes as long as the rest of a study."""
+    monkeypatch.setattr(scheduler, "interval", lambda values: remembered(tuple(values)))
+
+
+def play(seed, *, pruning=NONE, trials=4, seeds=2, kills=True):
+    """A study to its end, with as many restarts as it takes; returns the world and the folded state."""
+    world = World(seed, slots=1 + seed % 3)
+    plan = Plan((GOAL,), (LIMITED,), trials + seed % 2, seeds, world.slots, time_limit=60, retries=50, pruning=pruning)
+    world.kills = 0 if kills else 6
+    reports, world.left = [], {}
+    for _ in range(50):
+        try:
+            sampler = Remembering(trials)
+            study = Scheduler(plan, sampler, world, world, world.write, list(world.journal), reports.append)
+            study.recover(world.now)
+            for _ in range(2000):
+                if study.step(world.now):
+                    break
+                assert len(world.running) <= world.slots
+                world.advance()
+            else:
+                raise AssertionError("the study does not end")
+            break
+        except Killed:
+            world.tuner_is_gone()
+    assert not [text for text in reports if "proposes another" in text]
+    state = State(seeds)
+    for event in world.journal:
+        state.fold(event)
+    assert len(state.trials) == trials and not world.running
+    return world, state
+
+
+@pytest.mark.parametrize(("kind", "studies"), [("none", 600), ("paired", 300), ("asha", 300)])
+def test_no_order_of_kills_loses_or_repeats_a_trial(kind, studies):
+    """State.fold and World.start refuse what is there twice; here it is all there, and with the right end."""
+    pruning = Pruning(kind, least_steps=2, pairs=2, factor=2)
+    restarts, seen = 0, set()
+    for seed in range(studies):
+        world, state = play(seed, pruning=pruning)
+        restarts += world.kills
+        told = [event for event in world.journal if event["kind"] == "told"]
+        assert sorted(event["trial"] for event in told) == list(range(4))
+        for trial in state.trials:
+            statuses = {one.status for one in trial.repetitions.values()}
+            seen |= statuses
+            fates = {world.fate(Key(trial.number, s)) for s in trial.repetitions}
+            if kind == "none":
+                assert trial.told["status"] == ("complete" if fates == {"fine"} else "failed"), (seed, trial)
+            if trial.told["status"] == "complete":
+                assert statuses == {"complete"} and trial.told["losses"] == [pytest.approx(0.1 * trial.number - 1)]
+                assert trial.told["violations"] == [pytest.approx(0.2 * trial.number - 0.5)]
+            else:
+                assert trial.told["reason"] and not statuses & {"waiting", "running"}
+    assert restarts > 2 * studies and seen >= {"complete", "failed" if kind == "none" else "pruned", "left out"}
+
+
+def test_a_restart_does_not_change_the_study_with_one_process_at_a_time():
+    """Whatever a sampler learns from, it hears in the same order."""
+    for seed in range(0, 30, 3):
+        alone, interrupted = (play(seed, kills=kills)[0] for kills in (False, True))
+        told = [[e for e in w.journal if e["kind"] in ("asked", "told")] for w in (alone, interrupted)]
+        assert told[0] == told[1] and alone.kills == 6
+
+
+def test_a_crash_a_hang_and_a_run_that_others_kill_are_results_with_their_reasons():
+    reasons, attempts = set(), 0
+    for seed in range(20):
+        world, state = play(seed, kills=False)
+        for trial in state.trials:
+            reasons |= {one.reason for one in trial.repetitions.values() if one.status == "failed"}
+            attempts += sum(one.attempts for one in trial.repetitions.values())
+        assert all(one.interruptions <= world.outside for t in state.trials for one in t.repetitions.values())
+    assert reasons == {"exit status 1: Boom: the last line", "had not ended after 60 s"}
+
+
+def killed_again_and_again(retries):
+    world = World(0, 1)
+    world.kills = 6
+    plan = Plan((GOAL,), trials=1, retries=retries)
+    study = Scheduler(plan, Remembering(1), world, world, world.write)
+    while not study.step(world.now):
+        for key in list(world.running):
+            world.end(key, -9)
+    return study.state.trials[0]
+
+
+def test_retries_have_an_end():
+    trial = killed_again_and_again(2)
+    assert trial.repetitions[0].attempts == 3 and trial.told["reason"] == "killed by signal 9, 3 times"
+
+
+def test_closing_starts_nothing_and_leaves_what_ran_to_be_taken_up():
+    world = World(1, 2)
+    world.kills = 6
+    plan = Plan((GOAL,), trials=3, slots=2)
+    study = Scheduler(plan, Remembering(3), world, world, world.write)
+    assert not study.step(0.0) and len(world.running) == 2
+    study.close()
+    for key in list(world.running):
+        world.end(key, -15)
+    assert study.step(1.0) and not world.running
+    again = Scheduler(plan, Remembering(3), world, world, world.write, list(world.journal))
+    again.step(2.0)
+    assert set(world.running) == {Key(0, 0), Key(1, 0)}
+
+
+@pytest.mark.parametrize("wrong", [{"trials": 0}, {"seeds": 0}, {"slots": 0}, {"retries": -1}, {"goals": ()}])
+def test_a_plan_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match="at least 1"):
+        Plan(**({"goals": (GOAL,)} | wrong))
+
+
+def test_pruning_by_several_goals_is_refused():
+    with pytest.raises(ValueError, match="pruning compares one goal, got reward, kl"):
+        Plan((GOAL, parse_goal("kl", maximize=False)), pruning=Pruning("asha"))

@@ -1,0 +1,89 @@
+"""What can be searched, and how it is written."""
+
+import numpy as np
+import pytest
+
+from rl_bridge.tuning.space import Choice, Interval, Parameter, Space, parse_domain
+
+SPACE = Space(
+    (
+        Parameter("objective", Choice(("gspo", "dapo"))),
+        Parameter("rate", Interval(1e-5, 1e-3, log=True)),
+        Parameter("clip", Interval(0.1, 0.3), ("objective", ("gspo",))),
+        Parameter("steps", Interval(1, 4, whole=True)),
+    )
+)
+WRITTEN = {
+    "log:1e-5..1e-3": Interval(1e-5, 1e-3, log=True),
+    "int:1..8": Interval(1, 8, whole=True),
+    "log:int:2..64": Interval(2, 64, log=True, whole=True),
+    "int:log:2..64": Interval(2, 64, log=True, whole=True),
+    "0.5..1.5": Interval(0.5, 1.5),
+    "-1..1": Interval(-1, 1),
+    "4,8,16": Choice(("4", "8", "16")),
+    "gspo,dapo": Choice(("gspo", "dapo")),
+}
+REFUSED = {
+    "1..1": "a range goes from a number to a larger one, got 1..1",
+    "2..1": "to a larger one",
+    "0..inf": "to a larger one, got 0..inf",
+    "log:0..1": "begins above 0",
+    "int:1..2.5": "ends with integers",
+    "a..b": "its ends are numbers",
+    "log:3": "is no range",
+    "1..": "is no range",
+    "4": "two different values or more, got '4'",
+    "4,4": "two different values",
+    "4,,8": "two different values",
+}
+
+
+@pytest.mark.parametrize(("text", "domain"), WRITTEN.items())
+def test_domains(text, domain):
+    assert parse_domain(text) == domain
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED.items())
+def test_what_is_no_domain(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_domain(text)
+
+
+@pytest.mark.parametrize("domain", WRITTEN.values(), ids=list(WRITTEN))
+def test_positions_are_of_values(domain):
+    for value in domain.points(5):
+        assert domain.at(domain.position(value)) == value
+    ends = (domain.low, domain.high) if isinstance(domain, Interval) else (domain.values[0], domain.values[-1])
+    assert (domain.at(0.0), domain.at(1.0)) == ends
+
+
+def test_draws_lie_in_the_space_and_leave_out_what_does_not_apply():
+    generator = np.random.default_rng(0)
+    drawn = [SPACE.draw(generator) for _ in range(300)]
+    assert all(SPACE.require(row) == row for row in drawn)
+    assert all(("clip" in row) == (row["objective"] == "gspo") for row in drawn)
+    assert {row["steps"] for row in drawn} == {1, 2, 3, 4}
+    below = np.mean([row["rate"] < 1e-4 for row in drawn])
+    assert 0.4 < below < 0.6, "half of the draws of a log range lie below its middle in the logarithm"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rate": 1.0}, "rate cannot be 1.0"),
+        ({"objective": "ppo"}, "objective cannot be 'ppo'"),
+        ({"other": 1}, "other is no parameter; there is objective, rate, clip, steps"),
+        ({"rate": None}, "rate has no value"),
+    ],
+)
+def test_assignments_that_are_not_of_the_space(changed, message):
+    row = {"objective": "dapo", "rate": 1e-4, "steps": 2} | changed
+    with pytest.raises(ValueError, match=message):
+        SPACE.require({name: value for name, value in row.items() if value is not None})
+
+
+def test_conditions_stand_on_a_choice_before():
+    rate = Parameter("rate", Interval(0, 1))
+    for parameters in ((), (rate, rate), (rate, Parameter("x", Interval(0, 1), ("rate", ("a",))))):
+        with pytest.raises(ValueError, match=r"nothing to search|twice|which is no choice before it"):
+            Space(parameters)
