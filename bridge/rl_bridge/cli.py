@@ -74,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from rl_bridge.tuning.commands import run as tune
 
         return _guarded(lambda: tune([word for word in words[1:] if word != TRACEBACK]), traceback=TRACEBACK in words)
+    if words[:1] == ["report"]:
+        from rl_bridge.report.commands import run as report_on
+
+        return _guarded(lambda: report_on(words[1:]))
     if words == ["doctor"]:
         return print_diagnosis()
     if words[:1] == ["export"]:
@@ -100,6 +104,7 @@ def usage() -> str:
        rl-fn check {{trl,verl,openrlhf,tunix}}
        rl-fn quantize {{profile,setup,verify}} [--help] [options]
        rl-fn tune TRAINER --space.OPTION DOMAIN [options]
+       rl-fn report RUN... [--output FILE] [--watch [SECONDS]]
        rl-fn doctor
 
 commands:
@@ -107,6 +112,7 @@ commands:
   check                rl_fn's dialects against an installed library's own functions: value and gradient
   quantize             rollouts in int8 or fp8: a checkpoint's profile, a file for FLASHRL_CONFIG, the error budget
   tune                 a study over a training command: a search space, seeds as repetitions, a journal
+  report               one HTML file about runs: curves, completions with each token's numbers, warnings, options
   doctor               this machine's device and versions, and which backend each kernel operation takes here
 
 {TRACEBACK} shows where an error of a run came from.

@@ -1,4 +1,4 @@
-"""The wheel: three packages with py.typed and nothing else; a consumer's type checker reads the types."""
+"""The wheel: three packages with py.typed, a report's page, nothing else; a consumer's type checker reads the types."""
 
 import json
 import os
@@ -31,9 +31,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(unpacked):
         f"{package}/{path.relative_to(ROOT / source).as_posix()}"
         for package, source in SOURCES.items()
         for path in (ROOT / source).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html", ".css", ".js") or path.name == "py.typed"
     }
-    assert {f"{package}/py.typed" for package in SOURCES} <= wanted
+    assert {f"{package}/py.typed" for package in SOURCES} | {"rl_bridge/report/page/page.html"} <= wanted
     assert {path for path in there if ".dist-info/" not in path} == wanted
 
 

@@ -1,0 +1,103 @@
+"""Curves: extremes stay, bands are the intervals of tracking, groups are runs that differ in the seed."""
+
+import numpy as np
+import pytest
+
+from rl_bridge.report.comparing import comparison
+from rl_bridge.report.curves import curves
+from rl_bridge.report.grouping import grouped
+from rl_bridge.report.reading import read_run
+from rl_bridge.report.series import band, buckets, thinned, thinned_clock
+from rl_bridge.tracking.intervals import confidence_interval
+from tests.bridge.report.runs import record, write_lines, write_run
+
+
+def test_thinning_keeps_every_extreme():
+    values = np.random.default_rng(0).normal(size=7321)
+    values[[1234, 5000]] = 99.0, -99.0
+    parts = buckets(len(values), 1000)
+    few = thinned(values.tolist(), parts)
+    assert len(few) == len(thinned_clock(range(7321), parts)) == 1000
+    assert max(few) == 99.0 and min(few) == -99.0
+    assert [place for part in parts for place in part] == list(range(7321))
+    for part, pair in zip(parts, np.array(few).reshape(-1, 2), strict=True):
+        assert sorted(pair) == [values[part.start : part.stop].min(), values[part.start : part.stop].max()]
+
+
+def test_bands_are_the_intervals_of_tracking():
+    rows = np.random.default_rng(1).normal(size=(4, 6))
+    mean, low, high = band(rows)
+    for time in range(6):
+        wanted = confidence_interval(rows[:, time].tolist(), [0.0] * 4, resamples=2000)
+        found = {"mean": mean[time], "low": low[time], "high": high[time]}
+        assert found == pytest.approx({key: wanted[key] for key in found})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two seeds of one config, the second one step shorter, and two of another."""
+    folder = tmp_path_factory.mktemp("runs")
+    other = {"optimizer": {"learning_rate": 0.5}}
+    made = [
+        write_run(folder / "a0", seed=0),
+        write_run(folder / "a1", seed=1, steps=39),
+        write_run(folder / "b0", seed=0, shift=0.5, config=other),
+        write_run(folder / "b1", seed=1, shift=0.5, config=other),
+    ]
+    return [read_run(path) for path in made]
+
+
+def test_runs_that_differ_in_the_seed_are_a_group(runs):
+    groups = grouped(runs)
+    assert [group.runs for group in groups] == [[0, 1], [2, 3]]
+    assert groups[0].label == "a0, a1: optimizer.learning_rate 0.0001"
+    assert groups[1].label == "b0, b1: optimizer.learning_rate 0.5"
+
+
+def test_a_band_is_over_the_steps_that_all_runs_have(runs):
+    stage = curves(runs, grouped(runs))["policy"]
+    panel = next(panel for panel in stage["panels"] if panel["name"] == "reward")
+    assert [len(panel["lines"][run]["y"]) for run in range(4)] == [40, 39, 40, 40]
+    assert len(panel["bands"][0]["y"]) == 39 and len(panel["bands"][1]["y"]) == 40
+    pair = [run.records[7]["reward"] for run in runs[:2]]
+    assert panel["bands"][0]["y"][7] == pytest.approx(sum(pair) / 2, rel=1e-5)
+    assert panel["bands"][0]["low"][7] == pytest.approx(min(pair), rel=1e-5)
+    assert stage["group_clocks"][0]["tokens"][:2] == [100, 200]
+    assert stage["clocks"][0]["version"][:2] == [1, 2] and stage["clocks"][0]["seconds"][:2] == [0.5, 1.0]
+    held_out = next(panel for panel in stage["panels"] if panel["name"] == "held_out")
+    assert held_out["lines"][0]["at"] == [9, 19, 29, 39] and len(held_out["lines"][0]["low"]) == 4
+    assert not any(panel["name"].endswith(("_low", "_high")) for panel in stage["panels"])
+
+
+def test_clocks_count_the_tokens_of_earlier_stages(tmp_path):
+    folder = write_run(tmp_path / "a", steps=1)
+    write_lines(folder / "metrics.jsonl", [record(0, "sft", nll=2.0), record(1, "sft", nll=1.0), record(0, reward=0.0)])
+    runs = [read_run(folder)]
+    found = curves(runs, grouped(runs))
+    assert list(found) == ["sft", "policy"] and found["policy"]["clocks"][0]["tokens"] == [300]
+
+
+def test_a_run_of_many_steps_is_thinned(tmp_path):
+    runs = [read_run(write_run(tmp_path / "a", steps=5000))]
+    stage = curves(runs, grouped(runs))["policy"]
+    lines = {panel["name"]: panel["lines"][0] for panel in stage["panels"]}
+    assert len(stage["clocks"][0]["step"]) == len(lines["reward"]["y"]) == 1000
+    assert max(lines["reward"]["y"]) == pytest.approx(max(r["reward"] for r in runs[0].records), rel=1e-5)
+
+
+def test_groups_are_compared_at_an_equal_step_and_paired_by_seed(runs):
+    found = comparison("policy", runs, grouped(runs))
+    assert found["step"] == 38
+    row = next(row for row in found["rows"] if row["name"] == "reward")
+    # The last tenth of 39 steps.
+    ends = [np.mean([r["reward"] for r in run.records if 36 <= r["step"] <= 38]) for run in runs]
+    assert row["groups"][0]["mean"] == pytest.approx(np.mean(ends[:2]), rel=1e-4)
+    difference = row["groups"][1]["difference"]
+    assert difference["seeds"] == 2
+    assert difference["mean"] == pytest.approx(np.mean([ends[2] - ends[0], ends[3] - ends[1]]), rel=1e-4)
+    assert difference["low"] <= difference["mean"] <= difference["high"]
+    held_out = next(row for row in found["rows"] if row["name"] == "held_out")
+    assert held_out["groups"][0]["mean"] == pytest.approx(
+        np.mean([run.records[29]["held_out"] for run in runs[:2]]), rel=1e-4
+    )
+    assert comparison("policy", runs[:2], grouped(runs[:2])) is None
