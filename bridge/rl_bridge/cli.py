@@ -78,6 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from rl_bridge.report.commands import run as report_on
 
         return _guarded(lambda: report_on(words[1:]))
+    if words[:1] == ["plan"]:
+        from rl_bridge.memory.commands import run as plan
+
+        return _guarded(lambda: plan(words[1:]))
     if words == ["doctor"]:
         return print_diagnosis()
     if words[:1] == ["export"]:
@@ -105,6 +109,7 @@ def usage() -> str:
        rl-fn quantize {{profile,setup,verify}} [--help] [options]
        rl-fn tune TRAINER --space.OPTION DOMAIN [options]
        rl-fn report RUN... [--output FILE] [--watch [SECONDS]]
+       rl-fn plan {{policy,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
        rl-fn doctor
 
 commands:
@@ -113,6 +118,7 @@ commands:
   quantize             rollouts in int8 or fp8: a checkpoint's profile, a file for FLASHRL_CONFIG, the error budget
   tune                 a study over a training command: a search space, seeds as repetitions, a journal
   report               one HTML file about runs: curves, completions with each token's numbers, warnings, options
+  plan                 the memory of a run by phase and component before it starts, and what each option would save
   doctor               this machine's device and versions, and which backend each kernel operation takes here
 
 {TRACEBACK} shows where an error of a run came from.

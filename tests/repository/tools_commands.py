@@ -14,7 +14,10 @@ TRACKERS: list[tuple[str, ...]] = [
     ("rl-fn export", "rl-fn export --help", "names no run"),
 ]
 TUNING: list[tuple[str, ...]] = []
-MEMORY: list[tuple[str, ...]] = []
+MEMORY: list[tuple[str, ...]] = [
+    (".venv/bin/rl-fn plan policy --micro-batch-tokens 4096 --fits 24GiB",),
+    (".venv/bin/rl-fn plan runs/quickstart",),
+]
 REPORTS: list[tuple[str, ...]] = []
 TOOLS: list[tuple[str, ...]] = [
     ("make install-tools", "make install-tools", "minutes", "tools"),

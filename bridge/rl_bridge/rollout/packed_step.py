@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 from transformers.activations import SiLUActivation
@@ -136,7 +137,8 @@ def packs(model: PreTrainedModel) -> bool:
     if not hasattr(OPS, "_linear_pointwise") or torch.is_autocast_enabled("cpu"):
         return False
     weights = list(model.parameters())
-    if any(type(x) is not nn.Parameter or x.device.type != "cpu" or x.dtype != torch.float32 for x in weights):
+    kinds = (nn.Parameter, FakeTensor)  # a fake tensor stands for an array in a plan of memory
+    if any(type(x) not in kinds or x.device.type != "cpu" or x.dtype != torch.float32 for x in weights):
         return False
     plain = all(_is_plain(module) for module in model.modules())
     linear = [layer for name, layer in model.named_modules() if name.endswith(("_proj", "lm_head"))]

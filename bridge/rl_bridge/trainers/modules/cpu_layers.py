@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 from transformers.activations import SiLUActivation
@@ -48,7 +49,9 @@ def _takes(x: Tensor, *weights: Tensor | None) -> bool:
     if x.dtype not in (torch.float32, torch.float64) or not x.numel() or torch.is_autocast_enabled("cpu"):
         return False
     given = [x, *(weight for weight in weights if weight is not None)]
-    return all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.dtype == x.dtype for t in given)
+    # A fake tensor stands for an array in a plan of memory.
+    kinds = (Tensor, nn.Parameter, FakeTensor)
+    return all(type(t) in kinds and t.device.type == "cpu" and t.dtype == x.dtype for t in given)
 
 
 def _linear(self: nn.Linear, x: Tensor) -> Tensor:

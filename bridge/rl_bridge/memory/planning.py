@@ -1,0 +1,121 @@
+"""What a run will need, what each knob saves, and the largest micro-batch that fits: before anything is loaded."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from rl_bridge.memory.live import LiveBytes, Peak
+from rl_bridge.memory.rehearsal import Rehearsal
+from rl_bridge.memory.steps import PHASES, PolicyStep
+from rl_bridge.memory.workload import Workload
+from rl_bridge.models.source import ModelSource
+from rl_bridge.pipelines.policy import PolicyPipeline
+from rl_bridge.pipelines.training import LoRAOptions
+
+
+class Plan(NamedTuple):
+    """The peak of each phase of a step."""
+
+    phases: dict[str, Peak]
+
+    @property
+    def bytes(self) -> int:
+        """The highest peak: what the run needs."""
+        return max(peak.bytes for peak in self.phases.values())
+
+    @property
+    def phase(self) -> str:
+        """The phase that needs it."""
+        return max(self.phases, key=lambda name: self.phases[name].bytes)
+
+
+class Knob(NamedTuple):
+    """An option that a run could have: ``plan`` with it, and how many bytes the run's peak is lower."""
+
+    option: str
+    plan: Plan
+    saves: int
+
+
+def plan(pipeline: PolicyPipeline, source: ModelSource, workload: Workload, phases: tuple[str, ...] = PHASES) -> Plan:
+    """The bytes of one worker of the run, by a rehearsal of a step with the longest rows.
+
+    ``source`` gives the structure of the model alone. Bytes are those of tensors: what kernels allocate inside, and
+    what an allocator rounds up, come on top.
+    """
+    return _peaks(Rehearsal(), pipeline, source, workload, phases)
+
+
+def measure(
+    pipeline: PolicyPipeline, source: ModelSource, workload: Workload, phases: tuple[str, ...] = PHASES
+) -> Plan:
+    """The same for real: the step is computed, and its live tensors are counted."""
+    return _peaks(LiveBytes(), pipeline, source, workload, phases)
+
+
+def _peaks(
+    live: LiveBytes, pipeline: PolicyPipeline, source: ModelSource, workload: Workload, phases: tuple[str, ...]
+) -> Plan:
+    with live:
+        step = PolicyStep(pipeline, source, workload, live)
+        try:
+            return Plan(step.run(phases))
+        finally:
+            step.close()
+
+
+def knobs(pipeline: PolicyPipeline, source: ModelSource, workload: Workload, now: Plan) -> Iterator[Knob]:
+    """What each option that the run does not have would save at the peak, the run's other options staying."""
+    for option, changed in _changes(pipeline, workload):
+        made = plan(changed, source, workload)
+        yield Knob(option, made, now.bytes - made.bytes)
+
+
+def _changes(pipeline: PolicyPipeline, workload: Workload) -> Iterator[tuple[str, PolicyPipeline]]:
+    of_update = -(-workload.rows // pipeline.policy.updates_per_step) * workload.row_tokens
+    tokens = max(workload.row_tokens, min(pipeline.micro_batch_tokens, of_update) // 2)
+    wanted: list[tuple[str, dict]] = [(f"--micro-batch-tokens {tokens}", {"micro_batch_tokens": tokens})]
+    if not pipeline.gradient_checkpointing:
+        wanted.append(("--gradient-checkpointing", {"gradient_checkpointing": True}))
+    if not pipeline.fused_loss:
+        wanted.append(("--fused-loss", {"fused_loss": True}))
+    if not pipeline.lora.rank:
+        wanted.append(("--lora.rank 16", {"lora": LoRAOptions(rank=16)}))
+    if pipeline.dtype == "float32":
+        exact = replace(pipeline.policy, recompute_old_logprobs=True)
+        wanted.append(("--dtype bfloat16 --policy.recompute-old-logprobs", {"dtype": "bfloat16", "policy": exact}))
+    if pipeline.track_kl:
+        wanted.append(("--no-track-kl", {"track_kl": False}))
+    for option, fields in wanted:
+        try:
+            yield option, replace(pipeline, **fields)
+        except ValueError:  # the run's other options exclude this one
+            continue
+
+
+def largest_micro_batch(
+    pipeline: PolicyPipeline, source: ModelSource, workload: Workload, room: int
+) -> tuple[int, Plan] | None:
+    """The most ``micro_batch_tokens``, in whole rows, with which the run stays within ``room`` bytes, and its plan.
+
+    None where not even one row at a time fits.
+    """
+    least, most = 1, workload.rows
+
+    def with_rows(rows: int) -> Plan:
+        return plan(replace(pipeline, micro_batch_tokens=rows * workload.row_tokens), source, workload)
+
+    found = with_rows(least)
+    if found.bytes > room:
+        return None
+    whole = with_rows(most)
+    if whole.bytes <= room:
+        return most * workload.row_tokens, whole
+    while most - least > 1:
+        middle = (least + most) // 2
+        tried = with_rows(middle)
+        if tried.bytes <= room:
+            least, found = middle, tried
+        else:
+            most = middle
+    return least * workload.row_tokens, found

@@ -1,0 +1,67 @@
+"""Models that have a structure and no numbers, for a rehearsal."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rl_bridge.models.filling import fill_computed_buffers
+from rl_bridge.models.kinds import require_causal
+from rl_bridge.models.source import ModelSource, device_of
+from rl_bridge.parallel.moving import materialize
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """The structure that a config.json describes. It has no weights to load."""
+
+    name: str
+    """Folder with a config.json, the file itself, or a hub id."""
+
+    def empty(self) -> PreTrainedModel:
+        """As ``AutoModelForCausalLM`` makes it, in float32.
+
+        Raises:
+            ValueError: there is no such configuration, or it is of no causal language model.
+        """
+        path = Path(self.name)
+        try:
+            config = AutoConfig.from_pretrained(path.parent if path.is_file() else self.name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no config.json can be read from {self.name!r}: {error}") from error
+        require_causal(config, self.name)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+    def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
+        """Refused: a plan loads nothing."""
+        raise ValueError(f"{self.name} is planned from its config.json: there are no weights to load")
+
+
+@dataclass(frozen=True)
+class WithoutNumbers:
+    """The structure of ``source``, and weights of the right sizes, without values."""
+
+    source: Any
+
+    def empty(self) -> Any:
+        """As the source makes it."""
+        return self.source.empty()
+
+    def load(self, model: Any, device: torch.device | None = None) -> None:
+        """Make room for the weights, and compute what is computed."""
+        device = device_of(model) if device is None else device
+        if any(parameter.is_meta for parameter in model.parameters()):
+            materialize(model, device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        fill_computed_buffers(base, device)
+
+
+def without_numbers(source: ModelSource) -> ModelSource:
+    """The source with sizes alone."""
+    return WithoutNumbers(source)  # type: ignore[return-value]

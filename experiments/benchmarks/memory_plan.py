@@ -1,0 +1,87 @@
+"""What ``rl-fn plan`` says against the live bytes of a real step: models × settings × phases, on a CPU.
+
+    python experiments/benchmarks/memory_plan.py --output experiments/results/memory_plan
+
+Every cell is a step that is computed. SmolLM2's shapes need about 8 GiB and 20 minutes, the others five minutes.
+"""
+
+import argparse
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+from rl_bridge.atomic import write_json
+from rl_bridge.memory.grid import models, settings, workload
+from rl_bridge.memory.planning import Plan, measure, plan
+from rl_bridge.pipelines.training import versions
+
+
+def main() -> None:
+    """Measure, and write table.json and table.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--models", nargs="*", default=list(models()), choices=list(models()))
+    parser.add_argument("--settings", nargs="*", help="names of some settings; all without")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for model in arguments.models:
+        source = models()[model]
+        for name, pipeline in settings(model):
+            if arguments.settings and name not in arguments.settings:
+                continue
+            began = time.monotonic()
+            planned = plan(pipeline, source, workload(model))
+            middle = time.monotonic()
+            measured = measure(pipeline, source, workload(model))
+            rows.append(row(model, name, planned, measured, middle - began, time.monotonic() - middle))
+            print(line(rows[-1]), flush=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    worst = max(abs(cell["planned"] / cell["measured"] - 1) for one in rows for cell in one["phases"].values())
+    machine = {"machine": platform.machine(), "system": platform.system(), **versions()}
+    result = {"worst_relative_error": worst, "rows": rows, "hardware_and_versions": machine}
+    write_json(arguments.output / "table.json", result)
+    (arguments.output / "table.md").write_text("\n".join([*HEAD, *map(line, rows)]) + "\n")
+    print(f"worst relative error {worst:.4%}")
+
+
+HEAD = (
+    "| model | setting | phase of the peak | planned bytes | measured bytes | worst phase |",
+    "|---|---|---|---|---|---|",
+)
+
+
+def row(model: str, setting: str, planned: Plan, measured: Plan, plans: float, measures: float) -> dict:
+    """A cell of the table: every phase with both numbers, and the components that were measured."""
+    phases = {
+        name: {
+            "planned": planned.phases[name].bytes,
+            "measured": peak.bytes,
+            "components": {part: size for part, size in peak.components.items() if size},
+        }
+        for name, peak in measured.phases.items()
+    }
+    return {
+        "model": model,
+        "setting": setting,
+        "peak_phase": measured.phase,
+        "planned": planned.bytes,
+        "measured": measured.bytes,
+        "phases": phases,
+        "seconds": {"plan": round(plans, 2), "measure": round(measures, 2)},
+    }
+
+
+def line(one: dict) -> str:
+    """A row of the table in Markdown."""
+    worst = max((abs(cell["planned"] / cell["measured"] - 1), name) for name, cell in one["phases"].items())
+    return (
+        f"| {one['model']} | {one['setting']} | {one['peak_phase']} | {one['planned']} | {one['measured']} "
+        f"| {worst[0]:.2%} {worst[1]} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The instrument: storages are counted once, as long as they live, wherever they hide."""
+
+import gc
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rl_bridge.memory.live import LiveBytes
+from rl_bridge.memory.places import ACTIVATIONS, GRADIENTS, WEIGHTS
+
+
+def test_views_count_once_and_freed_storages_do_not_count():
+    with LiveBytes() as live:
+        x = torch.zeros(256)
+        y = x[3:].view(11, 23)
+        assert live.bytes == 1024
+        del x
+        assert live.bytes == 1024
+        del y
+        assert live.bytes == 0 and live.peak().bytes == 1024
+
+
+def test_what_autograd_saves_counts_until_the_backward_pass():
+    with LiveBytes() as live:
+        x = torch.zeros(100, requires_grad=True)
+        loss = x.exp().sin().sum()
+        # No name refers to what exp made: exp and sin both save that array, which counts once.
+        assert live.bytes == 400 + 400 + 4
+        loss.backward()
+        del loss
+        assert live.bytes == 800 and x.grad is not None
+
+
+def test_gradients_and_weights_have_their_names():
+    layer = torch.nn.Linear(8, 4)
+    with LiveBytes() as live:
+        live.watch(layer)
+        assert live.components[WEIGHTS] == (32 + 4) * 4
+        layer(torch.ones(2, 8)).sum().backward()
+        assert live.components[GRADIENTS] == (32 + 4) * 4
+        layer.zero_grad(set_to_none=True)
+        assert live.components[GRADIENTS] == 0
+        live.forget()
+    assert ACTIVATIONS not in live.components or live.components[ACTIVATIONS] == 0
+
+
+def test_an_array_that_grows_in_place_counts_with_its_new_size():
+    with LiveBytes() as live:
+        x = torch.zeros(4)
+        x.resize_(400)
+        assert live.bytes == 1600
+
+
+def test_a_view_of_what_was_there_before_makes_nothing():
+    x = torch.zeros(100)
+    with LiveBytes() as live:
+        y = x[2:].t()
+        assert live.bytes == 0
+        live.track(x, WEIGHTS)
+        z = y[3:]
+        assert live.bytes == 400 and z.data_ptr() == x[5:].data_ptr()
+
+
+def test_the_peak_agrees_with_torchs_own_profiler():
+    """An independent instrument: torch's allocator tells its profiler of every allocation."""
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+    x = torch.randn(8, 32, 64)
+
+    def step() -> None:
+        model(x).square().sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    step()
+    with LiveBytes() as live:
+        step()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    assert most > 200_000
+    assert abs(live.peak().bytes / most - 1) < 0.05

@@ -1,0 +1,84 @@
+"""A plan says what a measurement finds."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_bridge.memory.grid import models, settings, workload
+from rl_bridge.memory.options import like, pipeline_of
+from rl_bridge.memory.planning import largest_micro_batch, measure, plan
+from rl_bridge.memory.rehearsal import Rehearsal
+from rl_bridge.memory.sizes import parse_bytes
+from rl_bridge.memory.steps import PHASES
+from rl_bridge.memory.workload import Workload
+from rl_bridge.pipelines.objective import objective_options
+from rl_bridge.pipelines.training import LoRAOptions
+from rl_bridge.recipes import quickstart
+
+TOLERANCE = 0.05
+SHORT = Workload(prompts=2, responses=2, prompt_tokens=5, new_tokens=6)
+SMALL = [(model, setting) for model in ("qwen2", "llama", "qwen3") for setting, _ in settings(model)]
+
+
+def test_plan_and_measurement_of_every_phase_agree():
+    source, pipeline = models()["qwen2"], dict(settings("qwen2"))["checkpointing"]
+    pipeline = replace(pipeline, micro_batch_tokens=11, track_kl=False)
+    planned, measured = plan(pipeline, source, SHORT), measure(pipeline, source, SHORT)
+    assert tuple(planned.phases) == PHASES
+    for phase, peak in measured.phases.items():
+        assert abs(planned.phases[phase].bytes / peak.bytes - 1) <= TOLERANCE, (phase, planned.phases[phase], peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "setting"), SMALL)
+def test_plan_within_five_percent_over_the_grid(model: str, setting: str):
+    source, pipeline = models()[model], dict(settings(model))[setting]
+    planned, measured = plan(pipeline, source, workload(model)), measure(pipeline, source, workload(model))
+    for phase, peak in measured.phases.items():
+        assert abs(planned.phases[phase].bytes / peak.bytes - 1) <= TOLERANCE, (phase, planned.phases[phase], peak)
+
+
+@pytest.mark.slow
+def test_the_largest_micro_batch_fits_and_one_row_more_does_not():
+    source, pipeline = models()["qwen2"], dict(settings("qwen2"))["padded, no shared prefixes"]
+    load = Workload(prompts=4, responses=2, prompt_tokens=16, new_tokens=48)
+    pipeline = replace(pipeline, policy=replace(pipeline.policy, updates_per_step=1))
+    room = plan(replace(pipeline, micro_batch_tokens=5 * load.row_tokens), source, load).bytes
+    found = largest_micro_batch(pipeline, source, load, room)
+    assert found is not None and found[1].bytes <= room
+    assert found[0] >= 5 * load.row_tokens
+    more = plan(replace(pipeline, micro_batch_tokens=found[0] + load.row_tokens), source, load)
+    assert more.bytes > room
+    assert largest_micro_batch(pipeline, source, load, 1000) is None
+
+
+def test_a_rehearsal_has_sizes_and_no_memory():
+    with Rehearsal() as rehearsal:
+        x = torch.zeros(1 << 20, 1 << 20, requires_grad=True)
+        (x * x).sum().backward()
+        assert rehearsal.bytes == 2 * (4 << 40) and x.grad is not None and x.grad.shape == x.shape
+
+
+def test_options_come_back_from_a_config_file(tmp_path):
+    import json
+    from dataclasses import asdict
+
+    pipeline = replace(
+        quickstart(),
+        lora=LoRAOptions(rank=4),
+        objective=objective_options("gspo", clip_high=0.01),
+        micro_batch_tokens=99,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(asdict(pipeline), default=str))
+    assert pipeline_of(tmp_path) == pipeline
+    with pytest.raises(ValueError, match="no option micro"):
+        like(quickstart(), {"micro": 1})
+    with pytest.raises(ValueError, match="no run's"):
+        pipeline_of(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "12 pounds", "0"])
+def test_what_is_no_amount_is_refused(text: str):
+    with pytest.raises(ValueError, match="no amount of memory"):
+        parse_bytes(text)
