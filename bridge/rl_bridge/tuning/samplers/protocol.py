@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rl_bridge.tuning.space import Assignment, Space, Value
 
@@ -74,11 +74,20 @@ def make_sampler(name: str, space: Space, seed: int, *, goals: int = 1, grid_poi
         able = ", ".join(other for other, (_, wanted) in SAMPLERS.items() if not wanted)
         raise ValueError(f"the sampler {name} takes one goal, got {goals}; of several goals learn {able}")
     module, kind = place.split(":")
+    made = getattr(importlib.import_module(module), kind)
+    return made(space, seed, grid_points) if name == "grid" else made(space, seed, goals)
+
+
+def library(name: str) -> Any:
+    """A module of a sampler's library.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message says what to install.
+    """
     try:
-        made = getattr(importlib.import_module(module), kind)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is not installed: pip install 'rl-fn[tune]'") from error
-    return made(space, seed, grid_points) if name == "grid" else made(space, seed, goals)
 
 
 def penalised(told: list[tuple[Assignment, Result]]) -> list[tuple[Assignment, float]]:
