@@ -89,24 +89,31 @@ def experiment(
     settings: Settings,
     draw: Callable[[dict[str, list[Made]], Path], None],
     description: str | None,
+    *,
+    make: Callable[..., Made] | None = None,
+    steps: int = STEPS,
+    seeds: int = 3,
 ) -> None:
-    """The command line of an experiment: make what is missing, then draw everything that is there."""
+    """The command line of an experiment: make what is missing, then draw everything that is there.
+
+    ``make``: what makes one run where it is not ``run_one``, with the same arguments. ``steps``, ``seeds``: defaults.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time, one thread each")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     folder, kept = arguments.output / name, Path("runs") / f"{name}-{arguments.steps}-steps"
     folder.mkdir(parents=True, exist_ok=True)
     kept.mkdir(parents=True, exist_ok=True)
-    seeds = range(arguments.seeds)
-    files = {(s, seed): kept / f"{s.replace(' ', '_')}-{seed}.json" for s in settings for seed in seeds}
+    numbers = range(arguments.seeds)
+    files = {(s, seed): kept / f"{s.replace(' ', '_')}-{seed}.json" for s in settings for seed in numbers}
     missing = [place for place, file in files.items() if not file.exists()]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
         jobs = {
-            pool.submit(run_one, *settings[s], s.replace(" ", "_"), seed, arguments.steps, kept): (s, seed)
+            pool.submit(make or run_one, *settings[s], s.replace(" ", "_"), seed, arguments.steps, kept): (s, seed)
             for s, seed in missing
         }
         for job in as_completed(jobs):
@@ -115,7 +122,7 @@ def experiment(
             write_json(files[setting, seed], json.loads(json.dumps(found, default=str)))
             done = found["summary"]
             print(f"{setting}, seed {seed}: {done['accuracy_before']:.3f} → {done['accuracy_after']:.3f}", flush=True)
-    runs = {s: [json.loads(files[s, seed].read_text("utf-8")) for seed in seeds] for s in settings}
+    runs = {s: [json.loads(files[s, seed].read_text("utf-8")) for seed in numbers] for s in settings}
     draw(runs, folder)
     found = {s: results_of(of) for s, of in runs.items()}
     write_json(folder / "summary.json", {"steps": arguments.steps, "seeds": arguments.seeds, "settings": found})

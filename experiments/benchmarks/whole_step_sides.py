@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 LEARNING_RATE = 2e-4
+VLLM: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": 1.0}
+"""Of both sides' engines."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def ours(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     from rl_bridge.models.loading import pretrained
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.pipelines.placement import Engines
+    from rl_bridge.pipelines.rollouts import RolloutOptions
+    from rl_bridge.rollout.vllm import VLLMOptions
     from rl_bridge.trainers.modules.optimizer import OptimizerConfig
     from rl_bridge.trainers.modules.scoring import ScoringConfig
     from rl_fn import Rollouts
@@ -96,7 +100,7 @@ def ours(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     found, parts = Steps(), {}
     assert isinstance(pad, int)
     with Engines(executor, Mesh(), source, ParallelConfig(), run="benchmark") as engines:
-        rollout = engines.rollout(tokenizer)
+        rollout = engines.rollout(tokenizer, RolloutOptions(backend=arguments.rollout, vllm=VLLMOptions(**VLLM)))
         policy = engines.policy(optimizer, objective, updates=10**6, scoring=scoring, fused_loss=setting.fused_loss)
 
         def sampled(number: int) -> tuple[Any, Any]:
@@ -211,6 +215,9 @@ def theirs(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
+        use_vllm=arguments.rollout == "vllm",
+        vllm_mode="colocate",
+        vllm_max_model_length=VLLM["max_model_len"],
     )
     trainer = Timed(
         model=model,
@@ -262,6 +269,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--reward", choices=sorted(REWARDS), default="graded")
+    parser.add_argument("--rollout", choices=["in_process", "vllm"], default="in_process", help="TRL: its own or vLLM")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
