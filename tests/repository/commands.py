@@ -5,7 +5,7 @@ is an empty folder outside it. The order is a newcomer's: what a command made is
 """
 
 from tests.repository.documents import Command
-from tests.repository.quantised_commands import QUANTISED
+from tests.repository.quantised_commands import OF_VLLM, QUANTISED
 from tests.repository.tools_commands import TOOLS
 
 TINY = (
@@ -104,7 +104,7 @@ COMMANDS = [
         for name in ("policy_algorithms", "kl_controllers", "entropy_floor", "two_rewards")
     ),
     Command("rl-fn train policy", "rl-fn train policy --help", "the quickstart again"),
-    *(Command(*row) for row in [*QUANTISED, *TOOLS]),
+    *(Command(*row) for row in [*QUANTISED, *OF_VLLM, *TOOLS]),
     Command(
         ".venv/bin/rl-fn train policy --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id "
         "--sft.steps 0",

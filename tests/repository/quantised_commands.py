@@ -6,6 +6,15 @@ SHORT = (
     "--checkpoint-every 1"
 )
 MODEL = "$CLONE/runs/quickstart/model"
+TINY_VLLM = ".venv-vllm/bin/python experiments/quantised_rollouts.py --backend vllm --workers"
+OF_VLLM = [
+    (
+        f"{TINY_VLLM} 2",
+        f"{TINY_VLLM} 1 --seeds 1 --steps 1 --output $SCRATCH/compared",
+        "minutes; the results are those of the repository",
+        "vllm",
+    ),
+]
 QUANTISED = [
     (
         ".venv/bin/python experiments/quantised_budget.py",
