@@ -1,0 +1,53 @@
+"""A tuner over the toy trainer, as a program that a test can kill. The words are JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+from rl_bridge.tracking.signals import Stopped
+from rl_bridge.tuning import study as module
+from rl_bridge.tuning.objectives import parse_constraint, parse_goal
+from rl_bridge.tuning.pruning import Pruning
+from rl_bridge.tuning.samplers import make_sampler
+from rl_bridge.tuning.scheduler import Plan
+from rl_bridge.tuning.space import Choice, Interval, Parameter, Space
+from rl_bridge.tuning.study import Study, run_study
+from rl_bridge.tuning.trials import places
+
+TOY = Path(__file__).with_name("toy.py")
+module.POLL = 0.01
+
+
+def study_of(folder, *, fails=("no", "no "), steps=4, pause=0.0, grace=5.0, devices=(), pruning=None, **plan):
+    space = Space((Parameter("x", Interval(0.0, 1.0)), Parameter("fail", Choice(tuple(fails)))))
+    made = Plan(
+        (parse_goal("reward", maximize=True),),
+        (parse_constraint("kl<=0.9"),),
+        pruning=Pruning(**(pruning or {})),
+        **({"trials": 4, "slots": 2} | plan),
+    )
+
+    def command(key, assignment, runs, resume):
+        words = [part for name, value in assignment.items() for part in (name, str(value))]
+        about = map(str, (TOY, runs / key.name, key.seed, steps, pause))
+        run = [sys.executable, "-S", "-E", *about, *words]
+        return [*run, "--resume"] if resume else run
+
+    about = {
+        "space": space.described(),
+        "goals": [{"name": "reward", "maximize": True}],
+        "constraints": ["kl<=0.9"],
+        "steps": steps,
+    }
+    at = places(made.slots, devices=devices)
+    return Study(Path(folder), made, about, lambda: make_sampler("random", space, 3), command, at, grace)
+
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    resume = options.pop("resume", False)
+    try:
+        run_study(study_of(**options), resume=resume)
+    except Stopped as stop:
+        Path(options["folder"], "printed").write_text(str(stop))
+        sys.exit(128 + stop.number)
