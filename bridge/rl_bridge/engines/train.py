@@ -26,6 +26,8 @@ class TrainEngine(Engine):
     torch_module: ClassVar[bool] = True
     last_sync: SyncReport | None = None
     """What the last ``sync_weights`` from here did."""
+    replaced_engines = 0
+    """Engines behind targets that syncs from here had to replace; they got the weights, proved."""
     _syncs = 0
 
     def sync_weights(
@@ -40,7 +42,8 @@ class TrainEngine(Engine):
     ) -> int:
         """Carry the weights to another engine and prove that they arrived; returns their version.
 
-        An engine of vLLM also draws a few tokens, whose log-probabilities are compared with this engine's own.
+        An engine of vLLM also draws a few tokens, whose log-probabilities are compared with this engine's own. One that
+        fails is replaced by a fresh one with the new weights, which needs the same proof: ``last_sync.replaced``.
 
         The version is what the module's ``weights_version`` says; of a module without that method, the number of this
         sync. ``transport`` is chosen from where both engines are unless it is named; ``through`` maps the weights on
@@ -70,7 +73,8 @@ class TrainEngine(Engine):
         )
         if proved:
             began = time.monotonic()
-            prove(self, target, version)
-            report = report._replace(seconds=report.seconds + time.monotonic() - began)
+            replaced = prove(self, target, version)
+            self.replaced_engines += len(replaced)
+            report = report._replace(seconds=report.seconds + time.monotonic() - began, replaced=replaced)
         self._syncs, self.last_sync = self._syncs + 1, report
         return version

@@ -8,7 +8,7 @@ from rl_bridge.trainers.evaluation import Evaluator
 from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.policy_inputs.completion_log import CompletionLog
 from rl_bridge.trainers.policy_inputs.controlled import Coefficients
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, require_fit
+from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, Replaced, require_fit
 from rl_bridge.trainers.policy_inputs.inputs import Inputs
 from rl_bridge.trainers.policy_inputs.sampling import Sampler, without_signal
 from rl_bridge.trainers.policy_inputs.updates import Updates
@@ -41,6 +41,7 @@ def train_policy(
     state: dict[str, Any] = engines.state() | sampler.state()
     state |= {"coefficients": coefficients} if coefficients else {}
     state |= {} if evaluator.archive is None else {"archive": evaluator.archive}
+    replaced = Replaced(engines)
     for step in run.steps("policy", config.steps, state=state):
         sampler.begin_step(engines)
         sampled = sampler.sample(step)
@@ -63,4 +64,7 @@ def train_policy(
         if evaluator.due(step):
             sampler.update(engines)
             metrics |= evaluator.metrics(step)
+        metrics |= replaced.metrics()
+        if warning := replaced.warning(step):
+            run.print(warning)
         run.log(step, metrics, tokens=int(batch.lengths.sum()), batch=batch)

@@ -1,5 +1,6 @@
 """The second half of a sync to engines that prove what they took over: they draw, and the trainer scores."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from rl_bridge.weights.peers import WeightSyncError
 if TYPE_CHECKING:
     from rl_bridge.engines.base import Engine
 
+logger = logging.getLogger(__name__)
 _ROUNDS = 3
 
 
@@ -31,13 +33,17 @@ def require_scores(source: "Engine", target: "Engine") -> None:
         )
 
 
-def prove(source: "Engine", target: "Engine", version: int) -> None:
+def prove(source: "Engine", target: "Engine", version: int) -> tuple[str, ...]:
     """Carry the weights that came into the target's engines, and compare samples with the source's scores.
 
     The source's model stays cut as it is: it scores one short row.
 
+    Returns:
+        For each engine that failed on the way and was replaced by one with these weights, proved as well: what failed.
+
     Raises:
-        WeightSyncError: an engine failed. It was replaced; ``target.weights_version`` says by which weights.
+        WeightSyncError: an engine did not get to these weights, or too many updates in a row needed a fresh engine;
+            ``target.weights_version`` says what the engines have.
     """
     with _together(source, target):
         attempts = target.call("take_weights", version, source.call("scoring_config").temperature)
@@ -46,12 +52,13 @@ def prove(source: "Engine", target: "Engine", version: int) -> None:
             if not sequences:
                 break
             attempts = target.call("prove_weights", _scores(source, sequences))
-    failures = [f"worker {rank}: {attempt.failure}" for rank, attempt in enumerate(attempts) if attempt.failure]
-    if failures:
-        raise WeightSyncError(
-            f"weights of {source.name} → {target.name}, version {version}: the engine was replaced\n"
-            + "\n".join(failures)
-        )
+    replaced = tuple(f"worker {rank}: {attempt.failure}" for rank, attempt in enumerate(attempts) if attempt.failure)
+    title = f"weights of {source.name} → {target.name}, version {version}"
+    if any(attempt.version != version for attempt in attempts):
+        raise WeightSyncError(f"{title}: the engine went back to its last proved weights\n" + "\n".join(replaced))
+    if replaced:
+        logger.warning("%s: the engine was replaced by one with these weights, proved\n%s", title, "\n".join(replaced))
+    return replaced
 
 
 def _scores(source: "Engine", sequences: Mapping[tuple[int, ...], Sequence[int]]) -> dict[tuple[int, ...], Any]:

@@ -32,7 +32,11 @@ class EngineRef(NamedTuple):
 
 
 class SyncReport(NamedTuple):
-    """What a sync did: ``nbytes`` of the whole tensors as sent, ``seconds`` with the comparison of both ends."""
+    """What a sync did: ``nbytes`` of the whole tensors as sent, ``seconds`` with the comparison of both ends.
+
+    ``replaced``: for each engine behind the target that failed on the way, and was replaced by one with these weights,
+    what failed.
+    """
 
     version: int
     transport: Transport
@@ -40,6 +44,7 @@ class SyncReport(NamedTuple):
     nbytes: int
     buckets: int
     seconds: float
+    replaced: tuple[str, ...] = ()
 
 
 def sync_weights(

@@ -26,7 +26,7 @@ from rl_bridge.rollout.stop_texts import StopTexts
 from rl_bridge.rollout.vllm.checkpoint import checkpoint
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import Tolerance
-from rl_bridge.rollout.vllm.updated import TakesProvedWeights, UpdatedEngine
+from rl_bridge.rollout.vllm.updated import REPLACEMENTS, TakesProvedWeights, UpdatedEngine
 from rl_bridge.weights.quantized import Precision
 from rl_bridge.weights.through import Through
 
@@ -48,6 +48,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         precision: Precision,
         at_once: int,
         restarts: int,
+        replacements: int = REPLACEMENTS,
     ) -> None:
         with torch.device("meta"):
             self._stop = stop_tokens(source.empty(), tokenizer)
@@ -58,7 +59,8 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         self.engine = ServedEngine(open_server, folder, at_once=at_once, restarts=restarts)
         self._close = weakref.finalize(self, self.engine.close)
         self.longest = self.engine.limits().longest
-        self.updated = UpdatedEngine(self.engine, folder, tolerance=Tolerance.of(precision))
+        tolerance = Tolerance.of(precision)
+        self.updated = UpdatedEngine(self.engine, folder, tolerance=tolerance, replacements=replacements)
 
     def decoder(self, sampling: SamplingParams) -> ServedDecoder:
         """A decoder without rows; all decoders of a worker share its engine."""
@@ -115,6 +117,7 @@ class ServedRollout(_Served):
             precision=options.precision,
             at_once=options.max_num_seqs,
             restarts=served.restarts,
+            replacements=options.replacements,
         )
 
 

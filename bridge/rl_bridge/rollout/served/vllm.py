@@ -16,7 +16,7 @@ from rl_bridge.rollout.served.asking import Ask, Completion, field_of
 from rl_bridge.rollout.served.process import ServerProcess
 from rl_bridge.rollout.served.vllm_requests import completion_of, probe_of, sampling_fields
 from rl_bridge.rollout.vllm import probe
-from rl_bridge.rollout.vllm.draws import truncation
+from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf, truncation
 from rl_bridge.rollout.vllm.in_server import EXTENSION
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.plugin import BACKEND, PROTOCOL, require_in_place
@@ -181,8 +181,15 @@ class VLLMServer:
 
     def probe(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
         """Exactly ``count`` tokens."""
-        fields = {"temperature": temperature, "seed": seed, "max_tokens": count, "ignore_eos": True, "logprobs": 0}
-        payload = {"token_ids": list(prompt), "sampling_params": fields | {"detokenize": False}}
+        fields = {
+            "temperature": temperature,
+            "max_tokens": count,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+            "extra_args": {EXTRA: list(DrawsOf(seed, 0, truncated=False))},
+        }
+        payload = {"token_ids": list(prompt), "sampling_params": fields}
         return probe_of(self._sent(self._requests, "/inference/v1/generate", payload, "the probe of an update"), prompt)
 
     def dead(self) -> bool:

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from rl_bridge.rollout.vllm.draws import EXTRA, Draws, DrawsOf
 from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.plugin import BACKEND, PROTOCOL, register
+from rl_bridge.rollout.vllm.plugin import PROTOCOL
 from rl_bridge.rollout.vllm.probe import Drawn, EngineLimits
 
 logger = logging.getLogger(__name__)
@@ -73,26 +74,27 @@ class EngineClient(Protocol):
 
 def open_in_process(folder: Path, options: VLLMOptions, device: torch.device | None = None) -> "InProcessEngine":
     """An engine in this process that takes weights; ``device`` as ``open_engine`` has it."""
-    from rl_bridge.rollout.vllm.engine import close_engine, open_engine
+    from rl_bridge.rollout.vllm.engine import close_engine
+    from rl_bridge.rollout.vllm.opening import opened
 
-    register()
-    transfer = {"backend": BACKEND}
-    opened = partial(open_engine, options=options, device=device, weight_transfer_config=transfer)
-    return InProcessEngine(opened, close_engine, folder)
+    return InProcessEngine(partial(opened, options, device, Draws()), close_engine, folder)
 
 
 def probe_sampling(*, max_tokens: int, seed: int, temperature: float) -> Any:
-    """vLLM's parameters of a request that draws exactly ``max_tokens`` tokens, given out together."""
+    """vLLM's parameters of a request that draws exactly ``max_tokens`` tokens, given out together.
+
+    The seed is read by ``Draws``: vLLM's own ``seed`` ends an engine on a CPU where a prompt is read in pieces.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         temperature=temperature,
-        seed=seed,
         max_tokens=max_tokens,
         ignore_eos=True,
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={EXTRA: tuple(DrawsOf(seed, 0, truncated=False))},
     )
 
 

@@ -6,9 +6,12 @@ Generator does not use offset"). Here the random numbers of a draw depend on the
 """
 
 from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.splitmix64 import logical_shift, mix
@@ -29,14 +32,14 @@ class DrawsOf(NamedTuple):
 
 
 class Draws:
-    """Hooks on the sampler of an engine whose worker is in this process."""
+    """What works around the sampler of an engine whose worker is in this process."""
 
     def __init__(self) -> None:
         """Attached to no engine yet."""
         self._runner: Any = None
         self._generators: list[torch.Generator] = []
         self._allowed: dict[str, list[array]] = {}
-        self._state = torch.get_rng_state()
+        self._others: dict[torch.device, torch.Generator] = {}
 
     def attach(self, engine: Any) -> None:
         """Work in this engine from now on; what was recorded of another is forgotten.
@@ -55,8 +58,7 @@ class Draws:
                 "draws are made repeatable in vLLM's first model runner; VLLM_USE_V2_MODEL_RUNNER=1 asks for another"
             )
         self._allowed.clear()
-        sampler.register_forward_pre_hook(self._before)
-        sampler.register_forward_hook(self._after)
+        sampler.forward = partial(self._draw, sampler.forward)
 
     def take_allowed(self, request_id: str, count: int) -> list[array]:
         """The ids that were allowed at each of the request's ``count`` draws, rising; they are forgotten here."""
@@ -68,8 +70,14 @@ class Draws:
         """Drop what was recorded of a request that ended otherwise."""
         self._allowed.pop(request_id, None)
 
-    def _before(self, module: torch.nn.Module, args: tuple) -> tuple:
-        logits, given, top_k, top_p = args
+    def _draw(self, forward: Callable[..., Any], logits: torch.Tensor, given: dict, top_k: Any, top_p: Any) -> Any:
+        """The sampler's own forward, with each row's generator at the draw's number."""
+        with _OwnNumbers(self._others):
+            output = forward(logits, self._seeded(logits.device, given), top_k, top_p)
+        self._note_allowed(output[1])
+        return output
+
+    def _seeded(self, device: torch.device, given: dict[int, torch.Generator]) -> dict[int, torch.Generator]:
         generators, lengths = dict(given), self._runner.optimistic_seq_lens_cpu
         places, states = [], []
         for row, request_id in enumerate(self._rows()):
@@ -79,18 +87,14 @@ class Draws:
                 places.append(row)
                 states.append((draws.seed, number))
         while len(self._generators) < len(places):
-            self._generators.append(torch.Generator(device=logits.device))
+            self._generators.append(torch.Generator(device=device))
         seeds, numbers = torch.tensor(states, dtype=torch.int64).view(-1, 2).unbind(1)
         bits = logical_shift(mix(mix(seeds) + numbers), 1).tolist()
         for row, generator, seed in zip(places, self._generators, bits, strict=False):
             generators[row] = generator.manual_seed(seed)
-        # On a CPU vLLM draws seeds of all rows from torch's own generator, before it looks for those of the requests.
-        self._state = torch.get_rng_state()
-        return logits, generators, top_k, top_p
+        return generators
 
-    def _after(self, module: torch.nn.Module, args: tuple, output: tuple) -> None:
-        torch.set_rng_state(self._state)
-        _, logprobs = output
+    def _note_allowed(self, logprobs: torch.Tensor) -> None:
         discarded = self._runner.discard_request_mask.np
         for row, request_id in enumerate(self._rows()):
             draws = self._draws(request_id)
@@ -105,6 +109,27 @@ class Draws:
     def _draws(self, request_id: str) -> DrawsOf | None:
         given = (self._runner.requests[request_id].sampling_params.extra_args or {}).get(EXTRA)
         return None if given is None else DrawsOf(*given)
+
+
+class _OwnNumbers(TorchFunctionMode):
+    """Random numbers that nobody named a generator for come from one of ours, not from torch's: a trainer's thread may
+    draw from that at the same moment. Works in the thread that enters it.
+
+    On a CPU vLLM draws seeds of all rows so, before it looks for the generators of the requests.
+    """
+
+    def __init__(self, generators: dict[torch.device, torch.Generator]) -> None:
+        super().__init__()
+        self._generators = generators
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.randint, torch.Tensor.exponential_) and kwargs.get("generator") is None:
+            device = args[0].device if func is torch.Tensor.exponential_ else torch.device(kwargs.get("device", "cpu"))
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device=device)
+            kwargs["generator"] = self._generators[device]
+        return func(*args, **kwargs)
 
 
 def external(request_id: str) -> str:

@@ -31,6 +31,8 @@ class VLLMOptions:
     """No compilation and no CUDA graphs: a start of seconds. Long runs on a GPU are faster with False."""
     sleep: bool = False
     """Let weights, keys and values leave a GPU while others work there (vLLM's sleep mode)."""
+    replacements: int = 3
+    """Weight updates in a row that may need a fresh engine; with one more the run stops."""
     arguments: tuple[str, ...] = ()
     """More arguments of ``vllm.EngineArgs``, each ``NAME=JSON``: ``gpu_memory_utilization=0.4``."""
 
@@ -48,6 +50,8 @@ class VLLMOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if self.replacements < 0:
+            raise ValueError(f"replacements must be ≥ 0, got {self.replacements}")
         self.engine_arguments()
 
     @property

@@ -25,9 +25,9 @@ from rl_bridge.rollout.vllm.checkpoint import checkpoint
 from rl_bridge.rollout.vllm.client import InProcessEngine
 from rl_bridge.rollout.vllm.decoder import Outbox, VLLMDecoder
 from rl_bridge.rollout.vllm.draws import Draws
-from rl_bridge.rollout.vllm.engine import close_engine, facts, open_engine
+from rl_bridge.rollout.vllm.engine import close_engine, facts
+from rl_bridge.rollout.vllm.opening import opened
 from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.plugin import BACKEND, in_place, register, require_in_place
 from rl_bridge.rollout.vllm.probe import Tolerance
 from rl_bridge.rollout.vllm.updated import TakesProvedWeights, UpdatedEngine
 from rl_bridge.weights.through import Through
@@ -61,7 +61,9 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         draws = Draws()
         self._client = client = InProcessEngine(partial(opened, options, self._device, draws), close_engine, start)
         self._close = weakref.finalize(self, client.close)
-        self.updated = UpdatedEngine(client, start, tolerance=Tolerance.of(options.precision))
+        self.updated = UpdatedEngine(
+            client, start, tolerance=Tolerance.of(options.precision), replacements=options.replacements
+        )
         self._outbox = Outbox(client, draws)
         self.longest = facts(client.engine).max_model_len
 
@@ -119,21 +121,3 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         """End the engine and remove what was written for it."""
         self._close()
         self._sweep()
-
-
-def opened(options: VLLMOptions, device: torch.device, draws: Draws, folder: Path) -> LLMEngine:
-    """An engine that takes weights from trainers, with ``draws`` at work in its sampler.
-
-    Raises:
-        ValueError: the engine's attention does not take the model's heads.
-    """
-    register()
-    engine = open_engine(folder, options, device=device, weight_transfer_config={"backend": BACKEND})
-    try:
-        require_in_place(engine.collective_rpc(in_place))
-        engine.set_weight_version("0")
-        draws.attach(engine)
-    except BaseException:
-        close_engine(engine)
-        raise
-    return engine

@@ -15,11 +15,19 @@ from rl_bridge.rollout.vllm.update import UpdateFailed, WeightUpdate, probed
 logger = logging.getLogger(__name__)
 
 
+REPLACEMENTS = 3
+"""Updates in a row that may need a fresh engine, unless an option says otherwise."""
+
+
 class Attempt(NamedTuple):
-    """Where an update stands in one worker: what is to be scored (None: nothing more), what failed on the way."""
+    """Where an update stands in one worker: what is to be scored (None: nothing more), what failed on the way.
+
+    ``version``: of the proved weights in use; None while an update waits for its proof.
+    """
 
     drawn: Drawn | None
     failure: str | None
+    version: int | None
 
 
 class UpdatedEngine:
@@ -31,14 +39,23 @@ class UpdatedEngine:
     """
 
     def __init__(
-        self, client: EngineClient, checkpoint: Path, *, tolerance: Tolerance, copies: Path | None = None
+        self,
+        client: EngineClient,
+        checkpoint: Path,
+        *,
+        tolerance: Tolerance,
+        copies: Path | None = None,
+        replacements: int = REPLACEMENTS,
     ) -> None:
-        """``checkpoint``: the folder that the client's engine started from. ``copies``: where copies lie."""
+        """``checkpoint``: the folder that the client's engine started from. ``copies``: where copies lie.
+
+        ``replacements``: updates in a row that may need a fresh engine; with one more, ``prove`` raises.
+        """
         self.client = client
         self.receiver = VLLMReceiver(checkpoint, copies=copies)
         self.replaced = 0
         """Times that the engine was replaced."""
-        self._tolerance = tolerance
+        self._tolerance, self._most, self._in_a_row = tolerance, replacements, 0
         self._version: int | None = 0
         self._proved = 0
         self._probe: Probe | None = None
@@ -90,16 +107,16 @@ class UpdatedEngine:
                 self._go_on(self._proved)
                 raise
             self._replace(str(error))
-        return Attempt(self._drawn, self._failure)
+        return self._stands()
 
     def prove(self, scored: Mapping[tuple[int, ...], tuple[float, ...]]) -> Attempt:
         """Compare with the trainer's log-probabilities, by ``Drawn.sequence``; no ``drawn``: nothing is left to do.
 
         Raises:
-            UpdateFailed: no fresh engine could be opened.
+            UpdateFailed: no fresh engine could be opened; or one more update in a row needed a fresh engine than may.
         """
         if self._drawn is None:
-            return Attempt(None, self._failure)
+            return self._stands()
         assert self._copy is not None, "take() comes first"
         expected = scored[self._drawn.sequence]
         try:
@@ -113,10 +130,19 @@ class UpdatedEngine:
                 self._replace(str(error))
             else:
                 self._go_back(f"a fresh engine from the same weights: {error}")
-            return Attempt(self._drawn, self._failure)
+            return self._stands()
         self.receiver.copies.prove(self._copy)
         self._go_on(self._copy.version)
-        return Attempt(None, self._failure)
+        self._in_a_row = 0 if self._failure is None else self._in_a_row + 1
+        if self._in_a_row > self._most:
+            raise UpdateFailed(
+                f"{self._in_a_row} updates in a row needed a fresh engine, and {self._most} may. The engine has "
+                f"version {self._version}, proved. The last failure: {self._failure}"
+            )
+        return self._stands()
+
+    def _stands(self) -> Attempt:
+        return Attempt(self._drawn, self._failure, self._version)
 
     def _replace(self, failure: str) -> None:
         """A fresh engine from the copy that came, and its probe."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
+from rl_bridge.weights.proving import wants_proof
 from rl_fn import Objective
 from rl_fn.objectives.components import (
     GAE,
@@ -32,6 +33,28 @@ class PolicyEngines:
         """What a checkpoint saves. The teacher's weights never change and have a source of their own."""
         engines = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
         return {name: engine for name, engine in engines.items() if engine is not None}
+
+
+class Replaced:
+    """How many engines behind the rollout the syncs of a step had to replace."""
+
+    def __init__(self, engines: PolicyEngines) -> None:
+        """Count from now on."""
+        self._policy, self._proved = engines.policy, wants_proof(engines.rollout)
+        self._before, self._now = self._policy.replaced_engines, 0
+
+    def metrics(self) -> dict[str, float]:
+        """``weights/engine_replaced`` since the last call; nothing for a rollout whose weights need no proof."""
+        now = self._policy.replaced_engines
+        self._before, self._now = now, now - self._before
+        return {"weights/engine_replaced": float(self._now)} if self._proved else {}
+
+    def warning(self, step: int) -> str | None:
+        """A line for the user, if any were."""
+        if not self._now or self._policy.last_sync is None:
+            return None
+        why = "; ".join(self._policy.last_sync.replaced)
+        return f"step {step}: {self._now} engines of the rollout were replaced, and have the new weights, proved. {why}"
 
 
 def require_fit(engines: PolicyEngines, objective: Objective, config: PolicyConfig) -> None:

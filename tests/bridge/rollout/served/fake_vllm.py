@@ -30,8 +30,8 @@ def generate(payload):
     name, wanted = "generate-tokens-" + payload.get("request_id", "probe"), payload["sampling_params"]
     if not payload["token_ids"]:
         return 400, {"error": {"message": "List should have at least 1 item"}}
-    # A probe has vLLM's own seed, a request that of rl_bridge's hook.
-    seed = wanted["seed"] if "seed" in wanted else wanted["extra_args"]["rl_fn"][0]
+    assert "seed" not in wanted, "vLLM's own seed ends an engine on a CPU where a prompt is read in pieces"
+    seed = wanted["extra_args"]["rl_fn"][0]
     tokens, versions, reason = [], [], "length"
     while len(tokens) < wanted["max_tokens"]:
         RUNS.wait()
