@@ -18,7 +18,19 @@ MEMORY: list[tuple[str, ...]] = [
     (".venv/bin/rl-fn plan policy --micro-batch-tokens 4096 --fits 24GiB",),
     (".venv/bin/rl-fn plan runs/quickstart",),
 ]
-REPORTS: list[tuple[str, ...]] = []
+REPORT = ".venv/bin/rl-fn report runs/quickstart"
+SEEDS = "experiments/results/quickstart/seed1 experiments/results/quickstart/seed2 --title Quickstart"
+REPORTS: list[tuple[str, ...]] = [
+    (REPORT,),
+    (f"{REPORT} --watch",),
+    (f"{REPORT} {SEEDS} --output report.html",),
+    (
+        f".venv/bin/rl-fn report runs/seed0 {SEEDS} --output experiments/results/quickstart/report.html",
+        f"{REPORT} {SEEDS} --output $CLONE/runs/quickstart.html",
+        "the run of seed 0 is the quickstart's; what is committed stays",
+    ),
+    ("rl-fn report", "rl-fn report --help", "names no run"),
+]
 TOOLS: list[tuple[str, ...]] = [
     ("make install-tools", "make install-tools", "minutes", "tools"),
     ("make test-tools", "make test-tools TESTS=tests/bridge/tracking", "minutes", "tools"),

@@ -7,7 +7,11 @@ from typing import Any
 
 from rl_bridge.report.reading import RunFiles
 
-OWN = ("name", "output", "resume", "resume_anyway", "seed", "samples_every", "samples_kept", "threads")
+OWN = (
+    "name", "output", "resume", "resume_anyway", "seed", "threads", "checkpoint_every", "keep_checkpoints",
+    "stop_after_skips", "samples_every", "samples_kept", "trackers", "tracker_output", "tracker_project",
+    "system_every",
+)  # fmt: skip
 """Options in which runs of one group may differ."""
 
 
@@ -36,12 +40,15 @@ def options_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def grouped(runs: Sequence[RunFiles]) -> list[Group]:
-    """The groups in the order of their first runs. A label says what tells a group from the others."""
+    """The groups in the order of their first runs. A label says what tells a group from the others.
+
+    An option that only one of two configs has, as of an older version, is no difference between them.
+    """
     options = [options_of(run.config) for run in runs]
     keys = [{name: value for name, value in of_run.items() if name not in OWN} for of_run in options]
     members: list[list[int]] = []
     for place, key in enumerate(keys):
-        same = next((group for group in members if keys[group[0]] == key), None)
+        same = next((group for group in members if _agree(keys[group[0]], key)), None)
         if same is None:
             members.append([place])
         else:
@@ -54,6 +61,10 @@ def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
     """Names of the options that are not the same in all of them."""
     names = dict.fromkeys(name for of_one in options for name in of_one)
     return [name for name in names if len({of_one.get(name) for of_one in options}) > 1]
+
+
+def _agree(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return all(one[name] == other[name] for name in one.keys() & other.keys())
 
 
 def _label(

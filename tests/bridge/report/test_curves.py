@@ -54,6 +54,14 @@ def test_runs_that_differ_in_the_seed_are_a_group(runs):
     assert groups[1].label == "b0, b1: optimizer.learning_rate 0.5"
 
 
+def test_an_option_that_a_config_does_not_know_makes_no_group(tmp_path):
+    first = write_run(tmp_path / "a", steps=1, config={"samples_every": 5})
+    second = write_run(tmp_path / "b", steps=1, config={"new_option": 5, "checkpoint_every": 3})
+    third = write_run(tmp_path / "c", steps=1, config={"new_option": 6, "objective": {"algorithm": "grpo"}})
+    groups = grouped([read_run(folder) for folder in (first, second, third)])
+    assert [group.runs for group in groups] == [[0, 1], [2]]
+
+
 def test_a_band_is_over_the_steps_that_all_runs_have(runs):
     stage = curves(runs, grouped(runs))["policy"]
     panel = next(panel for panel in stage["panels"] if panel["name"] == "reward")
