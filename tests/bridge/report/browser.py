@@ -1,5 +1,6 @@
 """Headless Chromium over its own protocol on a pair of pipes: no driver, no port, no network."""
 
+import fcntl
 import json
 import os
 import select
@@ -98,8 +99,11 @@ class Page:
 def browser(folder):
     """A page of a Chromium whose profile lies in ``folder``; it has ended afterwards."""
     assert CHROMIUM is not None, "there is no chromium on PATH: apt-get install chromium"
-    read, commands = os.pipe()
-    answers, write = os.pipe()
+    own = [*os.pipe(), *os.pipe()]
+    # Away from 3 and 4, which are to be theirs in Chromium.
+    read, commands, answers, write = (fcntl.fcntl(descriptor, fcntl.F_DUPFD, 50) for descriptor in own)
+    for descriptor in own:
+        os.close(descriptor)
     # Chromium reads commands at descriptor 3 and answers at 4.
     options = "--headless --no-sandbox --disable-gpu --no-first-run --remote-debugging-pipe --hide-scrollbars"
     # A shell moves the descriptors: Python would have to do so between fork and exec.
