@@ -115,6 +115,19 @@ def test_a_line_has_the_rows_that_are_computed_first(tmp_path):
     assert second["tokens"]["ratio"] == [None] * 3 and second["tokens"]["advantage"] == [2.0] * 3
 
 
+def test_first_and_last_rows_of_the_update_are_kept(tmp_path):
+    log = CompletionLog(tmp_path, str, every=1, kept=4)
+
+    def chosen(*computed):
+        marks = log.choose(0, torch.tensor(computed, dtype=torch.bool))
+        return [int((marks == number).nonzero()) for number in range(int(marks.max()) + 1)]
+
+    assert chosen(0, 1, 1, 1, 0, 1, 1, 1) == [1, 2, 6, 7]
+    assert chosen(0, 1, 0, 0, 0, 1, 1, 1) == [1, 5, 6, 7]
+    assert chosen(0, 0, 1, 0, 0, 1) == [2, 5, 0, 1]
+    assert chosen(0, 0, 1) == [2, 0, 1]
+
+
 def test_the_file_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(completion_log, "TOKENS", 4)
     (record,) = written(tmp_path, length=9)

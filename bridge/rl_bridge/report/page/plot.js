@@ -125,7 +125,7 @@ function chart(title, lines, options) {
     }
     node.append(mark);
     const rows = found.slice(0, 12).map(([line, place]) => el("tr", {}, el("td", {}, swatch(line.place)),
-      el("td", {}, line.label), el("td", {}, number(line.y[place])),
+      el("td", { class: "name" }, line.label), el("td", {}, number(line.y[place])),
       el("td", { class: "soft" }, line.low && line.low[place] !== null ? `${number(line.low[place])} … ${number(line.high[place])}` : "")));
     tip.replaceChildren(el("div", { class: "soft" }, `${options().unit} ${number(closest[0].x[closest[1]])}`), el("table", {}, rows));
     tip.hidden = false;

@@ -60,13 +60,13 @@ function slowestSection() {
   const rows = top.map((row) => {
     const bar = el("span", { class: "bar" });
     bar.style.width = `${100 * row.seconds / top[0].seconds}%`;
-    return el("tr", {}, content.runs.length > 1 ? el("td", {}, shown(content.runs[row.run].name)) : null, el("td", {}, `${row.stage} ${row.step}`),
-      el("td", { class: "number" }, duration(row.seconds)), el("td", { class: "number" }, row.median ? `${number(row.seconds / row.median)}×` : "–"),
+    return el("tr", {}, content.runs.length > 1 ? el("td", {}, shown(content.runs[row.run].name)) : null, el("td", { class: "whole" }, `${row.stage} ${row.step}`),
+      el("td", { class: "number" }, duration(row.seconds)), el("td", { class: "number" }, row.median ? `${Number((row.seconds / row.median).toPrecision(2))}×` : "–"),
       el("td", { class: "number" }, number(row.tokens)), phases.map((name) => el("td", { class: "number" }, row.phases[name] === undefined ? "–" : duration(row.phases[name]))),
       el("td", {}, row.evaluated ? "evaluated" : ""), el("td", { class: "free" }, bar));
   });
   return section("slowest", "Slowest steps", table([content.runs.length > 1 ? "run" : null, "step", numeric("time"), numeric("of the median"), numeric("tokens"),
-    ...phases.map((name) => numeric(words(name))), "", "time"].filter((head) => head !== null), rows),
+    ...phases.map((name) => numeric(words(name))), "", ""].filter((head) => head !== null), rows),
   el("p", { class: "soft small" }, "A step's time is that since the record before it, a checkpoint or an evaluation in between included."));
 }
 

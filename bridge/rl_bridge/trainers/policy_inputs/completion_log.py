@@ -42,14 +42,18 @@ class CompletionLog:
     def choose(self, step: int, computed: torch.Tensor) -> torch.Tensor | None:
         """The number of each kept row [N], −1 for others; None in a step that is not kept.
 
-        Rows that the loss computes, ``computed`` [N], come first.
+        They are the first and the last of those that the loss computes, ``computed`` [N], then others: where a step has
+        several updates, the last rows are in one that began with other weights than those that drew them.
         """
         if not self._begun:
             self._cut(step)
             self._begun = True
         if not due(step, self._every):
             return None
-        places = torch.argsort(~computed, stable=True)[: self._kept]
+        rows = torch.cat([computed.nonzero()[:, 0], (~computed).nonzero()[:, 0]])
+        count, ends = min(self._kept, len(rows)), int(computed.sum())
+        last = count // 2 if ends >= count else 0
+        places = torch.cat([rows[: count - last], rows[ends - last : ends]])
         return torch.full(computed.shape, -1).index_put((places,), torch.arange(len(places)))
 
     def write(
