@@ -13,7 +13,29 @@ TRACKERS: list[tuple[str, ...]] = [
     (f"{EXPORT} mlflow --artifacts files --again",),
     ("rl-fn export", "rl-fn export --help", "names no run"),
 ]
-TUNING: list[tuple[str, ...]] = []
+TUNE = (
+    ".venv/bin/rl-fn tune policy --space.optimizer.learning-rate log:1e-5..1e-3 --space.objective gspo,dapo "
+    "--trials 16 --seeds 3 --parallel 2"
+)
+STUDY = "--trials 2 --seeds 1 --policy.evaluate-every 1 " + SHORT.removeprefix("--name live ")
+OF_TUNE = f"{EXTRA.replace('trackers', 'tune')} && .venv/bin/python experiments/tuning.py"
+TUNING: list[tuple[str, ...]] = [
+    (TUNE, f"{TUNE} {STUDY}", "half an hour"),
+    (".venv/bin/rl-fn tune report runs/tune",),
+    (".venv/bin/rl-fn tune --help",),
+    (
+        ".venv/bin/python experiments/tuning.py toy",
+        f"{OF_TUNE} toy --seeds 1 --trials 6 --samplers random tpe --output $SCRATCH/tuning",
+        "minutes; the results are those of the repository",
+    ),
+    (
+        ".venv/bin/python experiments/tuning.py quickstart",
+        f"{OF_TUNE} quickstart --seeds 1 --trials 1 --samplers random tpe --steps 1 --confirm 1 --workers 2 "
+        "--fixed '--sft.steps 2 --policy.evaluate-every 1 --held-out 8' --runs $SCRATCH/studies "
+        "--output $SCRATCH/tuning",
+        "hours; the results are those of the repository",
+    ),
+]
 MEMORY: list[tuple[str, ...]] = [
     (".venv/bin/rl-fn plan policy --micro-batch-tokens 4096 --fits 24GiB",),
     (".venv/bin/rl-fn plan runs/quickstart",),

@@ -19,7 +19,7 @@ class _OptunaSampler:
 
     def __init__(self, space: Space, seed: int, goals: int = 1) -> None:
         self._optuna = optuna = library("optuna")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = space
         self._asked: dict[int, tuple[Any, Assignment]] = {}
         with warnings.catch_warnings():

@@ -1,0 +1,201 @@
+"""Regret of the samplers of rl-fn tune against random search, five seeds each: on a toy, and on the quickstart.
+
+python experiments/tuning.py toy           # writes experiments/results/tuning/toy.json and toy.png, in minutes
+python experiments/tuning.py quickstart    # learning rate × group size × clip, in hours; goes on where it was stopped
+
+Both need the extra tune. All samplers of a part get the same number of trials, and every trial costs the same: groups
+of another size are of as many completions. The choice of a study is its best trial by what was measured, which is
+noisy. Its regret is what is lost against the optimum by the choice's true value: on the toy from the formula, on the
+quickstart from runs with fresh seeds, against the best of all studies.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from rl_bridge import cli
+from rl_bridge.atomic import replacing, write_json
+from rl_bridge.tracking.intervals import confidence_interval
+from rl_bridge.tuning.objectives import parse_goal
+from rl_bridge.tuning.options import options_of, words_of
+from rl_bridge.tuning.report import read_study, summary_of
+from rl_bridge.tuning.samplers import SAMPLERS, Result, make_sampler
+from rl_bridge.tuning.samplers.function import FunctionSampler
+from rl_bridge.tuning.scheduler import Plan
+from rl_bridge.tuning.space import Choice, Interval, Parameter, Space
+from rl_bridge.tuning.study import Study, run_study
+from rl_bridge.tuning.trials import places, training_command
+
+RESULTS = Path(__file__).parent / "results/tuning"
+TOY = Space(
+    (
+        Parameter("recipe", Choice(("a", "b", "c"))),
+        Parameter("rate", Interval(1e-6, 1e-2, log=True)),
+        Parameter("group", Interval(2, 64, log=True, whole=True)),
+        Parameter("clip", Interval(0.0, 1.0)),
+        Parameter("beta", Interval(0.0, 1.0), ("recipe", ("b",))),
+    )
+)
+NOISE = 0.05
+"""Standard deviation of a toy's reward from seed to seed; a trial has three."""
+FIXED = "--policy.updates-per-step 2 --policy.evaluate-every 20 --optimizer.warmup 10 --threads 1"
+SPACE = {
+    "optimizer.learning-rate": "log:1e-5..1e-2",
+    "policy.responses-per-prompt+policy.prompts-per-step": "2+192,4+96,8+48,16+24",
+    "objective.clip-high": "log:0.02..1",
+}
+
+
+def reward(values: Mapping[str, Any]) -> float:
+    """The toy's true reward; 1 at recipe b, rate 10⁻⁴, group 16, clip 0.3, beta 0.7.
+
+    Too large a rate is worse than one too small by as much, and a recipe has a value of its own.
+    """
+    rate = math.log10(values["rate"]) + 4
+    lost = 0.25 * rate**2 * (2 if rate > 0 else 1) + 0.05 * math.log2(values["group"] / 16) ** 2
+    lost += 1.5 * (values["clip"] - 0.3) ** 2 + {"a": 0.15, "b": 0.0, "c": 0.3}[values["recipe"]]
+    lost += (values.get("beta", 0.7) - 0.7) ** 2
+    return math.exp(-lost)
+
+
+def toy_study(sampler: str, seed: int, trials: int) -> list[float]:
+    """Regret of the choice after each trial."""
+    made, noise = make_sampler(sampler, TOY, seed, grid_points=3), np.random.default_rng([seed, 1])
+    measured, regrets, true = [], [], []
+    for number in range(trials):
+        values = made.ask(number)
+        if values is None:
+            regrets.append(regrets[-1])
+            continue
+        true.append(reward(values))
+        measured.append(float(np.mean(true[-1] + NOISE * noise.standard_normal(3))))
+        made.tell(number, values, Result("complete", (-measured[-1],)))
+        regrets.append(1.0 - true[int(np.argmax(measured))])
+    return regrets
+
+
+def toy(arguments: argparse.Namespace) -> None:
+    """All samplers, seeds beside one another in processes."""
+    jobs = [(name, seed) for name in arguments.samplers for seed in range(arguments.seeds)]
+    with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
+        futures = {job: pool.submit(toy_study, *job, arguments.trials) for job in jobs}
+        found = {job: future.result() for job, future in futures.items()}
+    regret = {name: [found[name, seed] for seed in range(arguments.seeds)] for name in arguments.samplers}
+    about = {"trials": arguments.trials, "seeds_of_a_trial": 3, "noise": NOISE}
+    write(arguments.output, "toy", about, regret, "true reward lost by the choice")
+
+
+def quickstart(arguments: argparse.Namespace) -> None:
+    """Studies of rl-fn tune, one after another, and then the choices with fresh seeds."""
+    fixed = f"{FIXED} --policy.steps {arguments.steps} {arguments.fixed}".split()
+    runs, done = arguments.runs, {}
+    for seed in range(arguments.seeds):
+        for name in arguments.samplers:
+            folder = runs / f"{name}-{seed}"
+            words = [f"--space.{option}={domain}" for option, domain in SPACE.items()]
+            words += f"--sampler {name} --sampler-seed {seed} --trials {arguments.trials}".split()
+            words += f"--first-seed {seed} --parallel {arguments.workers} --maximize held_out".split()
+            words += ["--name", folder.name, "--output", str(runs), *(["--resume"] if folder.exists() else [])]
+            if cli.main(["tune", "policy", *words, *fixed]):
+                sys.exit(f"the study {folder.name} did not come to its end; the same command goes on")
+            done[name, seed] = summary_of(read_study(folder))
+    options = options_of(cli.load(cli.TRAINERS["policy"].default)())
+    chosen = [found["trials"][found["best"]["trial"]]["assignment"] for found in done.values()]
+    confirming = Study(
+        runs / "confirmed",
+        Plan(
+            (parse_goal("held_out", maximize=True),),
+            trials=len(chosen),
+            seeds=arguments.confirm,
+            slots=arguments.workers,
+        ),
+        {"space": "the choices", "goals": [{"name": "held_out", "maximize": True}], "chosen": chosen, "fixed": fixed},
+        lambda: FunctionSampler(lambda number, _: chosen[number] if number < len(chosen) else None),
+        training_command("policy", lambda assignment: words_of(assignment, options, fixed), 1000),
+        places(arguments.workers),
+    )
+    run_study(confirming, resume=confirming.folder.exists())
+    confirmed = [trial["values"]["held_out"]["mean"] for trial in summary_of(read_study(confirming.folder))["trials"]]
+    regret: dict[str, list[list[float]]] = {name: [] for name in arguments.samplers}
+    for (name, _), value in zip(done, confirmed, strict=True):
+        regret[name].append([max(confirmed) - value])
+    about = {
+        "trials": arguments.trials,
+        "steps": arguments.steps,
+        "space": SPACE,
+        "confirmed_with_seeds": arguments.confirm,
+    }
+    about["chosen"] = {
+        f"{name}-{seed}": {"assignment": values, "confirmed": value, "measured": found["best"]["mean"]}
+        for ((name, seed), found), values, value in zip(done.items(), chosen, confirmed, strict=True)
+    }
+    write(arguments.output, "quickstart", about, regret, "held-out accuracy lost by the choice")
+
+
+def write(folder: Path, name: str, about: dict[str, Any], regret: dict[str, list[list[float]]], label: str) -> None:
+    """JSON with the regret after the last trial, and against random search seed by seed; a figure."""
+    last = {sampler: [curve[-1] for curve in curves] for sampler, curves in regret.items()}
+    table = {s: {"regret": confidence_interval(v, [0.0] * len(v)), "seeds": v} for s, v in last.items()}
+    for sampler, values in last.items():
+        if sampler != "random" and "random" in last:
+            table[sampler]["minus_random"] = confidence_interval(values, last["random"])
+    libraries = ("optuna", "scikit-optimize", "hyperopt", "bayesian-optimization", "numpy")
+    hardware = f"{platform.machine()}, {os.cpu_count()} cores"
+    versions = {library: version(library) for library in libraries}
+    result = {"about": about, "samplers": table, "curves": regret, "hardware": hardware, "versions": versions}
+    write_json(folder / f"{name}.json", result)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    length = max(len(curve) for curves in regret.values() for curve in curves)
+    if length > 1:
+        for number, (sampler, curves) in enumerate(regret.items()):
+            values = np.array(curves)
+            axis.plot(np.arange(1, length + 1), values.mean(0), color=f"C{number}", label=sampler)
+        axis.set(xlabel="trials", yscale="log")
+        axis.legend(fontsize=7)
+    else:
+        for number, values in enumerate(last.values()):
+            axis.plot([number] * len(values), values, "o", color=f"C{number}", alpha=0.5)
+            axis.plot([number - 0.2, number + 0.2], [np.mean(values)] * 2, color=f"C{number}")
+        axis.set_xticks(range(len(last)), list(last))
+    axis.set(ylabel=label)
+    axis.grid(alpha=0.3)
+    with replacing(folder / f"{name}.png") as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+    print(json.dumps({sampler: row["regret"] for sampler, row in table.items()}, indent=1))
+
+
+def main() -> None:
+    """Run a part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("toy", "quickstart"))
+    parser.add_argument("--samplers", nargs="+", choices=list(SAMPLERS), help="all on the toy; random, tpe and gp else")
+    parser.add_argument("--trials", type=int, help="of a study: 40 on the toy, 12 on the quickstart")
+    parser.add_argument("--seeds", type=int, default=5, help="studies of a sampler")
+    parser.add_argument("--steps", type=int, default=80, help="of a quickstart's trial")
+    parser.add_argument("--confirm", type=int, default=3, help="fresh seeds of a quickstart's choice")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--fixed", default="", help="more options of the quickstart's trials")
+    parser.add_argument("--runs", type=Path, default=Path("runs/tuning"))
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    on_toy = arguments.part == "toy"
+    arguments.samplers = arguments.samplers or (list(SAMPLERS) if on_toy else ["random", "tpe", "gp"])
+    arguments.trials = arguments.trials or (40 if on_toy else 12)
+    (toy if on_toy else quickstart)(arguments)
+
+
+if __name__ == "__main__":
+    main()
