@@ -225,7 +225,10 @@ def train_and_evaluate(
             evaluator=Evaluator(complete, rewards, held_out, config, archive),
             coefficients=coefficients,
             completions=CompletionLog(
-                folder, tokenizer.decode, every=pipeline.samples_every, kept=pipeline.samples_kept
+                folder,
+                lambda tokens: str(tokenizer.decode(tokens)),
+                every=pipeline.samples_every,
+                kept=pipeline.samples_kept,
             ),
             pad_token_id=pad,
             seed=pipeline.seed,
