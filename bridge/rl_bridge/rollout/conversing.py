@@ -16,7 +16,8 @@ from rl_bridge.environments.processes import EnvironmentProcesses
 from rl_bridge.environments.session import Session, Talker
 from rl_bridge.environments.steps import ThreadedSteps
 from rl_bridge.models.turns import TurnTemplate
-from rl_bridge.rollout.conversations import Conversations, Limits, Opening
+from rl_bridge.rollout.conversation import Limits, Opening
+from rl_bridge.rollout.conversations import Conversations
 from rl_bridge.rollout.token_sampler import request_seeds
 
 WAIT = 10.0

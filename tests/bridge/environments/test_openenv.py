@@ -14,7 +14,8 @@ from rl_bridge.environments.session import Session
 from rl_bridge.environments.steps import ThreadedSteps
 from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.turns import TurnTemplate
-from rl_bridge.rollout.conversations import Conversations, Limits, Opening
+from rl_bridge.rollout.conversation import Limits, Opening
+from rl_bridge.rollout.conversations import Conversations
 from tests.bridge.rollout.simulated import SimulatedSampler
 
 pytestmark = pytest.mark.openenv

@@ -18,7 +18,8 @@ from rl_bridge.models.source import StateSource
 from rl_bridge.models.turns import TurnTemplate
 from rl_bridge.rewards import RewardError, load
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.rollout.conversations import Conversations, Limits, Opening
+from rl_bridge.rollout.conversation import Limits, Opening
+from rl_bridge.rollout.conversations import Conversations
 from tests.bridge.rollout.simulated import SimulatedSampler
 from tests.processes import gone
 
