@@ -13,8 +13,13 @@ FAILED = ("abort", "error")
 
 
 class State(StrEnum):
-    """Where a sample is. It is in one state at a time, and goes down this list; only RUNNING may go back to WAITING."""
+    """Where a sample is. It is in one state at a time, and goes down this list.
 
+    Two may go back: from RUNNING to WAITING, and a conversation from RUNNING to ASKING after each turn.
+    """
+
+    ASKING = "asking"
+    """Its environment is to answer: a conversation alone, which begins so and goes from here to WAITING."""
     WAITING = "waiting"
     """To be drawn, from the tokens so far."""
     RUNNING = "running"
@@ -38,8 +43,24 @@ class Tokens(NamedTuple):
 
 
 @dataclass
+class Turn:
+    """What an environment said, and how much the policy has drawn behind it."""
+
+    messages: list[dict[str, Any]]
+    reward: float | None
+    done: bool
+    state_id: int | None
+    given: list[int] = field(default_factory=list)
+    """Tokens that stand for the messages, before the policy's turn."""
+    room: int = 0
+    """Tokens that the policy may draw in this turn; 0: the conversation ended here."""
+    drawn: int = 0
+    """Tokens that the policy has drawn in this turn."""
+
+
+@dataclass
 class Sample:
-    """One completion of a prompt."""
+    """One completion of a prompt, or one conversation that begins with a row."""
 
     seed: int
     state: State = State.WAITING
@@ -55,11 +76,39 @@ class Sample:
     """That engines spent on it before ``since``."""
     since: float = 0.0
     """When it went into the engine that draws it."""
+    turns: list[Turn] = field(default_factory=list)
+    """Of a conversation: what its environment said. ``tokens`` and the rest are those that the policy drew."""
+    beginnings: int = 0
+    """How often it began anew. What an environment answers to an earlier beginning is not taken."""
 
     @property
     def versions(self) -> list[int]:
         """The version that drew each token."""
         return [version for version, count in self.spans for _ in range(count)]
+
+    @property
+    def sequence(self) -> list[int]:
+        """The tokens behind the prompt so far, those of the environment among them."""
+        if not self.turns:
+            return self.tokens
+        found, start = [], 0
+        for turn in self.turns:
+            found += [*turn.given, *self.tokens[start : start + turn.drawn]]
+            start += turn.drawn
+        return found
+
+    @property
+    def said(self) -> int:
+        """Tokens of the turn that goes on."""
+        return self.turns[-1].drawn if self.turns else len(self.tokens)
+
+    def room(self, limit: int) -> int:
+        """Tokens that may be drawn now, of ``limit`` in a completion."""
+        return self.turns[-1].room - self.turns[-1].drawn if self.turns else limit - len(self.tokens)
+
+    def left_at(self, now: float) -> None:
+        """The engine has given it back."""
+        self.seconds += now - self.since
 
     def append(self, drawn: Tokens, version: int) -> None:
         """More tokens, of one version."""
@@ -74,6 +123,8 @@ class Sample:
             self.allowed = [*(self.allowed or []), *drawn.allowed]
         self.tokens += drawn.tokens
         self.logprobs += drawn.logprobs
+        if self.turns:
+            self.turns[-1].drawn += len(drawn.tokens)
 
 
 @dataclass
@@ -131,9 +182,9 @@ class Ledger:
         none = {str(state): 0 for state in State}
         return {**none, **found, "trained": self.finished["trained"], "dropped": dropped}
 
-    def open(self, prompt: Any, seeds: Sequence[int], version: int) -> Group:
+    def open(self, prompt: Any, seeds: Sequence[int], version: int, state: State = State.WAITING) -> Group:
         """Take in the next prompt, with one sample a seed."""
-        group = Group(self.opened, prompt, [Sample(seed) for seed in seeds], version)
+        group = Group(self.opened, prompt, [Sample(seed, state) for seed in seeds], version)
         self.groups[group.number] = group
         self.opened += 1
         return group
@@ -147,7 +198,7 @@ class Ledger:
         """The engine gave it back unfinished, with the tokens that it drew."""
         sample = self._change(key, State.WAITING, State.RUNNING)
         sample.append(drawn, version)
-        sample.seconds += now - sample.since
+        sample.left_at(now)
 
     def lost(self, key: Key) -> None:
         """The engine is gone: what it drew is unknown, and what it was given is still here."""
@@ -158,6 +209,26 @@ class Ledger:
         sample = self._change(key, State.REWARDING, State.RUNNING)
         sample.append(drawn, version)
         sample.reason = reason
+
+    def spoke(self, key: Key, drawn: Tokens, version: int, now: float) -> None:
+        """The policy has ended its turn."""
+        sample = self._change(key, State.ASKING, State.RUNNING)
+        sample.append(drawn, version)
+        sample.left_at(now)
+
+    def told(self, key: Key, turn: Turn | None, reason: str | None) -> None:
+        """What the environment said. With a ``reason`` the conversation has ended; None for a turn: it failed."""
+        sample = self._change(key, State.WAITING if reason is None else State.REWARDING, State.ASKING)
+        sample.reason = reason
+        if turn is not None:
+            sample.turns.append(turn)
+
+    def begin_again(self, key: Key) -> None:
+        """Forget what was said."""
+        sample = self[key]
+        assert sample.state in (State.WAITING, State.ASKING), f"sample {key} is {sample.state}"
+        again = Sample(sample.seed, State.ASKING, seconds=sample.seconds, beginnings=sample.beginnings + 1)
+        self.groups[key[0]].samples[key[1]] = again
 
     def aborted(self, key: Key) -> None:
         """No engine is to go on with it."""

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rl_bridge.rollout.asynchronous.admission import Admission
-from rl_bridge.rollout.asynchronous.ledger import Group, Key, Ledger, State, Tokens
+from rl_bridge.rollout.asynchronous.ledger import Group, Key, Ledger, State, Tokens, Turn
+
+UNDRAWN = (State.ASKING, State.WAITING, State.RUNNING)
 
 
 class Row(NamedTuple):
@@ -14,7 +16,11 @@ class Row(NamedTuple):
     key: Key
     prompt: Any
     tokens: tuple[int, ...]
-    """Drawn so far; the next draw has the number of their count."""
+    """Behind the prompt so far."""
+    drawn: int
+    """How many of these the policy drew: the number of the next draw."""
+    said: int
+    """How many of these are of the turn that goes on."""
     seed: int
     limit: int
     """Tokens that may still be drawn."""
@@ -91,9 +97,16 @@ class RolloutPump:
         admission: Admission,
         pace: Pace,
         prompt: Callable[[int], tuple[Any, Sequence[int]]],
+        *,
+        talks: bool = False,
     ) -> None:
-        """``prompt``: of a number, with a seed for each of its samples; called once a prompt, in order."""
+        """``prompt``: of a number, with a seed for each of its samples; called once a prompt, in order.
+
+        ``talks``: samples are conversations. An engine draws one turn after another, and environments answer beside.
+        """
         self.ledger, self.admission, self.pace, self._prompt = ledger, admission, pace, prompt
+        self._talks = talks
+        self._to_ask = list(ledger.keys(State.ASKING))
         self.version = -1
         """Of the policy that the engine holds."""
         self.held, self.alive = True, True
@@ -115,12 +128,14 @@ class RolloutPump:
         assert version >= self.version, f"version {version} after {self.version}"
         if version > self.version:
             self._beside = 0
+            if self._talks and not self.pace.partial:
+                self._begin_again_what_is_older(version)
         self.version, self.held, self._wanted = version, False, False
 
     def idle(self) -> bool:
         """Whether there is nothing to draw at this version."""
-        waiting = any(True for _ in self.ledger.keys(State.WAITING, State.RUNNING))
-        return not waiting and self.ledger.opened >= self.admission.limit(self.version)
+        undrawn = any(True for _ in self.ledger.keys(*UNDRAWN))
+        return not undrawn and self.ledger.opened >= self.admission.limit(self.version)
 
     def next(self, now: float) -> Command | None:
         """What the engine is to do now; None: nothing before something else happens. It is asked again then."""
@@ -146,32 +161,56 @@ class RolloutPump:
             if self.pace.deterministic:
                 return None
         draining = self._wanted and not self.pace.partial and not self.pace.deterministic
-        rows = () if draining else tuple(self._admit(now))
+        if not draining:
+            self._open()
+        if self.pace.deterministic and any(True for _ in self.ledger.keys(State.ASKING)):
+            # Which rows are drawn beside each other is not to depend on which environment is faster.
+            return None
+        rows = tuple(self._admit(now, begun=draining))
         return Advance(rows, self.pace.steps) if rows or running else None
 
     def _may_stop(self, running: Sequence[Key]) -> bool:
         """Whether the weights may change here."""
         if not self.pace.deterministic:
-            return self.pace.partial or not running
+            return self.pace.partial or not (running or any(True for _ in self._begun()))
         enough = self.pace.rounds is not None and self._beside >= self.pace.rounds and self._next_batch_is_drawn()
         return enough or self.idle()
 
     def _next_batch_is_drawn(self) -> bool:
         """Whether all prompts of step ``version`` are drawn, of those that it takes in order."""
         end = (self.version + 1) * self.admission.prompts_per_step
-        undrawn = next((number for number, _ in self.ledger.keys(State.WAITING, State.RUNNING)), self.ledger.opened)
+        undrawn = next((number for number, _ in self.ledger.keys(*UNDRAWN)), self.ledger.opened)
         return undrawn >= end
 
-    def _admit(self, now: float) -> list[Row]:
+    def _begun(self) -> list[Key]:
+        """Conversations between two turns: with other weights they would be of several versions."""
+        between = self.ledger.keys(State.ASKING, State.WAITING)
+        return [key for key in between if self._talks and self.ledger[key].tokens]
+
+    def _begin_again_what_is_older(self, version: int) -> None:
+        """A conversation of one version whose engine died, or whose run was killed, between two turns."""
+        for key in self._begun():
+            if any(drawn != version for drawn, _ in self.ledger[key].spans):
+                self.ledger.begin_again(key)
+                self._to_ask.append(key)
+
+    def _open(self) -> None:
         while self.ledger.opened < self.admission.limit(self.version):
             prompt, seeds = self._prompt(self.ledger.opened)
-            self.ledger.open(prompt, seeds, self.version)
+            first = State.ASKING if self._talks else State.WAITING
+            group = self.ledger.open(prompt, seeds, self.version, first)
+            if self._talks:
+                self._to_ask += [(group.number, place) for place in range(len(seeds))]
+
+    def _admit(self, now: float, *, begun: bool) -> list[Row]:
+        """Samples that go into the engine: all that wait, or those conversations alone that have begun."""
         rows = []
-        for key in tuple(self.ledger.keys(State.WAITING)):
-            self.ledger.submitted(key, now)
+        for key in tuple(self._begun() if begun else self.ledger.keys(State.WAITING)):
             sample, prompt = self.ledger[key], self.ledger.groups[key[0]].prompt
-            left = self.pace.limit - len(sample.tokens)
-            rows.append(Row(key, prompt, tuple(sample.tokens), sample.seed, left))
+            if sample.state is State.WAITING:
+                self.ledger.submitted(key, now)
+                room = sample.room(self.pace.limit)
+                rows.append(Row(key, prompt, tuple(sample.sequence), len(sample.tokens), sample.said, sample.seed, room))
         return rows
 
     def _is_late(self, key: Key, now: float) -> bool:
@@ -189,6 +228,9 @@ class RolloutPump:
                 self.ledger.returned(key, tokens, self.version, now)
                 if self._is_over(key):
                     self.ledger.aborted(key)
+            elif self._talks and reason == "stop":
+                self.ledger.spoke(key, tokens, self.version, now)
+                self._to_ask.append(key)
             else:
                 self.ledger.ended(key, tokens, self.version, reason)
             self._look(key[0])
@@ -212,6 +254,31 @@ class RolloutPump:
         """There is another engine, without the policy's weights."""
         assert isinstance(self._pending, Restart), "no engine was asked for"
         self.alive, self._pending = True, None
+
+    def to_ask(self) -> list[Key]:
+        """Conversations whose environment is to answer, each turn told once."""
+        found, self._to_ask = self._to_ask, []
+        return found
+
+    def told(self, key: Key, beginning: int, turn: Turn | None, reason: str | None) -> bool:
+        """What the environment of a conversation answered, as ``Ledger.told``.
+
+        False: the conversation has begun anew since it was asked, and the answer is not taken.
+        """
+        if self._is_gone(key, beginning):
+            return False
+        self.ledger.told(key, turn, reason)
+        self._look(key[0])
+        return True
+
+    def cannot_go_on(self, key: Key, beginning: int) -> None:
+        """The environment is gone and another one answers otherwise: the conversation begins anew."""
+        if not self._is_gone(key, beginning):
+            self.ledger.begin_again(key)
+            self._to_ask.append(key)
+
+    def _is_gone(self, key: Key, beginning: int) -> bool:
+        return self.ledger[key].beginnings != beginning
 
     def to_score(self) -> list[Group]:
         """Prompts whose samples are all drawn, each told once."""

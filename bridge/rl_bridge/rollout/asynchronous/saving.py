@@ -5,9 +5,10 @@ import copy
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from rl_bridge.rollout.asynchronous.ledger import Group, Ledger, Sample, State
+from rl_bridge.rollout.asynchronous.ledger import Group, Ledger, Sample, State, Turn
 
 PLAIN = ("seed", "tokens", "logprobs", "reason", "rewards", "seconds")
 
@@ -47,6 +48,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
         # Copies: the state is written while engines go on.
         **{name: copy.copy(getattr(sample, name)) for name in PLAIN},
         "spans": [list(span) for span in sample.spans],
+        "turns": [asdict(turn) for turn in sample.turns],
         "allowed": None if sample.allowed is None else [_packed(ids) for ids in sample.allowed],
     }
 
@@ -56,6 +58,7 @@ def _of(saved: dict[str, Any]) -> Sample:
         **{name: saved[name] for name in PLAIN},
         state=State(saved["state"]),
         spans=[(version, count) for version, count in saved["spans"]],
+        turns=[Turn(**turn) for turn in saved.get("turns", ())],
         allowed=None if saved["allowed"] is None else [_unpacked(text) for text in saved["allowed"]],
     )
 

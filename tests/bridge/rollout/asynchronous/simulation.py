@@ -1,12 +1,13 @@
 """Trainer, engine, rewards and disk around the pumps in virtual time: a seed decides every delay and every accident."""
 
 import heapq
+import itertools
 import json
 import random
 from dataclasses import dataclass
 
 from rl_bridge.rollout.asynchronous.admission import Admission
-from rl_bridge.rollout.asynchronous.ledger import Ledger, State, Tokens
+from rl_bridge.rollout.asynchronous.ledger import Ledger, State, Tokens, Turn
 from rl_bridge.rollout.asynchronous.rollout_pump import Advance, Ended, Pace, Restart, RolloutPump
 from rl_bridge.rollout.asynchronous.saving import loaded, saved
 from rl_bridge.rollout.asynchronous.training_pump import TrainingPump
@@ -29,11 +30,24 @@ def token(prompt, seed, number):
     return 1 + mixed(prompt, seed, number) % 50
 
 
-class SimulatedEngine:
-    """Draws what prompt, seed and number of the draw say; a log-probability is minus the weights' version."""
+def words(seed, turn):
+    """Tokens of the policy in a turn of a conversation, if its limit is not smaller."""
+    return 1 + mixed(seed, turn, 5) % 9
 
-    def __init__(self, truncated=False):
-        self.version, self.rows, self.truncated = None, {}, truncated
+
+def answered(seed, turn):
+    """What the environment says before the policy's turn: negative, so that nobody takes them for drawn ones."""
+    return [-1 - mixed(seed, turn, number) % 50 for number in range(1 + mixed(seed, turn, 3) % 3)]
+
+
+class SimulatedEngine:
+    """Draws what prompt, seed and number of the draw say; a log-probability is minus the weights' version.
+
+    ``end``: whether a row stops after so many drawn tokens.
+    """
+
+    def __init__(self, end, truncated=False):
+        self.version, self.rows, self.end, self.truncated = None, {}, end, truncated
 
     def put(self, row):
         assert row.key not in self.rows, f"{row.key} is in the engine already"
@@ -44,11 +58,11 @@ class SimulatedEngine:
         assert self.version is not None or not self.rows, "rows in an engine without weights"
         ended = []
         for key, (row, drawn) in list(self.rows.items()):
-            number = len(row.tokens) + len(drawn)
+            number = row.drawn + len(drawn)
             drawn.append((token(row.prompt, row.seed, number), -float(self.version)))
-            if number + 1 == natural_length(row.seed) or len(drawn) == row.limit:
-                reason = "stop" if number + 1 == natural_length(row.seed) else "length"
-                ended.append(self.leave(key, reason))
+            stops = self.end(row.seed, number + 1)
+            if stops or len(drawn) == row.limit:
+                ended.append(self.leave(key, "stop" if stops else "length"))
         return ended
 
     def leave(self, key, reason):
@@ -77,10 +91,21 @@ class Setting:
     steps: int = 6
     crashes: int = 0
     deaths: int = 0
+    forgets: int = 0
+    """Environments that begin again, so that their conversations do."""
     checkpoint_every: int = 2
     lazy: bool = False
     """The trainer goes on without an update where the engine is busy and its own prompts are ready."""
     truncated: bool = False
+    turns: int = 0
+    """Of a conversation; 0: completions."""
+
+    def ends(self, seed, count):
+        """Whether the policy stops after so many tokens that it drew."""
+        if not self.turns:
+            return count == natural_length(seed)
+        ends = list(itertools.accumulate(words(seed, turn) for turn in range(self.turns)))
+        return count in ends
 
 
 class Stuck(AssertionError):
@@ -94,11 +119,11 @@ class World:
         self.setting, self.random = setting, random.Random(f"world {seed}")
         self.now, self.events, self.count, self.generation = 0.0, [], 0, 0
         self.disk, self.history, self.done = None, {}, False
-        self.crashes, self.deaths = setting.crashes, setting.deaths
+        self.crashes, self.deaths, self.forgets = setting.crashes, setting.deaths, setting.forgets
         self.generated = {}
         self.waits = 0
         # One kind of delay dominates in each run.
-        self.pace = {name: self.random.choice([0.1, 1.0, 10.0]) for name in ("engine", "trainer", "reward", "update")}
+        self.pace = {name: self.random.choice([0.1, 1.0, 10.0]) for name in ("engine", "trainer", "reward", "update", "environment")}
         for _ in range(self.crashes):
             self.after(self.random.uniform(0, 100), self.crash, anyway=True)
         self.start()
@@ -129,9 +154,9 @@ class World:
             state = json.loads(json.dumps(self.disk))
             self.ledger, step = loaded(state["ledger"], lambda number: self.prompt(number)[0]), state["step"]
         self.history = {done: content for done, content in self.history.items() if done < step}
-        self.pump = RolloutPump(self.ledger, self.admission, setting.pace, self.prompt)
+        self.pump = RolloutPump(self.ledger, self.admission, setting.pace, self.prompt, talks=setting.turns > 0)
         self.training = TrainingPump(self.ledger, self.admission, step)
-        self.engine, self.busy = SimulatedEngine(setting.truncated), False
+        self.engine, self.busy = SimulatedEngine(setting.ends, setting.truncated), False
         self.trainer = "end" if step == setting.steps else "update"
 
     def crash(self):
@@ -158,6 +183,9 @@ class World:
     def poke(self):
         """Everyone does what can be done now."""
         self.poke_engine()
+        for key in self.pump.to_ask():
+            assert self.ledger[key].state is State.ASKING, f"{key} is asked for a second answer"
+            self.after(self.delay("environment"), self.environment_answers, key, self.ledger[key].beginnings)
         for group in self.pump.to_score():
             self.after(self.delay("reward"), self.scored, group.number)
         self.poke_trainer()
@@ -178,7 +206,7 @@ class World:
     def engine_done(self, command, epoch):
         self.busy = False
         if isinstance(command, Restart):
-            self.engine = SimulatedEngine(self.setting.truncated)
+            self.engine = SimulatedEngine(self.setting.ends, self.setting.truncated)
             self.pump.restarted()
             return
         answer = self.engine.run(command)
@@ -189,6 +217,22 @@ class World:
             self.after(self.delay("engine"), self.late, epoch, answer)
             return
         assert self.pump.answered(epoch, answer, self.now)
+
+    def environment_answers(self, key, beginning):
+        """A conversation has so many turns as the setting says; now and then an environment has forgotten it."""
+        sample = self.ledger[key]
+        if sample.beginnings != beginning:
+            assert not self.pump.told(key, beginning, Turn([], None, True, None), "stop")
+        elif sample.turns and self.forgets and self.random.random() < 0.1:
+            self.forgets -= 1
+            self.pump.cannot_go_on(key, beginning)
+        else:
+            turn = len(sample.turns)
+            done = turn == self.setting.turns
+            given = [] if done else answered(sample.seed, turn)
+            room = 0 if done else self.setting.pace.limit
+            answer = Turn([{"role": "tool", "content": str(turn)}], float(turn), done, turn, given, room)
+            assert self.pump.told(key, beginning, answer, "stop" if done else None)
 
     def late(self, epoch, answer):
         assert not self.pump.answered(epoch, answer, self.now)
@@ -254,7 +298,9 @@ class World:
         """Invariants of a sample that is trained on."""
         step, where = self.training.step, f"prompt {group.number}, sample {place}"
         natural, limit = natural_length(sample.seed), self.setting.pace.limit
-        if sample.reason != "abort":
+        if self.setting.turns:
+            self.right_turns(sample, where)
+        elif sample.reason != "abort":
             assert len(sample.tokens) == min(natural, limit), f"{where} is cut or goes on after its end"
             assert sample.reason == ("stop" if natural <= limit else "length"), where
         assert sample.tokens == [token(group.number, sample.seed, i) for i in range(len(sample.tokens))], (
@@ -270,6 +316,21 @@ class World:
             assert [tuple(ids) for ids in sample.allowed] == [(t, t + 1) for t in sample.tokens], where
         elif not self.setting.truncated:
             assert sample.allowed is None
+
+    def right_turns(self, sample, where):
+        """Each turn has its tokens behind what the environment said before it, and no turn is lost or doubled."""
+        setting, wanted, drawn = self.setting, [], 0
+        assert [turn.state_id for turn in sample.turns] == list(range(len(sample.turns))), f"{where}: turns {sample}"
+        for number, turn in enumerate(sample.turns):
+            last = number == len(sample.turns) - 1
+            whole = 0 if number == setting.turns else min(words(sample.seed, number), setting.pace.limit)
+            assert turn.drawn == whole or (last and sample.reason == "abort" and turn.drawn < whole), where
+            wanted += turn.given + sample.tokens[drawn : drawn + turn.drawn]
+            drawn += turn.drawn
+            assert turn.given == ([] if number == setting.turns else answered(sample.seed, number)), where
+        assert sample.sequence == wanted and drawn == len(sample.tokens), f"{where}: tokens in no turn"
+        if sample.reason == "stop":
+            assert len(sample.turns) == setting.turns + 1 and sample.turns[-1].done, f"{where} ends early"
 
     def check(self):
         """Invariants of every moment."""
@@ -324,4 +385,6 @@ def setting_of(seed):
         checkpoint_every=choose.choice([1, 2, 5]),
         lazy=mode == "free lazy",
         truncated=choose.random() < 0.3,
+        turns=choose.choice([0, 0, 1, 3]),
+        forgets=choose.choice([0, 0, 2]) if not pace.deterministic else 0,
     )
