@@ -11,6 +11,8 @@ from inspect import isawaitable
 from typing import Any, NamedTuple, Protocol, Self
 
 Work = Callable[[], Any | Awaitable[Any]]
+WAKE = -1
+"""The number of no call."""
 
 
 class Finished(NamedTuple):
@@ -54,10 +56,11 @@ class ThreadedSteps:
         if not (limit > 0 and at_once >= 1):
             raise ValueError(f"limit must be > 0 s and at_once ≥ 1, got {limit} and {at_once}")
         self._limit, self._at_once = limit, at_once
-        self._waiting: deque[tuple[Hashable, Work]] = deque()
+        self._waiting: deque[tuple[Hashable, Work, int]] = deque()
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
         self._results: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -74,10 +77,18 @@ class ThreadedSteps:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
 
-    def start(self, key: Hashable, work: Work) -> None:
-        """Call ``work`` in a thread of its own, in turn."""
-        self._waiting.append((key, work))
+    def start(self, key: Hashable, work: Work, *, calls: int = 1) -> None:
+        """Call ``work`` in a thread of its own, in turn. It has the time of so many ``calls``."""
+        self._waiting.append((key, work, calls))
         self._begin()
+
+    def wake(self) -> None:
+        """From any thread: let ``finished`` return, if only with nothing."""
+        self._results.put((WAKE, None, None))
+
+    def awaited(self, value: Any) -> Any:
+        """For a ``work`` of several calls: what one of them returned, or what that is a promise of."""
+        return self._awaited(value) if isawaitable(value) else value
 
     def finished(self, *, wait: bool) -> list[Finished]:
         """Results in the order they came; a call past its limit is a ``TimeoutError``."""
@@ -85,7 +96,8 @@ class ThreadedSteps:
         while True:
             found += self._collect()
             self._begin()
-            if found or not wait or not self._calls:
+            woken, self._woken = self._woken, False
+            if found or woken or not wait or not self._calls:
                 return found
             nearest = min(call.deadline for call in self._calls.values())
             try:
@@ -96,17 +108,15 @@ class ThreadedSteps:
 
     def _begin(self) -> None:
         while self._waiting and len(self._calls) < self._at_once:
-            key, work = self._waiting.popleft()
+            key, work, calls = self._waiting.popleft()
             number = next(self._numbers)
-            self._calls[number] = _Call(key, time.monotonic() + self._limit)
+            self._calls[number] = _Call(key, time.monotonic() + self._limit * calls)
             threading.Thread(target=self._run, args=(number, work), daemon=True, name="environment").start()
 
     def _run(self, number: int, work: Work) -> None:
         value, failure = None, None
         try:
-            value = work()
-            if isawaitable(value):
-                value = self._awaited(value)
+            value = self.awaited(work())
         except BaseException as error:  # sys.exit() in an environment is its failure too
             failure = error
         self._results.put((number, value, failure))
@@ -140,6 +150,7 @@ class ThreadedSteps:
         return found
 
     def _take(self, number: int, value: Any, error: BaseException | None) -> list[Finished]:
+        self._woken |= number == WAKE
         call = self._calls.pop(number, None)
         return [] if call is None else [Finished(call.key, value, error)]
 

@@ -9,6 +9,7 @@ from rl_bridge.engines import InferenceEngine
 from rl_bridge.rewards import Rewards
 from rl_bridge.rollout.asynchronous.admission import Admission
 from rl_bridge.rollout.asynchronous.rollout_pump import Pace
+from rl_bridge.rollout.asynchronous.talks import Talking
 from rl_bridge.tracking.options import MAY_CHANGE
 from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.policy_inputs.ahead import AheadSampler
@@ -90,10 +91,10 @@ class AsynchronousOptions:
         objective: Objective,
         config: PolicyConfig,
         seed: int,
+        talking: Talking | None = None,
     ) -> AheadSampler:
-        """What makes the completions of each step."""
+        """What makes the completions of each step, or with ``talking`` the conversations."""
         admission, pace = self.admission(config), self.pace(config.sampling.max_new_tokens)
         lazy = not (self.partial or self.deterministic)
-        return AheadSampler(
-            rollout, tokenizer, rewards, stream, objective, config, seed, admission=admission, pace=pace, lazy=lazy
-        )
+        parts = rollout, tokenizer, rewards, stream, objective, config, seed
+        return AheadSampler(*parts, admission=admission, pace=pace, lazy=lazy, talking=talking)

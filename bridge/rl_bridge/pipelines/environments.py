@@ -1,17 +1,27 @@
 """Options of a run whose policy talks to environments."""
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import EnvironmentFactory, load_environment
+from rl_bridge.models.source import ModelSource
+from rl_bridge.models.turns import TurnTemplate
 from rl_bridge.rewards import RewardOptions, Rewards, load
+from rl_bridge.rollout.asynchronous.talks import Talking
+from rl_bridge.rollout.conversation import Limits
+from rl_bridge.rollout.inprocess import stop_tokens
 from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.trainers.policy_config import SamplingOptions
 from rl_bridge.trainers.policy_inputs.sampling import Complete, completions
 
 
@@ -69,6 +79,29 @@ class EnvironmentOptions(RewardOptions):
             return rollout.converse(rows, sampling, environment, self.max_turns, **limits)
 
         return converse
+
+    def talking(
+        self,
+        environment: EnvironmentFactory | None,
+        source: ModelSource,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingOptions,
+    ) -> Talking | None:
+        """How conversations that run ahead of training are held; None: there are none."""
+        if environment is None:
+            return None
+        with torch.device("meta"):
+            stops = stop_tokens(source.empty(), tokenizer)
+        return Talking(
+            environment=environment,
+            limits=Limits(
+                max_turns=self.max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=self.max_trajectory_tokens
+            ),
+            # The trainer's thread uses the other one.
+            template=TurnTemplate(copy.deepcopy(tokenizer), stops),
+            step_timeout=self.environment_timeout,
+            processes=self.environment_processes,
+        )
 
     def fingerprints(self) -> dict[str, str]:
         """The environment's text, which a resumed run compares."""

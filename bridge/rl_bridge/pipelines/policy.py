@@ -92,8 +92,11 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
             raise ValueError("softcap and dtype bfloat16 need recompute_old_logprobs=True: sampling has neither")
         if not self.rollout.exact and not self.policy.recompute_old_logprobs:
             raise ValueError("a rollout in lower precision needs recompute_old_logprobs=True: π_old is the trainer's")
-        if self.asynchronous.on and (self.environment is not None or self.offload == "phases"):
-            raise ValueError("rollouts that run ahead of training go with no environment and no offload of phases yet")
+        if self.asynchronous.on and self.offload == "phases":
+            raise ValueError(
+                "rollouts that run ahead of training draw beside them: there is no phase in which the trainer's or the "
+                "engine's weights could leave the device (offload=phases)"
+            )
         self.asynchronous.admission(self.policy)
 
     @property
@@ -207,7 +210,8 @@ def train_and_evaluate(
             )
         parts = rewards, stream, objective, config, pipeline.seed
         ahead = pipeline.asynchronous.sampler if pipeline.asynchronous.on else None
-        sampler = Sampler(complete, *parts) if ahead is None else ahead(rollout, tokenizer, *parts)
+        talking = pipeline.talking(environment, source, tokenizer, config.sampling)
+        sampler = Sampler(complete, *parts) if ahead is None else ahead(rollout, tokenizer, *parts, talking)
         running.enter_context(closing(sampler))
         archive = Archive(rewards.names, folder) if len(rewards.names) > 1 else None
         train_policy(

@@ -13,6 +13,17 @@ from rl_bridge.trainers.modules.trainable import CausalLMModule
 from tests.bridge.pipelines.results import assert_same, metrics, result
 from tests.bridge.pipelines.test_drills import ended, lines, start
 
+TOOL = """
+class Counts:
+    def reset(self, row):
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, messages):
+        said = sum(len(message["content"]) for message in messages)
+        return self.Step(messages=[{"role": "tool", "content": f"{said}"}], reward=said % 7 / 7)
+
+    from rl_bridge.environments import Step
+"""
 REWARD = "def even_digits(completion, row):\n    return sum(c in '02468' for c in completion) + 0.1 * len(completion)\n"
 PARTIAL = {"--asynchronous.max-staleness": 2, "--asynchronous.tokens-beside": 4, "--asynchronous.round-tokens": 2}
 
@@ -55,6 +66,32 @@ def test_killed_with_rollouts_on_their_way_it_ends_as_if_it_had_not_been(tmp_pat
     ledger = read_driver(newest)["state"]["state"]["rollouts"]["ledger"]
     states = [sample["state"] for group in ledger["groups"] for sample in group["samples"]]
     assert states.count("waiting") > 2 and "running" not in states  # the kill interrupted completions
+    assert_same(result(run_to_end([*command, "--resume"])), whole)
+
+
+@pytest.mark.slow
+def test_conversations_that_are_killed_between_two_turns_go_on(tmp_path, words, run_to_end, monkeypatch):
+    (tmp_path / "tool.py").write_text(TOOL)
+    talks = {"--environment": f"{tmp_path / 'tool.py'}:Counts", "--max-turns": 3, "--reward": "environment"} | PARTIAL
+    whole = result(run_to_end(words("whole", "--asynchronous.partial", **talks)))
+    records = [record for record in whole["metrics"] if record["stage"] == "policy"]
+    assert all(record["turns"] > 1 for record in records)
+    assert any(record["versions_per_completion"] > 1 for record in records)
+
+    update = CausalLMModule.optimizer_step
+
+    def dying(self):
+        if self.weights_version() == 1 + 3:
+            raise Killed
+        return update(self)
+
+    command = words("killed", "--asynchronous.partial", **talks)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(CausalLMModule, "optimizer_step", dying)
+        main(command)
+    newest = max((tmp_path / "killed" / "checkpoints").iterdir())
+    ledger = read_driver(newest)["state"]["state"]["rollouts"]["ledger"]
+    assert any(sample["turns"] and sample["state"] == "waiting" for g in ledger["groups"] for sample in g["samples"])
     assert_same(result(run_to_end([*command, "--resume"])), whole)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from rl_bridge.rollout.asynchronous.lanes import Commanded
 from rl_bridge.rollout.asynchronous.ledger import Group
-from rl_bridge.rollout.asynchronous.rollout_pump import Advance, Command, Restart, RolloutPump
+from rl_bridge.rollout.asynchronous.rollout_pump import UNDRAWN, Advance, Command, Restart, RolloutPump
+from rl_bridge.rollout.asynchronous.talks import Talks
 from rl_bridge.rollout.asynchronous.training_pump import TrainingPump
 from rl_bridge.rollout.asynchronous.worker import EngineDied
 
@@ -27,15 +28,17 @@ class Driver:
         training: TrainingPump,
         score: Callable[[Group], list[dict[str, float]]],
         *,
+        talks: Talks | None = None,
         patience: float = 3600.0,
         restarts: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """The threads start at once.
 
-        ``score``: the rewards of each sample of a prompt; calls come one after another, from one thread. ``patience``:
-        seconds without any progress after which a wait fails. ``restarts``: of an engine, without a completion between
-        them, before its end is the run's.
+        ``score``: the rewards of each sample of a prompt; calls come one after another, from one thread. ``talks``:
+        the environments, where the pump's samples are conversations; they end with the driver. ``patience``: seconds
+        without any progress after which a wait fails. ``restarts``: of an engine, without a completion between them,
+        before its end is the run's.
         """
         self.pump, self.training = pump, training
         self.idle = 0.0
@@ -50,8 +53,12 @@ class Driver:
         # with another one than the engine was made with.
         self._threads = torch.get_num_threads()
         self._rewards = ThreadPoolExecutor(1, "rl_bridge rewards")
-        self._thread = threading.Thread(target=self._run, name="rl_bridge rollouts", daemon=True)
-        self._thread.start()
+        self._talks = talks
+        self._threads_of = [threading.Thread(target=self._run, name="rl_bridge rollouts", daemon=True)]
+        if talks is not None:
+            self._threads_of += [threading.Thread(target=self._talk, name="rl_bridge environments", daemon=True)]
+        for thread in self._threads_of:
+            thread.start()
 
     def hold(self) -> None:
         """Wait until no row is in the engine, as the pace has it, and none goes in before ``release``."""
@@ -90,7 +97,10 @@ class Driver:
             self.changed.notify_all()
         # A reward without a time limit may never end: an error is not to wait for it.
         self._rewards.shutdown(wait=self._error is None, cancel_futures=True)
-        self._thread.join()
+        if self._talks is not None:
+            self._talks.wake()
+        for thread in self._threads_of:
+            thread.join()
 
     def _stands(self) -> bool:
         return self.pump.held or (not self._busy and self.pump.idle())
@@ -131,6 +141,8 @@ class Driver:
                 command = self.pump.next(self._clock())
                 for group in self.pump.to_score():
                     self._rewards.submit(self._reward, group)
+                if self._talks is not None and self.pump.has_to_ask:
+                    self._talks.wake()
                 self._busy = command is not None
                 self.changed.notify_all()
                 if command is not None:
@@ -162,6 +174,36 @@ class Driver:
             assert taken, "nobody else replaces the engine"
             if isinstance(command, Advance) and ended:
                 self._deaths = 0
+
+    def _talk(self) -> None:
+        """Let environments answer beside everything else."""
+        talks = self._talks
+        assert talks is not None
+        try:
+            while self._ask(talks):
+                for reply in talks.replies():
+                    with self.changed:
+                        self._progress += 1
+                        if reply.turn is None and reply.reason is None:
+                            self.pump.cannot_go_on(reply.key, reply.beginning)
+                        else:
+                            self.pump.told(*reply)
+                        self.changed.notify_all()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            talks.close()
+
+    def _ask(self, talks: Talks) -> bool:
+        """Ask the environments whose turn it is; wait until there is one. False: the driver is closed."""
+        with self.changed:
+            while not (self._closed or self.pump.has_to_ask or talks.busy):
+                self.changed.wait()
+            for number, place in self.pump.to_ask():
+                talks.ask(self.pump.ledger.groups[number], place)
+            undrawn = self.pump.ledger.keys(*UNDRAWN)
+            talks.keep([(key, self.pump.ledger[key].beginnings) for key in undrawn])
+            return not self._closed
 
     def _reward(self, group: Group) -> None:
         try:

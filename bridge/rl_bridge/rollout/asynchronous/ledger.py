@@ -50,6 +50,8 @@ class Turn:
     reward: float | None
     done: bool
     state_id: int | None
+    tools: list[Any] = field(default_factory=list)
+    """Schemas for the chat template."""
     given: list[int] = field(default_factory=list)
     """Tokens that stand for the messages, before the policy's turn."""
     room: int = 0

@@ -210,7 +210,9 @@ class RolloutPump:
             if sample.state is State.WAITING:
                 self.ledger.submitted(key, now)
                 room = sample.room(self.pace.limit)
-                rows.append(Row(key, prompt, tuple(sample.sequence), len(sample.tokens), sample.said, sample.seed, room))
+                rows.append(
+                    Row(key, prompt, tuple(sample.sequence), len(sample.tokens), sample.said, sample.seed, room)
+                )
         return rows
 
     def _is_late(self, key: Key, now: float) -> bool:
@@ -254,6 +256,11 @@ class RolloutPump:
         """There is another engine, without the policy's weights."""
         assert isinstance(self._pending, Restart), "no engine was asked for"
         self.alive, self._pending = True, None
+
+    @property
+    def has_to_ask(self) -> bool:
+        """Whether ``to_ask`` has something."""
+        return bool(self._to_ask)
 
     def to_ask(self) -> list[Key]:
         """Conversations whose environment is to answer, each turn told once."""

@@ -21,8 +21,10 @@ from rl_bridge.rollout.asynchronous.lanes import Lanes
 from rl_bridge.rollout.asynchronous.ledger import Group, Ledger, Sample
 from rl_bridge.rollout.asynchronous.rollout_pump import Pace, RolloutPump
 from rl_bridge.rollout.asynchronous.saving import loaded, saved
+from rl_bridge.rollout.asynchronous.talks import Talking, Talks
 from rl_bridge.rollout.asynchronous.training_pump import TrainingPump
 from rl_bridge.rollout.completed import completed
+from rl_bridge.rollout.conversation import Opening
 from rl_bridge.rollout.token_sampler import request_seeds
 from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
@@ -67,11 +69,13 @@ class AheadSampler(Sampler):
         admission: Admission,
         pace: Pace,
         lazy: bool = False,
+        talking: Talking | None = None,
         patience: float = 3600.0,
     ) -> None:
         """``lazy``: a step begins without new weights in the rollout where its prompts are ready and others run.
 
-        ``patience``: seconds without any progress after which a wait fails.
+        ``talking``: how conversations are held; None: samples are completions. ``patience``: seconds without any
+        progress after which a wait fails.
 
         Raises:
             ValueError: greedy completions or rounds of dynamic sampling, which belong to one step.
@@ -84,7 +88,8 @@ class AheadSampler(Sampler):
         self._tokenizer = copy.deepcopy(tokenizer)
         self._admission, self._pace, self._lazy = admission, pace, lazy
         self._engine = Lanes(rollout, config.sampling.params(), config.responses_per_prompt)
-        self._patience = patience
+        self._patience, self._talking = patience, talking
+        self._talks: Talks | None = None
         self._ledger, self._step, self._training = Ledger(), 0, False
         self._weights: dict[int, int] = {}
         """Version of the policy → of its weights, as engines count them."""
@@ -123,6 +128,9 @@ class AheadSampler(Sampler):
         trajectories = [
             trajectory for place, group in enumerate(groups) for trajectory in self._trajectories(group, place)
         ]
+        if self._talks is not None and all(trajectory.finish_reason == "error" for trajectory in trajectories):
+            cause = self._talks.failures[-1] if self._talks.failures else "before the run was taken up again"
+            raise ValueError(f"the environment failed in all {len(trajectories)} conversations of step {step}; {cause}")
         made = replace(self._sampled(trajectories), ahead=self._metrics(groups, step))
         self._forget()
         return made
@@ -164,9 +172,12 @@ class AheadSampler(Sampler):
 
     def _started(self) -> Driver:
         if self._driver is None:
-            pump = RolloutPump(self._ledger, self._admission, self._pace, self._prompt)
+            talking = self._talking
+            pump = RolloutPump(self._ledger, self._admission, self._pace, self._prompt, talks=talking is not None)
             training = TrainingPump(self._ledger, self._admission, self._step)
-            self._driver = Driver(self._engine, pump, training, self._rewards_of, patience=self._patience)
+            self._talks = None if talking is None else Talks(talking, self._opening)
+            options: Any = {"talks": self._talks, "patience": self._patience}
+            self._driver = Driver(self._engine, pump, training, self._rewards_of, **options)
         return self._driver
 
     def _end_step(self) -> None:
@@ -188,7 +199,9 @@ class AheadSampler(Sampler):
         self._places[number] = self.stream.checkpoint_state()
         row = self.stream.take(1)[0]
         seeds = request_seeds([self._id(number)], self._config.responses_per_prompt, torch.device("cpu"))[0].tolist()
-        return AsPrompt(row, encode_prompt(self._tokenizer, row["prompt"])), seeds
+        # A conversation's first tokens are its environment's.
+        tokens = [] if self._talking is not None else encode_prompt(self._tokenizer, row["prompt"])
+        return AsPrompt(row, tokens), seeds
 
     def _id(self, number: int) -> tuple[int, int]:
         """Of the request: that of the step and place which the prompt has where nothing runs ahead."""
@@ -198,7 +211,24 @@ class AheadSampler(Sampler):
     def _rewards_of(self, group: Group) -> list[dict[str, float]]:
         return [dict(trajectory.rewards) for trajectory in self.rewards.score(self._trajectories(group, 0))]
 
+    def _opening(self, group: Group, number: int, place: int = 0) -> Opening:
+        seed, row = group.samples[number].seed, group.prompt.row
+        return Opening(request_id=(*self._id(group.number), number), seed=seed, row=row, group=place)
+
+    def _conversation(self, group: Group, number: int, place: int) -> Trajectory:
+        """The environment's own reward stays until the rewards were asked, which see it."""
+        assert self._talking is not None
+        sample, template = group.samples[number], self._talking.template
+        versions = self._versions(sample)
+        talk = self._talking.conversation(self._opening(group, number, place), sample, versions)
+        if sample.reason == "error" and talk.failure is None:
+            talk.rewards += [None] * (len(talk.drawn) - len(talk.rewards))
+        made = talk.trajectory(sample.reason, template.end_token)  # type: ignore[arg-type]
+        return replace(made, rewards=sample.rewards or made.rewards)
+
     def _trajectories(self, group: Group, place: int) -> list[Trajectory]:
+        if self._talking is not None:
+            return [self._conversation(group, number, place) for number in range(len(group.samples))]
         prompt: AsPrompt = group.prompt
         request = Request(prompt.row["prompt"], self._id(group.number), place)
         made = []

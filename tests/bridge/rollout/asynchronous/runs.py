@@ -74,7 +74,8 @@ def ahead(rollout, *, staleness, pace, reward=digits, window=1, config=CONFIG, o
     admission = Admission(
         max_staleness=staleness, prompts_per_step=config.prompts_per_step, window=window, steps=config.steps
     )
-    rewards, stream, objective = load(reward), RowStream(ROWS, 3), objective or rl_fn.recipes.dapo()
+    rewards = load(reward) if callable(reward) else reward
+    stream, objective = RowStream(ROWS, 3), objective or rl_fn.recipes.dapo()
     return AheadSampler(
         rollout, TOKENIZER, rewards, stream, objective, config, 5, admission=admission, pace=pace, **options
     )

@@ -123,7 +123,10 @@ class World:
         self.generated = {}
         self.waits = 0
         # One kind of delay dominates in each run.
-        self.pace = {name: self.random.choice([0.1, 1.0, 10.0]) for name in ("engine", "trainer", "reward", "update", "environment")}
+        self.pace = {
+            name: self.random.choice([0.1, 1.0, 10.0])
+            for name in ("engine", "trainer", "reward", "update", "environment")
+        }
         for _ in range(self.crashes):
             self.after(self.random.uniform(0, 100), self.crash, anyway=True)
         self.start()
@@ -231,7 +234,7 @@ class World:
             done = turn == self.setting.turns
             given = [] if done else answered(sample.seed, turn)
             room = 0 if done else self.setting.pace.limit
-            answer = Turn([{"role": "tool", "content": str(turn)}], float(turn), done, turn, given, room)
+            answer = Turn([{"role": "tool", "content": str(turn)}], float(turn), done, turn, [], given, room)
             assert self.pump.told(key, beginning, answer, "stop" if done else None)
 
     def late(self, epoch, answer):

@@ -170,6 +170,50 @@ def saves_only_what_is_ready(saved):
     return less
 
 
+@fault(RolloutPump, "_is_gone")
+def takes_what_an_earlier_beginning_was_answered(is_gone):
+    return lambda self, key, beginning: False
+
+
+@fault(RolloutPump, "_begin_again_what_is_older")
+def goes_on_with_turns_of_another_version(begin_again):
+    return lambda self, version: None
+
+
+@fault(RolloutPump, "_begun")
+def changes_weights_between_two_turns(begun):
+    return lambda self: []
+
+
+@fault(RolloutPump, "to_ask")
+def asks_an_environment_twice(to_ask):
+    def asked(self):
+        found = to_ask(self)
+        return [*found, *found[:1]]
+
+    return asked
+
+
+@fault(Ledger, "begin_again")
+def begins_again_with_what_was_said(begin_again):
+    def again(self, key):
+        turns = self[key].turns
+        begin_again(self, key)
+        self[key].turns = turns
+
+    return again
+
+
+@fault(Sample, "room")
+def gives_every_turn_its_whole_room_after_an_update(room):
+    return lambda self, limit: self.turns[-1].room if self.turns else room(self, limit)
+
+
+@fault(saving, "_of")
+def loads_no_turns(of):
+    return lambda saved: of({**saved, "turns": []})
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(monkeypatch, name):
     of, method, make = FAULTS[name]
@@ -190,8 +234,27 @@ def counts_the_rounds_while_it_waits(answered):
     return counted
 
 
+def draws_while_environments_think(command):
+    def commanded(self, now):
+        asking = list(self.ledger.keys(State.ASKING))
+        for key in asking:
+            self.ledger[key].state = State.REWARDING
+        try:
+            return command(self, now)
+        finally:
+            for key in asking:
+                self.ledger[key].state = State.ASKING
+
+    return commanded
+
+
 @pytest.mark.parametrize(
-    ("method", "make"), [("_may_stop", stops_when_asked), ("answered", counts_the_rounds_while_it_waits)]
+    ("method", "make"),
+    [
+        ("_may_stop", stops_when_asked),
+        ("answered", counts_the_rounds_while_it_waits),
+        ("_command", draws_while_environments_think),
+    ],
 )
 def test_a_run_that_depends_on_delays_is_found(monkeypatch, method, make):
     monkeypatch.setattr(RolloutPump, method, make(getattr(RolloutPump, method)))
