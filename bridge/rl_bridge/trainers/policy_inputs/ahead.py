@@ -82,8 +82,10 @@ class AheadSampler(Sampler):
         """
         super().__init__(completions(rollout), rewards, stream, objective, config, seed)
         if self._greedy or config.sampling_rounds > 1:
-            what = "greedy completions" if self._greedy else f"sampling_rounds={config.sampling_rounds}"
-            raise ValueError(f"rollouts that run ahead of training do not go with {what}")
+            what, why = "greedy completions", "all rows of an engine are sampled in one way"
+            if not self._greedy:
+                what, why = f"sampling_rounds={config.sampling_rounds}", "rewards would decide what may be drawn ahead"
+            raise ValueError(f"rollouts that run ahead of training do not go with {what}: {why}")
         # The trainer's thread uses the other one.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._admission, self._pace, self._lazy = admission, pace, lazy

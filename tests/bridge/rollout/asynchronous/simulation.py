@@ -121,7 +121,7 @@ class World:
         self.disk, self.history, self.done = None, {}, False
         self.crashes, self.deaths, self.forgets = setting.crashes, setting.deaths, setting.forgets
         self.generated = {}
-        self.waits = 0
+        self.waits, self.began_anew = 0, 0
         # One kind of delay dominates in each run.
         self.pace = {
             name: self.random.choice([0.1, 1.0, 10.0])
@@ -225,9 +225,10 @@ class World:
         """A conversation has so many turns as the setting says; now and then an environment has forgotten it."""
         sample = self.ledger[key]
         if sample.beginnings != beginning:
+            self.began_anew += 1
             assert not self.pump.told(key, beginning, Turn([], None, True, None), "stop")
         elif sample.turns and self.forgets and self.random.random() < 0.1:
-            self.forgets -= 1
+            self.forgets, self.began_anew = self.forgets - 1, self.began_anew + 1
             self.pump.cannot_go_on(key, beginning)
         else:
             turn = len(sample.turns)

@@ -31,7 +31,7 @@ class Workers:
 
 
 def row(number, sample):
-    return Row((number, sample), SimpleNamespace(tokens=[number]), (), 1, 3)
+    return Row((number, sample), SimpleNamespace(tokens=[number]), (), drawn=0, said=0, seed=1, limit=3)
 
 
 def test_a_sample_s_worker_depends_on_its_number_alone():

@@ -35,12 +35,12 @@ def counts_from_what_was_opened_last(limit):
 
 @fault(RolloutPump, "_admit")
 def forgets_the_tokens_so_far(admit):
-    return lambda self, now: [row._replace(tokens=()) for row in admit(self, now)]
+    return lambda self, now, **begun: [row._replace(tokens=(), drawn=0) for row in admit(self, now, **begun)]
 
 
 @fault(RolloutPump, "_admit")
 def gives_the_whole_limit_again(admit):
-    return lambda self, now: [row._replace(limit=self.pace.limit) for row in admit(self, now)]
+    return lambda self, now, **begun: [row._replace(limit=self.pace.limit) for row in admit(self, now, **begun)]
 
 
 @fault(Sample, "append")

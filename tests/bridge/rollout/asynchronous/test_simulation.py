@@ -34,15 +34,19 @@ def same_each_time(seeds):
 
 def test_interleavings():
     """None of them breaks an invariant, and what they contain is enough for that to say something."""
-    names = ("several versions", "three versions", "death", "kill", "abort", "at the bound", "passed over")
+    names = ("several versions", "three versions", "death", "kill", "abort", "at the bound", "passed over", "turns",
+             "turns across versions", "began anew")  # fmt: skip
     seen = dict.fromkeys(names, 0)
-    for world in explore(range(400)):
+    for world in explore(range(600)):
         samples = [(step, *sample) for step, content in world.history.items() for sample in content]
         seen["several versions"] += any(len(spans) > 1 for *_, spans, _ in samples)
         seen["three versions"] += any(len(spans) > 2 for *_, spans, _ in samples)
         seen["death"] += world.pump.epoch > 0
         seen["kill"] += world.generation > 0
         seen["abort"] += any(reason == "abort" for *_, reason in samples)
+        seen["turns"] += world.setting.turns > 1
+        seen["turns across versions"] += world.setting.turns > 1 and any(len(spans) > 1 for *_, spans, _ in samples)
+        seen["began anew"] += world.began_anew > 0
         ages = [step - spans[0][0] for step, *_, spans, _ in samples if spans]
         seen["at the bound"] += max(ages) == world.setting.max_staleness > 0
         seen["passed over"] += [number for _, number, *_ in samples] != sorted(number for _, number, *_ in samples)
@@ -55,5 +59,5 @@ def test_a_deterministic_run_depends_on_no_delay_and_no_kill():
 
 @pytest.mark.slow
 def test_many_interleavings():
-    explore(range(400, 20_000))
+    explore(range(600, 20_000))
     assert same_each_time(range(300, 6000)) > 1000
