@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl_bridge.report.page import write_report
 from rl_bridge.report.reading import FILES, SUMMARY
+from rl_bridge.report.studies import is_study
 from rl_bridge.tracking.records import METRICS
 
 
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         prog="rl-fn report",
         description="One HTML file about runs, without a network: curves, completions, warnings, options.",
     )
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder; seeds of a config are grouped")
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a tuning study")
     made.add_argument("-o", "--output", type=Path, help="the file; report.html in the first folder without")
     made.add_argument("--title", help="of the page; the names of the runs without")
     made.add_argument(
@@ -56,14 +57,19 @@ def _watch(folders: Sequence[Path], output: Path, title: str | None, every: floa
     while True:
         # Looked at before they are read: what comes in between is in the next page.
         present = _state(folders)
-        ended = all((folder / SUMMARY).is_file() for folder in folders)
-        begun = all((folder / METRICS).is_file() and b"\n" in (folder / METRICS).read_bytes() for folder in folders)
+        ended = all(is_study(folder) or (folder / SUMMARY).is_file() for folder in folders)
+        begun = all(is_study(folder) or _has_a_record(folder) for folder in folders)
         if ended or (begun and present != written):
             _write(folders, output, title, None if ended else every)
             written = present
         if ended:
             return 0
         time.sleep(every)
+
+
+def _has_a_record(folder: Path) -> bool:
+    file = folder / METRICS
+    return file.is_file() and b"\n" in file.read_bytes()
 
 
 def _state(folders: Sequence[Path]) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from rl_bridge.report.comparing import comparison
 from rl_bridge.report.curves import curves
 from rl_bridge.report.equation import equation_of
 from rl_bridge.report.findings import slowest_steps, warnings_of
-from rl_bridge.report.grouping import OWN, Group, differences, grouped, options_of
+from rl_bridge.report.grouping import Group, differences, grouped, options_of
 from rl_bridge.report.memory import memory_of
 from rl_bridge.report.reading import RunFiles
 from rl_bridge.report.tokens import completions_of
@@ -17,21 +17,29 @@ from rl_bridge.report.tokens import completions_of
 HEADLINES = ("result", "accuracy_before", "accuracy_after", "gain", "parameters", "trained_parameters", "held_out")
 
 
-def content(runs: Sequence[RunFiles], *, title: str | None = None, reload_seconds: float | None = None) -> dict:
-    """The report of these runs. ``reload_seconds``: how often the page looks for a newer one of itself.
+def content(
+    runs: Sequence[RunFiles],
+    studies: Sequence[dict[str, Any]] = (),
+    *,
+    title: str | None = None,
+    reload_seconds: float | None = None,
+) -> dict[str, Any]:
+    """The report of these runs and tuning studies.
+
+    ``reload_seconds``: how often the page looks for a newer one of itself.
 
     Raises:
-        ValueError: there is no run, or no run has recorded a step.
+        ValueError: there is nothing to report on, or no run has recorded a step.
     """
-    if not runs:
-        raise ValueError("a report is of at least one run")
-    if not any(run.records for run in runs):
+    if not (runs or studies):
+        raise ValueError("a report is of at least one run or study")
+    if runs and not any(run.records for run in runs):
         raise ValueError(f"no step is recorded yet in {', '.join(str(run.folder) for run in runs)}")
     groups = grouped(runs)
     stages = curves(runs, groups)
     options = [options_of(run.config) for run in runs]
     return {
-        "title": title or ", ".join(run.name for run in runs),
+        "title": title or ", ".join([*(run.name for run in runs), *(study["name"] for study in studies)]),
         "made": round(time.time(), 3),
         "reload": reload_seconds,
         "runs": [_about(run) for run in runs],
@@ -45,7 +53,7 @@ def content(runs: Sequence[RunFiles], *, title: str | None = None, reload_second
         "memory": [memory_of(run.memory) for run in runs],
         "options": options,
         "differing": differences(options),
-        "own": [name for name in OWN if name in differences(options)],
+        "studies": list(studies),
     }
 
 

@@ -13,21 +13,25 @@ from typing import Any
 from rl_bridge.atomic import replacing
 from rl_bridge.report.content import content
 from rl_bridge.report.reading import read_run
+from rl_bridge.report.studies import is_study, study_of
 
-SCRIPTS = ("dom.js", "scales.js", "plot.js", "curves.js", "tokens.js", "tables.js", "main.js")
+SCRIPTS = ("dom.js", "scales.js", "plot.js", "curves.js", "tokens.js", "tables.js", "studies.js", "main.js")
 """In the order in which they define what the next ones use."""
 
 
 def write_report(
     folders: Sequence[Path], output: Path, *, title: str | None = None, reload_seconds: float | None = None
 ) -> int:
-    """Write the report of the runs in ``folders``; returns its bytes. A reader sees the old file or the new one.
+    """Write the report of the runs and tuning studies in ``folders``; returns its bytes.
+
+    A reader sees the old file or the new one.
 
     Raises:
-        ValueError: a folder is no run's, or a file in it is damaged.
+        ValueError: a folder is no run's and no study's, or a file in it is damaged.
     """
-    runs = [read_run(folder) for folder in folders]
-    text = page(content(runs, title=title, reload_seconds=reload_seconds)).encode()
+    studies = [study_of(folder) for folder in folders if is_study(folder)]
+    runs = [read_run(folder) for folder in folders if not is_study(folder)]
+    text = page(content(runs, studies, title=title, reload_seconds=reload_seconds)).encode()
     with replacing(output) as temporary:
         temporary.write_bytes(text)
     return len(text)

@@ -4,6 +4,8 @@ import json
 import math
 import random
 
+from rl_bridge.tuning.journal import Journal
+
 NAUGHTY = '</script><script>document.title="broken"</script><!-- \u202eleft\u2066\u0000\u001b[31m\u2028 & <b>'
 TOKENS = ("4", "2", "</script>", "\u202e", "\n", "")
 
@@ -58,6 +60,35 @@ def write_run(folder, *, steps=40, seed=0, shift=0.0, config=None, finished=True
     if finished:
         summary = {"accuracy_before": 0.5, "accuracy_after": 0.9, "objective": "dapo: minimise ℓ\n  ℓ = −min(ρA, x)"}
         (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return folder
+
+
+def write_study(folder, *, trials=12, goals=1):
+    """A study of a log range and a choice that applies to every other trial; trial 3 crashed, the last one runs."""
+    folder.mkdir(parents=True)
+    named = [{"name": "reward", "maximize": True}, {"name": "kl", "maximize": False}][:goals]
+    space = [
+        {"name": "optimizer.learning_rate", "domain": {"kind": "Float", "low": 1e-5, "high": 1e-1, "log": True}},
+        {"name": "clip", "domain": {"kind": "Choice", "values": ["low", NAUGHTY]}},
+    ]
+    journal = Journal(folder / "journal.jsonl")
+    journal.append({"kind": "study", "space": space, "goals": named})
+    draw = random.Random(0)
+    for trial in range(trials):
+        assignment = {"optimizer.learning_rate": 10 ** draw.uniform(-5, -1)}
+        assignment |= {"clip": "low" if trial % 4 else NAUGHTY} if trial % 2 == 0 else {}
+        journal.append({"kind": "asked", "trial": trial, "assignment": assignment})
+        if trial == trials - 1:
+            break
+        told = {"kind": "told", "trial": trial, "status": "complete", "reason": "", "violations": [0.0]}
+        mean = draw.random()
+        low, high = mean - 0.1, mean + 0.1
+        interval = {"mean": mean, "low": low, "high": high, "level": 0.95, "seeds": [low, high]}
+        told["values"] = {goal["name"]: interval for goal in named}
+        if trial == 3:
+            told |= {"status": "failed", "reason": f"it crashed: {NAUGHTY}", "values": {}}
+        journal.append(told)
+    journal.close()
     return folder
 
 

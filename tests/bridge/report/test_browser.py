@@ -7,7 +7,7 @@ import pytest
 
 from rl_bridge.report.page import write_report
 from tests.bridge.report.browser import browser
-from tests.bridge.report.runs import NAUGHTY, sample, write_lines, write_run
+from tests.bridge.report.runs import NAUGHTY, sample, write_lines, write_run, write_study
 
 pytestmark = pytest.mark.tools
 
@@ -112,6 +112,20 @@ def test_a_token_tells_the_numbers_of_the_file(page, file):
     assert page.run(colour) != by_advantage
     page.run("document.querySelector('[aria-label=\"Earlier step\"]').click()")
     assert page.run("document.querySelector('#completions output').innerText") == "step 20"
+
+
+def test_a_study_is_drawn(page, tmp_path):
+    write_report([write_study(tmp_path / "study", goals=2)], tmp_path / "r.html")
+    page.errors.clear()
+    for width in (1440, 390):
+        page.open(tmp_path / "r.html", width, mobile=width < 500)
+        assert page.run(OVERFLOW) <= 0 and page.errors == []
+        # History, front, a slice a parameter, and all of them together.
+        assert page.run("document.querySelectorAll('#studies figure').length") == 5
+        assert page.run("document.querySelectorAll('#studies figure')[0].querySelectorAll('circle').length") == 10
+        assert page.run("/NaN|Infinity|undefined/.test(document.getElementById('studies').innerHTML)") is False
+        assert page.run("document.querySelectorAll('#studies tbody:last-of-type tr').length") >= 12
+        assert "U+202E" in page.run("document.getElementById('studies').innerText")
 
 
 def test_an_open_page_follows_a_run(page, tmp_path):

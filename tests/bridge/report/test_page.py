@@ -4,7 +4,10 @@ import base64
 import hashlib
 import html.parser
 import json
+import math
 import re
+
+import pytest
 
 import rl_fn
 from rl_bridge.cli import main
@@ -13,7 +16,7 @@ from rl_bridge.report.equation import equation_of, parts_of
 from rl_bridge.report.memory import memory_of
 from rl_bridge.report.reading import read_run
 from rl_bridge.report.tokens import completions_of
-from tests.bridge.report.runs import NAUGHTY, write_lines, write_run
+from tests.bridge.report.runs import NAUGHTY, write_lines, write_run, write_study
 
 
 class Elements(html.parser.HTMLParser):
@@ -129,6 +132,27 @@ def test_completions_are_thinned_to_the_room_there_is(tmp_path):
     (few,) = completions_of([run], room=len(json.dumps(run.completions)) // 5)
     steps = [line["step"] for line in few["steps"]]
     assert steps[0] == 0 and steps[-1] == 390 and 4 <= len(steps) <= 9 and few["left_out"] == 40 - len(steps)
+
+
+def test_a_study_is_a_report_too(tmp_path, capsys):
+    folder = write_study(tmp_path / "study", trials=6)
+    assert main(["report", str(folder)]) == 0
+    shown = json.loads(next(text for tag, _, text in parsed(folder / "report.html") if tag == "script"))
+    (study,) = shown["studies"]
+    assert shown["runs"] == [] and shown["title"] == "study"
+    assert [trial["status"] for trial in study["trials"]] == [*["complete"] * 3, "failed", "complete", "running"]
+    rate, clip = study["parameters"]
+    assert rate["ends"] == ["1e-05", "0.1"] and clip["choices"] == ["low", NAUGHTY]
+    for trial in study["trials"]:
+        assert trial["places"][0] == pytest.approx(
+            (math.log10(float(trial["assignment"]["optimizer.learning_rate"])) + 5) / 4, abs=1e-5
+        )
+    assert [trial["places"][1] for trial in study["trials"]] == [1.0, None, 0.0, None, 1.0, None]
+    assert study["said"][0].startswith("6 trials: 4 complete, 1 failed, 1 running")
+    with (folder / "journal.jsonl").open("r+b") as stream:
+        stream.write(b"damage")
+    assert main(["report", str(folder)]) == 1
+    assert "journal.jsonl, line 1 is damaged" in capsys.readouterr().err
 
 
 def test_memory_is_drawn_where_it_was_recorded(tmp_path):

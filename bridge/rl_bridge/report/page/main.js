@@ -14,7 +14,7 @@ function head() {
   dark.addEventListener("change", () => { if (!kept.get("theme", null)) set(dark.matches ? "dark" : "light"); });
   const runs = content.runs, one = runs.length === 1 ? runs[0] : null, unfinished = runs.filter((run) => !run.finished);
   const made = new Date(content.made * 1000);
-  const state = unfinished.length ? `${unfinished.length} of ${runs.length} unfinished; the last record is from ${new Date(Math.max(...unfinished.map((run) => run.time || 0)) * 1000).toLocaleString()}` : runs.length > 1 ? `all ${runs.length} runs have ended` : "the run has ended";
+  const state = !runs.length ? "a study" : unfinished.length ? `${unfinished.length} of ${runs.length} unfinished; the last record is from ${new Date(Math.max(...unfinished.map((run) => run.time || 0)) * 1000).toLocaleString()}` : runs.length > 1 ? `all ${runs.length} runs have ended` : "the run has ended";
   const tiles = [];
   if (one) {
     const { summary } = one;
@@ -25,7 +25,8 @@ function head() {
   } else {
     const ended = runs.filter((run) => run.summary.accuracy_after !== undefined);
     for (const run of ended.slice(0, 8)) tiles.push(tile(`${rounded(run.summary.accuracy_before)} → ${rounded(run.summary.accuracy_after)}`, [shown(run.name), ": held out, before → after"].flat()));
-    tiles.push(tile(String(runs.length), "runs"), tile(duration(runs.reduce((sum, run) => sum + (run.seconds || 0), 0)), "time together"));
+    if (runs.length) tiles.push(tile(String(runs.length), "runs"), tile(duration(runs.reduce((sum, run) => sum + (run.seconds || 0), 0)), "time together"));
+    for (const study of content.studies) tiles.push(tile(String(study.trials.length), [shown(study.name), ": trials"].flat()));
   }
   const told = runs.flatMap((run) => run.warnings.map((text) => (one ? shown(text) : [el("b", {}, shown(run.name)), ": ", ...shown(text)])));
   filled(document.getElementById("top"), {}, [el("div", { class: "head" }, el("div", {}, el("h1", {}, shown(content.title)),
@@ -38,7 +39,8 @@ function foot() {
   document.body.append(el("footer", {}, `rl-fn report. ${Object.entries(versions).map(([name, text]) => `${name} ${text}`).join(", ")}`));
 }
 head();
-const sections = [curvesSection(), comparisonSection(), equationSection(), tokensSection(), samplesSection(), slowestSection(), memorySection(), optionsSection()].filter((one) => one !== null);
+const ofRuns = content.runs.length ? [curvesSection(), comparisonSection(), equationSection(), tokensSection(), samplesSection(), slowestSection(), memorySection(), optionsSection()] : [];
+const sections = [...ofRuns, studiesSection()].filter((one) => one !== null);
 document.getElementById("main").append(...sections);
 document.getElementById("sections").append(el("ul", {}, sections.map((one) => el("li", {}, el("a", { href: `#${one.id}` }, one.id[0].toUpperCase() + one.id.slice(1))))));
 foot();
