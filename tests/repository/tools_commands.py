@@ -39,6 +39,11 @@ TUNING: list[tuple[str, ...]] = [
 MEMORY: list[tuple[str, ...]] = [
     (".venv/bin/rl-fn plan policy --micro-batch-tokens 4096 --fits 24GiB",),
     (".venv/bin/rl-fn plan runs/quickstart",),
+    (
+        ".venv/bin/rl-fn train policy --memory",
+        f".venv/bin/rl-fn train policy --memory {SHORT.replace('live', 'profiled')}",
+        "minutes",
+    ),
 ]
 REPORT = ".venv/bin/rl-fn report runs/quickstart"
 SEEDS = "experiments/results/quickstart/seed1 experiments/results/quickstart/seed2 --title Quickstart"

@@ -1,5 +1,6 @@
 """Making a worker in its slot: meta device → parallelise → load → optimiser. These functions run in the workers."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -130,6 +131,9 @@ def forget_worker(host: Host, name: str) -> None:
     worker = host.workers.pop(name, None)
     if worker is not None:
         getattr(worker.module, "close", lambda: None)()
+        # Layers whose forward was exchanged refer to themselves: until a collection they would keep their weights.
+        del worker
+        gc.collect()
 
 
 def move_worker(host: Host, name: str, what: str, device: str) -> None:

@@ -1,6 +1,6 @@
 """What lives in the process of a slot: the workers of the engines that share the slot."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +20,14 @@ class Host:
         self.workers: dict[str, Any] = {}
         self.store: TCPStore | None = None
         """The store of the job, in the slot that keeps it."""
+        self.observer: Callable[[Callable[..., Any], tuple[Any, ...]], Any] | None = None
+        """What runs the functions in place of ``run``, such as a memory profiler that measures around them."""
         self._timeout = timedelta(seconds=group_timeout)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """``function(self, *arguments)``, which an observer may look at."""
+        return function(self, *arguments) if self.observer is None else self.observer(function, arguments)
 
     def group(self, slots: Sequence[int], backend: str | None = None, *, purpose: str = "") -> dist.ProcessGroup | None:
         """The process group over ``slots``, in this order; None for a single slot. All of them call it, none else.

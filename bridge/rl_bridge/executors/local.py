@@ -45,7 +45,7 @@ class LocalExecutor:
         if self.stopped:
             raise ValueError(f"{what}: this executor has been stopped")
         try:
-            return {0: function(self._host, *arguments[0])}
+            return {0: self._host.run(function, arguments[0])}
         except Exception as error:
             if self._on_error is not None:
                 self._on_error(error)

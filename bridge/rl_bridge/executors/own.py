@@ -47,7 +47,7 @@ class Own:
 
     def _do(self, call: Call, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         try:
-            result = function(self._host, *arguments)
+            result = self._host.run(function, arguments)
         except BaseException as error:
             if self._on_error is not None:
                 self._on_error(error)

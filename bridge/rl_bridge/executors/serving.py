@@ -80,7 +80,7 @@ def answer(host: Host, parts: Sequence[Buffer], on_error: OnError | None = None)
     """Run an encoded call; the kind of its answer, and the answer encoded."""
     try:
         function, arguments = loads(parts)
-        result = function(host, *arguments)
+        result = host.run(function, arguments)
     except BaseException as error:
         if on_error is not None:
             on_error(error)

@@ -6,6 +6,7 @@ autograd saves and what views share is counted once, as long as it lives. What a
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,10 +30,10 @@ class Peak(NamedTuple):
 
 
 class _Entry:
-    __slots__ = ("bytes", "component", "reference")
+    __slots__ = ("bytes", "component", "line", "reference")
 
-    def __init__(self, size: int, component: str, reference: Any) -> None:
-        self.bytes, self.component, self.reference = size, component, reference
+    def __init__(self, size: int, place: Place, reference: Any) -> None:
+        self.bytes, self.component, self.line, self.reference = size, place.component, place.line, reference
 
 
 class LiveBytes(TorchDispatchMode):
@@ -104,6 +105,13 @@ class LiveBytes(TorchDispatchMode):
         while self._hooks:
             self._hooks.pop().remove()
 
+    def by_line(self) -> Counter[str]:
+        """Bytes that live now, by the line that allocated them."""
+        found: Counter[str] = Counter()
+        for entry in list(self._entries.values()):
+            found[entry.line] += entry.bytes
+        return found
+
     def peak(self) -> Peak:
         """Since the last ``reset``."""
         return self._peak
@@ -143,7 +151,7 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, key: int, size: int, holder: Any, place: Place) -> None:
         # The storage's own object is kept by the storage, so that its end is the storage's.
         reference = weakref.ref(holder, lambda _: self._remove(key))
-        self._entries[key] = _Entry(size, place.component, reference)
+        self._entries[key] = _Entry(size, place, reference)
         self._change(place.component, size, place.line)
 
     def _remove(self, key: int) -> None:

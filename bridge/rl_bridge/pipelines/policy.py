@@ -12,6 +12,7 @@ import rl_fn
 from rl_bridge.atomic import write_json
 from rl_bridge.data.stream import RowStream
 from rl_bridge.executors import Executor
+from rl_bridge.memory.profiler import profiled
 from rl_bridge.models.checks import check_rows, prompted, supervised
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.loading import save_pretrained
@@ -168,6 +169,7 @@ def train_and_evaluate(
     objective, coefficients = controlled(objective, pipeline.kl_control, pipeline.entropy_control, pipeline.completions)
     teacher = None if pipeline.teacher is None else teacher_source(pipeline.teacher, tokenizer)
     with closing(rewards), engines, open_run(folder, pipeline, fingerprints) as run, ExitStack() as running:
+        running.enter_context(profiled(run, executor, pipeline.memory))
         run.keep_best("held_out")
         rollout = engines.rollout(tokenizer, pipeline.rollout)
         # Supervision has the data's own distribution for a target, which has no temperature.

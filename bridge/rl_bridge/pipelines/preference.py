@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_bridge.data.examples import batch_of
 from rl_bridge.data.stream import RowStream
+from rl_bridge.memory.profiler import profiled
 from rl_bridge.models.loading import save_pretrained
 from rl_bridge.pipelines.comparisons import ComparisonOptions, accuracy_of, load_data
 from rl_bridge.pipelines.losses import LOSSES, PreferenceLoss
@@ -45,7 +46,7 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
     config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))
     folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
     engines = pipeline.engines(executor, mesh, data.source, folder.name)
-    with engines, open_run(folder, pipeline, data.fingerprints) as run:
+    with engines, open_run(folder, pipeline, data.fingerprints) as run, profiled(run, executor, pipeline.memory):
         reference = engines.completion_scorer(scoring) if loss.needs_reference else None
         if reference is not None:
             held_out = with_reference(held_out, reference, pad)

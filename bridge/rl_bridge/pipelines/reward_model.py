@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_bridge.data.examples import batch_of
 from rl_bridge.data.stream import RowStream
+from rl_bridge.memory.profiler import profiled
 from rl_bridge.models.loading import save_pretrained
 from rl_bridge.models.values import ValueSource
 from rl_bridge.pipelines.comparisons import ComparisonOptions, accuracy_of, load_data
@@ -36,7 +37,7 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
     config = replace(pipeline.reward_model, steps=pipeline.steps_for(len(data.examples), pipeline.reward_model))
     folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
     engines = pipeline.engines(executor, mesh, source, folder.name)
-    with engines, open_run(folder, pipeline, data.fingerprints) as run:
+    with engines, open_run(folder, pipeline, data.fingerprints) as run, profiled(run, executor, pipeline.memory):
         model = engines.reward_model(pipeline.optimizer, loss, updates=config.steps, scoring=pipeline.scoring())
         run.keep_best("held_out_loss", "min")
         evaluate = partial(evaluate_reward_model, model, loss, batch_of(data.held_out, pad))

@@ -12,6 +12,7 @@ from rl_bridge.data.rows import supervised_row
 from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.memory.profiler import profiled
 from rl_bridge.models.checks import check_rows
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.loading import save_pretrained
@@ -73,7 +74,7 @@ def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
     assert isinstance(pad, int)
     batch = collate(held_out, pad)
     fingerprints = {"data": of_rows(train_rows, held_rows)} | pipeline.template_fingerprint()
-    with engines, open_run(folder, pipeline, fingerprints) as run:
+    with engines, open_run(folder, pipeline, fingerprints) as run, profiled(run, executor, pipeline.memory):
         if left_out or held_left_out:
             run.print(f"{left_out} rows and {held_left_out} held-out rows are longer than {pipeline.max_length} tokens")
         run.keep_best("held_out_nll", "min")

@@ -40,6 +40,8 @@ class RunOptions:
     """The trackers' project; the experiment in MLflow."""
     system_every: float = field(default=0.0, metadata=MAY_CHANGE)
     """Seconds between two lines of system.jsonl: CPU, memory and GPUs. 0: there is no such file."""
+    memory: bool = field(default=False, metadata=MAY_CHANGE)
+    """Profile memory: memory.jsonl and memory.png in the run's folder, and a warning where it leaks. Slower."""
 
     def __post_init__(self) -> None:
         """Refuse a name that leaves ``output``, counts below 1, and trackers that there are not."""

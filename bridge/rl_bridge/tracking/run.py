@@ -76,6 +76,8 @@ class Run:
         self._recorder: Recorder = self._opened.recorder
         self._live, self._exporters = live, None
         self._signals = StopRequest()
+        self.after_step: Callable[[int], Mapping[str, float]] | None = None
+        """Called with a record's number before it is written: more metrics of it, such as its memory."""
         self._bar: tqdm | None = None
         self._stage, self._updated = "", None
         self._step_started = 0.0
@@ -154,6 +156,8 @@ class Run:
         run. ``tokens``: how many went through the trainer in this step.
         """
         record = dict(metrics)
+        if self.after_step is not None:
+            record |= self.after_step(self._recorder.logged)
         if tokens is not None:
             record["tokens_per_second"] = tokens / (time.monotonic() - self._step_started)
             record["trained_tokens"] = tokens

@@ -1,0 +1,113 @@
+"""The profiler: what a run's memory was, where its peak came from, and leaks that are there."""
+
+import gc
+import json
+import random
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_bridge.engines import TrainEngine
+from rl_bridge.engines.lifecycle import worker_of
+from rl_bridge.executors import LocalExecutor
+from rl_bridge.memory.leaks import growth
+from rl_bridge.memory.meters import line_of_peak
+from rl_bridge.memory.profiler import profiled
+from rl_bridge.models.tiny import TinySource
+from rl_bridge.trainers.modules.scoring import TokenScorer
+
+
+class Module(torch.nn.Module):
+    """Computes a step; with ``leaks`` it keeps the loss with its graph, as ``total += loss`` does."""
+
+    def __init__(self, leaks: bool):
+        super().__init__()
+        self.line, self.leaks, self.kept = torch.nn.Linear(64, 64), leaks, []
+
+    def train_step(self) -> None:
+        loss = self.line(torch.ones(32 + random.randrange(8), 64)).square().sum()
+        if self.leaks:
+            self.kept.append(loss)
+        else:
+            loss.backward()
+            self.line.zero_grad()
+
+
+def steps(folder, leaks: bool, count: int) -> tuple[list[dict], list[str]]:
+    executor, said = LocalExecutor("cpu"), []
+    run = SimpleNamespace(folder=folder, after_step=None, print=said.append)
+    with profiled(run, executor, True):
+        engine = TrainEngine(lambda: Module(leaks), executor=executor, name="leaking").build()
+        records = []
+        for number in range(count):
+            engine.call("train_step")
+            records.append(run.after_step(number))
+    assert run.after_step is None and executor._host.observer is None
+    return records, said
+
+
+def test_a_planted_leak_is_found_with_its_size(tmp_path):
+    records, said = steps(tmp_path, leaks=True, count=24)
+    assert len(said) == 1 and "memory grows by" in said[0]
+    each = records[-1]["memory_growth"]
+    assert 8_000 < each < 40_000  # what autograd saved of one step: the input and the layer's output
+    assert "memory_growth" not in records[10]
+
+
+def test_a_clean_run_is_not_flagged_and_leaves_its_record(tmp_path):
+    records, said = steps(tmp_path, leaks=False, count=24)
+    assert not said and not any("memory_growth" in record for record in records)
+    lines = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+    calls = [line for line in lines if line.get("phase") == "update"]
+    assert [line["step"] for line in calls] == list(range(24))
+    assert all(line["peak"] >= sum(line["components"].values()) > 0 for line in calls)
+    assert sum(line.get("end_of_step", False) for line in lines) == 24
+    assert (tmp_path / "memory.png").stat().st_size > 1000
+
+
+def test_without_the_option_nothing_is_installed():
+    run = SimpleNamespace(after_step=None)
+    with profiled(run, None, False):  # type: ignore[arg-type]
+        assert run.after_step is None
+
+
+def test_a_released_engine_leaves_no_weights_behind():
+    source = TinySource(vocabulary=8, hidden=16, layers=1, heads=2)
+    engine = TrainEngine(lambda: TokenScorer(source), executor=LocalExecutor("cpu"), name="released").build()
+    module = worker_of(engine.executor._host, "released").module
+    weights = weakref.ref(next(module.parameters()))
+    del module
+    gc.disable()
+    try:
+        engine.release()
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_and_single_jumps_are_no_leak(seed: int):
+    rng = random.Random(seed)
+    noise = [1e9 + rng.gauss(0, 1e7) for _ in range(64)]
+    jump = [1e9 + rng.gauss(0, 1e5) + (3e8 if n > 20 + seed else 0) for n in range(64)]
+    steps_up = [1e9 + 2e8 * (n > 10) + 2e8 * (n > 30) for n in range(64)]
+    assert growth(noise) is None and growth(jump) is None and growth(steps_up) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_leak_under_noise_is_found(seed: int):
+    rng = random.Random(seed)
+    found = growth([1e9 + 5e6 * n + rng.gauss(0, 2e6) for n in range(64)])
+    assert found is not None and 4e6 < found.per_step < 6e6
+
+
+def test_the_line_of_the_peak_of_an_allocators_history():
+    def event(action: str, addr: int, size: int, file: str = "x/rl_bridge/a.py") -> dict:
+        return {"action": action, "addr": addr, "size": size, "frames": [{"filename": file, "line": 3, "name": "f"}]}
+
+    events = [event("alloc", 1, 10), event("free_completed", 1, 10), event("alloc", 2, 4, "x/rl_bridge/b.py")]
+    assert line_of_peak(100, events) == "rl_bridge/a.py:3 f"
+    assert line_of_peak(100, events[2:]) == "rl_bridge/b.py:3 f"
+    assert line_of_peak(100, [event("alloc", 3, 1, "elsewhere.py")]) == "outside of rl_bridge"
