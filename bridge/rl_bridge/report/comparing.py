@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_bridge.report.curves import section_of
+from rl_bridge.report.curves import order, section_of
 from rl_bridge.report.grouping import Group
 from rl_bridge.report.reading import RunFiles
 from rl_bridge.report.series import Column, columns_of, short
@@ -29,7 +29,7 @@ def comparison(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) ->
     columns = [columns_of(of_run) for of_run in until]
     names = [
         name
-        for name in columns[0]
+        for name in sorted(columns[0], key=order)
         if section_of(name) in COMPARED
         and not name.endswith(("_low", "_high"))
         and all(final(of_run.get(name)) is not None for of_run in columns)

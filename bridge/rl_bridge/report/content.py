@@ -43,7 +43,10 @@ def content(
         "made": round(time.time(), 3),
         "reload": reload_seconds,
         "runs": [_about(run) for run in runs],
-        "groups": [{"label": group.label, "runs": group.runs} for group in groups],
+        "groups": [
+            {"label": group.label, "short": ", ".join(runs[place].name for place in group.runs), "runs": group.runs}
+            for group in groups
+        ],
         "stages": stages,
         "comparison": {stage: comparison(stage, runs, groups) for stage in stages},
         "equations": _equations(runs, groups),

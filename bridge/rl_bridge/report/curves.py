@@ -55,7 +55,7 @@ def _stage(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dic
     clocks = [clocks_of(of_run, tokens) for of_run, tokens in zip(records, before, strict=True)]
     columns = [columns_of(of_run) for of_run in records]
     parts = [buckets(len(of_run)) for of_run in records]
-    names = sorted(dict.fromkeys(name for of_run in columns for name in of_run), key=_order)
+    names = sorted(dict.fromkeys(name for of_run in columns for name in of_run), key=order)
     bounds = {f"{name}_{end}" for name in names for end in ("low", "high")}
     shown = [name for name in names if name not in bounds and any(_there(of_run.get(name)) for of_run in columns)]
     several = {place: group for place, group in enumerate(groups) if len(group.runs) > 1}
@@ -141,7 +141,8 @@ def _there(column: Column | None) -> bool:
     return column is not None and any(value is not None for value in column)
 
 
-def _order(name: str) -> tuple[int, int, str]:
+def order(name: str) -> tuple[int, int, str]:
+    """Sorts metrics as the page has them."""
     section = section_of(name)
     starts = SECTIONS.get(section, ())
     place = next((i for i, start in enumerate(starts) if name == start), len(starts))

@@ -65,6 +65,10 @@ def read_run(folder: Path) -> RunFiles:
     for number, line in enumerate(completions, 1):
         if not isinstance(line.get("samples"), list) or not isinstance(line.get("step"), int):
             raise ValueError(f"{folder / COMPLETIONS}, line {number} has no step or no samples")
+    memory = read_lines(folder / MEMORY)
+    for number, line in enumerate(memory, 1):
+        if not isinstance(line.get("step"), int):
+            raise ValueError(f"{folder / MEMORY}, line {number} has no step")
     return RunFiles(
         folder=folder,
         config=read_object(folder / CONFIG),
@@ -73,7 +77,7 @@ def read_run(folder: Path) -> RunFiles:
         summary=read_object(folder / SUMMARY),
         samples=read_object(folder / SAMPLES),
         completions=completions,
-        memory=read_lines(folder / MEMORY),
+        memory=memory,
     )
 
 

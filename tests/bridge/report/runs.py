@@ -63,6 +63,19 @@ def write_run(folder, *, steps=40, seed=0, shift=0.0, config=None, finished=True
     return folder
 
 
+def memory_lines(steps):
+    """An update with one MiB of weights and 2, 3, 4 … of activations, a sync with one, and the end of each step."""
+    mib, lines = 2**20, []
+    for step in range(steps):
+        for phase, most in (("update", 2 + step), ("sync", 1)):
+            parts = {"weights": mib, "activations": most * mib}
+            timeline = [[0.0, {"weights": mib}], [0.25, parts]]
+            call = {"phase": phase, "call": "train_step", "seconds": 0.5, "peak": (1 + most) * mib, "components": parts}
+            lines.append({"time": 1.0, "step": step, **call, "timeline": timeline, "line": f"policy.py:7 {NAUGHTY}"})
+        lines.append({"time": 2.0, "step": step, "end_of_step": True, "bytes": mib, "rss": 9 * mib})
+    return lines
+
+
 def write_study(folder, *, trials=12, goals=1):
     """A study of a log range and a choice that applies to every other trial; trial 3 crashed, the last one runs."""
     folder.mkdir(parents=True)

@@ -7,7 +7,7 @@ import pytest
 
 from rl_bridge.report.page import write_report
 from tests.bridge.report.browser import browser
-from tests.bridge.report.runs import NAUGHTY, sample, write_lines, write_run, write_study
+from tests.bridge.report.runs import NAUGHTY, memory_lines, sample, write_lines, write_run, write_study
 
 pytestmark = pytest.mark.tools
 
@@ -30,7 +30,7 @@ def file(tmp_path_factory):
     runs += [write_run(folder / f"b{seed}", seed=seed, shift=0.2, config=other) for seed in (0, 1)]
     with (runs[0] / "metrics.jsonl").open("a") as stream:
         stream.write(json.dumps({"step": 40, "changed": [NAUGHTY], "run": "a", "attempt": 1, "time": 1.0}) + "\n")
-    write_lines(runs[1] / "memory.jsonl", [{"seconds": float(i), "bytes": {"weights": 5, "peak": i}} for i in range(9)])
+    write_lines(runs[1] / "memory.jsonl", memory_lines(steps=3))
     assert write_report(runs, folder / "report.html", title=NAUGHTY.replace("\0", "")) < 2_000_000
     return folder / "report.html"
 

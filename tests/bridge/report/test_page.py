@@ -16,7 +16,7 @@ from rl_bridge.report.equation import equation_of, parts_of
 from rl_bridge.report.memory import memory_of
 from rl_bridge.report.reading import read_run
 from rl_bridge.report.tokens import completions_of
-from tests.bridge.report.runs import NAUGHTY, write_lines, write_run, write_study
+from tests.bridge.report.runs import NAUGHTY, memory_lines, write_lines, write_run, write_study
 
 
 class Elements(html.parser.HTMLParser):
@@ -155,11 +155,25 @@ def test_a_study_is_a_report_too(tmp_path, capsys):
     assert "journal.jsonl, line 1 is damaged" in capsys.readouterr().err
 
 
-def test_memory_is_drawn_where_it_was_recorded(tmp_path):
+def test_memory_is_drawn_where_it_was_profiled(tmp_path, capsys):
     folder = write_run(tmp_path / "a", steps=3)
-    write_lines(
-        folder / "memory.jsonl", [{"time": 10.0 + i, "bytes": {"weights": 5, "peak": i}, "phase": "x"} for i in (0, 2)]
-    )
-    found = memory_of(read_run(folder).memory)
-    assert found == {"clock": "seconds", "x": [0, 2], "columns": {"bytes.weights": [5, 5], "bytes.peak": [0, 2]}}
     assert memory_of([]) is None
+    write_lines(folder / "memory.jsonl", memory_lines(steps=2))
+    found = memory_of(read_run(folder).memory)
+    sizes, parts, within = found["charts"]
+    assert sizes["x"] == [0, 1] and sizes["columns"] == {
+        "peak": [3.0, 4.0],
+        "after the step": [1.0, 1.0],
+        "process (RSS)": [9.0, 9.0],
+    }
+    assert parts["columns"] == {"weights": [1.0, 1.0], "activations": [2.0, 3.0]}
+    # Two calls of half a second, one behind the other.
+    assert within["title"] == "components within step 1" and within["x"] == [0.0, 0.25, 0.5, 0.75]
+    assert within["columns"]["activations"] == [0.0, 3.0, 0.0, 1.0]
+    assert [(peak["phase"], peak["step"], peak["peak"]) for peak in found["peaks"]] == [
+        ("update", 1, 4.0),
+        ("sync", 0, 2.0),
+    ]
+    write_lines(folder / "memory.jsonl", [{"phase": "update"}])
+    assert main(["report", str(folder)]) == 1
+    assert "memory.jsonl, line 1 has no step" in capsys.readouterr().err

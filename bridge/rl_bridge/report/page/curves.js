@@ -20,7 +20,7 @@ function linesOf(stage, panel, clock, view) {
         : { label: content.runs[run].name, place, ...points });
     }
   });
-  if (content.groups.length > 1) found.forEach((line) => { if (!line.thin && line.label.startsWith("mean")) line.label = labelOf(line.place); });
+  if (content.groups.length > 1) found.forEach((line) => { if (!line.thin && line.label.startsWith("mean")) line.label = content.groups[line.place].short; });
   return found;
 }
 const labelOf = (place) => content.groups[place].label;

@@ -2,8 +2,14 @@
 
 const PLOT = { left: 52, right: 12, top: 10, bottom: 30 };
 
+// Text of a picture has no elements in it: odd characters become a mark, and what is long is cut.
+function plain(text, most) {
+  const safe = [...String(text)].map((character) => ODD.test(character) ? "\ufffd" : character);
+  return most && safe.length > most ? `${safe.slice(0, most - 1).join("")}…` : safe.join("");
+}
 function frame(title, width, height, draw) {
-  const node = svg("svg", { class: "plot study", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
+  const node = svg("svg", { class: "plot study", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": plain(title) });
+  node.style.maxWidth = `${width * 1.25}px`;
   draw(node);
   return el("figure", { class: "panel" }, el("figcaption", {}, el("div", {}, shown(title))), node);
 }
@@ -17,20 +23,20 @@ function axes(node, width, height, xs, ys, xTicks) {
   }
   for (const [value, text] of xTicks || ticks(xLow, xHigh, 5).map((one) => [one, compact(one)])) {
     const anchor = x(value) > width - 40 ? "end" : x(value) < PLOT.left + 14 ? "start" : "middle";
-    node.append(svg("text", { x: x(value), y: height - 10, "text-anchor": anchor }, text));
+    node.append(svg("text", { x: x(value), y: height - 10, "text-anchor": anchor }, plain(text, 16)));
   }
   return { x, y };
 }
 function dot(x, y, trial, goal, place, hollow) {
   const value = trial.values[goal];
   const told = `trial ${trial.number}: ${goal} ${number(value.mean)}${Object.entries(trial.assignment).map(([name, text]) => `, ${name} ${text}`).join("")}`;
-  return svg("circle", { cx: x, cy: y, r: 4, stroke: color(place), fill: hollow ? "none" : color(place), "fill-opacity": 0.8 }, svg("title", {}, told));
+  return svg("circle", { cx: x, cy: y, r: 4, stroke: color(place), fill: hollow ? "none" : color(place), "fill-opacity": 0.8 }, svg("title", {}, plain(told, 400)));
 }
 function overTrials(study, goal) {
   const trials = study.trials.filter((trial) => trial.values[goal.name]);
-  return frame(`${goal.name} over trials`, 520, 230, (node) => {
+  return frame(`${goal.name} over trials`, 360, 220, (node) => {
     const ends = trials.flatMap((trial) => Object.values(trial.values[goal.name])).filter((value) => value !== null);
-    const { x, y } = axes(node, 520, 230, trials.map((trial) => trial.number), ends);
+    const { x, y } = axes(node, 360, 220, trials.map((trial) => trial.number), ends.length ? ends : [0]);
     let best = null, path = "";
     for (const trial of trials) {
       const { mean, low, high } = trial.values[goal.name];
@@ -41,7 +47,7 @@ function overTrials(study, goal) {
         best = mean;
       }
     }
-    if (path) node.append(svg("path", { d: `${path}H${520 - PLOT.right}`, fill: "none", stroke: color(1), "stroke-width": 2 }));
+    if (path) node.append(svg("path", { d: `${path}H${360 - PLOT.right}`, fill: "none", stroke: color(1), "stroke-width": 2 }));
   });
 }
 function slice(study, goal, parameter, place) {
@@ -49,8 +55,8 @@ function slice(study, goal, parameter, place) {
   if (!trials.length) return null;
   const steps = parameter.choices.length - 1;
   const marks = parameter.choices.length ? parameter.choices.map((text, at) => [at / Math.max(1, steps), text]) : [[0, parameter.ends[0]], [1, parameter.ends[1]]];
-  return frame(`${goal.name} by ${parameter.name}`, 340, 210, (node) => {
-    const { x, y } = axes(node, 340, 210, [0, 1], trials.map((trial) => trial.values[goal.name].mean), marks);
+  return frame(`${goal.name} by ${parameter.name}`, 360, 220, (node) => {
+    const { x, y } = axes(node, 360, 220, [0, 1], trials.map((trial) => trial.values[goal.name].mean), marks);
     for (const trial of trials) node.append(dot(x(trial.places[place]), y(trial.values[goal.name].mean), trial, goal.name, 0, !trial.feasible));
   });
 }
@@ -62,8 +68,8 @@ function parallel(study, goal) {
     const x = (column) => 50 + column * (width - 100) / (columns - 1), y = (share) => height - 40 - share * (height - 70);
     const names = [...study.parameters, { name: goal.name, ends: [number(low), number(high)] }];
     names.forEach((one, column) => node.append(svg("line", { class: "axis", x1: x(column), x2: x(column), y1: y(0), y2: y(1) }),
-      svg("text", { x: x(column), y: height - 6, "text-anchor": "middle" }, one.name.split(".").at(-1)),
-      svg("text", { x: x(column), y: y(0) + 14, "text-anchor": "middle" }, one.ends[0]), svg("text", { x: x(column), y: y(1) - 6, "text-anchor": "middle" }, one.ends[1])));
+      svg("text", { x: x(column), y: height - 6, "text-anchor": "middle" }, plain(one.name.split(".").at(-1), 18)),
+      svg("text", { x: x(column), y: y(0) + 14, "text-anchor": "middle" }, plain(one.ends[0], 14)), svg("text", { x: x(column), y: y(1) - 6, "text-anchor": "middle" }, plain(one.ends[1], 14))));
     trials.forEach((trial, at) => {
       const share = (means[at] - low) / (high - low || 1), good = goal.maximize ? share : 1 - share;
       const points = [...trial.places, share].map((value, column) => value === null ? null : `${x(column)},${y(value)}`).filter((one) => one !== null);
@@ -86,8 +92,8 @@ function importance(study) {
 function front(study) {
   const [first, second] = study.goals, trials = study.trials.filter((trial) => second && trial.values[first.name] && trial.values[second.name]);
   if (!trials.length) return null;
-  return frame(`${second.name} over ${first.name}: filled ones are on the front`, 420, 230, (node) => {
-    const { x, y } = axes(node, 420, 230, trials.map((trial) => trial.values[first.name].mean), trials.map((trial) => trial.values[second.name].mean));
+  return frame(`${second.name} over ${first.name}: filled ones are on the front`, 360, 220, (node) => {
+    const { x, y } = axes(node, 360, 220, trials.map((trial) => trial.values[first.name].mean), trials.map((trial) => trial.values[second.name].mean));
     for (const trial of trials) node.append(dot(x(trial.values[first.name].mean), y(trial.values[second.name].mean), trial, first.name, trial.on_front ? 1 : 0, !trial.on_front));
   });
 }

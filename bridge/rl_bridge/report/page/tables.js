@@ -74,15 +74,18 @@ function memorySection() {
   const there = content.memory.map((found, run) => [found, run]).filter(([found]) => found);
   if (!there.length) return null;
   return section("memory", "Memory", there.map(([found, run]) => {
-    const names = Object.keys(found.columns), beginnings = [...new Set(names.map((name) => name.split(".")[0]))];
     const grid = el("div", { class: "panels" });
-    for (const start of beginnings) {
-      const lines = names.filter((name) => name.split(".")[0] === start).map((name, place) => ({ label: name, place, x: found.x, y: found.columns[name] }));
-      const made = chart(words(start), lines, () => ({ logX: false, logY: false, smooth: false, unit: found.clock }));
+    for (const one of found.charts) {
+      const lines = Object.entries(one.columns).map(([name, y], place) => ({ label: words(name), place, x: one.x, y }));
+      const made = chart(`${one.title}, MiB`, lines, () => ({ logX: false, logY: false, smooth: false, unit: one.unit }));
+      made.figure.append(el("ul", { class: "legend" }, lines.map((line) => el("li", { class: "small" }, swatch(line.place), " ", line.label))));
       grid.append(made.figure);
       later(made);
     }
-    return [content.runs.length > 1 ? el("h3", {}, shown(content.runs[run].name)) : null, grid];
+    const peaks = found.peaks.length ? [el("h3", {}, "Largest peak of each phase"), table(["phase", "call", numeric("step"), numeric("peak, MiB"), "allocated by"], found.peaks.map((row) => el("tr", {},
+      el("td", {}, shown(row.phase)), el("td", { class: "mono" }, shown(row.call)), el("td", { class: "number" }, number(row.step)), el("td", { class: "number" }, number(row.peak)),
+      el("td", { class: "mono free" }, row.line === null ? "–" : shown(row.line)))))] : null;
+    return [content.runs.length > 1 ? el("h3", {}, shown(content.runs[run].name)) : null, grid, peaks];
   }));
 }
 
