@@ -1,6 +1,10 @@
 """One whole GRPO step, and the update alone, against TRL's GRPOTrainer: tokens/s, CPU seconds, peak memory, reward.
 
 .venv-peers/bin/python experiments/benchmarks/whole_step.py      # about 12 minutes on two quiet cores
+.venv-peers/bin/python experiments/benchmarks/whole_step.py --vllm .venv-vllm/bin/python --models smollm2
+
+With ``--vllm`` our side draws with vLLM, in the environment of that interpreter, and a third side in process. TRL 1.16
+cannot train with vLLM on a CPU: its update loads tensor by tensor, and vLLM's CPU layers have no loaders any more then.
 
 The sides take turns in processes of their own, on the same model, prompts, reward, objective, precision and threads.
 A step's tokens are those of its prompts and completions, without padding. The first step of a process is warm-up.
@@ -29,36 +33,42 @@ from rl_bridge.atomic import replacing, write_json
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "whole_step"
 SIDES = ("ours", "trl")
-NAMES = {"ours": "rl_fn", "trl": "TRL"}
+NAMES = {"ours": "rl_fn", "vllm": "rl_fn, vLLM", "trl": "TRL"}
 PACKAGES = ("rl-fn", "torch", "transformers", "jax", "trl")
 STEPS = {"tiny": 8, "smollm2": 2}
 PARTS = ("generation", "trunk", "head", "optimizer", "python")
 
 
-def run(file: str, *words: Any, timeout: float) -> str:
+def run(file: str, *words: Any, timeout: float, python: str = sys.executable) -> str:
     """What a process of one of the other two files prints; its errors stop the benchmark."""
-    command = [sys.executable, str(HERE / file), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **QUIET})
+    command = [python, str(HERE / file), *map(str, words)]
+    environment = {**os.environ, **QUIET, **VLLM_ENVIRONMENT}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return done.stdout
 
 
 QUIET = {"JAX_PLATFORMS": "cpu", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+VLLM_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+VLLM_ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def side(name: str, model: str, folder: Path, options: argparse.Namespace, *words: Any) -> dict[str, Any]:
     """Measurements of one process."""
     shared = ["--threads", options.threads, *(["--prompts", options.prompts] if options.prompts else [])]
-    printed = run("whole_step_sides.py", name, model, folder, *shared, *words, timeout=options.timeout)
+    python = options.vllm if name == "vllm" else sys.executable
+    of = ["ours", model, folder, "--rollout", "vllm"] if name == "vllm" else [name, model, folder]
+    printed = run("whole_step_sides.py", *of, *shared, *words, timeout=options.timeout, python=python)
     return json.loads(printed.strip().splitlines()[-1])
 
 
 def measured(model: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Both sides of a model, in turns."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
+    sides = ("ours", "vllm", "trl") if options.vllm else SIDES
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for turn in range(options.turns):
-        for name in SIDES if turn % 2 == 0 else SIDES[::-1]:
+        for name in sides if turn % 2 == 0 else sides[::-1]:
             words = ["--steps", options.steps or STEPS[model], "--passes", options.passes]
             words += ["--micro-batch-tokens", options.micro_batch_tokens]
             last = name == "ours" and turn == options.turns - 1
@@ -112,14 +122,16 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for model, of in result["models"].items():
-        for name in SIDES:
-            row = of[name]
+        for name, row in of.items():
             memory = f"{row['peak_mib']:.0f} ({row['above_imports_mib']:.0f})"
             speeds = f"{row['tokens_per_second']:.0f} | {row['update_tokens_per_second']:.0f}"
             lines.append(f"| {model} | {NAMES[name]} | {speeds} | {row['cpu_seconds']:.2f} | {memory} |")
-        ratios = [f"{of['ours'][k] / of['trl'][k]:.2f} ×" for k in ("tokens_per_second", "update_tokens_per_second")]
-        below = [f"{of['ours'][k] / of['trl'][k]:.2f} ×" for k in ("cpu_seconds", "peak_mib", "above_imports_mib")]
-        lines.append(f"| {model} | rl_fn / TRL | {' | '.join([*ratios, below[0]])} | {below[1]} ({below[2]}) |")
+        for name in [side for side in of if side != "trl"]:
+            ratios = [f"{of[name][k] / of['trl'][k]:.2f} ×" for k in ("tokens_per_second", "update_tokens_per_second")]
+            below = [f"{of[name][k] / of['trl'][k]:.2f} ×" for k in ("cpu_seconds", "peak_mib", "above_imports_mib")]
+            lines.append(
+                f"| {model} | {NAMES[name]} / TRL | {' | '.join([*ratios, below[0]])} | {below[1]} ({below[2]}) |"
+            )
     lines += ["\n## Where a step's time goes (rl_fn)\n", f"| model | {' | '.join(PARTS)} |", "|---" * 6 + "|"]
     for model, of in result["models"].items():
         shares = where(of["ours"])
@@ -153,6 +165,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def vllm_version(python: str | None) -> dict[str, str]:
+    """Of the environment of ``python``."""
+    if python is None:
+        return {}
+    asked = "import vllm; print(vllm.__version__)"
+    said = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True, timeout=120)
+    return {"vllm": said.stdout.split()[-1]}
+
+
 def hardware() -> str:
     """The processor and its cores."""
     lines = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if "model name" in line]
@@ -172,8 +193,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="of training for the reward")
     parser.add_argument("--updates", type=int, default=150, help="of the tiny model's supervision")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one process")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--vllm", help="the Python of an environment with vLLM, for a third side")
+    parser.add_argument("--output", type=Path, help="results/whole_step, or whole_step_vllm")
     options = parser.parse_args()
+    options.output = options.output or RESULTS.with_name("whole_step_vllm" if options.vllm else "whole_step")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -186,7 +209,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "hardware": hardware(),
         "load": load,
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES} | vllm_version(options.vllm),
         "reward_model": options.models[0],
         **{name: getattr(options, name) for name in ("threads", "passes", "micro_batch_tokens", "turns", "seconds")},
     }
