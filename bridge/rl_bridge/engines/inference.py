@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar
 
+from rl_bridge.data.budget import Budget
 from rl_bridge.data.requests import Prompt, RowRequest, SamplingParams, requests_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.base import Engine, What
@@ -19,26 +20,55 @@ class InferenceEngine(Engine):
     _streams: ClassVar[Iterator[int]] = count()
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seconds: float | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seconds: float | None = None,
+        request_seconds: float | None = None,
+        tokens: int | None = None,
     ) -> list[Trajectory]:
         """``sampling.n`` trajectories a prompt, prompt by prompt. Token ids are never decoded and encoded again.
 
-        ``seconds``: what is not finished then ends with the finish reason "abort" and the tokens that it has.
+        What is not finished at a limit ends with the finish reason "abort" and the tokens that it has.
+
+        Args:
+            prompts: text, chat messages or token ids.
+            sampling: of each completion, with its own budget of tokens.
+            seconds: of the whole call.
+            request_seconds: of one completion; all begin with the call.
+            tokens: of all completions together. Each worker has an equal share.
+
+        Raises:
+            ValueError: a limit that is not positive.
         """
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"seconds must be > 0 or None, got {seconds}")
-        limit = {} if seconds is None else {"seconds": seconds}
+        limit = self._budget(seconds=seconds, request_seconds=request_seconds, tokens=tokens)
         groups = self.call("generate", NeedParallel(requests_of(prompts, sampling.seed)), sampling, **limit)
         return [trajectory for group in groups for trajectory in group]
 
-    def stream(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[Trajectory]:
+    def _budget(self, **limits: float | None) -> dict[str, Any]:
+        """The argument ``budget`` of a worker's method, if there is a limit."""
+        budget = Budget(**limits)  # type: ignore[arg-type]
+        return {"budget": budget.share(self.workers)} if budget else {}
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seconds: float | None = None,
+        request_seconds: float | None = None,
+        tokens: int | None = None,
+    ) -> Iterator[Trajectory]:
         """The trajectories of ``generate`` as they finish; ``group`` is the place of the prompt.
 
-        Several streams may be read in turns. One that is left before its end is given up when it is closed or deleted.
+        Several streams may be read in turns. One that is left before its end is given up when it is closed or deleted,
+        and its rows leave the engine. Time passes between two trajectories that are read too.
         """
         name = next(self._streams)
         left = len(prompts) * sampling.n
-        self.call("open_stream", NeedParallel(requests_of(prompts, sampling.seed)), sampling, name)
+        limit = self._budget(seconds=seconds, request_seconds=request_seconds, tokens=tokens)
+        self.call("open_stream", NeedParallel(requests_of(prompts, sampling.seed)), sampling, name, **limit)
         try:
             while left:
                 finished = [trajectory for some in self.call("next_completions", name) for trajectory in some]
@@ -58,13 +88,19 @@ class InferenceEngine(Engine):
         step_timeout: float = 60.0,
         at_once: int = 64,
         processes: int = 0,
+        seconds: float | None = None,
+        request_seconds: float | None = None,
+        tokens: int | None = None,
     ) -> list[Trajectory]:
         """``sampling.n`` conversations a row with environments of their own, row by row, as the worker's method has it.
 
+        What is not finished at a limit ends by "abort", as for ``generate``: ``seconds`` of the whole call,
+        ``request_seconds`` of one conversation from its opening, ``tokens`` that the policy draws in the call.
         Where any environment gave a reward, ``rewards["environment"]`` is there in all, 0 where it was given none.
         """
         requests = [RowRequest(row, (sampling.seed, place), place) for place, row in enumerate(rows)]
         limits = {"max_tokens": max_tokens, "step_timeout": step_timeout, "at_once": at_once, "processes": processes}
+        limits |= self._budget(seconds=seconds, request_seconds=request_seconds, tokens=tokens)
         groups = self.call("converse", NeedParallel(requests), sampling, environment, max_turns, **limits)
         made = [trajectory for group in groups for trajectory in group]
         if any(trajectory.turn_rewards for trajectory in made):

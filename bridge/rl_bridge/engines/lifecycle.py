@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.module import ParallelModule, device_of, move_weights
 from rl_bridge.engines.results import Join, declared
-from rl_bridge.engines.worker import Worker
+from rl_bridge.engines.worker import DATA_RANK, Worker
 from rl_bridge.executors.host import Host
 from rl_bridge.parallel import moving
 from rl_bridge.parallel.parts import parallelize_parts
@@ -37,7 +37,11 @@ def build_worker(
         from rl_bridge.parallel.mesh import make_mesh
 
         mesh, group = make_mesh(host, slots, layout), host.group(slots)
-    module = torch_worker(factory, mesh, host.device, random_state) if torch_module else factory()
+    token = DATA_RANK.set(layout.data_rank(rank))
+    try:
+        module = torch_worker(factory, mesh, host.device, random_state) if torch_module else factory()
+    finally:
+        DATA_RANK.reset(token)
     host.workers[name] = Worker(name, module, rank, tuple(slots), layout, mesh, group, host.device)
     return methods_of(module)
 

@@ -1,6 +1,7 @@
 """One engine's share in one slot: the object the factory made, and where it stands among the engine's workers."""
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_bridge.engines.mesh import Mesh
+
+DATA_RANK: ContextVar[int] = ContextVar("DATA_RANK", default=0)
+"""While an engine's factory makes a worker: which share of the rows that worker will get."""
 
 
 @dataclass

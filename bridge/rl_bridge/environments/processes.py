@@ -88,6 +88,7 @@ class ForkedSession:
         self._fork, self._limit = fork, limit
         self._connection: Connection | None = None
         self._process: int | None = None
+        self._given_up = False
         self.tools: tuple[Any, ...] = ()
 
     def reset(self, row: Mapping[str, Any]) -> Step:
@@ -103,7 +104,12 @@ class ForkedSession:
     @property
     def closing(self) -> Callable[[], None] | None:
         """The environment's own ``close``, and the end of its process."""
-        return None if self._connection is None else self._close
+        return None if self._connection is None or self._given_up else self._close
+
+    def give_up(self) -> None:
+        """End the environment's process and all that it has started, while it is called."""
+        self._given_up = True
+        self._kill()
 
     def _close(self) -> None:
         try:
@@ -132,11 +138,15 @@ class ForkedSession:
             self._end()
             raise RuntimeError(f"the environment ended its process in {method}()") from None
 
-    def _end(self, *, kill: bool = False) -> None:
-        """Close the connection, at which the process ends; one that does not listen is killed with all it started."""
-        if kill and self._process is not None:
+    def _kill(self) -> None:
+        if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process, signal.SIGKILL)
+
+    def _end(self, *, kill: bool = False) -> None:
+        """Close the connection, at which the process ends; one that does not listen is killed with all it started."""
+        if kill:
+            self._kill()
         if self._connection is not None:
             self._connection.close()
             self._connection = None

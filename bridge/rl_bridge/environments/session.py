@@ -19,6 +19,7 @@ class Talker(Protocol):
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]: ...
     @property
     def closing(self) -> Callable[[], Any] | None: ...
+    def give_up(self) -> None: ...
 
 
 class Session:
@@ -38,6 +39,9 @@ class Session:
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
         """What the environment says to the conversation; it gets messages of its own."""
         return _then_checked(self._environment.step([dict(message) for message in messages]), "step")
+
+    def give_up(self) -> None:
+        """While the environment is called, whose answer nobody waits for any more: nothing ends a thread."""
 
     @property
     def closing(self) -> Callable[[], Any] | None:

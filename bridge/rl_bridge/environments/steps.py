@@ -30,8 +30,8 @@ class Steps(Protocol):
         """Call ``work`` soon; ``finished`` tells its result under ``key``."""
         ...
 
-    def finished(self, *, wait: bool) -> list[Finished]:
-        """What finished since the last call; with ``wait`` at least one, if any is under way."""
+    def finished(self, *, wait: bool, seconds: float | None = None) -> list[Finished]:
+        """What finished since the last call; with ``wait`` at least one, if any is under way, or for so long."""
         ...
 
 
@@ -90,16 +90,17 @@ class ThreadedSteps:
         """For a ``work`` of several calls: what one of them returned, or what that is a promise of."""
         return self._awaited(value) if isawaitable(value) else value
 
-    def finished(self, *, wait: bool) -> list[Finished]:
+    def finished(self, *, wait: bool, seconds: float | None = None) -> list[Finished]:
         """Results in the order they came; a call past its limit is a ``TimeoutError``."""
         found: list[Finished] = []
+        until = float("inf") if seconds is None else time.monotonic() + seconds
         while True:
             found += self._collect()
             self._begin()
             woken, self._woken = self._woken, False
-            if found or woken or not wait or not self._calls:
+            if found or woken or not wait or not self._calls or time.monotonic() >= until:
                 return found
-            nearest = min(call.deadline for call in self._calls.values())
+            nearest = min(until, *(call.deadline for call in self._calls.values()))
             try:
                 result = self._results.get(timeout=max(0.0, nearest - time.monotonic()))
             except queue.Empty:

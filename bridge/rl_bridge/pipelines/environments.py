@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,17 @@ class EnvironmentOptions(RewardOptions):
         """
         return None if self.environment is None else load_environment(self.environment)
 
-    def complete(self, rollout: InferenceEngine, environment: EnvironmentFactory | None) -> Complete:
-        """How the trajectories of rows are made."""
+    def complete(
+        self, rollout: InferenceEngine, environment: EnvironmentFactory | None, budget: Mapping[str, Any] | None = None
+    ) -> Complete:
+        """How the trajectories of rows are made. ``budget``: limits of a call, as the engine's methods have them."""
         if environment is None:
-            return completions(rollout)
+            return completions(rollout, **(budget or {}))
         limits: dict[str, Any] = {
             "max_tokens": self.max_trajectory_tokens,
             "step_timeout": self.environment_timeout,
             "processes": self.environment_processes,
+            **(budget or {}),
         }
 
         def converse(rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Trajectory]:

@@ -98,6 +98,11 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
                 "rollouts that run ahead of training draw beside them: there is no phase in which the trainer's or the "
                 "engine's weights could leave the device (offload=phases)"
             )
+        if self.asynchronous.on and self.rollout.budget():
+            raise ValueError(
+                "rollouts that run ahead of training have --asynchronous.request-seconds and no limits of a step, got "
+                f"{self.rollout.budget()}"
+            )
         self.asynchronous.admission(self.policy)
 
     @property
@@ -213,7 +218,8 @@ def train_and_evaluate(
         parts = rewards, stream, objective, config, pipeline.seed
         ahead = pipeline.asynchronous.sampler if pipeline.asynchronous.on else None
         talking = pipeline.talking(environment, source, tokenizer, config.sampling)
-        sampler = Sampler(complete, *parts) if ahead is None else ahead(rollout, tokenizer, *parts, talking)
+        within = pipeline.complete(rollout, environment, pipeline.rollout.budget())
+        sampler = Sampler(within, *parts) if ahead is None else ahead(rollout, tokenizer, *parts, talking)
         running.enter_context(closing(sampler))
         archive = Archive(rewards.names, folder) if len(rewards.names) > 1 else None
         train_policy(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.data.budget import Budget
 from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.inprocess import Precision
@@ -25,20 +26,36 @@ class RolloutOptions:
     """Of the linear layers of an in_process rollout; vllm has ``--rollout.vllm.precision``."""
     vllm: VLLMOptions = VLLMOptions()
     """Of an engine of vLLM."""
+    step_seconds: float | None = None
+    """Seconds for the completions of a training step (a round of them, with ``--policy.sampling-rounds``). What is
+    unfinished then is aborted and does not count. Time is not reproducible, so neither is such a run."""
+    step_tokens: int | None = None
+    """Tokens that the policy draws in a training step; each worker has an equal share. What is unfinished then is
+    aborted likewise."""
+    request_seconds: float | None = None
+    """Seconds for one completion, or one conversation from its opening. The completions of a step begin together."""
 
     def __post_init__(self) -> None:
-        """Refuse options that nothing reads."""
+        """Refuse options that nothing reads, and limits that leave nothing."""
+        self.budget()
         if self.backend != "in_process" and self.precision != "fp32":
             raise ValueError(f"an engine of vLLM has --rollout.vllm.precision, got precision {self.precision}")
         if self.backend == "in_process" and self.vllm != VLLMOptions():
             raise ValueError(f"options of vLLM need backend vllm, got backend {self.backend} and {self.vllm}")
+
+    def budget(self) -> dict[str, Any]:
+        """The limits of a step, as the methods of an engine have them."""
+        limits = {"seconds": self.step_seconds, "request_seconds": self.request_seconds, "tokens": self.step_tokens}
+        Budget(**limits)  # type: ignore[arg-type]
+        return {name: value for name, value in limits.items() if value is not None}
 
     @property
     def exact(self) -> bool:
         """Whether the engine computes as a trainer in float32 does, but for the order of sums."""
         if self.backend == "in_process":
             return self.precision == "fp32"
-        return self.vllm.precision == "fp32" and self.vllm.activations == "float32"
+        precisions = {self.vllm.precision, *self.vllm.rank_precisions}
+        return precisions == {"fp32"} and self.vllm.activations == "float32"
 
     def factory(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, sleep: bool) -> Callable[[], Any]:
         """Makes a worker. ``sleep``: it will have to leave its device while others work there.

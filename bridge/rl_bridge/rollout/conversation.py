@@ -118,6 +118,10 @@ class Conversation:
     def failed(self, error: BaseException) -> None:
         """The environment gave no answer to what was drawn since the last one."""
         self.failure = error
+        self.unanswered()
+
+    def unanswered(self) -> None:
+        """Nobody answers what was drawn since the last answer."""
         self.rewards += [None] * (len(self.drawn) - len(self.rewards))
 
     def cause(self, error: BaseException) -> str:

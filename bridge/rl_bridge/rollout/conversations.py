@@ -2,9 +2,10 @@
 
 import logging
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Protocol
 
+from rl_bridge.data.budget import Budget, Spending
 from rl_bridge.data.trajectory import FinishReason, Trajectory
 from rl_bridge.environments.session import Talker
 from rl_bridge.environments.steps import Finished, Steps
@@ -12,6 +13,8 @@ from rl_bridge.models.turns import TurnTemplate
 from rl_bridge.rollout.conversation import Conversation, DrawnTurn, Limits, Opening
 
 logger = logging.getLogger(__name__)
+MOMENT = {"seconds": 0.05}
+"""How long an answer is waited for until limits are looked at again."""
 
 
 class Sampler(Protocol):
@@ -23,6 +26,10 @@ class Sampler(Protocol):
     def waiting(self) -> int: ...
     def add(self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int) -> None: ...
     def step(self) -> Sequence[DrawnTurn]: ...
+    def withdraw(self, keys: Collection[Hashable] | None = None) -> Sequence[DrawnTurn]: ...
+    def count_tokens(self) -> None: ...
+    @property
+    def unfinished_tokens(self) -> int: ...
 
 
 class Conversations:
@@ -41,6 +48,7 @@ class Conversations:
         *,
         version: int = 0,
         together: int | None = None,
+        spending: Spending | None = None,
     ) -> None:
         """Nothing is drawn yet.
 
@@ -51,12 +59,20 @@ class Conversations:
             limits: where a conversation ends.
             version: of the weights that draw, of turns that do not say so themselves.
             together: conversations that are open at the same time; others wait. None: all.
+            spending: at whose limits conversations are given up.
         """
+        self._spending = Spending(Budget()) if spending is None else spending
+        self._tokens = 0
+        if self._spending.budget.tokens is not None:
+            sampler.count_tokens()
         self._sampler, self._steps, self._template = sampler, steps, template
         self._limits, self._version, self._together = limits, version, together
         self._waiting: deque[tuple[int, Opening, Talker]] = deque()
         self._open: dict[int, tuple[Conversation, Talker]] = {}
         self._ended: dict[int, Trajectory] = {}
+        self._began: dict[int, float] = {}
+        self._thinking: set[int] = set()
+        """Conversations whose environment is called."""
         self._closing = 0
         self._failures: list[str] = []
 
@@ -70,9 +86,11 @@ class Conversations:
         self._waiting.extend((key, *opening) for key, opening in enumerate(openings))
         self._begin()
         while self._open or self._closing:
+            if self._spending.budget:
+                self._keep_limits()
             drawing = bool(self._sampler.running or self._sampler.waiting)
-            answers = self._steps.finished(wait=not drawing)
-            assert drawing or answers, "conversations are open, and nobody is about to speak"
+            answers = self._steps.finished(wait=not drawing, **MOMENT if self._spending.budget else {})
+            assert drawing or answers or self._spending.budget, "conversations are open, and nobody is about to speak"
             for finished in answers:
                 self._answered(finished)
             if drawing:
@@ -86,23 +104,29 @@ class Conversations:
         """Open conversations that wait, as many as there is room for."""
         while self._waiting and (self._together is None or len(self._open) + self._closing < self._together):
             key, opening, session = self._waiting.popleft()
-            self._open[key] = Conversation(opening), session
+            self._open[key], self._began[key] = (Conversation(opening), session), self._spending.clock()
+            self._thinking.add(key)
             self._steps.start(key, lambda opening=opening, session=session: session.reset(opening.row))
 
     def _drew(self, turn: DrawnTurn) -> None:
         key: Any = turn.key
         talk, session = self._open[key]
+        self._tokens += len(turn.tokens)
         if talk.spoke(turn, self._version, self._template):
             messages = tuple(talk.said)
+            self._thinking.add(key)
             self._steps.start(key, lambda: session.step(messages))
         else:
             self._end(key, "length")
 
     def _answered(self, finished: Finished) -> None:
-        if finished.key not in self._open:
+        key: Any = finished.key
+        self._thinking.discard(key)
+        if key in self._ended:
+            return  # it was given up while its environment was thinking
+        if key not in self._open:
             self._closed(finished)
             return
-        key: Any = finished.key
         talk, session = self._open[key]
         room: FinishReason | int = "error"
         if finished.error is not None:
@@ -116,6 +140,29 @@ class Conversations:
             self._sampler.add(key, tokens, seed=seed, drawn=sum(talk.mask), limit=room)
         else:
             self._end(key, room)
+
+    def _keep_limits(self) -> None:
+        """Give up what has had its time, or everything."""
+        counted = self._spending.budget.tokens is not None
+        over = self._spending.over(self._tokens + (self._sampler.unfinished_tokens if counted else 0))
+        if over:
+            for key, opening, _ in self._waiting:
+                self._ended[key] = Conversation(opening).trajectory("abort", self._template.end_token)
+            self._waiting.clear()
+        late = [key for key in self._open if over or self._spending.late(self._began[key])]
+        drawn: dict[Any, DrawnTurn] = {}
+        if drawing := [key for key in late if key not in self._thinking]:
+            drawn = {turn.key: turn for turn in self._sampler.withdraw(drawing)}
+        for key in late:
+            talk, session = self._open[key]
+            if key in self._thinking:
+                session.give_up()
+                talk.unanswered()
+            elif drawn[key].tokens:
+                talk.spoke(drawn[key], self._version, self._template)
+            else:
+                talk.states.pop()  # that of a turn in which nothing was drawn
+            self._end(key, "abort")
 
     def _note(self, talk: Conversation, error: BaseException) -> None:
         self._failures.append(talk.cause(error))

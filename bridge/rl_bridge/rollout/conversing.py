@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.data.budget import Budget, Spending
 from rl_bridge.data.requests import RowRequest, SamplingParams
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.results import returns
@@ -52,6 +53,7 @@ class Conversing:
         step_timeout: float = 60.0,
         at_once: int = 64,
         processes: int = 0,
+        budget: Budget | None = None,
     ) -> list[list[Trajectory]]:
         """``sampling.n`` conversations of each request's row, each with an environment of its own.
 
@@ -65,6 +67,7 @@ class Conversing:
             at_once: calls of environments that run at the same time.
             processes: environments that live at the same time, each in a process of its own, which is ended when a
                 call takes longer than ``step_timeout``. 0: threads of this process, which nothing can end.
+            budget: what is not finished at one of its limits ends by "abort".
 
         Raises:
             ValueError: a limit that leaves no turn, a chat template that no conversation can go on with, environments
@@ -95,9 +98,8 @@ class Conversing:
         ]
         with ThreadedSteps(limit=step_timeout, at_once=at_once) as steps:
             template = TurnTemplate(self._tokenizer, self._stop)
-            talks = Conversations(
-                self.decoder(sampling), steps, template, limits, version=version, together=processes or None
-            )
+            options = {"version": version, "together": processes or None, "spending": Spending(budget or Budget())}
+            talks = Conversations(self.decoder(sampling), steps, template, limits, **options)
             made = talks.run(openings)
         return [made[start : start + sampling.n] for start in range(0, len(made), sampling.n)]
 

@@ -148,6 +148,14 @@ class Decoder:
             ended += self._draw(self._read(), before)
         return ended
 
+    def count_tokens(self) -> None:
+        """Let ``unfinished_tokens`` be known while rows are drawn."""
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of the rows that have not ended."""
+        return sum(len(row.tokens) for row in self._rows)
+
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
         """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
         out = [row for row in self._waiting if keys is None or row.key in keys]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.data.budget import Budget, Spending
 from rl_bridge.data.requests import Request, SamplingParams
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.results import returns
@@ -35,25 +36,26 @@ class Generating:
     @returns("rows")
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, seconds: float | None = None
+        self, requests: Sequence[Request], sampling: SamplingParams, budget: Budget | None = None
     ) -> list[list[Trajectory]]:
         """``sampling.n`` trajectories of each request, in the order of the requests.
 
-        ``seconds``: what is not finished then is taken out, with the finish reason "abort" and what it has.
+        ``budget``: what is not finished then is taken out, with the finish reason "abort" and what it has. All requests
+        begin with the call.
         """
-        completions = Completions(self, self._tokenizer, requests, sampling)
-        deadline = None if seconds is None else time.monotonic() + seconds
+        completions = Completions(self, self._tokenizer, requests, sampling, budget)
         made: dict[tuple[int, int], Trajectory] = {}
         while completions.left:
-            if deadline is not None and time.monotonic() > deadline:
-                made |= completions.withdraw()
-            made |= completions.step()  # also what had ended when the rest was taken out
+            made |= completions.step()
         return [[made[place, number] for number in range(sampling.n)] for place in range(len(requests))]
 
     @returns("same")
-    def open_stream(self, requests: Sequence[Request], sampling: SamplingParams, name: int) -> None:
+    def open_stream(
+        self, requests: Sequence[Request], sampling: SamplingParams, name: int, budget: Budget | None = None
+    ) -> None:
         """Begin on these requests: ``next_completions(name)`` gives what finishes, until ``close_stream(name)``."""
-        self.__dict__.setdefault("_streams", {})[name] = Completions(self, self._tokenizer, requests, sampling)
+        made = Completions(self, self._tokenizer, requests, sampling, budget)
+        self.__dict__.setdefault("_streams", {})[name] = made
 
     @returns("local")
     @torch.no_grad()
@@ -71,8 +73,10 @@ class Generating:
 
     @returns("same")
     def close_stream(self, name: int) -> None:
-        """Forget the stream and what it has not finished."""
-        self._streams.pop(name, None)
+        """Forget the stream; the engine has room for others at once."""
+        completions = self._streams.pop(name, None)
+        if completions is not None and completions.left:
+            completions.withdraw()
 
 
 class Completions:
@@ -84,8 +88,9 @@ class Completions:
         tokenizer: PreTrainedTokenizerBase,
         requests: Sequence[Request],
         sampling: SamplingParams,
+        budget: Budget | None = None,
     ) -> None:
-        """Encode the prompts and add them: nothing is drawn yet."""
+        """Encode the prompts and add them: nothing is drawn yet. From here on the budget is spent."""
         self._worker, self._tokenizer = worker, tokenizer
         self._requests, self._sampling = requests, sampling
         self._version = worker.weights_version()
@@ -99,9 +104,13 @@ class Completions:
             )
         self.left = len(requests) * sampling.n
         """Trajectories that have not finished."""
+        self._spending = None if budget is None else Spending(budget)
+        self._began, self._tokens = time.monotonic(), 0
         if not requests:
             return
         self._decoder = worker.decoder(sampling)
+        if budget is not None and budget.tokens is not None:
+            self._decoder.count_tokens()
         seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
         # Prompts of similar length go together: a step costs as much as its longest row.
         for place in sorted(range(len(requests)), key=lambda n: len(self._prompts[n])):
@@ -110,7 +119,22 @@ class Completions:
 
     def step(self) -> dict[tuple[int, int], Trajectory]:
         """One step of the decoder: the trajectories that finished, by the place of the request and their number."""
-        return self._made(self._decoder.step()) if self.left else {}
+        if not self.left:
+            return {}
+        if not self._spent():
+            return self._made(self._decoder.step())
+        made = self.withdraw()
+        while self.left:
+            made |= self._made(self._decoder.step())  # what had ended when the rest was taken out
+        return made
+
+    def _spent(self) -> bool:
+        """Whether the budget ends what is left."""
+        if self._spending is None:
+            return False
+        counted = self._spending.budget.tokens is not None
+        tokens = self._tokens + (self._decoder.unfinished_tokens if counted else 0)
+        return self._spending.over(tokens) or self._spending.late(self._began)
 
     def withdraw(self) -> dict[tuple[int, int], Trajectory]:
         """All that are left, unfinished."""
@@ -121,6 +145,7 @@ class Completions:
         for drawn in rows:
             place, number = drawn.key
             made[place, number] = self._trajectory(place, number, drawn)
+            self._tokens += len(drawn.tokens)
         self.left -= len(made)
         return made
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from rl_bridge.data.budget import Budget, Spending
 from rl_bridge.data.requests import Request, RowRequest, SamplingParams
 from rl_bridge.environments import load_environment
 from rl_bridge.environments.processes import EnvironmentProcesses
@@ -112,7 +113,7 @@ def pids(file):
     return noted
 
 
-def converse(make, acts, together=None):
+def converse(make, acts, together=None, budget=None):
     openings = [
         (Opening(request_id=(0, i), seed=i, row={"prompt": "1+1=", "act": act, "_where": f"row {i}"}), make())
         for i, act in enumerate(acts)
@@ -120,7 +121,9 @@ def converse(make, acts, together=None):
     sampler = SimulatedSampler(range(2, 11), TOKENIZER.eos_token_id, stop=0.9)
     with ThreadedSteps(limit=30) as steps:
         limits = Limits(max_turns=3, turn_tokens=20)
-        talks = Conversations(sampler, steps, TurnTemplate(TOKENIZER), limits, together=together)
+        talks = Conversations(
+            sampler, steps, TurnTemplate(TOKENIZER), limits, together=together, spending=budget and Spending(budget)
+        )
         return talks.run(openings)
 
 
@@ -157,6 +160,13 @@ def test_what_goes_wrong_is_one_conversation_s(processes, file, pids, act, said,
     (record,) = caplog.records
     assert said in record.getMessage()
     assert all(gone(pid) for pid, _ in pids()), "and what the environment started has ended with it"
+
+
+def test_an_environment_that_loops_is_ended_at_the_call_s_limit(processes, pids):
+    found = converse(processes.session, [None, "loop", None], budget=Budget(seconds=0.5))
+    assert [t.finish_reason == "abort" for t in found] == [False, True, False]
+    for pid, _ in pids():
+        assert gone(pid)
 
 
 def test_a_worker_s_conversations_and_its_next_ones(file, pids, new_model, tokenizer):

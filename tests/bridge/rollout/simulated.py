@@ -61,6 +61,20 @@ class SimulatedSampler:
         self.rows = left
         return found
 
+    def withdraw(self, keys):
+        out = [(row, tokens) for row, tokens in [*self.rows, *((row, []) for row, _ in self.queue)] if row.key in keys]
+        self.rows = [(row, tokens) for row, tokens in self.rows if row.key not in keys]
+        self.queue = [(row, tokens) for row, tokens in self.queue if row.key not in keys]
+        return [self.finished(row, tokens)._replace(reason="abort") for row, tokens in out]
+
+    def count_tokens(self):
+        self.counts = True
+
+    @property
+    def unfinished_tokens(self):
+        assert self.counts
+        return sum(len(tokens) for _, tokens in self.rows)
+
     def draw(self, row, tokens):
         choice = random.Random(f"{row.seed}/{row.drawn + len(tokens)}/{(*row.prompt, *tokens)}")
         return self.eos if choice.random() < self.stop else choice.choice(self.vocabulary)
@@ -68,7 +82,7 @@ class SimulatedSampler:
     def finished(self, row, tokens):
         logprobs = tuple(-0.5 - token / 1000 for token in tokens)
         allowed = tuple((token, token + 1) for token in tokens) if self.truncated else None
-        return Drawn(row.key, tuple(tokens), logprobs, allowed, "stop" if tokens[-1] == self.eos else "length")
+        return Drawn(row.key, tuple(tokens), logprobs, allowed, "stop" if tokens[-1:] == [self.eos] else "length")
 
 
 class SimulatedSteps:
@@ -82,9 +96,9 @@ class SimulatedSteps:
         heapq.heappush(self.calls, (self.now + self.delay(self._count), self._count, key, work))
         self._count += 1
 
-    def finished(self, *, wait):
+    def finished(self, *, wait, seconds=float("inf")):
         if wait and self.calls:
-            self.now = max(self.now, self.calls[0][0])
+            self.now = max(self.now, min(self.calls[0][0], self.now + seconds))
         found = []
         while self.calls and self.calls[0][0] <= self.now:
             _, _, key, work = heapq.heappop(self.calls)

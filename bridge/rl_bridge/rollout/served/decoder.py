@@ -11,7 +11,7 @@ from rl_bridge.rollout.served.engine import ServedEngine
 from rl_bridge.rollout.stop_texts import CompletionText, StopTexts
 
 PIECE = 64
-"""Tokens of one request of a row that a text may end: a server knows no text, and what it draws behind one is lost."""
+"""Tokens of one request of a row that a text or a budget of tokens may end: what is drawn behind that is lost."""
 
 
 @dataclass
@@ -44,6 +44,7 @@ class ServedDecoder:
         """``stop``, ``texts``: ids and texts that end a row. Rows that nobody takes are aborted with this object."""
         self._engine, self._sampling, self._stop = engine, sampling, frozenset(stop)
         self._texts = texts or None
+        self._pieces = self._texts is not None
         self._rows: dict[str, _Row] = {}
         weakref.finalize(self, engine.forget, self._rows)
 
@@ -78,6 +79,15 @@ class ServedDecoder:
         """The rows that have ended; waits a moment for one."""
         return self._drawn(self._engine.take(self._rows, 0.02))
 
+    def count_tokens(self) -> None:
+        """Let ``unfinished_tokens`` be known while rows are drawn: piece by piece."""
+        self._pieces = True
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of the rows that have not ended, up to their last whole piece."""
+        return sum(len(row.tokens) for row in self._rows.values())
+
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
         """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
         names = [name for name, row in self._rows.items() if keys is None or row.key in keys]
@@ -92,7 +102,7 @@ class ServedDecoder:
             self._sampling,
             seed=row.seed,
             drawn=row.drawn + len(had),
-            limit=limit if row.text is None else min(limit, PIECE),
+            limit=min(limit, PIECE) if self._pieces else limit,
             stop=self._stop,
         )
         self._rows[name] = row

@@ -86,8 +86,8 @@ class OpenAIEndpoint:
         """The completions as trajectories of token ids, as the server drew them; of weights version 0.
 
         Raises:
-            ValueError: ``token_ids`` is off, or sampling is truncated: the protocol's log-probabilities are those
-                before truncation, of another distribution than was sampled from.
+            ValueError: ``token_ids`` is off, texts stop a completion, or sampling is truncated: the protocol's
+                log-probabilities are those before truncation, of another distribution than was sampled from.
         """
         if not self.token_ids:
             raise ValueError(
@@ -100,6 +100,8 @@ class OpenAIEndpoint:
                 "OpenAI's protocol has no log-probabilities of the distribution that was sampled from, but at "
                 f"temperature 1 without truncation; got {sampling}"
             )
+        if sampling.stop:
+            raise ValueError(f"a server that cuts a completion at a text says not which tokens were drawn: {sampling}")
         found = self.complete(prompts, sampling)
         requests = requests_of(prompts, sampling.seed)
         return [
@@ -139,6 +141,8 @@ class OpenAIEndpoint:
         for name in ("top_p", "top_k", "min_p"):
             if getattr(sampling, name) is not None:
                 payload[name] = getattr(sampling, name)
+        if sampling.stop:
+            payload["stop"] = list(sampling.stop)
         ids = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], int)
         if self.api == "chat":
             if ids:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.engines.results import returns
+from rl_bridge.engines.worker import DATA_RANK
 from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout.asynchronous.worker import Advancing
 from rl_bridge.rollout.conversing import Conversing
@@ -46,6 +47,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         *,
         dtype: torch.dtype,
         precision: Precision,
+        tolerance: Tolerance | None = None,
         at_once: int,
         restarts: int,
         replacements: int = REPLACEMENTS,
@@ -59,7 +61,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         self.engine = ServedEngine(open_server, folder, at_once=at_once, restarts=restarts)
         self._close = weakref.finalize(self, self.engine.close)
         self.longest = self.engine.limits().longest
-        tolerance = Tolerance.of(precision)
+        tolerance = tolerance or Tolerance.of(precision)
         self.updated = UpdatedEngine(self.engine, folder, tolerance=tolerance, replacements=replacements)
 
     def decoder(self, sampling: SamplingParams) -> ServedDecoder:
@@ -108,13 +110,15 @@ class ServedRollout(_Served):
             ServerDied: it ended, with the end of its log.
             TimeoutError: it did not reply in time.
         """
-        options, served = options or VLLMOptions(), served or ServedOptions()
+        served = served or ServedOptions()
+        options, own = (options or VLLMOptions()).of_rank(DATA_RANK.get())
         self._connect(
             source,
             tokenizer,
-            partial(VLLMServer, options=options, served=served),
+            partial(VLLMServer, options=options, served=served, own=own),
             dtype=getattr(torch, options.activations),
-            precision=options.precision,
+            precision=options.precision if own is None else "fp32",
+            tolerance=Tolerance.of(options.precision),
             at_once=options.max_num_seqs,
             restarts=served.restarts,
             replacements=options.replacements,

@@ -61,8 +61,11 @@ class VLLMServer:
         options: VLLMOptions,
         served: ServedOptions,
         command: Sequence[str] = (sys.executable, "-m", MAIN),
+        own: str | None = None,
     ) -> None:
         """Start the server on the weights of ``folder`` and wait until it replies.
+
+        ``own``: how the engine quantises by itself what it is sent.
 
         Raises:
             ServerDied: the process ended; with the end of its log.
@@ -82,12 +85,13 @@ class VLLMServer:
         self.process = ServerProcess(
             [*command, *arguments(folder, path, options, served)],
             log,
-            environment={"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"},
+            environment=({} if own is None else {"FLASHRL_CONFIG": own})
+            | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"},
             name="vLLM's server",
         )
         try:
             self.process.wait_until(self.healthy, served.start_seconds)
-            require_in_place(field_of(self.call("collective_rpc", {"method": "rl_fn_begin"}), "results"))
+            require_in_place(field_of(self.call("collective_rpc", {"method": "rl_fn_begin"}), "results"), own)
             self.call("init_weight_transfer_engine", {"init_info": {"protocol": PROTOCOL}})
             model = field_of(self.read("v1/models"), "data")[0]
             config = field_of(self.read("server_info?config_format=json"), "vllm_config")

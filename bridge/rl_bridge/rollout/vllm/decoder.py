@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from rl_bridge.data.requests import SamplingParams
@@ -62,6 +62,18 @@ class Outbox:
         for name in names:
             del self._owners[name]
             self.draws.forget(name)
+
+    def tokens(self, names: Iterable[str]) -> int:
+        """Tokens that these requests have drawn, those that run."""
+        engine: Any = getattr(self._engine, "engine", self._engine)
+        running = engine.engine_core.engine_core.scheduler.requests
+        inside = engine.output_processor.external_req_ids
+        return sum(
+            running[internal].num_output_tokens
+            for name in names
+            for internal in inside.get(name, ())
+            if internal in running
+        )
 
     def withdraw(self, names: Sequence[str]) -> list[Any]:
         """Abort these requests: vLLM's outputs with what they have drawn. One that has ended is not among them."""
@@ -160,6 +172,14 @@ class VLLMDecoder:
             self._outbox.step()
         ended, self._ended = self._ended, []
         return ended
+
+    def count_tokens(self) -> None:
+        """Let ``unfinished_tokens`` be known while rows are drawn."""
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of the rows that have not ended."""
+        return self._outbox.tokens(self._keys)
 
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
         """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""

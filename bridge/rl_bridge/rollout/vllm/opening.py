@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,18 +12,25 @@ from rl_bridge.rollout.vllm.draws import Draws
 from rl_bridge.rollout.vllm.engine import close_engine, open_engine
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.plugin import BACKEND, in_place, register, require_in_place
+from rl_bridge.rollout.vllm.quantizing import alone
+from rl_bridge.weights.quantized import Precision
 
 
-def opened(options: VLLMOptions, device: torch.device | None, draws: Draws, folder: Path) -> LLMEngine:
+def opened(
+    options: VLLMOptions, device: torch.device | None, draws: Draws, folder: Path, *, own: Precision | None = None
+) -> LLMEngine:
     """An engine that takes weights from trainers, with ``draws`` at work in its sampler.
+
+    ``own``: how the engine quantises by itself what it is sent.
 
     Raises:
         ValueError: the engine's attention does not take the model's heads.
     """
     register()
-    engine = open_engine(folder, options, device=device, weight_transfer_config={"backend": BACKEND})
+    with nullcontext() if own is None else alone(own):
+        engine = open_engine(folder, options, device=device, weight_transfer_config={"backend": BACKEND})
     try:
-        require_in_place(engine.collective_rpc(in_place))
+        require_in_place(engine.collective_rpc(in_place), own)
         engine.set_weight_version("0")
         draws.attach(engine)
     except BaseException:

@@ -1,10 +1,10 @@
 """What an engine of vLLM is asked for; readable without vLLM."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from rl_bridge.weights.quantized import Precision
+from rl_bridge.weights.quantized import LAYOUTS, Precision
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -19,6 +19,9 @@ class VLLMOptions:
 
     precision: Precision = "fp32"
     """Of the matrices in the engine. The trainer's weights stay as they are; each update converts what is sent."""
+    rank_precisions: tuple[Precision, ...] = ()
+    """Of the matrices in the engines of data-parallel workers, in turn, in the place of ``precision``: a list of two
+    makes every other engine as the second says. Each engine is sent the same weights and quantises them itself."""
     dtype: Dtype | None = None
     """Of the activations and of what is not quantised. None: float32 for fp32, else bfloat16."""
     max_model_len: int | None = None
@@ -42,8 +45,16 @@ class VLLMOptions:
         Raises:
             ValueError: with the option and its value.
         """
-        if self.precision not in get_args(Precision):
-            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
+        for precision in (self.precision, *self.rank_precisions):
+            if precision not in get_args(Precision):
+                raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+        if self.rank_precisions and self.precision != "fp32":
+            raise ValueError(f"either precision or rank_precisions, got {self.precision} and {self.rank_precisions}")
+        kinds = {"fp32", "bf16"} & {*self.rank_precisions}
+        if len(kinds) > 1 or (kinds == {"bf16"} and self.dtype == "float32"):
+            raise ValueError(
+                f"all ranks have one dtype of activations, got {self.rank_precisions} and dtype {self.dtype}"
+            )
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))} or None, got {self.dtype!r}")
         for name in ("max_model_len", "max_num_seqs", "kv_cache_gib"):
@@ -57,7 +68,20 @@ class VLLMOptions:
     @property
     def activations(self) -> Dtype:
         """The dtype of activations."""
-        return self.dtype or ("float32" if self.precision == "fp32" else "bfloat16")
+        plain = self.precision == "fp32" if not self.rank_precisions else "fp32" in self.rank_precisions
+        return self.dtype or ("float32" if plain else "bfloat16")
+
+    def of_rank(self, rank: int) -> tuple["VLLMOptions", Precision | None]:
+        """The options of a data-parallel worker, and what its engine quantises by itself, if anything.
+
+        >>> VLLMOptions(rank_precisions=("fp32", "int8")).of_rank(3)[1]
+        'int8'
+        """
+        if not self.rank_precisions:
+            return self, None
+        precision = self.rank_precisions[rank % len(self.rank_precisions)]
+        options = replace(self, precision=precision, dtype=self.activations, rank_precisions=())
+        return options, precision if precision in LAYOUTS else None
 
     def engine_arguments(self) -> dict[str, Any]:
         """``arguments`` by name.

@@ -64,14 +64,15 @@ def in_place(worker: Any) -> dict[str, Any]:
     }
 
 
-def require_in_place(workers: Sequence[Mapping[str, Any]]) -> None:
+def require_in_place(workers: Sequence[Mapping[str, Any]], quantised: str | None = None) -> None:
     """Refuse an engine that would work without this package, or fail at its first token. vLLM refuses neither.
 
     Args:
         workers: ``in_place`` of each of the engine's workers.
+        quantised: what the engine was told to quantise by itself.
 
     Raises:
-        RuntimeError: the plugin was not called in a worker's process.
+        RuntimeError: the plugin was not called in a worker's process, or did not do what was asked for.
         ValueError: the attention of the worker's platform does not take the model's heads.
     """
     for number, found in enumerate(workers):
@@ -80,6 +81,8 @@ def require_in_place(workers: Sequence[Mapping[str, Any]]) -> None:
                 f"worker {number} of the engine of vLLM works without rl_bridge's plugin: the entry point 'rl_fn' of "
                 "vllm.general_plugins could not be imported (the engine's log says why), or VLLM_PLUGINS leaves it out"
             )
+        if quantised is not None and (found["quantised"] or {}).get("precision") != quantised:
+            raise RuntimeError(f"worker {number} of the engine has {found['quantised']}, and {quantised} was asked for")
         size, sizes = found["head_size"], found["head_sizes"]
         if sizes is not None and size not in sizes:
             raise ValueError(

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,22 @@ def install(settings: Settings) -> None:
         setattr(owner, name, patched)
     for rank, setting in enumerate(settings.ranks):
         logger.info("rank %d of %d: %s", rank, len(settings.ranks), asdict(setting))
+
+
+@contextmanager
+def alone(precision: str) -> Iterator[None]:
+    """Inside, engines that are opened quantise by this precision, whatever the variables say."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    places = ((EngineArgs, "create_engine_config"), (BaseModelLoader, "create_model"), (BaseModelLoader, "load_model"))
+    before = [getattr(owner, name) for owner, name in places]
+    try:
+        install(Settings((Setting(precision),)))
+        yield
+    finally:
+        for (owner, name), original in zip(places, before, strict=True):
+            setattr(owner, name, original)
 
 
 def in_force(worker: Any) -> dict[str, Any] | None:

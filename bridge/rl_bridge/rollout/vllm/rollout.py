@@ -15,6 +15,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.engines.results import returns
+from rl_bridge.engines.worker import DATA_RANK
 from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout.asynchronous.worker import Advancing
 from rl_bridge.rollout.conversing import Conversing
@@ -50,6 +51,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         """
         with torch.device("meta"):
             self._stop = stop_tokens(source.empty(), tokenizer)
+        options, own = options.of_rank(DATA_RANK.get())
         self._tokenizer, self._options = tokenizer, options
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -57,9 +59,12 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         self._asleep: set[str] = set()
         folder = Path(tempfile.mkdtemp(prefix="rl_fn-vllm-"))
         self._sweep = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        start, self._map = checkpoint(source, options.precision, getattr(torch, options.activations), folder)
+        sent = options.precision if own is None else "fp32"
+        start, self._map = checkpoint(source, sent, getattr(torch, options.activations), folder)
         draws = Draws()
-        self._client = client = InProcessEngine(partial(opened, options, self._device, draws), close_engine, start)
+        self._client = client = InProcessEngine(
+            partial(opened, options, self._device, draws, own=own), close_engine, start
+        )
         self._close = weakref.finalize(self, client.close)
         self.updated = UpdatedEngine(
             client, start, tolerance=Tolerance.of(options.precision), replacements=options.replacements

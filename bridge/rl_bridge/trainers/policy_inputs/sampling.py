@@ -23,9 +23,9 @@ Complete = Callable[[Sequence[dict], SamplingParams], list[Trajectory]]
 """Rows of the data and how to sample → ``n`` trajectories a row, row by row; ``group`` is the row's place."""
 
 
-def completions(rollout: InferenceEngine) -> Complete:
-    """One turn a row, after its ``prompt``."""
-    return lambda rows, sampling: rollout.generate([row["prompt"] for row in rows], sampling)
+def completions(rollout: InferenceEngine, **budget: Any) -> Complete:
+    """One turn a row, after its ``prompt``. ``budget``: limits of a call, as ``generate`` has them."""
+    return lambda rows, sampling: rollout.generate([row["prompt"] for row in rows], sampling, **budget)
 
 
 def scored(complete: Complete, rewards: Rewards, rows: Sequence[dict], sampling: SamplingParams) -> list[Trajectory]:
@@ -67,6 +67,8 @@ class Sampled:
             count = len(self.trajectories)
             found["turns"] = sum(t.turns for t in self.trajectories) / count
             found["errors"] = sum(t.finish_reason == "error" for t in self.trajectories) / count
+        if any(t.finish_reason == "abort" for t in self.trajectories):
+            found["aborted"] = sum(t.finish_reason == "abort" for t in self.trajectories) / len(self.trajectories)
         return {**found, "tokens": float(tokens.mean()), **self.ahead}
 
     def rows(self, groups: torch.Tensor) -> "Sampled":

@@ -1,0 +1,30 @@
+"""Limits of a step and texts that end a completion, from the command line to the records of a run."""
+
+import json
+
+import pytest
+
+from rl_bridge.cli import main
+from tests.bridge.pipelines.results import metrics
+from tests.bridge.pipelines.test_torchrun import REWARD
+
+
+def test_a_run_with_a_budget_of_tokens_trains_on_what_is_finished(tmp_path, arguments, run_to_end):
+    (tmp_path / "reward.py").write_text(REWARD)
+    limits = {"--rollout.step-tokens": 40, "--rollout.step-seconds": 600, "--policy.sampling.stop": "7"}
+    options = {**limits, "--policy.steps": 2, "--sft.steps": 2, "--reward": f"{tmp_path / 'reward.py'}:even_digits"}
+    run = run_to_end(arguments("limited", **options))
+    steps = [record for record in metrics(run) if record["stage"] == "policy"]
+    assert len(steps) == 2
+    for record in steps:
+        # 16 completions; the last step of the decoder draws one token for each that is left.
+        assert 0 < record["aborted"] < 1 and 40 <= record["tokens"] * 16 < 40 + 16
+    samples = json.loads((run / "samples.json").read_text())
+    assert all("7" not in sample["completion"][:-1] for sample in samples["after"]["sampled"])
+
+
+def test_limits_of_a_step_go_with_no_rollouts_ahead(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments("never", **{"--rollout.step-tokens": 60, "--asynchronous.max-staleness": 1}))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "have --asynchronous.request-seconds and no limits of a step, got {'tokens': 60}" in said
