@@ -22,7 +22,7 @@ VLLM_ENVIRONMENT := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 HF_HUB_OFFLINE=1 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help quickstart test laws test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
-  test-vllm test-tools lint types format docs documented install install-smollm2 install-vllm install-tools \
+  test-vllm test-vllm-thorough test-tools lint types format docs documented install install-smollm2 install-vllm install-tools \
   benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
 
 help:
@@ -75,6 +75,9 @@ test-peers: $(PEERS)
 
 # One process: an engine holds a gigabyte.
 test-vllm: $(VLLM)
+	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest -m "vllm and not slow" $(or $(TESTS),tests/bridge)
+
+test-vllm-thorough: $(VLLM)
 	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest -m vllm $(or $(TESTS),tests/bridge)
 
 test-tools: $(TOOLS)

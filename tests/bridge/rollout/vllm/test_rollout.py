@@ -12,7 +12,9 @@ import torch
 
 from rl_bridge.data.requests import RowRequest, SamplingParams, requests_of
 from rl_bridge.data.token_batch import collate
+from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
+from rl_bridge.executors.local import LocalExecutor
 from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.rollout.token_sampler import request_seeds
 from rl_bridge.rollout.vllm import VLLMOptions
@@ -253,3 +255,24 @@ def test_the_global_generators_are_left_alone(rollout):
     state = torch.get_rng_state()
     generate(rollout, PROMPTS, SAMPLING)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_stream_is_what_generate_gives_and_one_closed_early_frees_its_requests(rollout, drawn):
+    engine = InferenceEngine(lambda: rollout, executor=LocalExecutor(), name="stream").build()
+    wanted = {t.request_id: t.tokens for t in drawn["plain"]}
+    assert {t.request_id: t.tokens for t in engine.stream(PROMPTS, SAMPLING)} == wanted
+    scheduler = rollout._client.engine.engine_core.engine_core.scheduler
+    stream = engine.stream(PROMPTS, replace(SAMPLING, max_new_tokens=60))
+    first = next(stream)
+    assert first.finish_reason != "abort" and scheduler.requests
+    stream.close()
+    assert not scheduler.requests and not rollout._client.has_unfinished_requests() and not rollout._streams
+    assert {t.request_id: t.tokens for t in engine.stream(PROMPTS, SAMPLING)} == wanted
+
+
+def test_tokens_of_a_call_are_counted_in_the_engine(rollout, drawn):
+    engine = InferenceEngine(lambda: rollout, executor=LocalExecutor(), name="counted").build()
+    found = engine.generate(PROMPTS, SAMPLING, tokens=90)
+    assert 90 <= sum(len(t.sampled_tokens) for t in found) < 90 + 8
+    for t, whole in zip(found, drawn["plain"], strict=True):
+        assert t.tokens == whole.tokens[: len(t.tokens)] and (t.finish_reason == "abort") == (t.tokens != whole.tokens)
