@@ -2,9 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rl_bridge.atomic import write_json
+from rl_bridge.memory.budget import START
 from rl_bridge.memory.options import pipeline_of
 from rl_bridge.memory.planning import knobs, largest_micro_batch, plan
 from rl_bridge.memory.sizes import parse_bytes, shown_bytes
@@ -27,6 +29,8 @@ def run(words: Sequence[str]) -> int:
         if rest:
             raise ValueError(f"a run's config.json has its options already: rl-fn plan takes no {' '.join(rest)}")
         pipeline = pipeline_of(Path(arguments.config))
+    if pipeline.micro_batch_tokens == "auto":
+        pipeline = replace(pipeline, micro_batch_tokens=START)
     room = None if arguments.fits is None else parse_bytes(arguments.fits)
     source, workload = _workload(pipeline, arguments.prompt_tokens)
     found = plan(pipeline, source, workload)

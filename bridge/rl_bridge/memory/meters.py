@@ -127,7 +127,8 @@ class AllocatorMeter:
         torch.cuda.memory._record_memory_history(enabled="all", stacks="python", max_entries=1 << 16)
         yield
         torch.cuda.synchronize(self._device)
-        traces: Any = torch.cuda.memory._snapshot(self._device)["device_traces"]
+        history: Any = torch.cuda.memory._snapshot(self._device)
+        traces = history["device_traces"]
         self._events = traces[self._device.index or 0]
         most = torch.cuda.max_memory_allocated(self._device)
         known = self._components()

@@ -73,6 +73,7 @@ def knobs(pipeline: PolicyPipeline, source: ModelSource, workload: Workload, now
 
 def _changes(pipeline: PolicyPipeline, workload: Workload) -> Iterator[tuple[str, PolicyPipeline]]:
     of_update = -(-workload.rows // pipeline.policy.updates_per_step) * workload.row_tokens
+    assert pipeline.micro_batch_tokens != "auto"
     tokens = max(workload.row_tokens, min(pipeline.micro_batch_tokens, of_update) // 2)
     wanted: list[tuple[str, dict]] = [(f"--micro-batch-tokens {tokens}", {"micro_batch_tokens": tokens})]
     if not pipeline.gradient_checkpointing:

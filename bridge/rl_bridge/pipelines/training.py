@@ -77,8 +77,8 @@ class TrainingOptions(RunOptions, PlacementOptions):
     lora: LoRAOptions = LoRAOptions()
     freeze: tuple[str, ...] = ()
     """Patterns of the names of parameters that are not trained, as model.embed_tokens.* or *.layers.[0-3].*"""
-    micro_batch_tokens: int = 16384
-    """Tokens of one forward pass of the trainer. More cost memory, and fewer cost time."""
+    micro_batch_tokens: int | Literal["auto"] = 16384
+    """Tokens of one forward pass of the trainer. More cost memory, and fewer cost time. auto: as many as fit."""
     packing: bool = False
     """The trainer's rows lie one behind another instead of each padded: faster where their lengths differ much."""
     share_prefixes: bool = True

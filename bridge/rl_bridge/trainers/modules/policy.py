@@ -9,6 +9,7 @@ from rl_bridge.data.micro_batches import MicroBatch, restore
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
+from rl_bridge.memory.within import within_memory
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.trainers.modules.coefficients import share_of
@@ -50,6 +51,7 @@ class PolicyModule(CausalLMModule):
         self._watch = Watch()
 
     @returns("sum")
+    @within_memory
     def train_step(
         self,
         batch: TokenBatch,

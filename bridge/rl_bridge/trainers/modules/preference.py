@@ -27,7 +27,7 @@ class ComparisonScorer(Scorer):
         """The batch in parts that one forward pass takes, where the model computes; as many on all workers."""
         scoring = self.scoring
         options = {"packing": scoring.packing, "share_prefixes": scoring.share_prefixes}
-        parts = pair_parts(batch, scoring.micro_batch_tokens, **options)
+        parts = pair_parts(batch, self.micro_batch_tokens(), **options)
         parts += [stand_in_pair(batch)] * (self.agreed_count(len(parts)) - len(parts))
         return [part._replace(batch=part.batch.to(self.compute_device())) for part in parts]
 

@@ -10,6 +10,7 @@ from rl_bridge.data.micro_batches import MicroBatch, micro_batches, restore, sta
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
+from rl_bridge.memory.budget import TokenBudget
 from rl_bridge.models.saving import save_pretrained
 from rl_bridge.models.source import ModelSource, device_of
 from rl_bridge.parallel.attention import use_rl_fn_attention
@@ -17,6 +18,7 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.gradients import agree_max
 from rl_bridge.parallel.head import token_logprobs
+from rl_bridge.parallel.mesh import DIMS
 from rl_bridge.parallel.plan import parallelize
 from rl_bridge.trainers.modules.cpu_layers import use_cpu_layers
 
@@ -30,8 +32,9 @@ class ScoringConfig:
 
     temperature: float = 1.0
     """Divides the logits. It is the temperature that the completions were sampled at."""
-    micro_batch_tokens: int = 16384
-    """Tokens of one forward pass, with the padding there is. More cost memory, and fewer cost time."""
+    micro_batch_tokens: int | Literal["auto"] = 16384
+    """Tokens of one forward pass, with the padding there is. More cost memory, and fewer cost time. "auto": as many as
+    the device has room for."""
     share_prefixes: bool = True
     """The rows of a group have their common first tokens computed once, where these are at least an eighth of the
     group's longest row. Such rows are packed. The results are the same."""
@@ -46,7 +49,7 @@ class ScoringConfig:
         """Refuse what no distribution has."""
         if not (
             0 < self.temperature < float("inf")
-            and self.micro_batch_tokens > 0
+            and (self.micro_batch_tokens == "auto" or self.micro_batch_tokens > 0)
             and (self.softcap is None or self.softcap > 0)
         ):
             raise ValueError(f"need temperature > 0, micro_batch_tokens > 0 and softcap > 0 or None, got {self}")
@@ -78,6 +81,8 @@ class Scorer(ParallelModule):
         self.scoring = ScoringConfig() if scoring is None else scoring
         self._source, self._parallel = source, ParallelConfig() if parallel is None else parallel
         self._mesh: DeviceMesh | None = None
+        self.budget = TokenBudget() if self.scoring.micro_batch_tokens == "auto" else None
+        self.largest_micro_batch = 0
 
     def exported(self) -> torch.nn.Module:
         """The Hugging Face model: its weights travel under its own names."""
@@ -101,9 +106,20 @@ class Scorer(ParallelModule):
         """
         scoring = self.scoring
         options = {"packing": scoring.packing, "share_prefixes": scoring.share_prefixes}
-        parts = micro_batches(batch, scoring.micro_batch_tokens, **options)
+        parts = micro_batches(batch, self.micro_batch_tokens(), **options)
+        self.largest_micro_batch = max((part.batch.tokens.numel() for part in parts), default=0)
         parts += [stand_in(batch)] * (self.agreed_count(len(parts)) - len(parts))
         return [part.to(self.compute_device()) for part in parts]
+
+    def micro_batch_tokens(self) -> int:
+        """Of the next micro-batches: the configured number, or the smallest budget of all workers."""
+        if self.budget is None:
+            assert self.scoring.micro_batch_tokens != "auto"
+            return self.scoring.micro_batch_tokens
+        for axis in DIMS:
+            if self._mesh is not None and self._ranks(axis) > 1:
+                self.budget.tokens = -int(agree_max(-self.budget.tokens, self._mesh.get_group(axis)))
+        return self.budget.tokens
 
     def agreed_count(self, parts: int) -> int:
         """Forward passes that each worker makes, where this one has ``parts``: the most of all, and at least one."""

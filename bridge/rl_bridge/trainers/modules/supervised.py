@@ -7,6 +7,7 @@ import torch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
+from rl_bridge.memory.within import within_memory
 from rl_bridge.trainers.modules.policy import detached
 from rl_bridge.trainers.modules.trainable import CausalLMModule
 from rl_fn import Ratio, aggregate_parts
@@ -18,6 +19,7 @@ class SupervisedModule(CausalLMModule):
     """Mean negative log-likelihood of the rows' own completions."""
 
     @returns("sum")
+    @within_memory
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
         total: Any = 0

@@ -6,6 +6,7 @@ import torch
 
 from rl_bridge.checkpoints.optimizers import load_optimizer_state, optimizer_state
 from rl_bridge.engines.results import returns
+from rl_bridge.memory.within import optimizer_within_memory
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.gradients import agree_max, clip_grad_norm
@@ -71,12 +72,16 @@ class Trainable(Scorer):
         rate = self.optimizer.param_groups[0]["lr"]
         skipped = self._any_worker(not (self._losses_are_finite and bool(torch.isfinite(norm))))
         if not skipped:
-            self.optimizer.step()
+            optimizer_within_memory(self.optimizer, self.compute_device())
             self.scheduler.step()
             self.weight_receiver().version = version + 1
         self.optimizer.zero_grad(set_to_none=True)
         self._losses_are_finite = True
-        return {"grad_norm": float(norm), "learning_rate": rate} | ({"skipped": 1.0} if skipped else {})
+        found = {"grad_norm": float(norm), "learning_rate": rate} | ({"skipped": 1.0} if skipped else {})
+        if self.budget is not None:
+            found |= {"micro_batch_tokens": float(self.micro_batch_tokens())}
+            found |= {"out_of_memory": float(self.budget.failures)} if self._mesh is None else {}
+        return found
 
     def _any_worker(self, here: bool) -> bool:
         """Whether it is so on any of the workers: else a fault of one of them would let the copies drift apart."""

@@ -8,6 +8,7 @@ from rl_bridge.data.micro_batches import restore
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
+from rl_bridge.memory.within import within_memory
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.values import token_values
@@ -89,6 +90,7 @@ class ValueModule(Trainable, ValueScorer):
         self._value_parts = from_jax(objective.value_parts)
 
     @returns("sum")
+    @within_memory
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
         """Add the gradient of Σ value losses / ``denominator`` to the parameters' gradients.
 
