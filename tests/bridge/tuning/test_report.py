@@ -1,0 +1,163 @@
+"""The report of a study as data, words and figures."""
+
+import json
+
+import pytest
+
+from rl_bridge.tuning.commands import run
+from rl_bridge.tuning.journal import JOURNAL, Journal
+from rl_bridge.tuning.objectives import Goal, front, history, parse_constraint, value_of, volume
+from rl_bridge.tuning.pruning import Pruning
+from rl_bridge.tuning.report import lines_of, read_study, summary_of
+from rl_bridge.tuning.space import Choice, Interval, Parameter, Space
+
+SPACE = Space(
+    (
+        Parameter("kind", Choice(("a", "b"))),
+        Parameter("rate", Interval(1e-4, 1e-2, log=True)),
+        Parameter("of_b", Interval(0, 1), ("kind", ("b",))),
+    )
+)
+GOALS = [{"name": "reward", "maximize": True}, {"name": "kl", "maximize": False}]
+
+
+def study(folder, goals=GOALS, trials=10):
+    """Reward grows with the rate, the KL too; trial 3 fails, trial 5 breaks a constraint, the last one runs."""
+    folder.mkdir()
+    journal = Journal(folder / JOURNAL)
+    journal.append({"kind": "study", "space": SPACE.described(), "goals": goals})
+    for number in range(trials):
+        rate = 1e-4 * 100 ** (number / (trials - 1))
+        kind = {"kind": "a"} if number % 2 else {"kind": "b", "of_b": 0.5}
+        journal.append({"kind": "asked", "trial": number, "assignment": {**kind, "rate": rate}})
+        if number == trials - 1:
+            break
+        for seed in range(3):
+            journal.append({"kind": "ended", "trial": number, "seed": seed, "seconds": 2.0})
+        told = {"kind": "told", "trial": number, "status": "complete", "reason": "", "violations": [-1.0]}
+        for name in ("reward", "kl"):
+            seeds = [number + 0.1 * seed for seed in range(3)]
+            band = {"mean": seeds[1], "low": seeds[0], "high": seeds[2], "seeds": seeds}
+            told.setdefault("values", {})[name] = band
+        if number == 3:
+            told |= {"status": "failed", "reason": "exit status 1: no room", "values": {}}
+        journal.append(told | {"violations": [0.2 if number == 5 else -1.0]})
+    journal.close()
+    return folder
+
+
+def test_best_front_and_counts(tmp_path):
+    found = summary_of(read_study(study(tmp_path / "study")))
+    assert found["counts"] == {"complete": 8, "failed": 1, "running": 1}
+    assert found["best"] | {"against_second": None} == {
+        "trial": 8, "goal": "reward", "mean": 8.1, "low": 8.0, "high": 8.2, "seeds": [8.0, 8.1, 8.2], "against_second": None
+    }  # fmt: skip
+    assert found["best"]["against_second"] | {"level": 0} == {"trial": 7, "mean": 1, "low": 1, "high": 1, "level": 0}
+    # More reward costs more KL: every trial is on the front but the one that breaks a constraint.
+    assert found["front"]["trials"] == [0, 1, 2, 4, 6, 7, 8] and found["front"]["reference"] == [0.1, 8.1]
+    assert found["front"]["hypervolume"] == pytest.approx(1 * 7 + 1 * 6 + 2 * 4 + 2 * 2 + 1 * 1)
+    assert found["trials"][0]["seconds"] == 6.0 and not found["trials"][5]["feasible"]
+    text = "\n".join(lines_of(found, tmp_path))
+    assert (
+        "trial 3 failed: exit status 1: no room" in text and "best: trial 8, reward 8.1 [8, 8.2] over 3 seeds" in text
+    )
+
+
+def test_the_command_writes_data_and_figures(tmp_path, capsys):
+    folder = study(tmp_path / "study")
+    assert run(["report", str(folder)]) == 0
+    assert "Pareto front: trials 0, 1, 2, 4, 6, 7, 8" in capsys.readouterr().out
+    assert json.loads((folder / "report.json").read_text())["best"]["trial"] == 8
+    figures = {path.stem for path in folder.glob("*.png")}
+    assert figures - {"importance"} == {"history", "slices", "parallel_coordinates", "front"}
+    with pytest.raises(ValueError, match=r"has no journal.jsonl: it is not a study's folder"):
+        run(["report", str(tmp_path)])
+
+
+@pytest.mark.tools
+def test_importance_is_of_what_matters(tmp_path):
+    found = summary_of(read_study(study(tmp_path / "study", trials=30)))["importance"]
+    assert list(found["shares"])[0] == "rate" and found["shares"]["rate"] > 0.8 and found["reason"] == ""
+    few = summary_of(read_study(study(tmp_path / "few", trials=5)))["importance"]
+    assert few["shares"] == {} and few["reason"] == "3 complete trials, 8 are needed"
+
+
+RECORDS = [
+    {"stage": "sft", "step": 0, "nll": 3.0, "trained_tokens": 5},
+    {"stage": "policy", "step": 0, "reward": 0.5, "held_out": 0.1, "trained_tokens": 10},
+    {"stage": "policy", "step": 1, "reward": 0.9, "trained_tokens": 10},
+    {"stage": "policy", "step": 2, "reward": 0.7, "held_out": 0.3, "trained_tokens": 10},
+]
+VALUES = {
+    ("reward", "last"): 0.7,
+    ("reward", "best"): 0.9,
+    ("reward", "min"): 0.5,
+    ("reward", "mean"): 0.7,
+    ("held_out", "last"): 0.3,
+    ("nll", "last"): 3.0,
+    ("tokens", "last"): 35.0,
+    ("seconds", "last"): 12.5,
+    ("gain.low", "last"): 0.05,
+}
+
+
+@pytest.mark.parametrize(("goal", "value"), VALUES.items())
+def test_values_of_goals(goal, value):
+    summary = {"seconds": 12.5, "gain": {"low": 0.05}}
+    assert value_of(Goal(goal[0], True, goal[1]), RECORDS, summary) == pytest.approx(value)
+
+
+def test_a_goal_without_a_value_is_an_error_that_names_those_there_are():
+    with pytest.raises(ValueError, match="no summary has rewart; records have held_out, nll, reward"):
+        value_of(Goal("rewart", True), RECORDS, {})
+    with pytest.raises(ValueError, match="reward is nan"):
+        value_of(Goal("reward", True), [*RECORDS, {"stage": "policy", "step": 3, "reward": float("nan")}], {})
+    assert history(RECORDS, "held_out") == {0: 0.1, 2: 0.3}
+
+
+def test_constraints():
+    low, high = parse_constraint("kl:max<=0.1"), parse_constraint("entropy >= 0.2")
+    assert (low.text, high.text) == ("kl:max<=0.1", "entropy>=0.2")
+    assert low.violation(0.3) == pytest.approx(0.2) and low.violation(0.1) == 0.0
+    assert high.violation(0.3) == pytest.approx(-0.1) and high.violation(0.1) == pytest.approx(0.1)
+
+
+def test_front_and_volume_are_those_of_rl_fn():
+    rows = [[1.0, 3.0], [2.0, 2.0], [3.0, 1.0], [1.0, 1.0]]
+    assert front(rows, [True, True]) == [True, True, True, False] and front([], [True]) == []
+    assert volume(rows, [0.0, 0.0], [True, True]) == 6.0
+
+
+def line(start, slope, steps=range(10)):
+    return {step: start + slope * step for step in steps}
+
+
+def test_paired_pruning_compares_equal_seeds_and_steps():
+    pruning = Pruning("paired", least_steps=4, pairs=4)
+    best = {0: line(1.0, -0.1), 1: line(0.5, -0.1)}
+    worse = {0: line(1.2, -0.1, range(8))}
+    assert pruning.verdict(worse, best, {}) == "worse than the best trial by 0.2 [0.2, 0.2]"
+    # Seed 1 is worse than the incumbent's seed 0, and equal to its own.
+    assert pruning.verdict({1: line(0.5, -0.1, range(8))}, best, {}) is None
+    assert pruning.verdict({2: line(9.0, 0.0)}, best, {}) is None, "no seed in common"
+    assert pruning.verdict({0: line(9.0, 0.0, range(3))}, best, {}) is None, "too early"
+    assert pruning.verdict(worse, None, {}) is None
+    assert Pruning("paired", least_steps=4, margin=0.25).verdict(worse, best, {}) is None
+    # A slow start is forgiven: the later half counts.
+    assert pruning.verdict({0: {s: v + (1 if s < 3 else 0) for s, v in line(1.0, -0.1).items()}}, best, {}) is None
+
+
+def test_successive_halving():
+    pruning = Pruning("asha", least_steps=2, factor=2)
+    others = {number: {0: line(float(number), 0.0)} for number in range(3)}
+    assert pruning.verdict({0: line(0.5, 0.0, range(2))}, None, others) is None
+    assert (
+        pruning.verdict({0: line(1.5, 0.0, range(2))}, None, others)
+        == "2 of 3 trials are better after 2 steps, and 2 go on"
+    )
+    assert pruning.verdict({0: line(1.5, 0.0, range(1))}, None, others) is None, "below the first rung"
+    assert pruning.verdict({1: line(1.5, 0.0)}, None, others) is None, "nobody has this seed"
+    assert [pruning.rung(steps) for steps in (1, 2, 3, 4, 9)] == [None, 2, 2, 4, 8]
+    for wrong in ({"least_steps": 0}, {"pairs": 1}, {"factor": 1}, {"margin": -1.0}):
+        with pytest.raises(ValueError, match="need least_steps"):
+            Pruning("asha", **wrong)
