@@ -104,12 +104,12 @@ def _to_its_end(journal: Journal, study: Study) -> None:
 
 
 def _show(bar: tqdm, scheduler: Scheduler) -> None:
-    ended = len(scheduler.state.those(*ENDED))
-    if ended == bar.n and ended:
-        return
+    ended, before = len(scheduler.state.those(*ENDED)), bar.postfix
     shown = {"running": str(len(scheduler.state.those("running")))}
     if (best := scheduler.incumbent()) is not None and best.told is not None:
         values = best.told["values"]
         shown |= {goal.name: f"{values[goal.name]['mean']:.4g}" for goal in scheduler.plan.goals}
     bar.set_postfix(shown, refresh=False)
-    bar.update(ended - bar.n)
+    if (bar.n, before) != (ended, bar.postfix):
+        bar.n = ended
+        bar.refresh()

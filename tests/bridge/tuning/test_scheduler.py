@@ -159,7 +159,7 @@ def play(seed, *, pruning=NONE, trials=4, seeds=2, kills=True):
     return world, state
 
 
-@pytest.mark.parametrize(("kind", "studies"), [("none", 600), ("paired", 300), ("asha", 300)])
+@pytest.mark.parametrize(("kind", "studies"), [("none", 400), ("paired", 200), ("asha", 200)])
 def test_no_order_of_kills_loses_or_repeats_a_trial(kind, studies):
     """State.fold and World.start refuse what is there twice; here it is all there, and with the right end."""
     pruning = Pruning(kind, least_steps=2, pairs=2, factor=2)

@@ -7,29 +7,13 @@ import pytest
 from rl_bridge.cli import main
 from rl_bridge.tuning.report import read_study, summary_of
 
-SHORT = [
-    "--sft.steps",
-    "1",
-    "--sft.rows-per-step",
-    "4",
-    "--policy.steps",
-    "1",
-    "--policy.prompts-per-step",
-    "2",
-    "--policy.responses-per-prompt",
-    "2",
-    "--policy.evaluate-every",
-    "1",
-    "--held-out",
-    "4",
-    "--checkpoint-every",
-    "1",
-]
+TINY = {"sft.steps": 1, "sft.rows-per-step": 4, "policy.steps": 1, "policy.prompts-per-step": 2, "held-out": 4}
+TINY |= {"policy.responses-per-prompt": 2, "policy.evaluate-every": 1, "checkpoint-every": 1}
+SHORT = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
 
 
 @pytest.mark.tools
-def test_a_study_over_the_trainer_with_a_constraint_a_recipe_and_two_goals(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+def test_a_study_over_the_trainer_with_a_constraint_a_recipe_and_two_goals(tmp_path, capsys):
     words = ["--space.objective", "gspo,dapo", "--space.optimizer.learning-rate", "log:1e-5..1e-3", "--sampler", "tpe"]
     words += ["--maximize", "held_out", "--minimize", "tokens", "--constraint", "seconds<=600", "--trials", "2"]
     words += ["--parallel", "2", "--output", str(tmp_path), "--name", "study", *SHORT]
