@@ -17,7 +17,7 @@ from rl_bridge.models.tiny import TinySource
 class OutlierSource(TinySource):
     """A ``TinySource`` with its first channel's gain divided, and the weights that read the channel multiplied."""
 
-    factor: float = 256.0
+    factor: float = 64.0
     """A power of two, so that the model's float32 results are the same bits."""
 
     def whole(self) -> Qwen2ForCausalLM:

@@ -14,6 +14,12 @@ OF_VLLM = [
         "minutes; the results are those of the repository",
         "vllm",
     ),
+    (
+        ".venv-vllm/bin/python experiments/quantised_rollouts.py --backend vllm --outliers --workers 2 --steps 60",
+        f"{TINY_VLLM} 1 --outliers --seeds 1 --steps 1 --output $SCRATCH/compared",
+        "minutes; the results are those of the repository",
+        "vllm",
+    ),
 ]
 QUANTISED = [
     (
