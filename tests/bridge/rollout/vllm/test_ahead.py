@@ -48,11 +48,11 @@ def logprobs_of(model, trajectory):
     return found.gather(1, torch.tensor(trajectory.tokens[1:])[:, None])[:, 0]
 
 
-def sampler_of(rollout, tokenizer, pace, cuts):
+def sampler_of(rollout, tokenizer, pace, cuts, staleness=2):
     sampling = SamplingOptions(max_new_tokens=20, temperature=TEMPERATURE, **cuts)
     config = PolicyConfig(steps=STEPS, prompts_per_step=3, responses_per_prompt=2, sampling=sampling)
     rewards, stream = load(lambda completion, row: float(len(completion))), RowStream(ROWS, 3)
-    admission = Admission(max_staleness=2, prompts_per_step=3, steps=STEPS)
+    admission = Admission(max_staleness=staleness, prompts_per_step=3, steps=STEPS)
     return AheadSampler(
         rollout, tokenizer, rewards, stream, rl_fn.recipes.dapo(), config, 5, admission=admission, pace=pace
     )
@@ -109,6 +109,16 @@ def test_a_span_s_logprobs_are_those_of_its_version_s_full_forward(rollout, exec
     sampler = sampler_of(rollout, tokenizer, Pace(partial=True, rounds=2, steps=3, limit=20), cuts)
     made, models = steps_of(sampler, policy, rollout)
     assert check(made, models, cuts) > 4
+
+
+def test_one_step_ahead_each_completion_is_of_one_version(rollout, executor, model, tokenizer):
+    policy = policy_of(executor, rollout, model, "ahead")
+    sampler = sampler_of(rollout, tokenizer, Pace(steps=3, limit=20), {}, staleness=1)
+    made, models = steps_of(sampler, policy, rollout)
+    assert check(made, models, {}) == 0
+    drawn = [{v for trajectory in step for v in trajectory.weights_versions if v >= 0} for step in made]
+    first = min(models)
+    assert drawn == [{first}, {first}, {first + 1}, {first + 2}]
 
 
 def test_an_engine_that_dies_is_opened_again_and_no_request_is_lost(rollout, executor, model, tokenizer, monkeypatch):
