@@ -203,7 +203,8 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False) -> int:
         return 1
     except Exception as error:
         message, hints = lines_of(error)
-        print("\n".join(hints), end="\n" if hints else "")
+        # torchrun ends this process soon: what waits in a buffer would be lost.
+        print("\n".join(hints), end="\n" if hints else "", flush=True)
         if traceback or not is_expected(error):
             sys.excepthook(type(error), error, error.__traceback__)
         print(f"rl-fn: error: {message}", file=sys.stderr)

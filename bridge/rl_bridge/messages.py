@@ -41,7 +41,17 @@ def lines_of(error: BaseException) -> tuple[str, list[str]]:
         text = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
     if isinstance(cause, OSError) and cause.errno in _ADVICE:
         text = f"{cause.strerror}{f': {cause.filename}' if cause.filename else ''}; {_ADVICE[cause.errno]}"
-    return " ".join(text.split()), list(getattr(error, "__notes__", []))
+    return " ".join(text.split()), _notes(error)
+
+
+def _notes(error: BaseException) -> list[str]:
+    """Of the error, or of the one behind which it was raised: closing what a dead worker holds fails once more."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if notes := getattr(behind, "__notes__", []):
+            return list(notes)
+        behind = behind.__cause__ or behind.__context__
+    return []
 
 
 def _cause(error: BaseException) -> BaseException:
