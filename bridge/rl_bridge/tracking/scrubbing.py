@@ -21,7 +21,8 @@ _SHAPES = re.compile(
 )
 _USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s'\"<>]+@", flags=re.IGNORECASE)
 _BEARER = re.compile(r"\b(bearer|basic|token)(:?\s+)[\w.~+/=-]{12,}", flags=re.IGNORECASE)
-_GIVEN = re.compile(r"([\w.-]+)(\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s&;,'\"]+)")
+_NAMED = re.compile(r"([\w.-]+)\s*[=:]\s*")
+_VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s&;,'\"]+")
 _SHORTEST = 6
 """Characters of a value in the environment that is hidden wherever it stands; a shorter one is a word of its own."""
 
@@ -41,15 +42,21 @@ def is_secret_name(name: str) -> bool:
 def scrubbed_text(text: str, values: Iterable[str] = ()) -> str:
     """A text without credentials in addresses, known shapes of tokens, assignments to secret names, and ``values``.
 
-    >>> scrubbed_text("git clone https://me:abc@host/x --hub-token=123456 HF_TOKEN=abcdef")
-    'git clone https://***@host/x --hub-token=*** HF_TOKEN=***'
+    >>> scrubbed_text("git clone https://me:abc@host/x?token=1234&y=1 --hub-token=123456 HF_TOKEN=abcdef")
+    'git clone https://***@host/x?token=***&y=1 --hub-token=*** HF_TOKEN=***'
     """
     for value in values:
         text = text.replace(value, HIDDEN)
     text = _USER.sub(rf"\1{HIDDEN}@", text)
     text = _SHAPES.sub(HIDDEN, text)
     text = _BEARER.sub(rf"\1\2{HIDDEN}", text)
-    return _GIVEN.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret_name(found[1]) else found[0], text)
+    parts, place = [], 0
+    while named := _NAMED.search(text, place):
+        value = _VALUE.match(text, named.end()) if is_secret_name(named[1]) else None
+        # The value of a plain name, such as an address, may have secret names inside.
+        parts.append(text[place : named.end()] + (HIDDEN if value else ""))
+        place = value.end() if value else named.end()
+    return "".join([*parts, text[place:]])
 
 
 def scrubbed(value: Any, name: str = "", values: Sequence[str] | None = None) -> Any:

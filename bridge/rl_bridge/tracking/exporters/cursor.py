@@ -4,11 +4,13 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any, Self
 
 from rl_bridge.atomic import write_json
+from rl_bridge.tracking.scrubbing import scrubbed
 
 FOLDER = "exports"
 
@@ -72,7 +74,9 @@ def key_of(run: Path) -> str:
     file = run / FOLDER / "key"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
-        made = f"{run.name}-{hashlib.sha256(f'{run.resolve()} {time.time_ns()}'.encode()).hexdigest()[:8]}"
+        # Part of file names and of ids, where libraries take few characters.
+        name = re.sub(r"[^\w.-]+", "-", scrubbed(run.resolve().name))
+        made = f"{name}-{hashlib.sha256(f'{run.resolve()} {time.time_ns()}'.encode()).hexdigest()[:8]}"
         temporary = file.with_name(f".key.{os.getpid()}")
         temporary.write_text(made, "utf-8")
         try:

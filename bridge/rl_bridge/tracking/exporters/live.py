@@ -98,9 +98,7 @@ class Exporters:
                 while not waited.is_set() and process.poll() is None:
                     waited.wait(0.05)
                 if process.poll() is None:
-                    tell(
-                        f"{options.to} still gets the end of this run; {self._again(options)} catches up if it does not"
-                    )
+                    tell(f"{options.to} still gets the end of this run; if it does not: {self._again(options)}")
                 else:
                     listener.join(1.0)
         finally:
@@ -118,9 +116,7 @@ class Exporters:
         said = False
         with process.stdout as lines:
             for line in lines:
-                tell(
-                    f"{options.to} gets no metrics: {line.strip()}; the run goes on, {self._again(options)} catches up"
-                )
+                tell(f"{options.to} gets no metrics: {line.strip()}; to catch up: {self._again(options)}")
                 said = True
         status = process.wait()
         if status and not said:

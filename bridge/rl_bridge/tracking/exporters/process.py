@@ -43,7 +43,7 @@ class Live:
     limits: Limits
     terminal: TextIO
     _busy_since: float | None = None
-    _told: set[str] = field(default_factory=set)
+    _told: bool = False
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> int:
@@ -58,7 +58,7 @@ class Live:
             except Exception as error:
                 traceback.print_exc()
                 message = scrubbed_text(" ".join(f"{type(error).__name__}: {error}".split()), environment_secrets())
-                self._tell("failed", message[:300])
+                self._tell(message[:300])
                 if last or isinstance(error, ModuleNotFoundError):
                     return 1
             finally:
@@ -90,23 +90,24 @@ class Live:
                 break
             since = self._busy_since
             if since is not None and time.monotonic() - since > self.limits.hang:
-                self._tell("hangs", f"no answer for {self.limits.hang:.0f} s")
+                self._tell(f"no answer for {self.limits.hang:.0f} s")
         self._ended.set()
         time.sleep(self.limits.end)
-        self._tell("hangs", f"it was not done {self.limits.end:.0f} s after the run's end")
+        self._tell(f"it was not done {self.limits.end:.0f} s after the run's end")
         # The library's own processes too.
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
-    def _tell(self, kind: str, text: str) -> None:
-        """Once each kind."""
-        if kind not in self._told:
-            self._told.add(kind)
-            try:
-                self.terminal.write(text + "\n")
-                self.terminal.flush()
-            except BrokenPipeError:
-                # The trainer is gone, and its terminal with it: the log file has the reason.
-                traceback.print_exc()
+    def _tell(self, text: str) -> None:
+        """Once: what comes later is in the log file."""
+        if self._told:
+            return
+        self._told = True
+        try:
+            self.terminal.write(text + "\n")
+            self.terminal.flush()
+        except BrokenPipeError:
+            # The trainer is gone, and its terminal with it.
+            traceback.print_exc()
 
 
 def main(words: list[str]) -> int:

@@ -16,6 +16,8 @@ from rl_bridge.tracking.provenance import read_provenance
 from rl_bridge.tracking.records import METRICS
 from rl_bridge.tracking.scrubbing import scrubbed
 
+PATIENCE = 10.0
+"""Seconds that an export waits for another one of the same run, such as that of a run which has just ended."""
 Target = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
@@ -143,7 +145,7 @@ def about_of(folder: Path) -> About:
     """What is exported of a run besides its rows, without secrets."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     return About(
-        key=scrubbed(key_of(folder)),
+        key=key_of(folder),
         name=scrubbed(folder.resolve().name),
         config=scrubbed(config),
         provenance=scrubbed(read_provenance(folder)),
@@ -157,7 +159,7 @@ def export(folder: Path, options: ExportOptions) -> tuple[int, int]:
         ValueError: there is no run, a record is damaged, or another process exports it to the same place.
         ModuleNotFoundError: the library is not installed.
     """
-    with Session(folder, options) as session:
+    with Session(folder, options, wait=PATIENCE) as session:
         session.catch_up()
         session.send_artifact()
     return session.records, session.sent

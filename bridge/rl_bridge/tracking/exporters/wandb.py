@@ -1,13 +1,19 @@
 """Weights & Biases: an offline run in the output's folder, for ``wandb sync``; or live, with ``WANDB_MODE=online``."""
 
+import glob
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_bridge.tracking.exporters.base import About, Artifact, GoesOn, Place, library
 from rl_bridge.tracking.exporters.rows import Row
+from rl_bridge.tracking.exporters.wandb_file import records
+
+PATIENCE = 10.0
+"""Seconds for an offline run's file to be whole after the run's end."""
 
 
 class RunExporter:
@@ -22,6 +28,7 @@ class RunExporter:
         self._mode = os.environ.get("WANDB_MODE", "offline")
         self.goes_on = GoesOn.NEVER if self._mode == "offline" else GoesOn.AFTER_CLOSE
         self._run: Any = None
+        self._logged = 0
 
     @property
     def _id(self) -> str:
@@ -86,6 +93,7 @@ class RunExporter:
         """A row of history each."""
         for row in rows:
             clocks = {f"clock/{name}": value for name, value in row.clocks.items()}
+            self._logged += 1
             self._run.log({**row.metrics, **clocks, "_timestamp": row.time})
 
     def artifact(self, artifact: Artifact) -> None:
@@ -97,12 +105,30 @@ class RunExporter:
         self._run.log_artifact(made)
 
     def close(self, ended: bool) -> None:
-        """Wait until the library has written, or sent, everything."""
-        if self._run is not None:
-            self._run.finish(exit_code=0)
+        """Wait until the library has written, or sent, everything.
+
+        Raises:
+            OSError: the file of an offline run has not all of the rows.
+        """
+        if self._run is None:
+            return
+        self._run.finish(exit_code=0)
+        if self._mode != "offline":
+            return
+        # The library's own process writes on after finish(), and is silent about a file that it could not write.
+        deadline = time.monotonic() + PATIENCE
+        while (kept := self._kept()) != self._logged and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if kept != self._logged:
+            raise OSError(f"W&B wrote {kept} of {self._logged} rows to {self._place.output}; is the disk full?")
+
+    def _kept(self) -> int:
+        record = library("wandb.proto.wandb_internal_pb2").Record
+        files = [file for folder in self._folders() for file in folder.glob("*.wandb")]
+        return sum(record.FromString(part).HasField("history") for file in files for part in records(file))
 
     def _folders(self) -> list[Path]:
-        return sorted((self._place.output / "wandb").glob(f"offline-run-*-{self._id}"))
+        return sorted((self._place.output / "wandb").glob(f"offline-run-*-{glob.escape(self._id)}"))
 
     def _delete_from_server(self) -> None:
         wandb = library("wandb")

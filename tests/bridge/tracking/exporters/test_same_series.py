@@ -27,12 +27,6 @@ with Session(Path(sys.argv[1]), ExportOptions(to=sys.argv[2], output=Path(sys.ar
 """
 
 
-@pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """One folder for all: trackio takes one a process."""
-    return tmp_path_factory.mktemp("stores")
-
-
 @pytest.fixture
 def trainer(tmp_path):
     with Trainer(tmp_path / "run") as made:
@@ -60,7 +54,9 @@ class Tracker:
         # W&B's own process would be shared with it.
         alone = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
         command = [sys.executable, "-c", KILLED, *words]
-        return subprocess.run(command, check=False, capture_output=True, env=alone).returncode
+        # No pipes: a process that the library leaves behind would hold them.
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.run(command, check=False, env=alone, **quiet).returncode
 
     def check(self):
         found = READERS[self.name](self.output, "tests", key_of(self.folder))
@@ -152,7 +148,7 @@ def test_two_exports_to_one_place_at_once_are_refused(trainer, tracker):
     with Session(tracker.folder, tracker.options) as session:
         session.catch_up()
         with pytest.raises(ValueError, match=rf"is being exported to {tracker.name} by process {os.getpid()}"):
-            tracker.export()
+            Session(tracker.folder, tracker.options).__enter__()
     tracker.check()
 
 
