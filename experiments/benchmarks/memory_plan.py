@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/memory_plan.py --output experiments/results/memory_plan
 
-Every cell is a step that is computed. SmolLM2's shapes need about 8 GiB and 20 minutes, the others five minutes.
+Every cell is a step that is computed. SmolLM2's shapes need gigabytes and many minutes: leave them out by --models.
 """
 
 import argparse

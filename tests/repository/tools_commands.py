@@ -36,9 +36,17 @@ TUNING: list[tuple[str, ...]] = [
         "hours; the results are those of the repository",
     ),
 ]
+AUTO = ".venv/bin/rl-fn train policy --micro-batch-tokens auto"
+TABLE = ".venv/bin/python experiments/benchmarks/memory_plan.py --output"
 MEMORY: list[tuple[str, ...]] = [
     (".venv/bin/rl-fn plan policy --micro-batch-tokens 4096 --fits 24GiB",),
     (".venv/bin/rl-fn plan runs/quickstart",),
+    (AUTO, f"{AUTO} {SHORT.replace('live', 'budget')}", "minutes"),
+    (
+        f"{TABLE} experiments/results/memory_plan --models qwen2 llama qwen3",
+        f"{TABLE} $SCRATCH/memory_plan --models qwen2 --settings checkpointing",
+        "minutes",
+    ),
     (
         ".venv/bin/rl-fn train policy --memory",
         f".venv/bin/rl-fn train policy --memory {SHORT.replace('live', 'profiled')}",
