@@ -22,7 +22,7 @@ VLLM_ENVIRONMENT := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 HF_HUB_OFFLINE=1 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help quickstart test laws test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
-  test-vllm test-vllm-thorough test-tools lint types format docs documented install install-smollm2 install-vllm install-tools \
+  test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-tools \
   benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
 
 help:
@@ -35,13 +35,14 @@ help:
 	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray, OpenEnv or other RL libraries"
 	@echo "make test-vllm    the tests that need vLLM, in an environment with vLLM (.venv-vllm: make install-vllm)"
 	@echo "make test-tools   the tests of tuning and trackers against the real libraries (.venv-tools: make install-tools)"
+	@echo "make test-browser the report's page in headless Chromium (apt-get install chromium)"
 	@echo "make documented   every command of the documents, from a fresh clone"
 
 quickstart: $(STAMP)
 	$(BIN)/python experiments/quickstart.py --name $(RUN) $(OPTIONS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not peers and not ray and not openenv and not vllm and not tools" $(TESTS)
+	$(PYTEST) -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
 
 # The generated laws of rl_fn alone; docs/verification.md says which is which.
 LAWS := laws gradients hessians oracle adversarial ties not_a_number families integer_dtypes hyper_parameters refused_numbers \
@@ -50,13 +51,13 @@ laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 test-thorough: $(STAMP)
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray and not openenv and not vllm and not tools" $(TESTS)
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
 	$(MAKE) test-newest
 
 # vLLM holds transformers back; the bridge once more with the newest release.
 test-newest: $(NEWEST)
 	.venv-newest/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
-	  -m "not slow and not peers and not ray and not openenv and not vllm and not tools" $(or $(TESTS),tests/bridge)
+	  -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(or $(TESTS),tests/bridge)
 
 # What `make test` skips for want of a package.
 test-extras: test-reasoning test-ray test-openenv test-peers
@@ -82,6 +83,10 @@ test-vllm-thorough: $(VLLM)
 
 test-tools: $(TOOLS)
 	.venv-tools/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m tools $(or $(TESTS),tests/bridge)
+
+# Reports in headless Chromium, which is a package of the system: apt-get install chromium.
+test-browser: $(STAMP)
+	$(BIN)/python -m pytest -m browser tests/bridge/report
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from rl_bridge.report.page import write_report
 from tests.bridge.report.browser import browser
 from tests.bridge.report.runs import NAUGHTY, memory_lines, sample, write_lines, write_run, write_study
 
-pytestmark = pytest.mark.tools
+pytestmark = pytest.mark.browser
 
 COMMITTED = Path(__file__).parents[3] / "experiments/results/quickstart/report.html"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
