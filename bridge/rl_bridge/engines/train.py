@@ -36,7 +36,7 @@ class TrainEngine(Engine):
         *,
         transport: Transport | None = None,
         through: Through | None = None,
-        adapter: bool = False,
+        adapter: bool | None = None,
         share: bool = False,
         folder: str | Path | None = None,
     ) -> int:
@@ -48,9 +48,12 @@ class TrainEngine(Engine):
         The version is what the module's ``weights_version`` says; of a module without that method, the number of this
         sync. ``transport`` is chosen from where both engines are unless it is named; ``through`` maps the weights on
         the way, such as ``Cast(torch.bfloat16)``: None is what the target's workers say with ``weights_map``, as those
-        of a quantised rollout do. See ``rl_bridge.weights.sync_weights`` for the rest and the errors.
+        of a quantised rollout do. ``adapter``: send a LoRA adapter as such; None is as the target's workers take it.
+        See ``rl_bridge.weights.sync_weights`` for the rest and the errors.
         """
         version = self._syncs + 1
+        if adapter is None:
+            adapter = "takes_adapter" in target.methods and bool(target.call("takes_adapter"))
         if "weights_version" in self.methods:
             version = self.call("weights_version")
         proved = wants_proof(target)

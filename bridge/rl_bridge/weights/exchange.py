@@ -28,9 +28,19 @@ _PURPOSE = "weights"
 
 
 def describe(
-    host: Host, source: str | None, target: str | None, through: Through | None, adapter: bool
+    host: Host,
+    source: str | None,
+    target: str | None,
+    through: Through | None,
+    adapter: bool,
+    adapter_sent: Manifest | None = None,
 ) -> tuple[Description | None, Description | None]:
-    """Both ends of a sync as far as they are in this slot: what is sent, what is expected."""
+    """Both ends of a sync as far as they are in this slot: what is sent, what is expected.
+
+    ``adapter_sent``: an adapter that the target is told of first.
+    """
+    if target and adapter_sent is not None:
+        receiver_of(host.workers[target].module).expect_adapter(adapter_sent)
     sent = source and describe_source(source_of(host.workers[source].module), through, adapter)
     expected = target and describe_target(receiver_of(host.workers[target].module), adapter)
     return sent or None, expected or None

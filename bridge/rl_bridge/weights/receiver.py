@@ -39,6 +39,10 @@ class WeightReceiver(Protocol):
         """The configuration of the adapter that is expected; a receiver without adapters raises ValueError."""
         ...
 
+    def expect_adapter(self, sent: Manifest) -> None:
+        """What an adapter's source wants to send: ``outline`` and ``adapter_config`` say then what is expected."""
+        ...
+
     def begin(self, manifest: Manifest) -> None:
         """From now on the old weights are not to be used."""
         ...
@@ -108,6 +112,9 @@ class ModuleReceiver:
 
             return adapter_config(self._module)
         raise ValueError(f"adapter=True needs a peft model, got {type(self._module).__name__}")
+
+    def expect_adapter(self, sent: Manifest) -> None:
+        """A module's own adapter is what is expected, whatever comes."""
 
     def begin(self, manifest: Manifest) -> None:
         """Nothing may use the module until all has come."""

@@ -92,9 +92,13 @@ def sync_weights(
     title = f"weights of {source} → {target}, version {version}"
     slots = sorted({*source.slots, *target.slots})
     ends = {s: (source.name if s in source.slots else None, target.name if s in target.slots else None) for s in slots}
-    found = executor.call(
-        describe, {s: (*ends[s], through, adapter) for s in slots}, what=f"{title}: manifest", timeout=timeout
-    )
+    told = f"{title}: manifest"
+    own = None
+    if adapter:
+        # Whoever has only the weights that an adapter belongs to learns from the source what to expect.
+        asked = dict.fromkeys(source.slots, (source.name, None, through, True))
+        own = executor.call(describe, asked, what=told, timeout=timeout)[source.slots[0]][0].manifest
+    found = executor.call(describe, {s: (*ends[s], through, adapter, own) for s in slots}, what=told, timeout=timeout)
     sent = _same({s: found[s][0] for s in source.slots}, f"source {source}")
     expected = _same({s: found[s][1] for s in target.slots}, f"target {target}")
     compare(sent[source.slots[0]].manifest, expected[target.slots[0]].manifest, title)

@@ -181,8 +181,13 @@ class ServedEngine:
                 self._finish(name, completion)
         self.server.resume()
 
-    def replace(self, folder: Path, version: str) -> None:
+    def adopt(self, folder: Path, version: str) -> None:
+        """A server gets adapters merged."""
+        raise NotImplementedError("a server takes adapters merged into the weights")
+
+    def replace(self, folder: Path, version: str, adapter: Path | None = None) -> None:
         """Another server on these weights, paused; what drew from unproved weights is forgotten and begun again."""
+        assert adapter is None, "a server takes adapters merged"
         with self._news:
             self._death, self._pending, self._unproved = None, None, {}
             self.server.stop()

@@ -107,11 +107,14 @@ class ServedRollout(_Served):
         """Start the server from the source's folder, or from one that is written for it and removed at the end.
 
         Raises:
+            ValueError: options that a server does not have.
             ServerDied: it ended, with the end of its log.
             TimeoutError: it did not reply in time.
         """
         served = served or ServedOptions()
         options, own = (options or VLLMOptions()).of_rank(DATA_RANK.get())
+        if options.adapter_rank is not None:
+            raise ValueError("a server takes adapters merged into the weights, got adapter_rank: take VLLMRollout")
         self._connect(
             source,
             tokenizer,

@@ -16,6 +16,7 @@ from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.plugin import PROTOCOL
 from rl_bridge.rollout.vllm.probe import Drawn, EngineLimits
 
+_ADAPTER = "rl_fn"
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +52,10 @@ class EngineClient(Protocol):
         """All came. What is drawn from now on is of this version."""
         ...
 
+    def adopt(self, folder: Path, version: str) -> None:
+        """Instead of ``start``, ``update``, ``finish``: draw with the LoRA adapter in ``folder`` from now on."""
+        ...
+
     def version(self) -> str:
         """As the engine itself says."""
         ...
@@ -67,8 +72,11 @@ class EngineClient(Protocol):
         """Let requests draw again."""
         ...
 
-    def replace(self, folder: Path, version: str) -> None:
-        """Close the engine, open one from ``folder``, and begin again what was running. It is paused then."""
+    def replace(self, folder: Path, version: str, adapter: Path | None = None) -> None:
+        """Close the engine, open one from ``folder``, and begin again what was running. It is paused then.
+
+        ``adapter``: the folder of an adapter that it draws with.
+        """
         ...
 
 
@@ -126,6 +134,7 @@ class InProcessEngine:
         self._held: list[Any] = []
         self._unproved: list[Any] | None = None
         self._probes = 0
+        self._adapter: Any = None
         self.engine: Any = None
         self._open_from(folder)
         self.engine.set_weight_version("0")
@@ -136,7 +145,7 @@ class InProcessEngine:
         """As ``LLMEngine.add_request``; the request is remembered until ``step`` gives its end out."""
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is running already")
-        self.engine.add_request(request_id, prompt, params.clone(), **options)
+        self._add(request_id, prompt, params, options)
         self._running[request_id] = (prompt, params, options)
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
@@ -196,6 +205,21 @@ class InProcessEngine:
         self.engine.collective_rpc("finish_weight_update")
         self.engine.set_weight_version(version)
 
+    def adopt(self, folder: Path, version: str) -> None:
+        """In the place of the adapter before. Requests that run without any begin again."""
+        from vllm.lora.request import LoRARequest
+
+        # vLLM knows an adapter by its number and loads each once, unless it is told to. Requests that run have the
+        # number too, and go on with what it stands for then.
+        self.engine.add_lora(LoRARequest(_ADAPTER, 1, str(folder), load_inplace=True))
+        if (held := self.engine.list_loras()) != {1}:
+            raise RuntimeError(f"the engine has adapters {sorted(held)} and not the one that it was given")
+        first, self._adapter = self._adapter is None, LoRARequest(_ADAPTER, 1, str(folder))
+        self.engine.set_weight_version(version)
+        if first and self._running:
+            self.engine.abort_request(list(self._running))
+            self._begin_again()
+
     def version(self) -> str:
         """What outputs are stamped with."""
         return str(self.engine.get_weight_version())
@@ -213,7 +237,7 @@ class InProcessEngine:
         if paused:
             self._core.resume_scheduler()
         try:
-            self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+            self._add(name, {"prompt_token_ids": list(prompt)}, params, {})
             return self._drawn(tuple(prompt), self._until_finished(name))
         finally:
             if paused:
@@ -225,7 +249,7 @@ class InProcessEngine:
         self._unproved = None
         self._core.resume_scheduler()
 
-    def replace(self, folder: Path, version: str) -> None:
+    def replace(self, folder: Path, version: str, adapter: Path | None = None) -> None:
         """Requests whose end was not given out begin again, each with its own seed."""
         engine, self.engine = self.engine, None
         if engine is not None:
@@ -238,11 +262,24 @@ class InProcessEngine:
         self._unproved = []
         self._core.pause_scheduler("keep", clear_cache=True)
         self.engine.set_weight_version(version)
+        self._adapter = None
+        if adapter is not None:
+            running, self._running = self._running, {}
+            self.adopt(adapter, version)
+            self._running = running
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         ended = {output.request_id for output in self._held if output.finished}
         self._held = [output for output in self._held if output.request_id in ended]
         for request_id, (prompt, params, options) in self._running.items():
             if request_id not in ended:
-                self.engine.add_request(request_id, prompt, params.clone(), **options)
+                self._add(request_id, prompt, params, options)
+
+    def _add(self, request_id: str, prompt: Any, params: Any, options: dict[str, Any]) -> None:
+        if self._adapter is not None:
+            options = {**options, "lora_request": self._adapter}
+        self.engine.add_request(request_id, prompt, params.clone(), **options)
 
     def _open_from(self, folder: Path) -> None:
         engine = self._open(folder)

@@ -33,6 +33,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+ADAPTER_FILE = "adapter_model.safetensors"
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "rl_fn-weights-"
 
@@ -81,19 +82,19 @@ def mapped(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Copy:
-    """One folder: the checkpoint's configuration, and ``model.safetensors`` that a stream fills."""
+    """One folder: the checkpoint's configuration, and ``model.safetensors`` that a stream fills; or an adapter's."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorSpec], *, adapter: bool = False) -> None:
         """Make the file in its full size, without values.
 
         Raises:
             ValueError: there is no room.
         """
-        self.folder, self.specs = folder, dict(tensors)
+        self.folder, self.specs, self.adapter = folder, dict(tensors), adapter
         self.version: int | None = None
         """Of its weights, once it is complete."""
         header, starts, size = _layout(tensors)
-        with (folder / ONE_FILE).open("w+b") as file:
+        with (folder / (ADAPTER_FILE if adapter else ONE_FILE)).open("w+b") as file:
             try:
                 # Writing to a mapped file without room behind it would kill the process.
                 os.posix_fallocate(file.fileno(), 0, len(header) + size)
@@ -136,6 +137,9 @@ class Copies:
         folder = self._root / f"copy-{self._made}"
         self._made += 1
         folder.mkdir()
+        if manifest.adapter is not None:
+            (folder / "adapter_config.json").write_text(json.dumps(manifest.adapter))
+            return Copy(folder, manifest.tensors, adapter=True)
         for file in self.checkpoint.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHTS):
                 shutil.copyfile(file, folder / file.name)

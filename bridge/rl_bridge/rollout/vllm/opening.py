@@ -4,8 +4,10 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
+from vllm.config.lora import MaxLoRARanks
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_bridge.rollout.vllm.draws import Draws
@@ -27,8 +29,11 @@ def opened(
         ValueError: the engine's attention does not take the model's heads.
     """
     register()
+    arguments: dict[str, Any] = {"weight_transfer_config": {"backend": BACKEND}}
+    if options.adapter_rank is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(options.adapter_rank)}
     with nullcontext() if own is None else alone(own):
-        engine = open_engine(folder, options, device=device, weight_transfer_config={"backend": BACKEND})
+        engine = open_engine(folder, options, device=device, **arguments)
     try:
         require_in_place(engine.collective_rpc(in_place), own)
         engine.set_weight_version("0")
@@ -37,3 +42,11 @@ def opened(
         close_engine(engine)
         raise
     return engine
+
+
+def _rank(rank: int) -> int:
+    """The least of vLLM's ranks that has room for this one."""
+    ranks = get_args(MaxLoRARanks)
+    if rank > max(ranks):
+        raise ValueError(f"vLLM takes adapters of rank {max(ranks)} at most, got adapter_rank={rank}")
+    return min(one for one in ranks if one >= rank)

@@ -34,6 +34,8 @@ class VLLMOptions:
     """No compilation and no CUDA graphs: a start of seconds. Long runs on a GPU are faster with False."""
     sleep: bool = False
     """Let weights, keys and values leave a GPU while others work there (vLLM's sleep mode)."""
+    adapter_rank: int | None = None
+    """Take LoRA adapters of up to this rank as such, beside the weights that the engine started from. None: merged."""
     replacements: int = 3
     """Weight updates in a row that may need a fresh engine; with one more the run stops."""
     arguments: tuple[str, ...] = ()
@@ -57,7 +59,7 @@ class VLLMOptions:
             )
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))} or None, got {self.dtype!r}")
-        for name in ("max_model_len", "max_num_seqs", "kv_cache_gib"):
+        for name in ("max_model_len", "max_num_seqs", "kv_cache_gib", "adapter_rank"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")

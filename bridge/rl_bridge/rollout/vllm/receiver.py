@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 
+from rl_bridge.rollout.vllm.adapters import expected_adapter
 from rl_bridge.rollout.vllm.copies import Copies, Copy
-from rl_bridge.weights.manifest import Manifest
+from rl_bridge.weights.manifest import Manifest, TensorSpec
 from rl_bridge.weights.receiver import Arrival, ModuleReceiver
+
+_MERGED = (
+    "this engine of vLLM takes adapters merged into the weights: sync_weights(..., adapter=False), or "
+    "VLLMOptions(adapter_rank=...)"
+)
 
 
 class VLLMReceiver(ModuleReceiver):
@@ -18,24 +24,51 @@ class VLLMReceiver(ModuleReceiver):
     the newest complete copy; an update carries it into the engine.
     """
 
-    def __init__(self, checkpoint: Path, *, copies: Path | None = None) -> None:
-        """``checkpoint``: the folder that the engine started from. ``copies``: as ``Copies`` has ``root``."""
+    def __init__(self, checkpoint: Path, *, copies: Path | None = None, adapter_rank: int | None = None) -> None:
+        """``checkpoint``: the folder that the engine started from. ``copies``: as ``Copies`` has ``root``.
+
+        ``adapter_rank``: the engine takes LoRA adapters up to this rank, and no whole weights. None: no adapters.
+        """
         super().__init__(torch.nn.Module(), version=0)
         self.copies = Copies(checkpoint, copies)
         self.version: int | None = 0
         self._arriving: Copy | None = None
         self._complete = False
+        self.adapter_rank = adapter_rank
+        self._adapter: Manifest | None = None
+
+    def expect_adapter(self, sent: Manifest) -> None:
+        """Work out from the checkpoint's header what an adapter of this configuration must have.
+
+        Raises:
+            ValueError: the engine takes no adapters, or none of this kind.
+        """
+        if self.adapter_rank is None:
+            raise ValueError(_MERGED)
+        self._adapter = expected_adapter(sent, self.copies.expected, self.adapter_rank)
+
+    def expected(self, copy: Copy) -> dict[str, TensorSpec]:
+        """What a copy of its kind must hold."""
+        if not copy.adapter:
+            return self.copies.expected
+        assert self._adapter is not None, "expect_adapter came before the stream"
+        return self._adapter.tensors
 
     def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
-        """The tensors of the checkpoint's header, without values."""
+        """The tensors of the checkpoint's header, or of the adapter that is expected; without values."""
         if adapter:
             self.adapter_config()
-        for name, spec in self.copies.expected.items():
+        elif self.adapter_rank is not None:
+            raise ValueError("this engine of vLLM takes adapters (adapter_rank): sync_weights(..., adapter=True)")
+        expected = self._adapter if adapter and self._adapter is not None else Manifest(self.copies.expected)
+        for name, spec in expected.tensors.items():
             yield name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
     def adapter_config(self) -> dict[str, Any]:
-        """There is none."""
-        raise ValueError("an engine of vLLM takes adapters merged into the weights: sync_weights(..., adapter=False)")
+        """That of ``expect_adapter``."""
+        if self._adapter is None or self._adapter.adapter is None:
+            raise ValueError(_MERGED)
+        return self._adapter.adapter
 
     def begin(self, manifest: Manifest) -> None:
         """Make room."""

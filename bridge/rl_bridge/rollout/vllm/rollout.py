@@ -67,7 +67,11 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         )
         self._close = weakref.finalize(self, client.close)
         self.updated = UpdatedEngine(
-            client, start, tolerance=Tolerance.of(options.precision), replacements=options.replacements
+            client,
+            start,
+            tolerance=Tolerance.of(options.precision),
+            replacements=options.replacements,
+            adapter_rank=options.adapter_rank,
         )
         self._outbox = Outbox(client, draws)
         self.longest = facts(client.engine).max_model_len

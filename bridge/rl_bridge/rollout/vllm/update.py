@@ -50,13 +50,18 @@ class WeightUpdate:
             client.pause()
             if not client.is_paused():
                 raise UpdateFailed("the engine says that it is not paused; its requests would read layers in pieces")
-        with self._step("start"):
-            client.start()
-        for number, names in enumerate(buckets_by_layer(self._copy.specs, BUCKET_BYTES)):
-            with self._step(f"load bucket {number} ({names[0]} …)"):
-                client.update(self._copy.folder, names)
+        if self._copy.adapter:
+            with self._step("load the adapter"):
+                client.adopt(self._copy.folder, version)
+        else:
+            with self._step("start"):
+                client.start()
+            for number, names in enumerate(buckets_by_layer(self._copy.specs, BUCKET_BYTES)):
+                with self._step(f"load bucket {number} ({names[0]} …)"):
+                    client.update(self._copy.folder, names)
         with self._step("finish"):
-            client.finish(version)
+            if not self._copy.adapter:
+                client.finish(version)
             if client.version() != version:
                 raise UpdateFailed(f"the engine says that it has version {client.version()!r}")
         with self._step("reset the prefix cache"):

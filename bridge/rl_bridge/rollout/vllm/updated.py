@@ -46,13 +46,15 @@ class UpdatedEngine:
         tolerance: Tolerance,
         copies: Path | None = None,
         replacements: int = REPLACEMENTS,
+        adapter_rank: int | None = None,
     ) -> None:
         """``checkpoint``: the folder that the client's engine started from. ``copies``: where copies lie.
 
+        ``adapter_rank``: as ``VLLMReceiver`` has it.
         ``replacements``: updates in a row that may need a fresh engine; with one more, ``prove`` raises.
         """
         self.client = client
-        self.receiver = VLLMReceiver(checkpoint, copies=copies)
+        self.receiver = VLLMReceiver(checkpoint, copies=copies, adapter_rank=adapter_rank)
         self.replaced = 0
         """Times that the engine was replaced."""
         self._tolerance, self._most, self._in_a_row = tolerance, replacements, 0
@@ -98,7 +100,7 @@ class UpdatedEngine:
         if version < self._proved:
             raise UpdateFailed(f"weights of version {version} came after those of version {self._proved}")
         self._probe = Probe.of(self.client.limits(), temperature)
-        update = WeightUpdate(self.client, copy, self.receiver.copies.expected, self._probe, self._tolerance)
+        update = WeightUpdate(self.client, copy, self.receiver.expected(copy), self._probe, self._tolerance)
         self._version, self._copy, self._failure = None, copy, None
         try:
             self._update, self._drawn = update, update.run()
@@ -151,7 +153,7 @@ class UpdatedEngine:
         self._failure, self._update, self._drawn = failure, None, None
         version = str(self._copy.version)
         try:
-            self._open(self._copy.folder, version)
+            self._open(self._copy, version)
             self._drawn = probed(self.client, self._probe, version)
         except Exception as error:
             self._go_back(f"a fresh engine from the same weights: {error}")
@@ -159,11 +161,9 @@ class UpdatedEngine:
     def _go_back(self, failure: str) -> None:
         """A fresh engine from the last weights that were proved."""
         self._failure, self._drawn = f"{self._failure}; {failure}", None
-        copies = self.receiver.copies
-        folder = copies.checkpoint if copies.proved is None else copies.proved.folder
         logger.warning("%s; the engine goes back to version %d", failure, self._proved)
         try:
-            self._open(folder, str(self._proved))
+            self._open(self.receiver.copies.proved, str(self._proved))
             self.client.resume()
         except Exception as error:
             raise UpdateFailed(
@@ -171,9 +171,14 @@ class UpdatedEngine:
             ) from error
         self._go_on(self._proved)
 
-    def _open(self, folder: Path, version: str) -> None:
+    def _open(self, copy: Copy | None, version: str) -> None:
+        """None: the checkpoint that the first engine started from."""
         self.replaced += 1
-        self.client.replace(folder, version)
+        checkpoint = self.receiver.copies.checkpoint
+        if copy is not None and copy.adapter:
+            self.client.replace(checkpoint, version, copy.folder)
+        else:
+            self.client.replace(checkpoint if copy is None else copy.folder, version)
 
     def _go_on(self, version: int | None) -> None:
         self._version = self.receiver.version = version
@@ -190,6 +195,11 @@ class TakesProvedWeights:
     def weight_receiver(self) -> VLLMReceiver:
         """What a sync to here fills."""
         return self.updated.receiver
+
+    @returns("same")
+    def takes_adapter(self) -> bool:
+        """Whether a sync to here sends the LoRA adapter as such."""
+        return self.updated.receiver.adapter_rank is not None
 
     @returns("local")
     def take_weights(self, version: int, temperature: float) -> Attempt:

@@ -68,13 +68,22 @@ class Policy(TokenScorer):
         for parameter in self.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=noise).to(parameter.dtype), alpha=size)
 
+    @returns("same")
+    @torch.no_grad()
+    def advance_adapter(self, size=0.1):
+        """What updates of an adapter change."""
+        self.steps += 1
+        noise = torch.Generator().manual_seed(self.steps)
+        for name, parameter in self.model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=noise), alpha=size)
+
 
 class Rollout(TakesProvedWeights):
     """Holds an engine and gives it what came."""
 
-    def __init__(self, client_of, folder, precision="fp32", copies=None):
-        client = client_of(folder)
-        self.updated = UpdatedEngine(client, folder, tolerance=Tolerance.of(precision), copies=copies)
+    def __init__(self, client_of, folder, precision="fp32", **changed):
+        self.updated = UpdatedEngine(client_of(folder), folder, tolerance=Tolerance.of(precision), **changed)
 
     @property
     def client(self):
