@@ -189,7 +189,7 @@ class ServedEngine:
         """Another server on these weights, paused; what drew from unproved weights is forgotten and begun again."""
         assert adapter is None, "a server takes adapters merged"
         with self._news:
-            self._death, self._pending, self._unproved = None, None, {}
+            self._death, self._pending, self._unproved, self._in_a_row = None, None, {}, 0
             self.server.stop()
             self._current = folder, version
             self.server = self._started(folder, version)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from rl_bridge.rollout.inprocess import stop_tokens
 from rl_bridge.rollout.served.asking import EngineServer
 from rl_bridge.rollout.served.decoder import ServedDecoder
 from rl_bridge.rollout.served.engine import ServedEngine
+from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.served.sglang import SGLangOptions, SGLangServer
 from rl_bridge.rollout.served.vllm import ServedOptions, VLLMServer
 from rl_bridge.rollout.stop_texts import StopTexts
@@ -38,6 +40,15 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
     A server that dies is started again, or waited for, with the weights it had, and gets its requests again. A sync
     ends in a proved update or in a server that was given the weights anew.
     """
+
+    # A server that was started again and again, in vain: an asynchronous run gets its rows back and asks for another.
+    engine_errors: ClassVar[tuple[type[Exception], ...]] = (ServerDied,)
+
+    @returns("local")
+    def restart(self) -> None:
+        """Start another server with the last proved weights. The rows of the one before are forgotten."""
+        super().restart()
+        self.updated.restart()
 
     def _connect(
         self,

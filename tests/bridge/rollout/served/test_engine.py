@@ -8,14 +8,21 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.pipelines.rollouts import RolloutOptions
+from rl_bridge.rollout.asynchronous.rollout_pump import Row
+from rl_bridge.rollout.asynchronous.worker import EngineDied
 from rl_bridge.rollout.served.decoder import ServedDecoder
 from rl_bridge.rollout.served.engine import ServedEngine
 from rl_bridge.rollout.served.process import WATCHER, ServerDied, ServerProcess
+from rl_bridge.rollout.served.rollout import _Served
 from rl_bridge.rollout.served.vllm import ServedOptions, VLLMServer
 from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.updated import UpdatedEngine
 from tests.processes import gone
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -109,6 +116,29 @@ def test_a_server_that_dies_again_and_again_is_given_up(engine_of, tmp_path):
     with pytest.raises(ServerDied, match=r"died 3 times without a completion in between: .*exit status 7; the end of"):
         finish(added(engine, limit=10))
     assert engine.restarts == 2
+
+
+class Worker(_Served):
+    """The worker of a fake server."""
+
+    def __init__(self, engine, folder):
+        save_file({"weight": torch.ones(1)}, folder / "model.safetensors")
+        self.engine, self._stop, self._tokenizer = engine, frozenset([0]), None
+        self.updated = UpdatedEngine(engine, folder, tolerance=Tolerance.of("fp32"))
+
+
+def test_a_server_that_is_given_up_is_a_dead_engine_to_an_asynchronous_run(engine_of, tmp_path):
+    """The worker starts another one with the weights that it has, and takes the rows that are given to it then."""
+    folder = weights(tmp_path / "w", act="die")
+    worker = Worker(engine_of(folder, restarts=1), folder)
+    rows = [Row((0, 0, key), (1,) * (1 + key), (), key, 10) for key in range(3)]
+    with pytest.raises(EngineDied, match="ServerDied: died 2 times without a completion in between"):
+        worker.advance(rows, SAMPLING, 200)
+    (folder / "act").write_text("")
+    worker.restart()
+    assert worker.weights_version() == 0 and not worker.engine._running and not worker.engine.is_paused()
+    ended = worker.advance(rows, SAMPLING, 200)
+    assert {row.key for row in ended} == {row.key for row in rows}
 
 
 @pytest.mark.parametrize(
