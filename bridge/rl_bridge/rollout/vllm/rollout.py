@@ -30,6 +30,7 @@ from rl_bridge.rollout.vllm.engine import close_engine, facts
 from rl_bridge.rollout.vllm.opening import opened
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.sleeping import require_sleep, sleep, wake
 from rl_bridge.rollout.vllm.updated import TakesProvedWeights, UpdatedEngine
 from rl_bridge.weights.through import Through
 
@@ -47,7 +48,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         """Start the engine from the source's folder, or from one that is written for it and removed at the end.
 
         Raises:
-            ValueError: options that vLLM refuses, or an engine that is not what they ask for.
+            ValueError: options that vLLM refuses, an engine that is not what they ask for, or ``sleep`` on a CPU.
         """
         with torch.device("meta"):
             self._stop = stop_tokens(source.empty(), tokenizer)
@@ -56,6 +57,8 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device("cuda", torch.cuda.current_device())
+        if options.sleep:
+            require_sleep(self._device.type, 1)
         self._asleep: set[str] = set()
         folder = Path(tempfile.mkdtemp(prefix="rl_fn-vllm-"))
         self._sweep = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -112,7 +115,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         engine: LLMEngine = self._client.engine
         if device.type == self._device.type:
             if what in self._asleep:
-                engine.wake_up([what])
+                wake(engine, [what])
                 self._asleep.discard(what)
             return
         if not self._options.sleep:
@@ -120,7 +123,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
                 f"the engine's {what} cannot leave its device: VLLMOptions(sleep=True) makes room for that"
             )
         if what == "weights" and "weights" not in self._asleep:
-            engine.sleep(level=1, mode="keep")
+            sleep(engine, 1)
             self._asleep |= {"weights", "kv_cache"}
         elif what == "kv_cache" and not self._asleep:
             engine.release_kv_cache_memory()

@@ -52,7 +52,8 @@ class DoubleEngine:
         self._own = Manifest(header_of(Path(folder)))
         model = SimpleNamespace(get_vocab_size=lambda: self.model.config.vocab_size, max_model_len=LONGEST)
         cache = SimpleNamespace(block_size=BLOCK, enable_prefix_caching=True)
-        self.vllm_config = SimpleNamespace(model_config=model, cache_config=cache)
+        device = SimpleNamespace(device_type="cpu")
+        self.vllm_config = SimpleNamespace(model_config=model, cache_config=cache, device_config=device)
         self.engine_core = SimpleNamespace(engine_core=self)
         self._running, self._prefixes, self._paused = {}, {}, False
         self._version, self._active, self._broken, self._left = "default", False, None, None
@@ -125,6 +126,13 @@ class DoubleEngine:
         self._paused = True
         if clear_cache:
             self.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self, level, mode):
+        # On a CPU any other level is the same, and a warning.
+        self.pause_scheduler(mode, clear_cache=level >= 1)
+
+    def wake_up(self, tags=None):
+        self.resume_scheduler()
 
     def resume_scheduler(self):
         self._paused = False

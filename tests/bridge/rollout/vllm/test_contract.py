@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rl_bridge.rollout.vllm.copies import Copies, header_of
+from rl_bridge.rollout.vllm.sleeping import sleep, wake
 from rl_bridge.rollout.vllm.update import buckets_by_layer
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 from tests.bridge.rollout.vllm.policies import ENGINES, PROMPT, RUNNING, draw, ends_of, gap, make_model, start_request
@@ -153,6 +154,30 @@ def test_a_copy_of_another_model_is_refused_before_a_layer_is_touched(start, fre
         fresh.update(copy.folder, list(specs))
     fresh.resume()
     assert gap(draw(fresh), start[1]) < NEAR
+
+
+def test_an_engine_that_sleeps_draws_nothing_and_goes_on_when_it_wakes(start, fresh):
+    wanted = drawn_alone(fresh)
+    start_request(fresh, "slept")
+    sleep(fresh.engine, 0)
+    assert fresh.is_paused() and fresh.step() == []
+    wake(fresh.engine, ["scheduling"])
+    assert not fresh.is_paused()
+    [ended] = ends_of(fresh)
+    assert ended.outputs[0].token_ids == wanted and not fresh.has_unfinished_requests()
+
+
+def drawn_alone(client):
+    start_request(client, "awake")
+    [ended] = ends_of(client)
+    return ended.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_level_of_sleep_that_a_cpu_does_not_have_is_refused_by_name(fresh, level):
+    with pytest.raises(ValueError, match=rf"on a cpu has no sleep of level {level} \(weights"):
+        sleep(fresh.engine, level)
+    assert not fresh.is_paused()
 
 
 @pytest.mark.parametrize("why", ["incomplete", "twice"])
