@@ -38,6 +38,8 @@ class FakeRun:
 class FakeRollout:
     """Answers sample number s of every prompt with s + 1 tokens."""
 
+    methods = frozenset()
+
     def __init__(self):
         self.calls = []
 
@@ -60,6 +62,7 @@ class FakePolicy:
     """Counts updates; its log-probabilities are minus the number of updates so far, less one."""
 
     mesh = Mesh()
+    replaced_engines = 0
 
     def __init__(self):
         self.events, self.batches, self.updates = [], [], 0
