@@ -20,6 +20,13 @@ OF_VLLM = [
         "minutes; the results are those of the repository",
         "vllm",
     ),
+    (
+        ".venv-vllm/bin/python experiments/rollout_speed.py --model smollm2 --prompts 16 --tokens 32",
+        f".venv-vllm/bin/python experiments/rollout_speed.py --model {MODEL} --prompts 2 --tokens 2 "
+        "--output $SCRATCH/speed",
+        "minutes; SmolLM2 is an extra",
+        "vllm",
+    ),
 ]
 QUANTISED = [
     (
