@@ -1,4 +1,4 @@
-"""Wall time to a given reward: rollouts in step with training, one step ahead of it, and two steps ahead.
+"""Wall time to a given reward: rollouts in step with training, one step ahead of it, two, and two with partial ones.
 
 python experiments/asynchronous.py    # writes experiments/results/asynchronous/
 
@@ -23,7 +23,8 @@ RESULTS = Path(__file__).parent / "results"
 SETTINGS: dict[str, list[str]] = {
     "synchronous": [],
     "one step ahead": ["--asynchronous.max-staleness", "1"],
-    "two steps ahead": [
+    "two steps ahead": ["--asynchronous.max-staleness", "2"],
+    "two steps ahead, partial": [
         *("--asynchronous.max-staleness", "2", "--asynchronous.partial", "--asynchronous.no-deterministic"),
         *("--asynchronous.round-tokens", "1"),
     ],
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--prompts", type=int, default=192, help="a step")
     parser.add_argument("--evaluate-every", type=int, default=5)
-    parser.add_argument("--target", type=float, default=0.9)
+    parser.add_argument("--target", type=float, default=0.75)
     parser.add_argument("--warm-start-steps", type=int, default=WARM["--sft.steps"])
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
