@@ -1,6 +1,7 @@
 """Run every command that the documents name, in a fresh clone of HEAD with fresh environments: `make documented`.
 
---without GROUP leaves out a group, --list prints the table, --only WORD runs the commands that contain the word.
+--without GROUP leaves out a group, --list prints the table, --only WORD runs the commands that contain the word, and
+--of FILE those that the file names (README.md, docs/tools.md …).
 """
 
 import argparse
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 from tests.repository.commands import COMMANDS
-from tests.repository.documents import ROOT, Command
+from tests.repository.documents import ROOT, Command, commands_in, documents
 
 LIMIT = 1800  # seconds for one command: the installation of the other libraries is the longest
 
@@ -46,12 +47,17 @@ def run(command: Command, clone: Path, scratch: Path) -> tuple[bool, float, str]
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 1 if a command fails."""
+    pages = {str(path.relative_to(ROOT)): path for path in documents()}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--without", nargs="*", default=[], choices=sorted({c.group for c in COMMANDS}))
     parser.add_argument("--only", default="")
+    parser.add_argument("--of", choices=sorted(pages))
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(arguments)
     chosen = [c for c in COMMANDS if c.group not in options.without and options.only in c.text]
+    if options.of:
+        named = commands_in(pages[options.of].read_text("utf-8"))
+        chosen = [c for c in chosen if c.text in named]
     if options.list:
         for c in chosen:
             print(c.text if c.run is None else f"{c.text}\n    runs: {c.run}\n    because: {c.why}")
