@@ -5,7 +5,9 @@ import heapq
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 
-from tests.bridge.rollout.asynchronous.simulation import World, setting_of
+from tests.bridge.rollout.asynchronous.invariants import check_moment
+from tests.bridge.rollout.asynchronous.settings import setting_of
+from tests.bridge.rollout.asynchronous.simulation import World
 
 
 class AnyOrder(stateful.RuleBasedStateMachine):
@@ -26,7 +28,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
             heapq.heapify(world.events)
             event[3](*event[4])
             world.poke()
-            world.check()
+            check_moment(world)
 
     @stateful.rule()
     def the_process_is_killed(self):

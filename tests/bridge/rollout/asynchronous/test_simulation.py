@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from tests.bridge.rollout.asynchronous.simulation import World, setting_of
+from tests.bridge.rollout.asynchronous.settings import setting_of
+from tests.bridge.rollout.asynchronous.simulation import World
 
 
 def explore(seeds):

@@ -1,0 +1,70 @@
+"""What no interleaving may break: of a sample that is trained on, of every moment, and of a run that has ended."""
+
+from rl_bridge.rollout.asynchronous.ledger import State
+from tests.bridge.rollout.asynchronous.simulated_engine import answered, natural_length, token, words
+
+
+def check_trained(world, group, place, sample):
+    """Invariants of a sample that is trained on."""
+    setting, step, where = world.setting, world.training.step, f"prompt {group.number}, sample {place}"
+    natural, limit = natural_length(sample.seed), setting.pace.limit
+    if setting.turns:
+        _check_turns(setting, sample, where)
+    elif sample.reason != "abort":
+        assert len(sample.tokens) == min(natural, limit), f"{where} is cut or goes on after its end"
+        assert sample.reason == ("stop" if natural <= limit else "length"), where
+    assert sample.tokens == [token(group.number, sample.seed, i) for i in range(len(sample.tokens))], (
+        f"{where}: tokens are lost, doubled or another sample's"
+    )
+    assert sample.versions == [-logprob for logprob in sample.logprobs], f"{where}: a span has another version"
+    assert sample.versions == sorted(sample.versions), f"{where}: versions fall"
+    assert setting.pace.partial or len(sample.spans) == 1, f"{where}: a whole completion of several versions"
+    assert sample.rewards == {"reward": float(sum(sample.tokens))}, where
+    staleness = [step - version for version in sample.versions]
+    assert all(0 <= age <= setting.max_staleness for age in staleness), f"{where}: staleness {staleness}"
+    if setting.truncated and sample.tokens:
+        assert [tuple(ids) for ids in sample.allowed] == [(t, t + 1) for t in sample.tokens], where
+    elif not setting.truncated:
+        assert sample.allowed is None
+
+
+def _check_turns(setting, sample, where):
+    """Each turn has its tokens behind what the environment said before it, and no turn is lost or doubled."""
+    wanted, drawn = [], 0
+    assert [turn.state_id for turn in sample.turns] == list(range(len(sample.turns))), f"{where}: turns {sample}"
+    for number, turn in enumerate(sample.turns):
+        last = number == len(sample.turns) - 1
+        whole = 0 if number == setting.turns else min(words(sample.seed, number), setting.pace.limit)
+        assert turn.drawn == whole or (last and sample.reason == "abort" and turn.drawn < whole), where
+        wanted += turn.given + sample.tokens[drawn : drawn + turn.drawn]
+        drawn += turn.drawn
+        assert turn.given == ([] if number == setting.turns else answered(sample.seed, number)), where
+    assert sample.sequence == wanted and drawn == len(sample.tokens), f"{where}: tokens in no turn"
+    if sample.reason == "stop":
+        assert len(sample.turns) == setting.turns + 1 and sample.turns[-1].done, f"{where} ends early"
+
+
+def check_moment(world):
+    """Invariants of every moment."""
+    counts = world.ledger.counts()
+    assert sum(counts.values()) == world.ledger.opened * world.setting.samples, f"a sample is in no state: {counts}"
+    running = set(world.ledger.keys(State.RUNNING))
+    if world.pump.alive and not world.busy:
+        assert set(world.engine.rows) == running, "the engine has other rows than the ledger says"
+    if world.pump.held:
+        assert not running, "weights may change while rows run"
+
+
+def check_end(world):
+    """Invariants of a run that has ended."""
+    setting = world.setting
+    trained = [(number, place) for content in world.history.values() for number, place, *_ in content]
+    everything = [(n, s) for n in range(setting.steps * setting.prompts) for s in range(setting.samples)]
+    assert len(trained) == len(everything) and sorted(trained) == everything, "a prompt is lost or doubled"
+    assert [len(world.history[step]) for step in range(setting.steps)] == (
+        [setting.prompts * setting.samples] * setting.steps
+    )
+    if setting.window == 1:
+        assert trained == everything, "the order is not that of the ledger"
+    lengths = {(n, s): len(tokens) for content in world.history.values() for n, s, tokens, *_ in content}
+    assert lengths == {key: world.generated[key] for key in lengths} and not world.ledger.groups
