@@ -27,8 +27,9 @@ from rl_bridge.rollout.vllm.client import InProcessEngine
 from rl_bridge.rollout.vllm.engine import close_engine, open_engine
 from rl_bridge.rollout.vllm.plugin import PROTOCOL
 from rl_bridge.weights import source_of
-from tests.bridge.rollout.vllm.faults import FAULTS, TIED, shorten
+from tests.bridge.rollout.vllm.faults import FAULTS, NOT_DELIVERED, TIED, shorten
 from tests.bridge.rollout.vllm.policies import (
+    OPTIONS,
     RUNNING,
     draw,
     ends_of,
@@ -227,11 +228,34 @@ def tied_outcome(folder):
         client.close()
 
 
+def adapter_outcome(folder):
+    """A second adapter under the number of the first: vLLM loads each number once."""
+    from vllm.lora.request import LoRARequest
+
+    model = make_model()
+    model.save_pretrained(folder / "base")
+    client = open_bare(folder / "base", options(arguments=(*OPTIONS["arguments"], "enable_lora=true")))
+    policy = trainer(model, LocalExecutor("cpu"), name="adapter", adapter=True)
+    try:
+        for number in (1, 2):
+            policy.advance_adapter()
+            worker_of(policy).model.save_pretrained(folder / f"adapter-{number}")
+            client._adapter = LoRARequest("policy", 1, str(folder / f"adapter-{number}"))
+            client.engine.add_lora(client._adapter)
+            client.engine.reset_prefix_cache()
+            wrong = gap(draw(client), worker_of(policy).model) > EQUAL
+            assert number == 2 or not wrong, "the first one arrives"
+        return "no error; samples of another policy" if wrong else "works"
+    finally:
+        client.close()
+
+
 def main(target):
     outcomes = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         outcomes[TIED] = tied_outcome(folder)
+        outcomes[NOT_DELIVERED] = adapter_outcome(folder)
         model = make_model()
         model.save_pretrained(folder / "model")
         executor, opened = LocalExecutor("cpu"), []

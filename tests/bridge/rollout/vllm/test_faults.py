@@ -13,7 +13,7 @@ import pytest
 
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.weights import WeightSyncError
-from tests.bridge.rollout.vllm.faults import FAULTS, TIED
+from tests.bridge.rollout.vllm.faults import FAULTS, NOT_DELIVERED, TIED, not_delivered
 from tests.bridge.rollout.vllm.policies import (
     ENGINES,
     draw,
@@ -93,6 +93,33 @@ def test_a_fault_is_found_and_recovered_from(world, fault, monkeypatch):
         HERE[fault.name] = found_by(raised or said), left_with(now, after - before)
 
 
+@pytest.mark.parametrize("world", ENGINES[1:], indirect=True)
+def test_an_adapter_that_is_not_delivered_is_found_and_recovered_from(world, tmp_path, monkeypatch):
+    world["worker"].client.close()  # a process has room for one
+    model, executor = make_model(), LocalExecutor("cpu")
+    model.save_pretrained(tmp_path)
+    engine, worker = rollout(lambda place: open_vllm(place, adapter_rank=4), tmp_path, executor, adapter_rank=4)
+    policy = trainer(model, executor, adapter=True)
+    try:
+        policy.advance_adapter()
+        before = policy.sync_weights(engine)
+        start_request(worker.client, "running")
+        policy.advance_adapter()
+        not_delivered(worker.client, monkeypatch)
+        policy.sync_weights(engine)
+        [said] = policy.last_sync.replaced
+        [ended] = ends_of(worker.client)
+        assert [int(span.version) for span in ended.outputs[0].weight_versions] == [before + 1]
+        assert engine.weights_version == before + 1 and worker.updated.replaced == 1
+        assert gap(draw(worker.client), whole_model(policy)) < EQUAL
+        policy.advance_adapter()
+        assert policy.sync_weights(engine) == before + 2 and worker.updated.replaced == 1
+        assert gap(draw(worker.client), whole_model(policy)) < EQUAL
+    finally:
+        worker.client.close()
+    HERE[NOT_DELIVERED] = found_by(said), left_with(1, 1)
+
+
 def found_by(message):
     """Which check of an update it was."""
     if "step '" in message:
@@ -124,10 +151,10 @@ def bare(tmp_path_factory):
 
 @pytest.mark.vllm
 def test_the_table_of_the_documentation_is_what_was_measured(bare):
-    assert len(HERE) == len(FAULTS), "run the whole file, in one process"
+    assert len(HERE) == len(FAULTS) + 1, "run the whole file, in one process"
     head = ["| fault | bare vLLM 0.32 | here: found | here: the engine |", "|---|---|---|---|"]
     rows = [f"| {TIED} | {bare[TIED]} | — | has the new weights |"]
-    rows += [f"| {f.name} | {bare[f.name]} | {' | '.join(HERE[f.name])} |" for f in FAULTS]
+    rows += [f"| {name} | {bare[name]} | {' | '.join(HERE[name])} |" for name in HERE]
     table = "\n".join([BEGIN, *head, *rows, END])
     page = PAGE.read_text("utf-8")
     start, end = page.index(BEGIN), page.index(END) + len(END)
