@@ -94,10 +94,12 @@ class UpdatedEngine:
         """Carry the complete copy of ``version`` into the engine; the tokens to be scored at ``temperature``.
 
         Raises:
-            UpdateFailed: the copy does not fit the engine, which was not touched; or no fresh engine could be opened.
+            UpdateFailed: the copy does not fit the engine or is older than its weights, and the engine was not
+                touched; or no fresh engine could be opened.
         """
         copy = self.receiver.arrived(version)
         if version < self._proved:
+            self.receiver.version = self._version  # what came is not used, and the engine goes on with what it has
             raise UpdateFailed(f"weights of version {version} came after those of version {self._proved}")
         self._probe = Probe.of(self.client.limits(), temperature)
         update = WeightUpdate(self.client, copy, self.receiver.expected(copy), self._probe, self._tolerance)
