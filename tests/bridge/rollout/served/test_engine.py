@@ -16,7 +16,7 @@ from rl_bridge.pipelines.rollouts import RolloutOptions
 from rl_bridge.rollout.asynchronous.rollout_pump import Row
 from rl_bridge.rollout.asynchronous.worker import EngineDied
 from rl_bridge.rollout.served.decoder import ServedDecoder
-from rl_bridge.rollout.served.engine import ServedEngine
+from rl_bridge.rollout.served.engine import ABORTED, ServedEngine
 from rl_bridge.rollout.served.process import WATCHER, ServerDied, ServerProcess
 from rl_bridge.rollout.served.rollout import _Served
 from rl_bridge.rollout.served.vllm import ServedOptions, VLLMServer
@@ -131,7 +131,7 @@ def test_a_server_that_is_given_up_is_a_dead_engine_to_an_asynchronous_run(engin
     """The worker starts another one with the weights that it has, and takes the rows that are given to it then."""
     folder = weights(tmp_path / "w", act="die")
     worker = Worker(engine_of(folder, restarts=1), folder)
-    rows = [Row((0, 0, key), (1,) * (1 + key), (), key, 10) for key in range(3)]
+    rows = [Row((0, 0, key), (1,) * (1 + key), (), drawn=0, said=0, seed=key, limit=10) for key in range(3)]
     with pytest.raises(EngineDied, match="ServerDied: died 2 times without a completion in between"):
         worker.advance(rows, SAMPLING, 200)
     (folder / "act").write_text("")
@@ -236,6 +236,22 @@ def test_rows_that_are_withdrawn_come_back_with_what_they_have(engine_of, tmp_pa
     del forgotten
     last = finish(added(engine, 2))
     assert len(last) == 2 and not engine._running and not engine._done
+
+
+def test_a_row_that_was_not_sent_is_withdrawn_while_the_engine_draws_nothing(engine_of, tmp_path):
+    """The rows before it have all of the places, and a paused engine gives none of them up."""
+    folder = weights(tmp_path / "w")
+    engine = engine_of(folder)
+    engine.pause()
+    names = [engine.submit([1], SAMPLING, seed=key, drawn=0, limit=12, stop=frozenset()) for key in range(9)]
+    assert engine.withdraw(names[8:], seconds=1.0) == {names[8]: ABORTED}
+    engine.resume()
+    found = {}
+    while len(found) < 8:
+        more = engine.take(names, 30.0)
+        assert more, f"{len(found)} rows of 8 ended"
+        found |= more
+    assert set(found) == set(names[:8]) and len(served(folder)) == 8
 
 
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path):
