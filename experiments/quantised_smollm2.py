@@ -45,7 +45,7 @@ def settings() -> dict[str, Any]:
 def run(options: Mapping[str, Any], _: Reward | None, name: str, seed: int, steps: int, folder: Path) -> Made:
     """One run in this process: its config, its records and its summary."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    policy = replace(DEFAULT.policy, steps=steps, evaluate_every=8, recompute_old_logprobs=True)
+    policy = replace(DEFAULT.policy, steps=steps, evaluate_every=4, recompute_old_logprobs=True)
     place = folder / f"{name}-{seed}"
     pipeline = replace(
         DEFAULT,
@@ -55,9 +55,9 @@ def run(options: Mapping[str, Any], _: Reward | None, name: str, seed: int, step
         seed=seed,
         resume=place.exists(),
         policy=policy,
-        optimizer=replace(DEFAULT.optimizer, learning_rate=2e-5),
+        optimizer=replace(DEFAULT.optimizer, learning_rate=4e-5, warmup=2),
         threads=THREADS,
-        held_out=60,
+        held_out=40,
     )
     summary = main(pipeline)
     lines = (place / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -68,4 +68,4 @@ def run(options: Mapping[str, Any], _: Reward | None, name: str, seed: int, step
 
 
 if __name__ == "__main__":
-    experiment("quantised_smollm2", settings(), draw, __doc__, make=run, steps=24, seeds=1)
+    experiment("quantised_smollm2", settings(), draw, __doc__, make=run, steps=12, seeds=1)
