@@ -130,10 +130,12 @@ def _largest(key: Tensor, amount, wanted: Tensor, low: Tensor, high: Tensor) -> 
     """The largest key in [low, high] above or at which there is the amount wanted; low if there is none.
 
     The bounds move to the nearest keys of the row, so that few steps are needed. The middle is by turns that of the
-    values, which are spread more evenly, and that of the keys, of which there are at most 2³².
+    values, which are spread more evenly, and that of the keys, of which there are at most 2³²: 32 halvings end it.
     """
-    floor, step = key_value(high) - DEPTH, 0
-    while bool((low < high).any()):
+    floor = key_value(high) - DEPTH
+    for step in range(64):
+        if not bool((low < high).any()):
+            break
         middle = low + (high - low + 1) // 2
         if step % 2 == 0:
             value = 0.5 * key_value(low).maximum(floor) + 0.5 * key_value(high)
@@ -143,5 +145,4 @@ def _largest(key: Tensor, amount, wanted: Tensor, low: Tensor, high: Tensor) -> 
         nearest = key.masked_fill(~above, 0x7FFFFFFF).amin(-1).long()
         below = key.masked_fill(above, EMPTY).amax(-1).long().maximum(low)
         low, high = torch.where(open_ & enough, nearest, low), torch.where(open_ & ~enough, below, high)
-        step += 1
     return low

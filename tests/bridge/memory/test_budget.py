@@ -100,7 +100,7 @@ def test_a_step_that_was_short_of_memory_is_done_again_with_the_same_result(brok
     assert all(p.grad is None for p in again.parameters()) and again.weights_version() == 1
 
 
-@pytest.mark.parametrize("tokens", [10, 25, 40])
+@pytest.mark.parametrize("tokens", [10, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (25, 40))])
 def test_a_steps_result_does_not_depend_on_the_budget(tokens: int):
     (whole, norm), (cut, norm_cut) = trained(16384), trained(tokens)
     assert abs(norm_cut / norm - 1) < 1e-5

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_bridge.data.requests import SamplingParams
 from rl_bridge.memory.grid import models, settings, workload
 from rl_bridge.memory.options import like, pipeline_of
 from rl_bridge.memory.planning import largest_micro_batch, measure, plan
@@ -12,18 +13,21 @@ from rl_bridge.memory.rehearsal import Rehearsal
 from rl_bridge.memory.sizes import parse_bytes
 from rl_bridge.memory.steps import PHASES
 from rl_bridge.memory.workload import Workload
+from rl_bridge.models.tiny import TinySource
 from rl_bridge.pipelines.objective import objective_options
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.recipes import quickstart
+from rl_bridge.rollout.token_sampler import draw
 
 TOLERANCE = 0.05
-SHORT = Workload(prompts=2, responses=2, prompt_tokens=5, new_tokens=6)
+SHORT = Workload(prompts=1, responses=2, prompt_tokens=3, new_tokens=3)
 SMALL = [(model, setting) for model in ("qwen2", "llama", "qwen3") for setting, _ in settings(model)]
 
 
 def test_plan_and_measurement_of_every_phase_agree():
-    source, pipeline = models()["qwen2"], dict(settings("qwen2"))["checkpointing"]
-    pipeline = replace(pipeline, micro_batch_tokens=11, track_kl=False)
+    source = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
+    pipeline = dict(settings("qwen2"))["checkpointing"]
+    pipeline = replace(pipeline, micro_batch_tokens=6, track_kl=False)
     planned, measured = plan(pipeline, source, SHORT), measure(pipeline, source, SHORT)
     assert tuple(planned.phases) == PHASES
     for phase, peak in measured.phases.items():
@@ -58,6 +62,14 @@ def test_a_rehearsal_has_sizes_and_no_memory():
         x = torch.zeros(1 << 20, 1 << 20, requires_grad=True)
         (x * x).sum().backward()
         assert rehearsal.bytes == 2 * (4 << 40) and x.grad is not None and x.grad.shape == x.shape
+
+
+def test_the_rehearsal_of_a_draw_from_many_allowed_tokens_ends():
+    """The cutoff of more than 1024 tokens is sought by bisection, and of a rehearsal's numbers none is ever found."""
+    seeds = torch.arange(3)
+    with Rehearsal() as rehearsal:
+        drawn = draw(torch.zeros(3, 3000), seeds, seeds, SamplingParams(max_new_tokens=1, top_k=2000))
+        assert drawn.tokens.shape == (3,) and rehearsal.peak().bytes > 3 * 3000 * 4
 
 
 def test_options_come_back_from_a_config_file(tmp_path):
