@@ -2,8 +2,9 @@
 
 python experiments/asynchronous.py    # writes experiments/results/asynchronous/
 
-The quickstart's task. Trainer and rollout are processes of their own with one thread each in every setting, so that the
-settings differ in nothing but who waits for whom. All begin with the same warm start of their seed.
+The given reward is what the synchronous run of the same seed ends with, less 0.02. The task: the quickstart's. Trainer
+and rollout are processes of their own with one thread each in every setting, so that the settings differ in nothing but
+who waits for whom. All begin with the same warm start of their seed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.machine import facts
 from rl_bridge.atomic import replacing, write_json
 
 RESULTS = Path(__file__).parent / "results"
@@ -75,6 +77,12 @@ def run(setting: str, seed: int, model: Path, arguments: argparse.Namespace, fol
     return {"setting": setting, "seed": seed, "records": records}
 
 
+def target_of(runs: list[Made], seed: int, below: float) -> float:
+    """What the synchronous run of the seed ended with, less ``below``: warm starts differ from seed to seed."""
+    (synchronous,) = [run for run in runs if run["seed"] == seed and run["setting"] == "synchronous"]
+    return synchronous["records"][-1]["held_out"] - below
+
+
 def reading(run: Made, target: float) -> Made:
     """When the held-out reward reached the target, and who waited how long."""
     records = run["records"]
@@ -82,6 +90,7 @@ def reading(run: Made, target: float) -> Made:
     start, took = records[0]["seconds"], records[-1]["seconds"] - records[0]["seconds"]
     reached = [record for record in records if record.get("held_out", 0.0) >= target]
     found = {
+        "target": round(target, 4),
         "seconds_to_target": round(reached[0]["seconds"] - start, 1) if reached else None,
         "steps_to_target": reached[0]["step"] + 1 if reached else None,
         "seconds_a_step": round(took / max(1, len(records) - 1), 3),
@@ -94,9 +103,9 @@ def reading(run: Made, target: float) -> Made:
     return {"setting": run["setting"], "seed": run["seed"], **found}
 
 
-def table(readings: list[Made], target: float) -> str:
+def table(readings: list[Made]) -> str:
     """One line a setting, medians over the seeds."""
-    head = ["setting", f"seconds to {target:g}", "steps", "seconds a step", "end", "trainer idle", "rollout idle"]
+    head = ["setting", "seconds to target", "steps", "seconds a step", "end", "trainer idle", "rollout idle"]
     lines = [head, ["---"] * len(head)]
     names = ("seconds_to_target", "steps_to_target", "seconds_a_step", "held_out", "trainer_idle_share")
     for setting in SETTINGS:
@@ -110,20 +119,23 @@ def table(readings: list[Made], target: float) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def draw(runs: list[Made], target: float, file: Path) -> None:
-    """Held-out reward against seconds of training."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axis = figure.subplots()
+def draw(runs: list[Made], below: float, file: Path) -> None:
+    """Held-out reward against seconds of training, a panel a seed."""
+    seeds = sorted({run["seed"] for run in runs})
+    figure = Figure(figsize=(5 * len(seeds), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(seeds), squeeze=False)[0]
     for run in runs:
+        axis = panels[seeds.index(run["seed"])]
         records = [record for record in run["records"] if "held_out" in record]
         start, colour = run["records"][0]["seconds"], f"C{list(SETTINGS).index(run['setting'])}"
-        label = run["setting"] if run["seed"] == 0 else None
+        label = run["setting"] if run["seed"] == seeds[0] else None
         seconds, values = [r["seconds"] - start for r in records], [r["held_out"] for r in records]
         axis.plot(seconds, values, color=colour, alpha=0.8, label=label)
-    axis.axhline(target, color="grey", linewidth=0.8)
-    axis.set(xlabel="seconds", ylabel="held-out reward", title="the same steps; trainer and rollout on one core each")
-    axis.grid(alpha=0.3)
-    axis.legend()
+    for seed, axis in zip(seeds, panels, strict=True):
+        axis.axhline(target_of(runs, seed, below), color="grey", linewidth=0.8)
+        axis.set(xlabel="seconds", ylabel="held-out reward", title=f"seed {seed}; trainer and rollout on one core each")
+        axis.grid(alpha=0.3)
+    panels[0].legend()
     with replacing(file) as temporary:
         figure.savefig(temporary, format="png", dpi=110)
 
@@ -135,7 +147,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--prompts", type=int, default=192, help="a step")
     parser.add_argument("--evaluate-every", type=int, default=5)
-    parser.add_argument("--target", type=float, default=0.75)
+    parser.add_argument("--below", type=float, default=0.02, help="the target, from the synchronous run's end")
     parser.add_argument("--warm-start-steps", type=int, default=WARM["--sft.steps"])
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -149,14 +161,15 @@ def main() -> None:
             command("train", "sft", "--name", warm.name, "--output", runs, "--threads", 1, *words)
         for setting in SETTINGS:
             made.append(run(setting, seed, warm / "model", arguments, runs))
-            print(json.dumps(reading(made[-1], arguments.target)), flush=True)
+            print(json.dumps(reading(made[-1], target_of(made, seed, arguments.below))), flush=True)
     folder = arguments.output / "asynchronous"
     folder.mkdir(parents=True, exist_ok=True)
-    readings = [reading(run, arguments.target) for run in made]
-    write_json(folder / "summary.json", {"options": vars(arguments) | {"output": ""}, "runs": readings})
-    (folder / "table.md").write_text(table(readings, arguments.target), "utf-8")
-    draw(made, arguments.target, folder / "curves.png")
-    print(table(readings, arguments.target), end="")
+    readings = [reading(run, target_of(made, run["seed"], arguments.below)) for run in made]
+    options = vars(arguments) | {"output": ""}
+    write_json(folder / "summary.json", {"options": options, "written_on": facts(), "runs": readings})
+    (folder / "table.md").write_text(table(readings), "utf-8")
+    draw(made, arguments.below, folder / "curves.png")
+    print(table(readings), end="")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_options_that_do_not_go_together(words, capsys):
         (["--asynchronous.partial"], "without max_staleness nothing runs ahead"),
         (["--asynchronous.max-staleness", "1", "--asynchronous.partial"], "need the number of rounds"),
         (["--asynchronous.max-staleness", "1", "--asynchronous.window", "2"], "needs deterministic=False"),
-        (["--asynchronous.max-staleness", "1", "--offload", "phases"], "no offload of phases"),
+        (["--asynchronous.max-staleness", "1", "--offload", "phases"], "offload=phases"),
     ]:
         with pytest.raises(SystemExit):
             main(words("refused", *more))

@@ -58,6 +58,7 @@ def test_own_data_reward_and_model_to_the_end(
         "provenance.jsonl",
         "curves.png",
         "samples.json",
+        "completions.jsonl",
         "summary.json",
         "model",
         "best",

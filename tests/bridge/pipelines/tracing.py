@@ -70,9 +70,9 @@ def trace_calls(monkeypatch):
         trace.generated.append((list(prompts), sampling, completions, weights(module_of(engine)._model), trainer))
         return completions
 
-    def training(module, batch, denominator, coefficients):
+    def training(module, batch, denominator, *rest):
         trace.trained.append((batch, denominator))
-        return step(module, batch, denominator, coefficients)
+        return step(module, batch, denominator, *rest)
 
     def supervising(run, policy, *rest, **options):
         trace.supervised = module_of(policy)

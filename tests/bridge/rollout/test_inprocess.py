@@ -6,6 +6,7 @@ import pytest
 import scipy.stats
 import torch
 
+from rl_bridge.data.budget import Budget, Spending
 from rl_bridge.data.requests import SamplingParams, requests_of
 from rl_bridge.data.token_batch import collate
 from rl_bridge.models.characters import character_tokenizer
@@ -243,8 +244,10 @@ def test_what_is_not_finished_in_time_comes_back_with_what_it_has(rollout, monke
     """The clock counts how often it is read: once at the start, and once a token."""
     whole = generate(rollout, PROMPTS, SAMPLING)
     clock = itertools.count()
-    monkeypatch.setattr("rl_bridge.rollout.generating.time.monotonic", lambda: next(clock))
-    found = [t for row in rollout.generate(requests_of(PROMPTS, SAMPLING.seed), SAMPLING, 3.5) for t in row]
+    monkeypatch.setattr("rl_bridge.rollout.generating.Spending", lambda budget: Spending(budget, lambda: next(clock)))
+    found = [
+        t for row in rollout.generate(requests_of(PROMPTS, SAMPLING.seed), SAMPLING, Budget(seconds=3.5)) for t in row
+    ]
     for t, all_of_it in zip(found, whole, strict=True):
         length = len(t.sampled_tokens)
         assert t.sampled_tokens == all_of_it.sampled_tokens[:length] and t.request_id == all_of_it.request_id

@@ -132,7 +132,7 @@ class ServedRollout(_Served):
             partial(VLLMServer, options=options, served=served, own=own),
             dtype=getattr(torch, options.activations),
             precision=options.precision if own is None else "fp32",
-            tolerance=Tolerance.of(options.precision),
+            tolerance=Tolerance.of(options.precision, options.proof_tolerance),
             at_once=options.max_num_seqs,
             restarts=served.restarts,
             replacements=options.replacements,

@@ -38,6 +38,9 @@ class VLLMOptions:
     """Take LoRA adapters of up to this rank as such, beside the weights that the engine started from. None: merged."""
     replacements: int = 3
     """Weight updates in a row that may need a fresh engine; with one more the run stops."""
+    proof_tolerance: float | None = None
+    """Nats between engine and trainer that an update's proof allows in the mean, and in proportion at most; None: by the
+    precision, 0.3 for quantised matrices. A model that int8 changes more may be allowed more, and needs a correction."""
     arguments: tuple[str, ...] = ()
     """More arguments of ``vllm.EngineArgs``, each ``NAME=JSON``: ``gpu_memory_utilization=0.4``."""
 
@@ -59,7 +62,7 @@ class VLLMOptions:
             )
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))} or None, got {self.dtype!r}")
-        for name in ("max_model_len", "max_num_seqs", "kv_cache_gib", "adapter_rank"):
+        for name in ("max_model_len", "max_num_seqs", "kv_cache_gib", "adapter_rank", "proof_tolerance"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")

@@ -47,13 +47,16 @@ class Tolerance:
     most: float
 
     @classmethod
-    def of(cls, precision: str) -> "Tolerance":
+    def of(cls, precision: str, mean: float | None = None) -> "Tolerance":
         """By the precision of the engine's matrices, ``fp32``, ``bf16`` or a quantised one.
 
-        >>> Tolerance.of("fp32")
-        Tolerance(mean=0.001, most=0.01)
+        ``mean``: in place of the precision's own; the most changes in proportion.
+
+        >>> Tolerance.of("fp32"), Tolerance.of("int8", mean=0.6)
+        (Tolerance(mean=0.001, most=0.01), Tolerance(mean=0.6, most=4.0))
         """
-        return _TOLERANCES.get(precision, cls(0.3, 2.0))
+        found = _TOLERANCES.get(precision, cls(0.3, 2.0))
+        return found if mean is None else cls(mean, found.most * mean / found.mean)
 
 
 _TOLERANCES = {"fp32": Tolerance(1e-3, 1e-2), "bf16": Tolerance(0.05, 0.5)}

@@ -72,7 +72,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         self.updated = UpdatedEngine(
             client,
             start,
-            tolerance=Tolerance.of(options.precision),
+            tolerance=Tolerance.of(options.precision, options.proof_tolerance),
             replacements=options.replacements,
             adapter_rank=options.adapter_rank,
         )
