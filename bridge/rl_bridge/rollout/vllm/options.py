@@ -39,8 +39,9 @@ class VLLMOptions:
     replacements: int = 3
     """Weight updates in a row that may need a fresh engine; with one more the run stops."""
     proof_tolerance: float | None = None
-    """Nats between engine and trainer that an update's proof allows in the mean, and in proportion at most; None: by the
-    precision, 0.3 for quantised matrices. A model that int8 changes more may be allowed more, and needs a correction."""
+    """Nats between engine and trainer that the proof of an update allows in the mean, and in proportion at most. None:
+    by the precision, 0.3 for quantised matrices. A model that int8 changes more can be allowed more; it needs a
+    correction all the more."""
     arguments: tuple[str, ...] = ()
     """More arguments of ``vllm.EngineArgs``, each ``NAME=JSON``: ``gpu_memory_utilization=0.4``."""
 
