@@ -2,29 +2,38 @@
 
     python experiments/benchmarks/memory_plan.py --output experiments/results/memory_plan
 
-Every cell is a step that is computed. SmolLM2's shapes need gigabytes and many minutes: leave them out by --models.
+With --draw the figure alone is drawn again. Every cell is a step that is computed. SmolLM2's shapes need gigabytes
+and many minutes: leave them out by --models.
 """
 
 import argparse
-import platform
+import json
 import time
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
-from rl_bridge.atomic import write_json
+from experiments.machine import facts
+from rl_bridge.atomic import replacing, write_json
 from rl_bridge.memory.grid import models, settings, workload
 from rl_bridge.memory.planning import Plan, measure, plan
-from rl_bridge.pipelines.training import versions
+from rl_bridge.memory.steps import PHASES
+
+MIB = 1 << 20
 
 
 def main() -> None:
-    """Measure, and write table.json and table.md."""
+    """Measure, and write table.json, table.md and memory_plan.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=list(models()), choices=list(models()))
     parser.add_argument("--settings", nargs="*", help="names of some settings; all without")
+    parser.add_argument("--draw", action="store_true", help="measure nothing: draw the table that is there")
     arguments = parser.parse_args()
+    if arguments.draw:
+        draw(arguments.output)
+        return
     torch.set_num_threads(1)
     rows = []
     for model in arguments.models:
@@ -40,10 +49,10 @@ def main() -> None:
             print(line(rows[-1]), flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     worst = max(abs(cell["planned"] / cell["measured"] - 1) for one in rows for cell in one["phases"].values())
-    machine = {"machine": platform.machine(), "system": platform.system(), **versions()}
-    result = {"worst_relative_error": worst, "rows": rows, "hardware_and_versions": machine}
+    result = {"worst_relative_error": worst, "rows": rows, "hardware_and_versions": facts()}
     write_json(arguments.output / "table.json", result)
     (arguments.output / "table.md").write_text("\n".join([*HEAD, *map(line, rows)]) + "\n")
+    draw(arguments.output)
     print(f"worst relative error {worst:.4%}")
 
 
@@ -81,6 +90,24 @@ def line(one: dict) -> str:
         f"| {one['model']} | {one['setting']} | {one['peak_phase']} | {one['planned']} | {one['measured']} "
         f"| {worst[0]:.2%} {worst[1]} |"
     )
+
+
+def draw(folder: Path) -> None:
+    """Plan against measurement, a point for each phase of each cell, as memory_plan.png beside table.json."""
+    rows = json.loads((folder / "table.json").read_text("utf-8"))["rows"]
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.subplots()
+    most = max(cell["measured"] for one in rows for cell in one["phases"].values()) / MIB
+    axes.plot([0, most], [0, most], color="black", linewidth=0.5, label="plan = measurement")
+    axes.fill_between([0, most], [0, 0.95 * most], [0, 1.05 * most], color="gray", alpha=0.2, label="± 5 %")
+    for phase, marker in zip(PHASES, "osv^x", strict=True):
+        cells = [one["phases"][phase] for one in rows]
+        sizes = [[cell[side] / MIB for cell in cells] for side in ("measured", "planned")]
+        axes.scatter(*sizes, marker=marker, s=18, alpha=0.7, label=phase)
+    axes.set(xlabel="measured peak, MiB", ylabel="planned peak, MiB", title="live bytes of a step's phases")
+    axes.legend(fontsize=8)
+    with replacing(folder / "memory_plan.png") as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
 
 
 if __name__ == "__main__":

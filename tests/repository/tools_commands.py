@@ -48,6 +48,11 @@ MEMORY: list[tuple[str, ...]] = [
         "minutes",
     ),
     (
+        f"{TABLE} experiments/results/memory_plan_smollm2 --models smollm2 --settings plain",
+        f"{TABLE} $SCRATCH/memory_plan_qwen3 --models qwen3 --settings plain",
+        "6 GB; the results are those of the repository",
+    ),
+    (
         ".venv/bin/rl-fn train policy --memory",
         f".venv/bin/rl-fn train policy --memory {SHORT.replace('live', 'profiled')}",
         "minutes",
