@@ -61,12 +61,14 @@ def test_two_ranks_of_torchrun_with_an_engine_each_end_as_one_process_does(tmp_p
     assert_same_run(tmp_path / "two", one)
 
 
+@pytest.mark.slow
 def test_actors_of_ray_with_an_engine_each_end_as_one_process_does(tmp_path, words, run_to_end):
     one = run_to_end(["train", "policy", *words("one")])
     in_a_process(words("two", "--executor", "ray", "--workers", "2"), timeout=250)
     assert_same_run(tmp_path / "two", one)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_two_precisions_train_together(tmp_path, words):
     """Each engine is sent the same weights, and its updates are proved to its own tolerance."""
     precisions = ["--rollout.vllm.rank-precisions", "fp32", "int8", "--policy.recompute-old-logprobs"]

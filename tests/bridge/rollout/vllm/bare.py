@@ -142,7 +142,10 @@ def bare_outcome(policy, bare, fault, folder):
         if not right:
             broken()
         return found + ("; the next right update works" if right else "; no later update works")
-    if any(value != value for value in drawn.logprobs):
+    nan = any(value != value for value in drawn.logprobs)
+    if fault.left and (nan or gap(drawn, model) > EQUAL):
+        return "no error; samples of another policy, or NaN: as memory was"
+    if nan:
         return "no error; log-probabilities are NaN"
     if gap(drawn, model) > EQUAL:
         return "no error; samples of another policy"
