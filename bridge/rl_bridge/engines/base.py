@@ -68,6 +68,7 @@ class Engine:
         self._slots: list[int] = []
         self._layout = Mesh()
         self._methods: Description = {}
+        self._build_arguments: dict[int, tuple[Any, ...]] = {}
 
     def build(
         self,
@@ -108,6 +109,7 @@ class Engine:
             slot: (self.name, self._factory, rank, slots, layout, random_state, self.torch_module)
             for rank, slot in enumerate(slots)
         }
+        self._build_arguments = arguments
         try:
             answers = self._executor.call(build_worker, arguments, what=f"{self.name}.build", timeout=self._timeout)
         except BaseException:

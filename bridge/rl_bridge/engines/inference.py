@@ -9,11 +9,12 @@ from rl_bridge.data.budget import Budget
 from rl_bridge.data.requests import Prompt, RowRequest, SamplingParams, requests_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.base import Engine, What
+from rl_bridge.engines.reviving import Revived
 from rl_bridge.engines.splitting import NeedParallel
 from rl_bridge.environments.base import EnvironmentFactory
 
 
-class InferenceEngine(Engine):
+class InferenceEngine(Revived, Engine):
     """A rollout worker (``rl_bridge.rollout``), called in one way wherever it is."""
 
     movable: ClassVar[tuple[What, ...]] = ("weights", "kv_cache")
@@ -43,7 +44,7 @@ class InferenceEngine(Engine):
             ValueError: a limit that is not positive.
         """
         limit = self._budget(seconds=seconds, request_seconds=request_seconds, tokens=tokens)
-        groups = self.call("generate", NeedParallel(requests_of(prompts, sampling.seed)), sampling, **limit)
+        groups = self.asked_again("generate", NeedParallel(requests_of(prompts, sampling.seed)), sampling, **limit)
         return [trajectory for group in groups for trajectory in group]
 
     def _budget(self, **limits: float | None) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class InferenceEngine(Engine):
         requests = [RowRequest(row, (sampling.seed, place), place) for place, row in enumerate(rows)]
         limits = {"max_tokens": max_tokens, "step_timeout": step_timeout, "at_once": at_once, "processes": processes}
         limits |= self._budget(seconds=seconds, request_seconds=request_seconds, tokens=tokens)
-        groups = self.call("converse", NeedParallel(requests), sampling, environment, max_turns, **limits)
+        groups = self.asked_again("converse", NeedParallel(requests), sampling, environment, max_turns, **limits)
         made = [trajectory for group in groups for trajectory in group]
         if any(trajectory.turn_rewards for trajectory in made):
             made = [t if t.rewards else replace(t, rewards={"environment": 0.0}) for t in made]

@@ -1,6 +1,5 @@
 """Making a worker in its slot: meta device → parallelise → load → optimiser. These functions run in the workers."""
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from rl_bridge.engines.module import ParallelModule, device_of, move_weights
 from rl_bridge.engines.results import Join, declared
 from rl_bridge.engines.worker import DATA_RANK, Worker
 from rl_bridge.executors.host import Host
+from rl_bridge.memory.collecting import collect_all, one_phase
 from rl_bridge.parallel import moving
 from rl_bridge.parallel.parts import parallelize_parts
 
@@ -115,7 +115,8 @@ def methods_of(module: Any) -> Description:
 def call_worker(host: Host, name: str, method: str, args: tuple, kwargs: dict, speakers: Sequence[int] | None) -> Any:
     """Call a method of a worker; only the ranks among ``speakers`` (None: all) send their result back."""
     worker = worker_of(host, name)
-    result = getattr(worker.module, method)(*args, **kwargs)
+    with one_phase():
+        result = getattr(worker.module, method)(*args, **kwargs)
     return result if speakers is None or worker.rank in speakers else None
 
 
@@ -137,7 +138,7 @@ def forget_worker(host: Host, name: str) -> None:
         getattr(worker.module, "close", lambda: None)()
         # Layers whose forward was exchanged refer to themselves: until a collection they would keep their weights.
         del worker
-        gc.collect()
+        collect_all()
 
 
 def move_worker(host: Host, name: str, what: str, device: str) -> None:

@@ -1,10 +1,14 @@
 """``TrainEngine``: the user's torch module, wherever its workers are, called like the module itself."""
 
+import itertools
 import time
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rl_bridge.engines.base import Engine, What
+from rl_bridge.engines.reviving import DEATHS, Revived
+from rl_bridge.executors.errors import WorkerDied
 from rl_bridge.weights.proving import prove, require_scores, wants_proof
 from rl_bridge.weights.sync import EngineRef, SyncReport, sync_weights
 from rl_bridge.weights.through import Through
@@ -51,6 +55,44 @@ class TrainEngine(Engine):
         of a quantised rollout do. ``adapter``: send a LoRA adapter as such; None is as the target's workers take it.
         See ``rl_bridge.weights.sync_weights`` for the rest and the errors.
         """
+        options = {"transport": transport, "through": through, "adapter": adapter, "share": share, "folder": folder}
+        if not isinstance(target, Revived):
+            return self._sync(target, **options)
+        for deaths in itertools.count(1):
+            target.require_alive()
+            try:
+                target.brought = self._sync(target, **options)
+            except WorkerDied:
+                if deaths > DEATHS or not set(self.executor.dead()) & set(target.slots):
+                    raise
+            else:
+                break
+        target.bring_weights = partial(self._repeat, target, options)
+        assert target.brought is not None
+        return target.brought
+
+    def _repeat(self, target: Revived, options: dict[str, Any]) -> int:
+        """The last sync once more, if the weights are still those; their version.
+
+        Raises:
+            ValueError: this engine was released.
+        """
+        if "weights_version" not in self.methods:
+            self._syncs -= 1
+        elif (version := self.call("weights_version")) != target.brought:
+            return version
+        return self.sync_weights(target, **options)
+
+    def _sync(
+        self,
+        target: Engine,
+        *,
+        transport: Transport | None,
+        through: Through | None,
+        adapter: bool | None,
+        share: bool,
+        folder: str | Path | None,
+    ) -> int:
         version = self._syncs + 1
         if adapter is None:
             adapter = "takes_adapter" in target.methods and bool(target.call("takes_adapter"))

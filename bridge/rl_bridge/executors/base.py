@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rl_bridge.executors.errors import WorkerDied
+
 Arguments = Mapping[int, tuple[Any, ...]]
 """Slot number → the arguments that the slot's host is called with."""
 
@@ -57,6 +59,18 @@ class Executor(Protocol):
         Raises:
             NotImplementedError: the processes are somebody else's to start.
             RuntimeError: that has been done as often as ``init(restarts=...)`` allows.
+        """
+        ...
+
+    def dead(self) -> dict[int, WorkerDied]:
+        """Slots whose process is gone, and why."""
+        ...
+
+    def revive(self) -> list[int]:
+        """Start the processes of dead slots again, empty, beside those that live; which slots these were.
+
+        Raises:
+            NotImplementedError: the processes are somebody else's to start.
         """
         ...
 

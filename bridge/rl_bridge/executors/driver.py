@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from rl_bridge.executors.base import Arguments, Slot
-from rl_bridge.executors.errors import DeadlineExceeded
+from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied
 from rl_bridge.executors.futures import Call, Clock
 from rl_bridge.executors.serving import leave
 
@@ -22,6 +22,8 @@ class Worker(Protocol):
     """What the driver does with a slot, in a process of its own (``Remote``) or a thread of the driver's (``Own``)."""
 
     slot: int
+    death: WorkerDied | None
+    """Why its process is gone, if it is."""
 
     def encode(self, function: Callable[..., Any], arguments: tuple) -> Any:
         """What ``send`` takes. It serves every worker of the same class."""
@@ -144,6 +146,13 @@ class RemoteExecutor:
                 )
                 error.__cause__ = cause
                 call.abandon(error)
+
+    def dead(self) -> dict[int, WorkerDied]:
+        """Slots whose process is gone, and why."""
+        return {slot: worker.death for slot, worker in sorted(self._workers.items()) if worker.death is not None}
+
+    def _alive(self) -> dict[int, Worker]:
+        return {slot: worker for slot, worker in self._workers.items() if worker.death is None}
 
     def _replace(self, slots: Sequence[Slot], workers: Sequence[Worker]) -> None:
         """Go on with other processes."""

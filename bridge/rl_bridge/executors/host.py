@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_bridge.executors.world import TCPStore, named_group
+from rl_bridge.executors.world import named_group
 
 
 class Host:
@@ -18,12 +18,11 @@ class Host:
         self.slot = slot
         self.device = torch.device(device)
         self.workers: dict[str, Any] = {}
-        self.store: TCPStore | None = None
-        """The store of the job, in the slot that keeps it."""
         self.observer: Callable[[Callable[..., Any], tuple[Any, ...]], Any] | None = None
         """What runs the functions in place of ``run``, such as a memory profiler that measures around them."""
         self._timeout = timedelta(seconds=group_timeout)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._lives: dict[int, int] = {}
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """``function(self, *arguments)``, which an observer may look at."""
@@ -47,8 +46,16 @@ class Host:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         key = (members, f"{backend} {purpose}")
         if key not in self._groups:
-            self._groups[key] = named_group(members, backend, f"rl_bridge/{key}", self._timeout)
+            again = [(slot, self._lives[slot]) for slot in members if slot in self._lives]
+            name = f"rl_bridge/{key}/{again}" if again else f"rl_bridge/{key}"
+            self._groups[key] = named_group(members, backend, name, self._timeout)
         return self._groups[key]
+
+    def count_lives(self, lives: dict[int, int]) -> None:
+        """``lives``: how often the process of a slot was started again. Groups with one that was are made anew."""
+        begun = {slot for slot, count in lives.items() if self._lives.get(slot) != count}
+        self._groups = {key: group for key, group in self._groups.items() if not begun & {*key[0]}}
+        self._lives = dict(lives)
 
     def clear(self) -> None:
         """Let go of the workers and the process groups."""

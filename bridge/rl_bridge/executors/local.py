@@ -8,6 +8,7 @@ import torch
 
 from rl_bridge.executors.base import Arguments, Slot
 from rl_bridge.executors.debug import terminal_debugger
+from rl_bridge.executors.errors import WorkerDied
 from rl_bridge.executors.host import Host
 
 
@@ -55,6 +56,14 @@ class LocalExecutor:
         """Forget the workers, so that engines can be built again."""
         self._host.workers.clear()
         self.held.clear()
+
+    def dead(self) -> dict[int, WorkerDied]:
+        """None: it is this process."""
+        return {}
+
+    def revive(self) -> list[int]:
+        """Nothing to do."""
+        return []
 
     def stop(self) -> None:
         """Forget the workers for good."""

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rl_bridge.executors.errors import worker_error
+from rl_bridge.executors.errors import WorkerDied, worker_error
 from rl_bridge.executors.futures import Call
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.serving import OnError, use_device
@@ -17,6 +17,9 @@ Task = tuple[Call, Callable[..., Any], tuple[Any, ...]]
 
 class Own:
     """Arguments and results are not copied: the driver and the worker hold the same objects."""
+
+    death: WorkerDied | None = None
+    """It lives as long as the driver."""
 
     def __init__(self, host: Host, on_error: OnError | None = None) -> None:
         """Start the thread."""

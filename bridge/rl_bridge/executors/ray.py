@@ -26,7 +26,7 @@ from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.remote import Remote
 from rl_bridge.executors.serving import serve
-from rl_bridge.executors.world import TCPStore, join_world, leave_world, open_store
+from rl_bridge.executors.world import TCPStore, join_world, leave_world, open_store, rejoin_world
 
 
 class RayExecutor(RemoteExecutor):
@@ -56,64 +56,84 @@ class RayExecutor(RemoteExecutor):
             WorkerDied: an actor did not start.
         """
         self._own_cluster = _attach(address, workers, slots, log_level, debug)
-        self._actors: list[Any] = []
+        self._actors: dict[int, Any] = {}
+        self._lives: dict[int, int] = {}
         self._group: PlacementGroup | None = None
         self._start_timeout, self._debug, self._restarts = start_timeout, debug, restarts
         try:
             self._bundles = bundles(workers, slots, ray.cluster_resources())
             self._group = _reserve(self._bundles, start_timeout)
-            super().__init__(*self._start(timeout), timeout=timeout)
+            super().__init__(*self._start(timeout, range(len(self._bundles))), timeout=timeout)
             self._join()
         except BaseException:
             self._finish()
             raise
 
-    def _start(self, timeout: float) -> tuple[list[Slot], list[Worker]]:
-        """Start an actor in every bundle, and wait until they have connected."""
+    def _start(self, timeout: float, indices: Sequence[int]) -> tuple[list[Slot], list[Worker]]:
+        """Start an actor in these bundles, and wait until they have connected."""
         assert self._group is not None
         nodes = _nodes()
         here = ray.util.get_node_ip_address()
         self._single_node = set(nodes) == {here}
         listener = Listener("127.0.0.1" if self._single_node else here)
-        references = []
+        references = {}
         try:
             address = ("127.0.0.1" if self._single_node else here, listener.port)
-            for index, bundle in enumerate(self._bundles):
+            for index in indices:
+                bundle = self._bundles[index]
                 actor = _actor_class(bundle, self._group, index).remote()
-                self._actors.append(actor)
+                self._actors[index] = actor
                 gpu = bundle.get("GPU", 0) > 0
                 # Longer than a call, whose deadline says more than a collective's.
                 wait = min(timeout, 1e6) + 60
-                references.append(
-                    actor.serve.remote(
-                        index, address, listener.key, gpu, wait, self._start_timeout, self._debug, sys.path
-                    )
+                references[index] = actor.serve.remote(
+                    index, address, listener.key, gpu, wait, self._start_timeout, self._debug, sys.path
                 )
 
             def check() -> None:
-                for index, reference in enumerate(references):
+                for index, reference in references.items():
                     if reason := _reason(reference, 0):
                         raise WorkerDied(f"the worker of slot {index} did not start: {reason}")
 
-            found = listener.collect(range(len(references)), self._start_timeout, check)
+            found = listener.collect(references, self._start_timeout, check)
         finally:
             listener.close()
         slots, workers = [], []
-        for index, bundle in enumerate(self._bundles):
+        for index in indices:
             channel, (node, device, pid) = found[index]
-            slots.append(Slot(index, node, device, bundle))
+            slots.append(Slot(index, node, device, self._bundles[index]))
             reference = references[index]
             name = f"actor, process {pid} on {node}"
             workers.append(Remote(index, channel, name, lambda r=reference: _reason(r, 5.0)))
         return slots, workers
 
     def _join(self) -> None:
-        """Make the process group of all slots."""
+        """Make the process group of all slots. Its store is the driver's, and outlives any worker."""
         world, timeout = len(self.slots), self._start_timeout
-        address = "127.0.0.1" if self._single_node else self.slots[0].node
-        port = self.call(_open_store, {0: (address, world, timeout)}, what="start", timeout=timeout)[0]
-        everyone = {slot.index: (address, port, world, timeout) for slot in self.slots}
+        address = "127.0.0.1" if self._single_node else ray.util.get_node_ip_address()
+        self._store = open_store(address, world, timeout)
+        everyone = dict.fromkeys((slot.index for slot in self.slots), (address, self._store.port, world, timeout))
         self.call(_join_world, everyone, what="start", timeout=timeout)
+        self._joined = everyone
+
+    def revive(self) -> list[int]:
+        """Start the actors of dead slots again, empty, beside those that live. Groups with them are made anew."""
+        dead = [*self.dead()]
+        if not dead:
+            return []
+        for slot in dead:
+            self._workers[slot].close()
+            ray.kill(self._actors.pop(slot))
+            self._lives[slot] = self._lives.get(slot, 0) + 1
+        slots, workers = self._start(self.timeout, dead)
+        started = {slot.index: slot for slot in slots}
+        everyone = [*({worker.slot: worker for worker in workers} | self._alive()).values()]
+        self._replace([started.get(slot.index, slot) for slot in self.slots], everyone)
+        joined = {slot: self._joined[slot] for slot in dead}
+        self.call(_rejoin_world, joined, what="revive", timeout=self._start_timeout)
+        told = dict.fromkeys((slot.index for slot in self.slots), (dict(self._lives),))
+        self.call(_count_lives, told, what="revive", timeout=self._start_timeout)
+        return dead
 
     def restart(self) -> None:
         """End every actor and start new ones in the same places; calls under way fail with ``WorkerDied``.
@@ -131,11 +151,12 @@ class RayExecutor(RemoteExecutor):
         if not self._group.wait(self._start_timeout):
             raise DeadlineExceeded(f"restart: {_lacking(self._bundles, self._start_timeout)}")
         self.held.clear()
-        self._replace(*self._start(self.timeout))
+        self._lives.clear()
+        self._replace(*self._start(self.timeout, range(len(self._bundles))))
         self._join()
 
     def _end_actors(self) -> None:
-        for actor in self._actors:
+        for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
 
@@ -246,11 +267,13 @@ def _reason(reference: Any, timeout: float) -> str:
     return ""
 
 
-def _open_store(host: Host, address: str, world: int, timeout: float) -> int:
-    host.store = open_store(address, world, timeout)
-    return host.store.port
-
-
 def _join_world(host: Host, address: str, port: int, world: int, timeout: float) -> None:
-    store = host.store or TCPStore(address, port, world)
-    join_world(host.slot, world, store, host.device, timeout)
+    join_world(host.slot, world, TCPStore(address, port, world), host.device, timeout)
+
+
+def _rejoin_world(host: Host, address: str, port: int, world: int, timeout: float) -> None:
+    rejoin_world(host.slot, world, TCPStore(address, port, world), timeout)
+
+
+def _count_lives(host: Host, lives: dict[int, int]) -> None:
+    host.count_lives(lives)

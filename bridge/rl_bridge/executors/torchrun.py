@@ -86,6 +86,14 @@ class TorchrunExecutor(RemoteExecutor):
         """
         raise NotImplementedError("torchrun starts ranks again, all of them: torchrun --max-restarts=N ...")
 
+    def revive(self) -> list[int]:
+        """Not where a rank has died: torchrun ends the others then.
+
+        Raises:
+            NotImplementedError: ranks are torchrun's to restart.
+        """
+        return self.restart() or [] if self.dead() else []
+
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Raise the cause in the main thread, unless it is being raised already."""
         deaths = [w.death for w in self._workers.values() if isinstance(w, Remote) and w.death is not None]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-__all__ = ["TCPStore", "backend", "job_store", "join_world", "leave_world", "named_group", "open_store"]
+__all__ = ["TCPStore", "backend", "job_store", "join_world", "leave_world", "named_group", "open_store", "rejoin_world"]
 
 
 def backend(device: torch.device) -> str:
@@ -62,6 +62,17 @@ def join_world(rank: int, world: int, store: TCPStore, device: torch.device, tim
     dist.init_process_group(
         backend(device), store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
+
+
+def rejoin_world(rank: int, world: int, store: TCPStore, timeout: float) -> None:
+    """Take the place of a process that is gone, without the others.
+
+    The group of all cannot be joined again: the others have theirs. Here it is torch's fake one, through which nothing
+    may be sent; it has the rank and the store that ``named_group`` makes real groups with.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
 
 
 def leave_world() -> None:

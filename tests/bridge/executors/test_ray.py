@@ -5,14 +5,13 @@ import signal
 import time
 
 import pytest
+import ray
 
 from rl_bridge.executors import DeadlineExceeded, WorkerDied
+from rl_bridge.executors.ray import RayExecutor
 from tests.bridge.executors.call_scenarios import add
 from tests.bridge.executors.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS, every, outcomes
-
-ray = pytest.importorskip("ray")
-from rl_bridge.executors.ray import RayExecutor  # noqa: E402
 
 pytestmark = [
     pytest.mark.ray,
