@@ -38,6 +38,7 @@ class Recorder:
         self._metrics = file.open("a", encoding="utf-8")
         self._metrics.truncate(size)
         self._events = EventLog(folder / "events", purge_step=self._logged if again else None)
+        self._events_failed = False
 
     @property
     def attempt(self) -> int:
@@ -58,7 +59,11 @@ class Recorder:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step's record."""
         self.note(record)
-        self._events.write(record, self._logged)
+        if not self._events_failed:
+            try:
+                self._events.write(record, self._logged)
+            except OSError as error:
+                self._give_up_events(error)
         self._logged += 1
 
     def note(self, record: Mapping[str, Any]) -> None:
@@ -83,4 +88,13 @@ class Recorder:
         try:
             self._metrics.close()
         finally:
-            self._events.close()
+            try:
+                self._events.close()
+            except OSError as error:
+                if not self._events_failed:
+                    self._give_up_events(error)
+
+    def _give_up_events(self, error: OSError) -> None:
+        """TensorBoard's events are a copy of metrics.jsonl: a run that has its record goes on without them."""
+        self._events_failed = True
+        tell(f"no more TensorBoard events: {error}; to catch up: `rl-fn export {self.folder} --to tensorboard`")

@@ -94,7 +94,7 @@ class Run:
             self._bar.close()
         failures = []
         exported = [] if self._exporters is None else [self._exporters.close]
-        for close in (self._recorder.close, self._checkpointer.wait, *exported, self._opened.lock.release):
+        for close in (self._recorder.close, self._checkpointer.close, *exported, self._opened.lock.release):
             try:
                 close()
             except Exception as failure:

@@ -53,6 +53,7 @@ class Exporters:
         """Start the processes; each gets a session of its own, so that Ctrl-C is the trainer's alone."""
         self._live, self._folder = live, folder
         self._processes: list[tuple[ExportOptions, subprocess.Popen[str], threading.Thread]] = []
+        self._told: set[str] = set()
         self._sampler: subprocess.Popen[bytes] | None = None
         if live.system_every > 0:
             words = ["-m", "rl_bridge.tracking.system", str(os.getpid()), str(folder), str(live.system_every)]
@@ -97,9 +98,9 @@ class Exporters:
             for options, process, listener in self._processes:
                 while not waited.is_set() and process.poll() is None:
                     waited.wait(0.05)
-                if process.poll() is None:
+                if process.poll() is None and options.to not in self._told:
                     tell(f"{options.to} still gets the end of this run; if it does not: {self._again(options)}")
-                else:
+                elif process.poll() is not None:
                     listener.join(1.0)
         finally:
             timer.cancel()
@@ -116,6 +117,7 @@ class Exporters:
         said = False
         with process.stdout as lines:
             for line in lines:
+                self._told.add(options.to)
                 tell(f"{options.to} gets no metrics: {line.strip()}; to catch up: {self._again(options)}")
                 said = True
         status = process.wait()

@@ -14,6 +14,8 @@ from rl_bridge.tracking.exporters.wandb_file import records
 
 PATIENCE = 10.0
 """Seconds for an offline run's file to be whole after the run's end."""
+FLUSH, GROWTH = 1.0, 3.0
+"""Seconds between two writes of W&B to that file; seconds that a write which is late is waited for."""
 
 
 class RunExporter:
@@ -29,6 +31,9 @@ class RunExporter:
         self.goes_on = GoesOn.NEVER if self._mode == "offline" else GoesOn.AFTER_CLOSE
         self._run: Any = None
         self._logged = 0
+        # The offline run's file when it last grew, and since when a row waits to be in it.
+        self._size, self._stuck = 0, False
+        self._unwritten_since: float | None = None
 
     @property
     def _id(self) -> str:
@@ -71,7 +76,7 @@ class RunExporter:
             x_disable_stats=True,
             x_disable_machine_info=True,
             x_save_requirements=False,
-            x_transaction_log_flush_interval=1.0,
+            x_transaction_log_flush_interval=FLUSH,
         )
         provenance = {"key": self._about.key, "attempts": list(self._about.provenance)}
         self._run = wandb.init(
@@ -90,11 +95,19 @@ class RunExporter:
         self._run.define_metric("system/*", step_metric="clock/sample", step_sync=False)
 
     def send(self, rows: Sequence[Row]) -> None:
-        """A row of history each."""
+        """A row of history each.
+
+        Raises:
+            OSError: earlier rows do not get into the file of an offline run.
+        """
+        if self._mode == "offline":
+            self._await_growth()
         for row in rows:
             clocks = {f"clock/{name}": value for name, value in row.clocks.items()}
             self._logged += 1
             self._run.log({**row.metrics, **clocks, "_timestamp": row.time})
+        if rows and self._unwritten_since is None:
+            self._unwritten_since = time.monotonic()
 
     def artifact(self, artifact: Artifact) -> None:
         """An artifact of type ``model`` with the manifest, and with the files if they are wanted."""
@@ -113,7 +126,7 @@ class RunExporter:
         if self._run is None:
             return
         self._run.finish(exit_code=0)
-        if self._mode != "offline":
+        if self._mode != "offline" or self._stuck:
             return
         # The library's own process writes on after finish(), and is silent about a file that it could not write.
         deadline = time.monotonic() + PATIENCE
@@ -121,6 +134,23 @@ class RunExporter:
             time.sleep(0.05)
         if kept != self._logged:
             raise OSError(f"W&B wrote {kept} of {self._logged} rows to {self._place.output}; is the disk full?")
+
+    def _await_growth(self) -> None:
+        """W&B's own process is silent about a file that cannot grow: such a file is found while the run goes on."""
+        deadline = time.monotonic() + GROWTH
+        while self._unwritten_since is not None and (size := self._bytes()) == self._size:
+            if time.monotonic() < self._unwritten_since + 2 * FLUSH:
+                return
+            if time.monotonic() > deadline:
+                self._stuck = True
+                raise OSError(
+                    f"W&B's file in {self._place.output} stays at {size} bytes, though rows come; is the disk full?"
+                )
+            time.sleep(0.05)
+        self._size, self._unwritten_since = self._bytes(), None
+
+    def _bytes(self) -> int:
+        return sum(file.stat().st_size for folder in self._folders() for file in folder.glob("*.wandb"))
 
     def _kept(self) -> int:
         record = library("wandb.proto.wandb_internal_pb2").Record
