@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_bridge.parallel.checkpointing import Activations
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -17,8 +19,8 @@ class ParallelConfig:
     """Arithmetic of the sums of gradients over workers."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass (ZeRO-3), or keep them for the backward pass (ZeRO-2)."""
-    gradient_checkpointing: bool = False
-    """Keep only the inputs of each layer, and compute the layer again in the backward pass."""
+    activations: Activations = "keep"
+    """What a layer keeps for its backward pass, and where."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and the optimiser's state in the host's memory."""
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.checkpointing import checkpoint_layers
+from rl_bridge.parallel.checkpointing import keep_activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.fsdp import shard_model
 from rl_bridge.parallel.head import gather_head_for_logprobs
@@ -37,8 +37,7 @@ def parallelize(
     """
     if mesh is not None and mesh["tensor"].size() > 1:
         cut_matrices(model, model_mesh(mesh)["tensor"])
-    if config.gradient_checkpointing:
-        checkpoint_layers(model)
+    keep_activations(model, config.activations)
     same_dtype = all(parameter.dtype == config.param_dtype for parameter in model.parameters())
     if mesh is None and same_dtype and not config.cpu_offload:
         return

@@ -11,7 +11,7 @@ from tests.bridge.parallel.one_step import loss_of, make, token_ids
 
 def gradients(checkpointed):
     model, runs = make("Qwen3"), []
-    parallelize(model, None, ParallelConfig(gradient_checkpointing=checkpointed))
+    parallelize(model, None, ParallelConfig(activations="full" if checkpointed else "keep"))
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     logits = model(input_ids=token_ids(), use_cache=False).logits
     forward = len(runs)
@@ -29,4 +29,4 @@ def test_layers_run_again_in_the_backward_pass():
 
 def test_a_module_without_layers_is_refused():
     with pytest.raises(ValueError, match="Linear has no layers to checkpoint"):
-        parallelize(nn.Linear(2, 2), None, ParallelConfig(gradient_checkpointing=True))
+        parallelize(nn.Linear(2, 2), None, ParallelConfig(activations="full"))

@@ -10,13 +10,13 @@ LAYOUTS = {
     "shard": ("Qwen2", (1, 2, 1, 1), {}),
     "replicate": ("Llama", (2, 1, 1, 1), {}),
     "sequence": ("Qwen3", (1, 1, 2, 1), {}),
-    "zero2": ("Llama", (1, 2, 1, 1), {"reshard_after_forward": False}),
-    "recomputed": ("Qwen3", (1, 2, 1, 1), {"gradient_checkpointing": True}),
-    "tensor, tied": ("Llama", (1, 1, 1, 2), {"gradient_checkpointing": True}),
+    "zero2": ("Llama", (1, 2, 1, 1), {"reshard_after_forward": False, "activations": "offload_inputs"}),
+    "recomputed": ("Qwen3", (1, 2, 1, 1), {"activations": "full"}),
+    "tensor, tied": ("Llama", (1, 1, 1, 2), {"activations": "selective"}),
     "tensor, biases": ("Qwen2", (1, 1, 1, 2), {}),
     "tensor, norms of heads": ("Qwen3", (1, 1, 1, 2), {}),
     "tensor, a vocabulary that stays whole": ("Qwen2", (1, 1, 1, 2), {}, {"vocab_size": 43}),
-    "offloaded": ("Qwen2", (1, 2, 1, 1), {"cpu_offload": True}),
+    "offloaded": ("Qwen2", (1, 2, 1, 1), {"cpu_offload": True, "activations": "offload"}),
 }
 DOCUMENTS = {
     "documents, sequence": ("Qwen2", (1, 1, 2, 1)),

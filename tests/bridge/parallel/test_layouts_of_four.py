@@ -13,7 +13,7 @@ LAYOUTS = {
     "shards of sequences": ("Llama", (1, 2, 2, 1), {}),
     "shards of tensors": ("Qwen3", (1, 2, 1, 2), {}, UNEVEN),
     "shards of tensors, not tied": ("Qwen2", (1, 2, 1, 2), {"reshard_after_forward": False}, UNEVEN | {"tied": False}),
-    "replicated tensors": ("Llama", (2, 1, 1, 2), {"gradient_checkpointing": True}),
+    "replicated tensors": ("Llama", (2, 1, 1, 2), {"activations": "full"}),
     "sequences of tensors": ("Qwen2", (1, 1, 2, 2), {}),
     "four tensor ranks": ("Llama", (1, 1, 1, 4), {}, {"num_key_value_heads": 4}),
     "four shards": ("Qwen3", (1, 4, 1, 1), {}, UNEVEN),

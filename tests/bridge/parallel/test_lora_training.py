@@ -13,7 +13,7 @@ LAYOUTS = {
     "shard": ((1, 2, 1, 1), {}),
     "replicate, packed": ((2, 1, 1, 1), {"packing": True}),
     "sequence": ((1, 1, 2, 1), {}),
-    "recomputed": ((1, 2, 1, 1), {"gradient_checkpointing": True}),
+    "recomputed": ((1, 2, 1, 1), {"activations": "full"}),
 }
 ROWS = 4
 
@@ -30,7 +30,7 @@ def batch():
     return TokenBatch(tokens, mask, lengths, torch.arange(ROWS), old_logprobs=old, advantages=advantages)
 
 
-def module_of(mesh, *, packing=False, gradient_checkpointing=False):
+def module_of(mesh, *, packing=False, activations="keep"):
     """As an engine makes it."""
     import rl_fn
     from rl_bridge.engines.lifecycle import torch_worker
@@ -49,7 +49,7 @@ def module_of(mesh, *, packing=False, gradient_checkpointing=False):
         rl_fn.recipes.dapo(),
         updates=4,
         scoring=ScoringConfig(temperature=0.7, packing=packing),
-        parallel=ParallelConfig(gradient_checkpointing=gradient_checkpointing),
+        parallel=ParallelConfig(activations=activations),
     )
     return torch_worker(make, mesh, torch.device("cpu"), torch.get_rng_state())
 
