@@ -43,6 +43,7 @@ class Checkpointer:
         self._keep, self._asynchronous, self._timeout = keep, asynchronous, timeout
         self._report = report or (lambda message: print(message, file=sys.stderr))
         self._writers: tuple[Executor, tuple[int, ...]] | None = None
+        self._copied_on: tuple[Executor, tuple[int, ...]] | None = None
         self._damaged: list[Path] = []
         self._whole: set[Path] = set()
         self._alone = LocalExecutor("cpu")
@@ -70,6 +71,7 @@ class Checkpointer:
             slot: (Request(path, self._keep, pinned, names, slots, state if slot == slots[0] else None),)
             for slot in slots
         }
+        self._copied_on = executor, slots
         executor.call(hosts.stage, arguments, what=f"snapshot for {path.name}", timeout=self._timeout)
         executor.call(hosts.start, dict.fromkeys(slots, ()), what=f"start of {path.name}")
         self._writers = executor, slots
@@ -94,6 +96,19 @@ class Checkpointer:
             newest = self.newest()
             older = "there is no older one" if newest is None else f"the newest is {newest}"
             raise CheckpointError(f"{reason}; {older}") from error
+
+    def close(self) -> None:
+        """``wait``, and let go of the host memory that snapshots were copied to.
+
+        Raises:
+            CheckpointError: as ``wait``; the memory is let go of all the same.
+        """
+        try:
+            self.wait()
+        finally:
+            place, self._copied_on = self._copied_on, None
+            if place is not None and not place[0].stopped and not place[0].dead():
+                place[0].call(hosts.forget, dict.fromkeys(place[1], ()), what="end of checkpoints")
 
     def path(self, step: int) -> Path:
         """Of the checkpoint ``step-N``."""

@@ -42,6 +42,7 @@ def stage(host: Host, request: Request) -> None:
     """
     saver = _savers.setdefault(host, _Saver())
     assert saver.thread is None
+    saver.buffers.only(request.engines)
     saver.share = Share(
         request,
         ranks={name: host.workers[engine].rank for name, engine in _here(host, request.engines).items()},
@@ -75,6 +76,13 @@ def finish(host: Host, timeout: float) -> None:
     error, saver.thread, saver.share, saver.error = saver.error, None, None, None
     if error is not None:
         raise error
+
+
+def forget(host: Host) -> None:
+    """Let go of the buffers of a run that is over."""
+    saver = _savers.get(host)
+    if saver is not None and saver.thread is None:
+        del _savers[host]
 
 
 def load(host: Host, path: Path, engines: Mapping[str, str]) -> None:

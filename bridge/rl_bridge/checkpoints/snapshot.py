@@ -1,7 +1,7 @@
 """A worker's state as it was at one moment: copied to host memory, each piece with a checksum of what was read."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,10 @@ class HostBuffers:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return Snapshot(structure, plan, pieces)
+
+    def only(self, names: Collection[str]) -> None:
+        """Let go of what other names have here, such as an earlier stage's model."""
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] in names}
 
     def _copy(self, name: str, index: MetadataIndex, values: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get((name, index))

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from rl_bridge import step_folders
-from rl_bridge.checkpoints import Checkpointer, CheckpointError, load_optimizer_state, optimizer_state, reading
+from rl_bridge.checkpoints import (
+    Checkpointer,
+    CheckpointError,
+    hosts,
+    load_optimizer_state,
+    optimizer_state,
+    reading,
+)
 from rl_bridge.checkpoints.random_states import random_states, set_random_states
 from rl_bridge.engines import TrainEngine
 from tests.bridge.checkpoints.modules import Trained, draw, engine_of, names
@@ -51,6 +58,23 @@ def test_the_folder_holds_no_pickle(tmp_path):
     for file in path.rglob("*.*"):
         with pytest.raises(ValueError), file.open("rb") as stream:
             list(pickletools.genops(stream))
+
+
+def test_copies_of_an_earlier_stage_and_of_a_run_that_is_over_are_let_go_of(tmp_path):
+    checkpointer, first, second = Checkpointer(tmp_path), engine_of(), engine_of()
+    host = first.executor._host
+
+    def held():
+        return {name for name, _ in hosts._savers[host].buffers._buffers}
+
+    checkpointer.save(1, {"supervised": first}, {})
+    checkpointer.wait()
+    assert held() == {"supervised"}
+    checkpointer.save(2, {"policy": second}, {})
+    assert held() == {"policy"}
+    checkpointer.close()
+    assert host not in hosts._savers
+    assert checkpointer.latest() == checkpointer.path(2)
 
 
 def test_a_fresh_optimiser_is_saved_as_one_without_updates():
