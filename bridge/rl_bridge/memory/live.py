@@ -2,6 +2,7 @@
 
 Every operation of the thread is seen. A storage counts from the operation that made it until nothing refers to it: what
 autograd saves and what views share is counted once, as long as it lives. What a kernel allocates inside is not seen.
+Activations that were offloaded are a component of their own, which the sum leaves out: it is the device's.
 """
 
 import functools
@@ -9,16 +10,18 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._C import DispatchKey
 from torch._library.custom_ops import OPDEFS
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from rl_bridge.memory.places import GRADIENTS, WEIGHTS, Place, place_of
+from rl_bridge.memory.places import GRADIENTS, OFFLOADED, WEIGHTS, Place, place_of
+from rl_bridge.memory.resizes import unwatch_resizes, watch_resizes
 
 
 class Peak(NamedTuple):
@@ -58,6 +61,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count what it made."""
+        if DTensor in types:
+            return NotImplemented  # its own dispatch comes back here with the local parts and what it makes on the way
         inside = OPDEFS.get(func._schema.name)
         if inside is not None:
             # Of a custom operation written in Python every operation inside is seen, as its memory lives there.
@@ -70,6 +75,23 @@ class LiveBytes(TorchDispatchMode):
             out = self.run(func, args, kwargs or {})
         self._see(out, (args, kwargs or {}))
         return out
+
+    def __enter__(self) -> Self:
+        watch_resizes(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        unwatch_resizes(self)
+        super().__exit__(*error)
+
+    def resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Count a storage that had ``before`` bytes with its new size: FSDP2 frees gathered weights so."""
+        entry = self._entries.get(storage._cdata)
+        if entry is not None:
+            change, entry.bytes = storage.nbytes() - entry.bytes, storage.nbytes()
+            self._change(entry.component, change, place_of().line)
+        elif not before and storage.nbytes():
+            self._add(storage._cdata, storage.nbytes(), storage, place_of())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operation itself."""
@@ -161,6 +183,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _change(self, component: str, size: int, line: str = "") -> None:
         self.components[component] = self.components.get(component, 0) + size
+        if component == OFFLOADED:
+            return
         self.bytes += size
         if self.bytes > self._peak.bytes:
             self._peak = Peak(self.bytes, dict(self.components), line)
@@ -169,13 +193,17 @@ class LiveBytes(TorchDispatchMode):
 @functools.cache
 def _is_composite(func: Any) -> bool:
     """Whether the operation is a sequence of others, which reaches a mode whole inside a custom operation."""
-    return func.namespace == "aten" and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    if func.namespace != "aten" or func.has_kernel_for_dispatch_key(DispatchKey.CPU):
+        return False  # such as silu_backward, which has a sequence for other devices, and a kernel of its own here
+    return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """What a tensor of tensors consists of, such as the local shard of a DTensor."""
     if isinstance(tensor, DTensor):
         yield from _parts(tensor._local_tensor)
+    elif isinstance(tensor, AsyncCollectiveTensor):  # what is on its way; the wrapper has no memory
+        yield from _parts(tensor.elem)
     else:
         yield tensor
 

@@ -8,11 +8,19 @@ import torch
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 HEAD, CACHE, TRANSFER, CHECKPOINT, OTHER = "head", "kv_cache", "transfer", "checkpoint", "other"
+OFFLOADED, SERVER, REWARD = "offloaded", "server", "reward"
 COMPONENTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, CACHE, TRANSFER, CHECKPOINT, OTHER)
-"""Of a run's memory. ``head``: logits and what else the head computes with; ``transfer``: buffers of a sync."""
+COMPONENTS += (SERVER, REWARD, OFFLOADED)
+"""Of a run's memory. ``head``: logits and what else the head computes with; ``transfer``: buffers of a sync;
+``server``: weights, keys and values of a server's process beside the worker, ``reward``: weights of reward models in
+the driver's process, which a plan knows and no meter;
+``offloaded``: what waits in host memory, which sums and peaks of a device leave out."""
 
 # The innermost frame that one of these knows decides; a pair also names the function.
 _OF_CODE = (
+    ("torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_reduce", GRADIENTS),
+    ("torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "", WEIGHTS),
+    ("torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "", WEIGHTS),
     ("rl_kernels/sampling", "", HEAD),
     ("rl_kernels/", "", HEAD),
     ("rl_bridge/rollout/row_cache.py", "", CACHE),
@@ -22,6 +30,7 @@ _OF_CODE = (
     ("torch/optim/", "_init_group", OPTIMIZER),
     ("rl_bridge/trainers/modules/trainable.py", "optimizer_step", OTHER),
     ("rl_bridge/rollout/", "", ACTIVATIONS),
+    ("rl_bridge/parallel/offloading.py", "to_host", OFFLOADED),
     ("rl_bridge/parallel/", "", ACTIVATIONS),
     ("rl_bridge/trainers/modules/", "", ACTIVATIONS),
     ("/modeling_", "", ACTIVATIONS),

@@ -2,15 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rl_bridge.memory.first_worker import world_of
 from rl_bridge.memory.live import LiveBytes, Peak
+from rl_bridge.memory.meshes import mesh_of
 from rl_bridge.memory.rehearsal import Rehearsal
 from rl_bridge.memory.steps import PHASES, PolicyStep
+from rl_bridge.memory.supervision import PHASES as SUPERVISION_PHASES
+from rl_bridge.memory.supervision import Rows, Supervision, SupervisionStep
 from rl_bridge.memory.workload import Workload
 from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.policy import PolicyPipeline
+from rl_bridge.pipelines.preference import PreferencePipeline
 from rl_bridge.pipelines.training import LoRAOptions
+
+Pipeline = PolicyPipeline | Supervision
+Load = Workload | Rows
 
 
 class Plan(NamedTuple):
@@ -37,55 +45,74 @@ class Knob(NamedTuple):
     saves: int
 
 
-def plan(pipeline: PolicyPipeline, source: ModelSource, workload: Workload, phases: tuple[str, ...] = PHASES) -> Plan:
-    """The bytes of one worker of the run, by a rehearsal of a step with the longest rows.
+def plan(pipeline: Pipeline, source: ModelSource, workload: Load, phases: tuple[str, ...] | None = None) -> Plan:
+    """The bytes of one worker of the run, the first of its mesh, by a rehearsal of a step with the longest rows.
 
     ``source`` gives the structure of the model alone. Bytes are those of tensors: what kernels allocate inside, and
     what an allocator rounds up, come on top.
+
+    Raises:
+        ValueError: a mesh that the run's workers are not of, or several workers where this process is in a process
+            group already.
     """
     return _peaks(Rehearsal(), pipeline, source, workload, phases)
 
 
-def measure(
-    pipeline: PolicyPipeline, source: ModelSource, workload: Workload, phases: tuple[str, ...] = PHASES
-) -> Plan:
-    """The same for real: the step is computed, and its live tensors are counted."""
+def measure(pipeline: Pipeline, source: ModelSource, workload: Load, phases: tuple[str, ...] | None = None) -> Plan:
+    """The same for real: the step is computed, and its live tensors are counted.
+
+    Of several workers the first one is, alone: its numbers are not those of a run, and its sizes are.
+    """
     return _peaks(LiveBytes(), pipeline, source, workload, phases)
 
 
 def _peaks(
-    live: LiveBytes, pipeline: PolicyPipeline, source: ModelSource, workload: Workload, phases: tuple[str, ...]
+    live: LiveBytes, pipeline: Pipeline, source: ModelSource, workload: Load, phases: tuple[str, ...] | None
 ) -> Plan:
-    with live:
-        step = PolicyStep(pipeline, source, workload, live)
+    with world_of(mesh_of(pipeline).size), live:
+        step: PolicyStep | SupervisionStep
+        if isinstance(pipeline, PolicyPipeline):
+            assert isinstance(workload, Workload)
+            step, all_of = PolicyStep(pipeline, source, workload, live), PHASES
+        else:
+            assert isinstance(workload, Rows)
+            step, all_of = SupervisionStep(pipeline, source, workload, live), SUPERVISION_PHASES
         try:
-            return Plan(step.run(phases))
+            return Plan(step.run(all_of if phases is None else phases))
         finally:
             step.close()
 
 
-def knobs(pipeline: PolicyPipeline, source: ModelSource, workload: Workload, now: Plan) -> Iterator[Knob]:
+def knobs(pipeline: Pipeline, source: ModelSource, workload: Load, now: Plan) -> Iterator[Knob]:
     """What each option that the run does not have would save at the peak, the run's other options staying."""
     for option, changed in _changes(pipeline, workload):
         made = plan(changed, source, workload)
         yield Knob(option, made, now.bytes - made.bytes)
 
 
-def _changes(pipeline: PolicyPipeline, workload: Workload) -> Iterator[tuple[str, PolicyPipeline]]:
-    of_update = -(-workload.rows // pipeline.policy.updates_per_step) * workload.row_tokens
+def _changes(pipeline: Pipeline, workload: Load) -> Iterator[tuple[str, Any]]:
+    updates = pipeline.policy.updates_per_step if isinstance(pipeline, PolicyPipeline) else 1
+    mesh = mesh_of(pipeline)
+    of_update = -(-workload.rows // (updates * mesh.data_parts)) * workload.row_tokens
     assert pipeline.micro_batch_tokens != "auto"
     tokens = max(workload.row_tokens, min(pipeline.micro_batch_tokens, of_update) // 2)
     wanted: list[tuple[str, dict]] = [(f"--micro-batch-tokens {tokens}", {"micro_batch_tokens": tokens})]
-    if not pipeline.gradient_checkpointing:
-        wanted.append(("--gradient-checkpointing", {"gradient_checkpointing": True}))
-    if not pipeline.fused_loss:
+    if pipeline.activations == "keep" and not pipeline.gradient_checkpointing:
+        wanted += [(f"--activations {name}", {"activations": name}) for name in ("full", "offload")]
+    # Where a mesh cuts the vocabulary or the rows no loss is fused with the head, and cut matrices take no adapters.
+    if isinstance(pipeline, PolicyPipeline) and not pipeline.fused_loss and mesh.tensor == mesh.sequence == 1:
         wanted.append(("--fused-loss", {"fused_loss": True}))
-    if not pipeline.lora.rank:
+    if not pipeline.lora.rank and mesh.tensor == 1:
         wanted.append(("--lora.rank 16", {"lora": LoRAOptions(rank=16)}))
     if pipeline.dtype == "float32":
-        exact = replace(pipeline.policy, recompute_old_logprobs=True)
-        wanted.append(("--dtype bfloat16 --policy.recompute-old-logprobs", {"dtype": "bfloat16", "policy": exact}))
-    if pipeline.track_kl:
+        if isinstance(pipeline, PolicyPipeline):
+            exact = replace(pipeline.policy, recompute_old_logprobs=True)
+            wanted.append(("--dtype bfloat16 --policy.recompute-old-logprobs", {"dtype": "bfloat16", "policy": exact}))
+        else:
+            wanted.append(("--dtype bfloat16", {"dtype": "bfloat16"}))
+    if isinstance(pipeline, PreferencePipeline) and not pipeline.cache_reference:
+        wanted.append(("--cache-reference", {"cache_reference": True}))
+    if isinstance(pipeline, PolicyPipeline) and pipeline.track_kl:
         wanted.append(("--no-track-kl", {"track_kl": False}))
     for option, fields in wanted:
         try:
@@ -94,14 +121,12 @@ def _changes(pipeline: PolicyPipeline, workload: Workload) -> Iterator[tuple[str
             continue
 
 
-def largest_micro_batch(
-    pipeline: PolicyPipeline, source: ModelSource, workload: Workload, room: int
-) -> tuple[int, Plan] | None:
+def largest_micro_batch(pipeline: Pipeline, source: ModelSource, workload: Load, room: int) -> tuple[int, Plan] | None:
     """The most ``micro_batch_tokens``, in whole rows, with which the run stays within ``room`` bytes, and its plan.
 
     None where not even one row at a time fits.
     """
-    least, most = 1, workload.rows
+    least, most = 1, -(-workload.rows // mesh_of(pipeline).data_parts)
 
     def with_rows(rows: int) -> Plan:
         return plan(replace(pipeline, micro_batch_tokens=rows * workload.row_tokens), source, workload)

@@ -40,6 +40,7 @@ LOOKED_AT, SKIPPED = 64, 2
 """Last steps that a leak is looked for in, and first steps that make what stays."""
 _METHODS = {"token_logprobs": "scoring", "values": "scoring", "scores": "scoring", "train_step": "update"}
 _METHODS |= {"optimizer_step": "update", "nll": "scoring", "pair_scores": "scoring"}
+_METHODS |= {"completion_logprobs": "scoring", "completion_rewards": "scoring", "backward_through": "update"}
 _METHODS |= dict.fromkeys(("generate", "converse", "complete", "advance", "conversations"), "generation")
 _FUNCTIONS = {"transfer": "sync", "stage": "checkpoint", "build_worker": "build"}
 

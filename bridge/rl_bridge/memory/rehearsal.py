@@ -14,6 +14,8 @@ from rl_bridge.memory.live import LiveBytes
 
 _ATEN: Any = torch.ops.aten
 _INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._index_put_impl_.default)
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+"""What a collective has gathered is handed on by them, in the same memory."""
 _FACTORIES = frozenset(
     [f"{start}{kind}" for start in ("", "new_") for kind in ("empty", "empty_strided", "zeros", "ones", "full")]
     + [f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")]
@@ -43,11 +45,8 @@ class Rehearsal(LiveBytes):
         """The operation: for real where all numbers are, else on sizes alone."""
         tensors = _tensors(args, kwargs)
         if not any(isinstance(x, FakeTensor) for x in tensors):
-            if any(x.is_meta for x in tensors) or _is_meta(kwargs):
-                return func(*args, **kwargs)
-            return (
-                self._fake(func, args, kwargs) if _makes_floats(func, args, tensors, kwargs) else func(*args, **kwargs)
-            )
+            made = not _is_meta(tensors, kwargs) and _makes_floats(func, args, tensors, kwargs)
+            return self._fake(func, args, kwargs) if made else func(*args, **kwargs)
         name = func._schema.name
         if func is _ATEN._local_scalar_dense.default:
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
@@ -60,6 +59,8 @@ class Rehearsal(LiveBytes):
         if func is _ATEN.nonzero.default:
             with self._fakes:
                 return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if name in _WAITS:
+            return self._fake(_ATEN.alias.default, args[:1], {})  # the shapes' own rule is a new array
         if func in _INDEXED:
             args = (args[0], _as_numbers(args[1], args[0]), *args[2:])
         if name == "mkldnn::_reorder_linear_weight":
@@ -90,9 +91,12 @@ def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return found
 
 
-def _is_meta(kwargs: Any) -> bool:
+def _is_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
+    """Whether the result is on the meta device, which has no memory to plan."""
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
+    if device is None:
+        return any(x.is_meta for x in tensors)
+    return torch.device(device).type == "meta"
 
 
 def _makes_floats(func: Any, args: Any, tensors: list[torch.Tensor], kwargs: Any) -> bool:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rl_bridge.models.filling import fill_computed_buffers
 from rl_bridge.models.kinds import require_causal
-from rl_bridge.models.source import ModelSource, device_of
+from rl_bridge.models.source import ModelSource, PretrainedSource, device_of
+from rl_bridge.models.values import PretrainedValueSource, with_head
 from rl_bridge.parallel.moving import materialize
 
 
@@ -26,17 +27,37 @@ class ConfigSource:
         Raises:
             ValueError: there is no such configuration, or it is of no causal language model.
         """
-        path = Path(self.name)
-        try:
-            config = AutoConfig.from_pretrained(path.parent if path.is_file() else self.name)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no config.json can be read from {self.name!r}: {error}") from error
+        config = _config(self.name)
         require_causal(config, self.name)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Refused: a plan loads nothing."""
         raise ValueError(f"{self.name} is planned from its config.json: there are no weights to load")
+
+
+@dataclass(frozen=True)
+class ConfigValueSource(ConfigSource):
+    """The same for a model of values or rewards."""
+
+    def empty(self) -> PreTrainedModel:
+        """As ``AutoModelForSequenceClassification`` makes it, in float32.
+
+        Raises:
+            ValueError: there is no such configuration, or it is of a model with another head than one number.
+        """
+        config = _config(self.name)
+        if config.num_labels != 1:
+            raise ValueError(f"a value model has one label, that in {self.name!r} has {config.num_labels}")
+        return with_head(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)).eval()
+
+
+def _config(name: str) -> Any:
+    path = Path(name)
+    try:
+        return AutoConfig.from_pretrained(path.parent if path.is_file() else name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no config.json can be read from {name!r}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -65,3 +86,10 @@ class WithoutNumbers:
 def without_numbers(source: ModelSource) -> ModelSource:
     """The source with sizes alone."""
     return WithoutNumbers(source)  # type: ignore[return-value]
+
+
+def beside(name: str, *, rehearsed: bool, values: bool = False) -> ModelSource:
+    """A model beside the trained one, of tokens or of ``values``: its structure for a rehearsal, else with weights."""
+    if rehearsed:
+        return without_numbers(ConfigValueSource(name) if values else ConfigSource(name))
+    return PretrainedValueSource(name) if values else PretrainedSource(name)

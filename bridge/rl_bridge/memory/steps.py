@@ -1,7 +1,9 @@
 """One step of a policy's training, phase by phase, on the engines that a run has: for real, or as a rehearsal."""
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,20 +12,26 @@ from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.lifecycle import worker_of
-from rl_bridge.executors import LocalExecutor
+from rl_bridge.memory.first_worker import executor_of
 from rl_bridge.memory.live import LiveBytes, Peak
+from rl_bridge.memory.meshes import mesh_of
 from rl_bridge.memory.rehearsal import Rehearsal
-from rl_bridge.memory.sources import without_numbers
+from rl_bridge.memory.reward_models import PlannedRewards
+from rl_bridge.memory.sources import beside, without_numbers
+from rl_bridge.memory.vllm_rollout import PlannedOptions, PlannedRollout
 from rl_bridge.memory.workload import Largest, Workload
 from rl_bridge.models.source import ModelSource
 from rl_bridge.models.values import ValueSource
 from rl_bridge.pipelines.policy import PolicyPipeline
+from rl_bridge.rewards.sources import reward_models
 from rl_bridge.rollout.decoder import Decoder
 from rl_bridge.rollout.inprocess import InProcessRollout
 from rl_bridge.weights import receiver
 from rl_bridge.weights.transports import same_slot
 
 PHASES = ("generation", "scoring", "update", "sync", "checkpoint")
+REWARDS = "rewards"
+"""After generation, where reward models score the completions."""
 EOS = -1
 """No token: a row ends with its limit alone."""
 
@@ -41,14 +49,16 @@ class PolicyStep:
         """Make the engines as the pipeline does; nothing is computed yet."""
         self.pipeline, self.workload, self.live = pipeline, workload, live
         self.rehearsed = isinstance(live, Rehearsal)
-        self.executor = LocalExecutor("cpu")
+        mesh = mesh_of(pipeline)
+        self.executor = executor_of(mesh.size)
         bare = without_numbers if self.rehearsed else (lambda x: x)
-        engines = pipeline.engines(self.executor, pipeline.mesh.of(1), bare(source), "plan")
+        engines = pipeline.engines(self.executor, mesh, bare(source), "plan")
         engines.trained = bare(pipeline.trained(source))
         objective, scoring = pipeline.objective.build(), pipeline.scoring()
-        self.rollout = None
-        if pipeline.rollout.backend == "in_process":
-            self.rollout = engines.rollout(_Tokens(), pipeline.rollout)  # type: ignore[arg-type]
+        plain = pipeline.rollout.backend == "in_process"
+        made: Any = pipeline.rollout if plain else PlannedOptions(pipeline.rollout, workload, live)
+        self.rollout = engines.rollout(_Tokens(), made)  # type: ignore[arg-type]
+        self.engine: PlannedRollout | None = None if plain else self.worker(self.rollout)
         self.policy = engines.policy(
             pipeline.optimizer, objective, updates=10, scoring=scoring, fused_loss=pipeline.fused_loss
         )
@@ -57,18 +67,27 @@ class PolicyStep:
         self.reference = engines.reference(scoring) if reads or pipeline.track_kl else None
         self.critic = None
         if objective.value is not None:
-            critic = bare(ValueSource(source))
+            own, rehearsed = pipeline.critic.model, self.rehearsed
+            critic = bare(ValueSource(source)) if own is None else beside(own, rehearsed=rehearsed, values=True)
             options = pipeline.critic.optimizer, objective
             self.critic = engines.critic(critic, *options, updates=10, scoring=scoring)
+        self.teacher = None
+        self.reads_teacher = "teacher_logprobs" in objective.required_rollout_fields
+        if pipeline.teacher is not None:
+            self.teacher = engines.teacher(beside(pipeline.teacher, rehearsed=self.rehearsed), scoring)
+        elif self.reads_teacher:
+            raise ValueError(f"{objective.name} learns from a teacher: give --teacher MODEL")
+        named = reward_models(pipeline.reward)
+        self.rewards = PlannedRewards(named, live) if named else None
         self._engines = engines
         self._snapshots: list[torch.Tensor] = []
-        for engine in (self.policy, self.reference, self.critic):
+        for engine in (self.policy, self.reference, self.critic, self.teacher):
             if engine is not None:
                 module = self.module(engine)
                 live.watch(module)
                 if self.rehearsed:
                     _shorten(module)
-        if self.rollout is not None:
+        if self.engine is None:
             live.watch(self.worker(self.rollout)._model)
         self.vocabulary = int(self.module(self.policy).model.config.get_text_config().vocab_size)
 
@@ -86,9 +105,22 @@ class PolicyStep:
         self.prepare()
         for _ in range(times):
             for name in phases:
-                with self.live.phase(peaks, name):
-                    getattr(self, name)()
+                for part, work in self._parts(name):
+                    if self.engine is not None:
+                        self.engine.awake(part in ("generation", "sync"))
+                    gc.collect()  # as a run's loop does between phases: the update's graph has cycles
+                    with self.live.phase(peaks if part in (*phases, REWARDS) else {}, part):
+                        work()
         return peaks
+
+    def _parts(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The calls of a phase, each with the phase that a run's memory.jsonl names it by; it knows no ``REWARDS``."""
+        if name == "update":
+            yield from self.update()
+            return
+        yield name, getattr(self, name)
+        if name == "generation" and self.rewards is not None:
+            yield REWARDS, partial(self.rewards.score, self.workload)
 
     def prepare(self) -> None:
         """What the first step of a run leaves behind: the optimisers' state, and a checkpoint's buffers."""
@@ -102,15 +134,18 @@ class PolicyStep:
         self.checkpoint()
 
     def generation(self) -> None:
-        """Completions of the longest kind; a rehearsal leaves out the steps between two sizes of the cache."""
-        if self.rollout is None:
+        """Completions of the longest kind; a rehearsal leaves out the steps between two sizes of the cache.
+
+        An engine of vLLM has reserved all that is known of it.
+        """
+        if self.engine is not None:
             return
         worker, load = self.worker(self.rollout), self.workload
         assert isinstance(worker, InProcessRollout)
         sampling = SamplingParams(max_new_tokens=load.new_tokens, **_drawing(self.pipeline))
         decoder = Decoder(worker._model, sampling, stop=[EOS], max_rows=worker._max_batch_rows)
         prompts = self.prompt_tokens()
-        for row in range(load.rows):
+        for row in range(-(-load.prompts // len(self.executor.slots)) * load.responses):
             decoder.add(row, prompts[row], seed=row, limit=load.new_tokens)
         while decoder.running or decoder.waiting:
             decoder.step()
@@ -126,37 +161,51 @@ class PolicyStep:
         return self.workload.batch(self.vocabulary)
 
     def scoring(self) -> None:
-        """What is scored before the updates."""
-        batch, config = NeedParallel(self.batch()), self.pipeline.policy
-        if config.recompute_old_logprobs:
-            self.policy.token_logprobs(batch)
-        if self.reference is not None and (self.reads_reference or config.updates_per_step == 1):
+        """What is scored before all updates of the step."""
+        batch = NeedParallel(self.batch())
+        if self.reference is not None and self.reads_reference:
             self.reference.token_logprobs(batch)
+        if self.teacher is not None and self.reads_teacher:
+            self.teacher.token_logprobs(batch)
         if self.critic is not None:
             self.critic.values(batch)
 
-    def update(self) -> None:
-        """The updates of a step, of the critic and of the policy."""
-        batch, count = self.batch(), self.pipeline.policy.updates_per_step
+    def update(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The updates of a step, of the critic and of the policy; what is scored for each comes right before it."""
+        batch, config = self.batch(), self.pipeline.policy
+        count = config.updates_per_step
         shares = [batch.rows(index) for index in torch.arange(self.workload.rows).tensor_split(count)]
         shares = shares[: 2 if self.rehearsed else count]
+        del batch
         if self.critic is not None:
+            yield "update", partial(self._update_critic, shares)
+        if config.recompute_old_logprobs:
             for share in shares:
-                read = share._replace(old_values=torch.zeros(share.mask.shape), returns=share.advantages)
-                self.critic.train_step(NeedParallel(read), float(share.mask.sum()))
-                self.critic.optimizer_step()
+                yield "scoring", partial(self.policy.token_logprobs, NeedParallel(share))
         for share in shares:
             if self.reference is not None:
-                share = share._replace(ref_logprobs=self.reference.token_logprobs(NeedParallel(share)))
-            self.policy.train_step(NeedParallel(share), float(share.mask.sum()), {})
-            self.policy.optimizer_step()
+                yield "scoring", partial(self.reference.token_logprobs, NeedParallel(share))
+                share = share._replace(ref_logprobs=torch.zeros(share.mask.shape))
+            yield "update", partial(self._update_policy, share)
+
+    def _update_critic(self, shares: Sequence[TokenBatch]) -> None:
+        assert self.critic is not None
+        for share in shares:
+            read = share._replace(old_values=torch.zeros(share.mask.shape), returns=share.advantages)
+            self.critic.train_step(NeedParallel(read), float(share.mask.sum()))
+            self.critic.optimizer_step()
+
+    def _update_policy(self, share: TokenBatch) -> None:
+        self.policy.train_step(NeedParallel(share), float(share.mask.sum()), {})
+        self.policy.optimizer_step()
 
     def sync(self) -> None:
-        """The weights to the rollout."""
-        if self.rollout is None:
-            return
+        """The weights to the rollout; an engine of vLLM has them proved."""
         with _without_checksums() if self.rehearsed else nullcontext():
             self.policy.sync_weights(self.rollout)
+        if self.engine is not None:
+            self.policy.token_logprobs(NeedParallel(self.engine.probe(self.pipeline.policy.sampling.temperature)))
+            self.engine.proved()
 
     def checkpoint(self) -> None:
         """The copies that a checkpoint is written from, kept from one to the next."""

@@ -15,7 +15,8 @@ def plan_lines(plan: Plan) -> list[str]:
     for phase, peak in plan.phases.items():
         rows.append([phase, *(shown_bytes(size) for size in (peak.bytes, *(peak.components.get(n, 0) for n in names)))])
     peak = plan.phases[plan.phase]
-    return [*_aligned(rows), f"the most is {shown_bytes(peak.bytes)}, in {plan.phase}, at {peak.line}"]
+    at = f", at {peak.line}" if peak.line else ""
+    return [*_aligned(rows), f"the most is {shown_bytes(peak.bytes)}, in {plan.phase}{at}"]
 
 
 def knob_lines(knobs: Iterable[Knob]) -> list[str]:

@@ -1,13 +1,13 @@
-"""A training step within the token budget: measured, and done again with half of it where memory was short."""
+"""Training and scoring within the token budget: measured, and done again with half of it where memory was short."""
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rl_bridge.memory import device as memory
+from rl_bridge.memory.collecting import collect_all
 
 
 def within_memory(train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,31 +23,63 @@ def within_memory(train_step: Callable[..., Any]) -> Callable[..., Any]:
         if self.budget is None:
             return train_step(self, *args, **kwargs)
         clean = self._mesh is None and all(p.grad is None for p in self.trained_parameters())
-        finite, place = self._losses_are_finite, self.compute_device()
-        while True:
-            memory.begin_peak(place)
-            base = memory.in_use(place)
-            try:
-                result = train_step(self, *args, **kwargs)
-            except Exception as error:
-                if not (clean and memory.is_out_of_memory(error) and self.budget.failed()):
-                    raise
-            else:
-                taken = {"base": base, "peak": memory.peak(place), "room": memory.room(place)}
-                self.budget.measured(**taken, tokens=self.largest_micro_batch)
-                return result
-            # Outside of the handler, whose traceback would keep what the try allocated.
+        finite = self._losses_are_finite
+
+        def undo() -> None:
             for parameter in self.trained_parameters():
                 parameter.grad = None
             self._losses_are_finite = finite
-            collect(place)
+
+        return _tried(self, functools.partial(train_step, self, *args, **kwargs), undo if clean else None, learns=True)
 
     return step
 
 
+def scores_within_memory(score: Callable[..., Any]) -> Callable[..., Any]:
+    """``score`` of a module with a ``budget``, which keeps nothing for a backward pass.
+
+    A frozen module's budget learns from it. A trained module's does not: as many tokens take less memory here than in
+    a training step.
+    """
+
+    @functools.wraps(score)
+    def scored(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(score, self, *args, **kwargs)
+        if self.budget is None:
+            return call()
+        return _tried(self, call, _nothing if self._mesh is None else None, learns=not self.trainable)
+
+    return scored
+
+
+def _tried(self: Any, call: Callable[[], Any], undo: Callable[[], None] | None, *, learns: bool) -> Any:
+    """The call, with half of the budget as often as memory is short; None for ``undo``: it cannot begin again."""
+    place = self.compute_device()
+    while True:
+        memory.begin_peak(place)
+        base = memory.in_use(place)
+        try:
+            result = call()
+        except Exception as error:
+            if undo is None or not memory.is_out_of_memory(error) or not self.budget.failed():
+                raise
+        else:
+            if learns:
+                taken = {"base": base, "peak": memory.peak(place), "room": memory.room(place)}
+                self.budget.measured(**taken, tokens=self.largest_micro_batch)
+            return result
+        # Outside of the handler, whose traceback would keep what the try allocated.
+        undo()
+        collect(place)
+
+
+def _nothing() -> None:
+    pass
+
+
 def collect(place: torch.device) -> None:
     """Give back what nothing refers to."""
-    gc.collect()
+    collect_all()
     if place.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -1,6 +1,7 @@
 """A plan says what a measurement finds."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from rl_bridge.memory.sizes import parse_bytes
 from rl_bridge.memory.steps import PHASES
 from rl_bridge.memory.workload import Workload
 from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.objective import objective_options
+from rl_bridge.pipelines.losses import LOSSES
+from rl_bridge.pipelines.objective import ALGORITHMS, objective_options
+from rl_bridge.pipelines.preference import PreferencePipeline
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.recipes import quickstart
 from rl_bridge.rollout.token_sampler import draw
@@ -24,6 +27,7 @@ SHORT = Workload(prompts=1, responses=2, prompt_tokens=3, new_tokens=3)
 SMALL = [(model, setting) for model in ("qwen2", "llama", "qwen3") for setting, _ in settings(model)]
 
 
+@pytest.mark.slow
 def test_plan_and_measurement_of_every_phase_agree():
     source = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
     pipeline = dict(settings("qwen2"))["checkpointing"]
@@ -64,6 +68,13 @@ def test_a_rehearsal_has_sizes_and_no_memory():
         assert rehearsal.bytes == 2 * (4 << 40) and x.grad is not None and x.grad.shape == x.shape
 
 
+def test_a_model_that_no_machine_holds_is_planned():
+    source = TinySource(vocabulary=20, hidden=1 << 17, layers=2, heads=2)
+    pipeline = replace(dict(settings("qwen2"))["LoRA"], track_kl=False)
+    found = plan(pipeline, source, SHORT, ("update",)).phases["update"]
+    assert found.components["weights"] > 4 << 40  # of the trainer and of the rollout
+
+
 def test_the_rehearsal_of_a_draw_from_many_allowed_tokens_ends():
     """The cutoff of more than 1024 tokens is sought by bisection, and of a rehearsal's numbers none is ever found."""
     seeds = torch.arange(3)
@@ -73,9 +84,6 @@ def test_the_rehearsal_of_a_draw_from_many_allowed_tokens_ends():
 
 
 def test_options_come_back_from_a_config_file(tmp_path):
-    import json
-    from dataclasses import asdict
-
     pipeline = replace(
         quickstart(),
         lora=LoRAOptions(rank=4),
@@ -90,7 +98,27 @@ def test_options_come_back_from_a_config_file(tmp_path):
         pipeline_of(tmp_path / "nothing.json")
 
 
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_the_options_of_every_algorithm_come_back(algorithm: str):
+    options = objective_options(algorithm)
+    assert like(objective_options("dapo"), asdict(options)) == options
+    with pytest.raises(ValueError, match=f"{algorithm}_options has no option micro"):
+        like(objective_options("dapo"), {"algorithm": algorithm, "micro": 1})
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_the_options_of_every_loss_come_back(loss: str):
+    options = LOSSES[loss]()
+    assert like(PreferencePipeline().loss, asdict(options)) == options
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "12 pounds", "0"])
 def test_what_is_no_amount_is_refused(text: str):
     with pytest.raises(ValueError, match="no amount of memory"):
         parse_bytes(text)
+
+
+def test_a_distillation_without_a_teacher_is_refused():
+    pipeline = replace(quickstart(), objective=objective_options("on_policy_distillation"))
+    with pytest.raises(ValueError, match="on_policy_distillation learns from a teacher"):
+        plan(pipeline, TinySource(vocabulary=20, hidden=16, layers=1, heads=2), SHORT)

@@ -67,6 +67,35 @@ def test_a_clean_run_is_not_flagged_and_leaves_its_record(tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
 
+class Keeper(torch.nn.Module):
+    """Keeps an array of 64 MiB, and lets go of it: more than malloc takes from its own heap."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.kept = torch.nn.Linear(2, 2), []
+
+    def keep(self) -> None:
+        self.kept.append(torch.ones(1 << 24))
+
+    def drop(self) -> None:
+        self.kept.clear()
+
+
+def test_live_bytes_grow_and_shrink_as_the_process_does(tmp_path):
+    """An independent instrument: the operating system's count of the pages that the process has."""
+    executor = LocalExecutor("cpu")
+    run = SimpleNamespace(folder=tmp_path, after_step=None, print=print)
+    with profiled(run, executor, True):
+        engine = TrainEngine(Keeper, executor=executor, name="keeping").build()
+        for method in ("drop", "keep", "drop"):
+            engine.call(method)
+    lines = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+    before, kept, dropped = (line for line in lines if line["call"] in ("keep", "drop"))
+    for name in ("bytes", "rss"):
+        assert abs((kept[name] - before[name]) / (64 << 20) - 1) < 0.05, name
+        assert abs(dropped[name] - before[name]) < 0.05 * (64 << 20), name
+
+
 def test_without_the_option_nothing_is_installed():
     run = SimpleNamespace(after_step=None)
     with profiled(run, None, False):  # type: ignore[arg-type]

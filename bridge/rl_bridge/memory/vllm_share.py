@@ -1,0 +1,212 @@
+"""The memory of an engine of vLLM, from the model's structure and the options: nothing is loaded, and vLLM not needed.
+
+Counted are the tensors that vLLM 0.32 makes: weights in their precision, a table of rotary embeddings, room for an
+adapter, blocks of keys and values. CUDA graphs, activations and workspaces of its kernels come on top.
+"""
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_bridge.memory.sizes import shown_bytes
+from rl_bridge.memory.workload import Workload
+from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.weights.manifest import TensorSpec, described
+from rl_bridge.weights.quantized import precision_map
+from rl_bridge.weights.source import module_tensors
+from rl_bridge.weights.through import Through
+
+PADDING = 64
+"""vLLM's vocabularies are multiples of as many tokens."""
+_BLOCK = {"cpu": 128, "cuda": 16}
+"""Tokens of a block of keys and values, unless ``block_size`` says otherwise."""
+_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Layers of a checkpoint that are one layer of vLLM."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Of adapters, as vLLM makes room for them."""
+
+
+@dataclass(frozen=True)
+class EngineShare:
+    """Bytes of one engine, and how many of a step's requests its cache holds."""
+
+    weights: int
+    """With the scales of codes, the padding of the vocabulary, the rotary table and the room for an adapter."""
+    layer: int
+    """The largest of vLLM's layers, which an update makes a second time before its values replace the old ones."""
+    cache: int
+    """Of keys and values, reserved when the engine starts."""
+    needed: int
+    """Of keys and values, for all requests of a step at their full length and none with a prompt in common."""
+    reserved: bool
+    """Whether options say how large the cache is. If not, vLLM takes what it finds left, and ``cache`` is ``needed``:
+    less than that."""
+    held: int
+    """Requests of full length that the cache has room for."""
+    at_once: int
+    """Of a step's, that run together at full length; others wait, or give up their blocks and are read again."""
+    requests: int
+    """Of a step."""
+    block: int
+    """Tokens of a block of the cache."""
+    longest: int
+    """Tokens of the longest sequence that the engine takes."""
+    served: bool
+    """Whether the engine is a server's, in a process of its own."""
+    sent: dict[str, TensorSpec]
+    """What an update sends, by name."""
+    through: Through
+    """The map that an update goes through."""
+
+    def numbers(self) -> dict[str, int | bool]:
+        """All but the tensors, for JSON."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+
+    def lines(self) -> list[str]:
+        """What the options mean for a step, to be printed below a plan."""
+        cache, needed = shown_bytes(self.cache), shown_bytes(self.needed)
+        lines = [f"vLLM's cache of {cache} holds all {self.requests} requests of a step, which need {needed}"]
+        if not self.reserved:
+            lines = [
+                f"vLLM takes what it finds left on the device for keys and values; {needed} of that, which "
+                f"{self.requests} requests need, is counted"
+            ]
+        elif self.at_once < self.requests:
+            limit = "kv-cache-gib" if self.held == self.at_once else "max-num-seqs"
+            lines = [
+                f"vLLM's cache of {cache} holds {self.held} requests at once; of the step's {self.requests}, which "
+                f"need {needed}, {self.at_once} run together and others wait (--rollout.vllm.{limit})"
+            ]
+        if self.served:
+            lines.append("server: vLLM's process beside the worker, with weights, keys and values; no meter sees it")
+        return lines
+
+
+def share_of(
+    model: PreTrainedModel, options: VLLMOptions, workload: Workload, *, device: str, served: bool = False
+) -> EngineShare:
+    """What an engine with these options takes of a ``device``, "cpu" or "cuda"; ``model`` may lie on the meta device.
+
+    Raises:
+        ValueError: an option of vLLM whose bytes are not known here, or a cache without room for one request.
+    """
+    options, own = options.of_rank(0)
+    dtype: torch.dtype = getattr(torch, options.activations)
+    resident = _through(options.precision, model, dtype)
+    padding = _padding(model) * dtype.itemsize
+    layers = Counter(dict.fromkeys(_vocabularies(model), padding))
+    for name, spec in resident.items():
+        layers[_layer(name)] += spec.nbytes
+    weights = sum(layers.values()) + _rotary_table(model) * dtype.itemsize
+    if options.adapter_rank is not None:
+        weights += _adapter_room(model, options.adapter_rank) * dtype.itemsize
+    config, plain = model.config.get_text_config(), own is not None
+    cache = _cache(config, options, dtype, workload, device)
+    return EngineShare(
+        weights=weights,
+        layer=max(layers.values()),
+        **cache,
+        requests=workload.rows,
+        served=served,
+        longest=options.max_model_len or config.max_position_embeddings,
+        sent=_through("fp32", model, dtype) if plain else resident,
+        through=precision_map("fp32" if plain else options.precision, model, dtype=dtype),
+    )
+
+
+def _through(precision: Any, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Names, shapes and dtypes of a checkpoint in this precision."""
+    send = precision_map(precision, model, dtype=dtype)
+    pairs = (pair for name, t in module_tensors(model) for pair in send(name, torch.empty_like(t, device="meta")))
+    return described(pairs, type(model).__name__)
+
+
+def _layer(name: str) -> str:
+    """vLLM's layer of a tensor: queries, keys and values are one, and so are gate and up.
+
+    >>> _layer("model.layers.0.self_attn.k_proj.weight"), _layer("model.norm.weight")
+    ('model.layers.0.self_attn.qkv', 'model.norm')
+    """
+    parent, _, leaf = name.rpartition(".")[0].rpartition(".")
+    return f"{parent}.{_FUSED.get(leaf, leaf)}"
+
+
+def _vocabularies(model: PreTrainedModel) -> list[str]:
+    """Layers of embeddings, and of a head that has weights of its own."""
+    own = {id(tensor): name for name, tensor in model.named_parameters()}
+    heads: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = [own[id(head.weight)] for head in heads if head is not None and id(head.weight) in own]
+    return sorted({_layer(name) for name in names})
+
+
+def _padding(model: PreTrainedModel) -> int:
+    """Numbers that one vocabulary has more than in the checkpoint."""
+    embeddings: Any = model.get_input_embeddings()
+    rows, columns = embeddings.weight.shape
+    return -rows % PADDING * columns
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rotary_table(model: PreTrainedModel) -> int:
+    """Numbers of the cosines and sines of all positions, which the layers share."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not rope and getattr(config, "rope_theta", None) is None:
+        return 0
+    part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
+    return config.max_position_embeddings * int(_head_size(config) * part)
+
+
+def _adapter_room(model: PreTrainedModel, rank: int) -> int:
+    """Numbers of the two matrices beside each linear layer but the head."""
+    if rank > max(_RANKS):
+        raise ValueError(f"vLLM takes adapters of rank {max(_RANKS)} at most, got adapter_rank={rank}")
+    rank = min(one for one in _RANKS if one >= rank)
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    return sum(rank * (layer.in_features + layer.out_features) for layer in linear)
+
+
+def _cache(config: Any, options: VLLMOptions, dtype: torch.dtype, load: Workload, device: str) -> dict[str, Any]:
+    given = options.engine_arguments()
+    kind = given.get("kv_cache_dtype", "auto")
+    if kind != "auto" and not kind.startswith("fp8") and not hasattr(torch, kind):
+        raise ValueError(f"the bytes of vLLM's kv_cache_dtype {kind!r} are not known here")
+    size = dtype.itemsize if kind == "auto" else 1 if kind.startswith("fp8") else getattr(torch, kind).itemsize
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    block = given.get("block_size") or _BLOCK[device]
+    block_bytes = block * 2 * heads * _head_size(config) * config.num_hidden_layers * size
+    # The keys and values of the last token that is drawn are never computed.
+    longest = min(load.row_tokens, options.max_model_len or load.row_tokens) - 1
+    each = -(-longest // block)
+    needed = load.rows * each * block_bytes
+    found = {"cache": needed, "needed": needed, "block": block, "reserved": False}
+    room = _reserved(options, given, device)
+    if room is None:
+        return {**found, "held": load.rows, "at_once": min(load.rows, options.max_num_seqs)}
+    blocks = room // block_bytes
+    held = (blocks - 1) // each  # vLLM keeps the first block for itself
+    if held < 1:
+        raise ValueError(
+            f"vLLM's cache of {shown_bytes(room)} has {max(blocks - 1, 0)} blocks of {block} tokens, and one request "
+            f"of {longest} tokens needs {each}: --rollout.vllm.kv-cache-gib"
+        )
+    at_once = min(held, options.max_num_seqs, load.rows)
+    return {**found, "cache": blocks * block_bytes, "reserved": True, "held": held, "at_once": at_once}
+
+
+def _reserved(options: VLLMOptions, given: dict[str, Any], device: str) -> int | None:
+    """Bytes that options or the environment name."""
+    if given.get("kv_cache_memory_bytes") is not None:
+        return int(given["kv_cache_memory_bytes"])
+    if options.kv_cache_gib is not None:
+        return int(options.kv_cache_gib * 2**30)
+    named = os.environ.get("VLLM_CPU_KVCACHE_SPACE") if device == "cpu" else None
+    return int(named) * 2**30 if named else None

@@ -1,0 +1,9 @@
+import pytest
+
+from rl_bridge import session
+
+
+@pytest.fixture(autouse=True)
+def an_executor_of_its_own(monkeypatch):
+    """A profiler counts all that its process has, and other tests of the process leave engines behind."""
+    monkeypatch.setattr(session, "_current", [])
