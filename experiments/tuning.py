@@ -1,12 +1,13 @@
 """Regret of the samplers of rl-fn tune against random search, five seeds each: on a toy, and on the quickstart.
 
 python experiments/tuning.py toy           # writes experiments/results/tuning/toy.json and toy.png, in minutes
-python experiments/tuning.py quickstart    # learning rate × group size × clip, in hours; goes on where it was stopped
+python experiments/tuning.py quickstart    # learning rate × group size × clip, in an hour; goes on where it was stopped
+python experiments/tuning.py pruning       # the same task without a pruner, with paired, with asha: tuning_pruning.py
 
-Both need the extra tune. All samplers of a part get the same number of trials, and every trial costs the same: groups
-of another size are of as many completions. The choice of a study is its best trial by what was measured, which is
-noisy. Its regret is what is lost against the optimum by the choice's true value: on the toy from the formula, on the
-quickstart from runs with fresh seeds, against the best of all studies.
+The first two need the extra tune. All samplers of a part get the same number of trials, and every trial costs the
+same: groups of another size are of as many completions. The choice of a study is its best trial by what was measured,
+which is noisy. Its regret is what is lost against the optimum by the choice's true value: on the toy from the formula,
+on the quickstart from runs with fresh seeds, against the best of all studies.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +27,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments import tuning_pruning
 from rl_bridge import cli
 from rl_bridge.atomic import replacing, write_json
 from rl_bridge.tracking.intervals import confidence_interval
@@ -50,12 +53,14 @@ TOY = Space(
 )
 NOISE = 0.05
 """Standard deviation of a toy's reward from seed to seed; a trial has three."""
-FIXED = "--policy.updates-per-step 2 --policy.evaluate-every 20 --optimizer.warmup 10 --threads 1"
+FIXED = "--policy.updates-per-step 2 --policy.evaluate-every {every} --optimizer.warmup 10 --threads 1"
 SPACE = {
     "optimizer.learning-rate": "log:1e-5..1e-2",
-    "policy.responses-per-prompt+policy.prompts-per-step": "2+192,4+96,8+48,16+24",
+    "policy.responses-per-prompt+policy.prompts-per-step": "2+96,4+48,8+24,16+12",
     "objective.clip-high": "log:0.02..1",
 }
+BASE = "--sft.steps 135 --sft.rows-per-step 256 --optimizer.learning-rate 2e-3 --optimizer.warmup 50 --threads 1"
+"""The supervised model that every trial begins with; the quickstart's warm start, made once."""
 
 
 def reward(values: Mapping[str, Any]) -> float:
@@ -97,10 +102,29 @@ def toy(arguments: argparse.Namespace) -> None:
     write(arguments.output, "toy", about, regret, "true reward lost by the choice")
 
 
+def fixed_words(arguments: argparse.Namespace, every: int) -> list[str]:
+    """What all trials of the quickstart have in common, with the model that they begin with; it is made once."""
+    base = (arguments.runs / "base").resolve()
+    words = ["--name", "base", "--output", str(base.parent), *(["--resume"] if base.exists() else [])]
+    if not (base / "model").exists() and cli.main(["train", "sft", *words, *BASE.split(), *arguments.base.split()]):
+        sys.exit("the supervised model was not made")
+    fixed = f"--model {base / 'model'} --sft.steps 0 {FIXED.format(every=every)} --policy.steps {arguments.steps}"
+    return [*fixed.split(), *arguments.fixed.split()]
+
+
+def pruning(arguments: argparse.Namespace) -> None:
+    """Studies of the same trials with each pruner."""
+    fixed = fixed_words(arguments, every=4)
+    about = {"trials": arguments.trials, "steps": arguments.steps, "seeds_of_a_trial": tuning_pruning.SEEDS}
+    about |= {"space": tuning_pruning.SPACE, "pruners": tuning_pruning.OPTIONS, "fixed": shlex.join(fixed[2:])}
+    sizes = {"studies": arguments.seeds, "trials": arguments.trials, "workers": arguments.workers}
+    tuning_pruning.write(arguments.output, about, tuning_pruning.run_studies(arguments.runs, fixed, **sizes))
+
+
 def quickstart(arguments: argparse.Namespace) -> None:
     """Studies of rl-fn tune, one after another, and then the choices with fresh seeds."""
-    fixed = f"{FIXED} --policy.steps {arguments.steps} {arguments.fixed}".split()
     runs, done = arguments.runs, {}
+    fixed = fixed_words(arguments, every=20)
     for seed in range(arguments.seeds):
         for name in arguments.samplers:
             folder = runs / f"{name}-{seed}"
@@ -177,24 +201,30 @@ def write(folder: Path, name: str, about: dict[str, Any], regret: dict[str, list
     print(json.dumps({sampler: row["regret"] for sampler, row in table.items()}, indent=1))
 
 
+PARTS = {"toy": toy, "quickstart": quickstart, "pruning": pruning}
+
+
 def main() -> None:
     """Run a part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("toy", "quickstart"))
+    parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--samplers", nargs="+", choices=list(SAMPLERS), help="all on the toy; random, tpe and gp else")
-    parser.add_argument("--trials", type=int, help="of a study: 40 on the toy, 12 on the quickstart")
-    parser.add_argument("--seeds", type=int, default=5, help="studies of a sampler")
-    parser.add_argument("--steps", type=int, default=80, help="of a quickstart's trial")
+    parser.add_argument("--trials", type=int, help="of a study: 40 on the toy, 8 else")
+    parser.add_argument("--seeds", type=int, help="studies of a sampler: 5; of a pruner: 2")
+    parser.add_argument("--steps", type=int, help="of a quickstart's trial: 60; with pruners 24")
+    parser.add_argument("--base", default="", help="more options of the quickstart's supervised model")
     parser.add_argument("--confirm", type=int, default=3, help="fresh seeds of a quickstart's choice")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--fixed", default="", help="more options of the quickstart's trials")
     parser.add_argument("--runs", type=Path, default=Path("runs/tuning"))
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    on_toy = arguments.part == "toy"
+    on_toy, pruned = arguments.part == "toy", arguments.part == "pruning"
     arguments.samplers = arguments.samplers or (list(SAMPLERS) if on_toy else ["random", "tpe", "gp"])
-    arguments.trials = arguments.trials or (40 if on_toy else 12)
-    (toy if on_toy else quickstart)(arguments)
+    arguments.trials = arguments.trials or (40 if on_toy else 8)
+    arguments.seeds = arguments.seeds or (2 if pruned else 5)
+    arguments.steps = arguments.steps or (24 if pruned else 60)
+    PARTS[arguments.part](arguments)
 
 
 if __name__ == "__main__":

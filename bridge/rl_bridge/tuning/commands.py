@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--sampler-seed", type=int, default=0, help="the same seed proposes the same again")
     add("--grid-points", type=int, default=3, help="values of each range, for the sampler grid")
+    add("--startup-trials", type=int, help="random ones before a sampler learns (a quarter)")
     add("--trials", type=int, default=20, help="assignments that are tried")
     add("--seeds", type=int, default=1, help="repetitions of each, with --seed 0, 1, …")
     add("--first-seed", type=int, default=0, help="the first of them")
@@ -114,7 +115,15 @@ def _tune(trainer: str, words: list[str], made: argparse.ArgumentParser) -> int:
 
     def sampler() -> Sampler:
         if space is not None:
-            return make_sampler(own.sampler, space, own.sampler_seed, goals=len(goals), grid_points=own.grid_points)
+            return make_sampler(
+                own.sampler,
+                space,
+                own.sampler_seed,
+                goals=len(goals),
+                grid_points=own.grid_points,
+                startup=own.startup_trials,
+                trials=own.trials,
+            )
         from rl_bridge.tuning.samplers.function import FunctionSampler, load_function
 
         return FunctionSampler(load_function(own.space), known)
@@ -195,6 +204,7 @@ def _about(
         "sampler": "function" if space is None else own.sampler,
         "sampler_seed": own.sampler_seed,
         "grid_points": own.grid_points,
+        "startup_trials": own.startup_trials,
         "seeds": plan.seeds,
         "first_seed": own.first_seed,
         "pruning": vars(plan.pruning),

@@ -24,18 +24,27 @@ class Pruning:
     margin: float = 0.0
     """paired: a trial may be worse by so much."""
     factor: int = 3
-    """asha: of this many trials one goes on beyond a rung; the rungs are least_steps · factorⁿ."""
+    """asha: of this many trials one goes on beyond a rung; the rungs are least_steps · factorⁿ.
+
+    The last step of a run is no rung: nothing is left there that a stop could save.
+    """
 
     def __post_init__(self) -> None:
         """Refuse counts that stop nothing or everything."""
         if self.least_steps < 1 or self.pairs < 2 or self.factor < 2 or self.margin < 0:
             raise ValueError(f"need least_steps ≥ 1, pairs ≥ 2, factor ≥ 2 and margin ≥ 0, got {self}")
 
-    def verdict(self, trial: Curves, incumbent: Curves | None, others: Mapping[int, Curves]) -> str | None:
-        """Why a trial should stop; None if it may go on. ``others``: the curves of the other trials."""
+    def verdict(
+        self, trial: Curves, incumbent: Curves | None, others: Mapping[int, Curves], steps: Mapping[int, int]
+    ) -> str | None:
+        """Why a trial should stop; None if it may go on.
+
+        ``others``: the curves of the other trials. ``steps``: seed → steps that the trial has made, which are more than
+        its curve has when not each step is measured.
+        """
         if self.kind == "paired" and incumbent is not None:
             return self._paired(trial, incumbent)
-        return self._halved(trial, others) if self.kind == "asha" else None
+        return self._halved(trial, others, steps) if self.kind == "asha" else None
 
     def _paired(self, trial: Curves, incumbent: Curves) -> str | None:
         """The trial is worse than the incumbent by more than noise, in the later half of what both have.
@@ -55,10 +64,13 @@ class Pruning:
             return None
         return f"worse than the best trial by {found['mean']:.4g} [{found['low']:.4g}, {found['high']:.4g}]"
 
-    def _halved(self, trial: Curves, others: Mapping[int, Curves]) -> str | None:
-        """The trial is not among the best 1/factor of those that have come as far, at the last rung of a seed."""
+    def _halved(self, trial: Curves, others: Mapping[int, Curves], steps: Mapping[int, int]) -> str | None:
+        """The trial is not among the best 1/factor of those that have come as far, at the last rung of a seed.
+
+        A rung decides when the seed goes on beyond it. A run that has made its last step does not.
+        """
         for seed, points in trial.items():
-            rung = self.rung(max(points, default=-1) + 1)
+            rung = self.rung(min(max(points, default=-1) + 1, steps[seed] - 1))
             if rung is None:
                 continue
             mine = at_rung(points, rung)

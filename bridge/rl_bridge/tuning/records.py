@@ -36,6 +36,12 @@ class RunRecords:
         goal = self._plan.goals[0]
         return {step: goal.loss(value) for step, value in history(self.records(key), goal.metric).items()}
 
+    def steps(self, key: Key) -> int:
+        """Steps made so far, of the stage that has the first goal."""
+        records, metric = self.records(key), self._plan.goals[0].metric
+        stage = next((record["stage"] for record in reversed(records) if metric in record), None)
+        return max((record["step"] + 1 for record in records if record["stage"] == stage), default=0)
+
     def records(self, key: Key) -> list[dict[str, Any]]:
         """Of the run's steps so far. A line that is being written is left for the next call."""
         file = self._runs / key.name / METRICS

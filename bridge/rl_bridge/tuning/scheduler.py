@@ -85,6 +85,10 @@ class Records(Protocol):
         """Step → loss of the first goal so far."""
         ...
 
+    def steps(self, key: Key) -> int:
+        """Steps made so far, of the stage that the curve is of."""
+        ...
+
 
 class Scheduler:
     """``write`` puts an event on the disk. It is called before anything follows from the event.
@@ -211,7 +215,8 @@ class Scheduler:
                 curves = {trial.number: self._curves(trial) for trial in self.state.trials}
             others = {other: curve for other, curve in curves.items() if other != number}
             incumbent = None if best is None else curves[best.number]
-            if (reason := self.plan.pruning.verdict(curves[number], incumbent, others)) is not None:
+            steps = {seed: self._records.steps(Key(number, seed)) for seed in curves[number]}
+            if (reason := self.plan.pruning.verdict(curves[number], incumbent, others, steps)) is not None:
                 for key, one in self.state.those("running"):
                     if key.trial == number and one.stopping is None:
                         self._stop(key, "pruned", reason)

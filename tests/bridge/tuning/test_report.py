@@ -61,6 +61,17 @@ def test_the_best_trial_and_counts(tmp_path):
     )
 
 
+def test_the_best_keeps_the_constraints_and_is_compared_with_the_second_seed_by_seed(tmp_path):
+    events = read_study(study(tmp_path / "study", GOALS[:1]))
+    told = {event["trial"]: event for event in events if event["kind"] == "told"}
+    told[8]["violations"] = [0.1]
+    told[7]["values"]["reward"]["seeds"] = [7.0, 7.1, 7.5]
+    best = summary_of(events)["best"]
+    assert (best["trial"], best["against_second"]["trial"]) == (7, 6)
+    second = best["against_second"]
+    assert (second["low"], second["mean"]) == pytest.approx((1.0, 1.1)) and second["high"] > 1.2
+
+
 @pytest.mark.tools
 def test_the_front_is_that_of_rl_fn(tmp_path):
     found = summary_of(read_study(study(tmp_path / "study")))
@@ -108,6 +119,16 @@ VALUES = {
 }
 
 
+def test_the_best_of_what_is_minimised_is_the_least():
+    assert value_of(Goal("reward", False, "best"), RECORDS, {}) == 0.5
+
+
+def test_a_metric_of_two_stages_is_that_of_the_last():
+    assert history([{"stage": "sft", "step": 7, "nll": 3.0}, {"stage": "dpo", "step": 0, "nll": 2.0}], "nll") == {
+        0: 2.0
+    }
+
+
 @pytest.mark.parametrize(("goal", "value"), VALUES.items())
 def test_values_of_goals(goal, value):
     summary = {"seconds": 12.5, "gain": {"low": 0.05}}
@@ -138,31 +159,50 @@ def line(start, slope, steps=range(10)):
     return {step: start + slope * step for step in steps}
 
 
+def verdict(pruning, trial, incumbent, others):
+    """Of a trial that has made one step more than it has values."""
+    return pruning.verdict(trial, incumbent, others, {seed: max(points) + 2 for seed, points in trial.items()})
+
+
 def test_paired_pruning_compares_equal_seeds_and_steps():
     pruning = Pruning("paired", least_steps=4, pairs=4)
-    best = {0: line(1.0, -0.1), 1: line(0.5, -0.1)}
+    best = {0: line(1.0, -0.1), 1: line(1.5, -0.1)}
     worse = {0: line(1.2, -0.1, range(8))}
-    assert pruning.verdict(worse, best, {}) == "worse than the best trial by 0.2 [0.2, 0.2]"
+    assert verdict(pruning, worse, best, {}) == "worse than the best trial by 0.2 [0.2, 0.2]"
     # Seed 1 is worse than the incumbent's seed 0, and equal to its own.
-    assert pruning.verdict({1: line(0.5, -0.1, range(8))}, best, {}) is None
-    assert pruning.verdict({2: line(9.0, 0.0)}, best, {}) is None, "no seed in common"
-    assert pruning.verdict({0: line(9.0, 0.0, range(3))}, best, {}) is None, "too early"
-    assert pruning.verdict(worse, None, {}) is None
-    assert Pruning("paired", least_steps=4, margin=0.25).verdict(worse, best, {}) is None
+    assert verdict(pruning, {1: line(1.5, -0.1, range(8))}, best, {}) is None
+    assert verdict(pruning, {2: line(9.0, 0.0)}, best, {}) is None, "no seed in common"
+    assert verdict(pruning, {0: line(9.0, 0.0, range(3))}, best, {}) is None, "too early"
+    assert verdict(pruning, worse, None, {}) is None
+    assert verdict(Pruning("paired", least_steps=4, margin=0.25), worse, best, {}) is None
+    # Worse on average, but within the noise of the pairs.
+    noisy = {0: {step: value + (1.0 if step % 2 else -0.9) for step, value in best[0].items()}}
+    assert verdict(pruning, noisy, best, {}) is None
     # A slow start is forgiven: the later half counts.
-    assert pruning.verdict({0: {s: v + (1 if s < 3 else 0) for s, v in line(1.0, -0.1).items()}}, best, {}) is None
+    assert verdict(pruning, {0: {s: v + (1 if s < 5 else 0) for s, v in line(1.0, -0.1).items()}}, best, {}) is None
 
 
 def test_successive_halving():
     pruning = Pruning("asha", least_steps=2, factor=2)
     others = {number: {0: line(float(number), 0.0)} for number in range(3)}
-    assert pruning.verdict({0: line(0.5, 0.0, range(2))}, None, others) is None
+    assert verdict(pruning, {0: line(0.5, 0.0, range(2))}, None, others) is None
     assert (
-        pruning.verdict({0: line(1.5, 0.0, range(2))}, None, others)
+        verdict(pruning, {0: line(1.5, 0.0, range(2))}, None, others)
         == "2 of 3 trials are better after 2 steps, and 2 go on"
     )
-    assert pruning.verdict({0: line(1.5, 0.0, range(1))}, None, others) is None, "below the first rung"
-    assert pruning.verdict({1: line(1.5, 0.0)}, None, others) is None, "nobody has this seed"
+    assert verdict(pruning, {0: line(1.5, 0.0, range(1))}, None, others) is None, "below the first rung"
+    assert verdict(pruning, {1: line(1.5, 0.0)}, None, others) is None, "nobody has this seed"
+    ended = {0: line(1.5, 0.0, range(2))}
+    assert pruning.verdict(ended, None, others, {0: 2}) is None, "a run at its last step is worth no stop"
+    # At a rung the others count with what they had there, however good they are by now.
+    later = {number: {0: line(2.0, -1.0)} for number in range(3)}
+    assert verdict(pruning, {0: line(0.9, 0.0, range(2))}, None, later) is None
+    behind = {number: {0: line(0.0, 0.0, range(1))} for number in range(3)}
+    assert verdict(pruning, {0: line(1.5, 0.0, range(2))}, None, behind) is None, "the others have not come to the rung"
+    third = Pruning("asha", least_steps=2, factor=3)
+    assert verdict(third, {0: line(1.5, 0.0, range(2))}, None, {0: others[0]}) is None, (
+        "one of three goes on, of two both"
+    )
     assert [pruning.rung(steps) for steps in (1, 2, 3, 4, 9)] == [None, 2, 2, 4, 8]
     for wrong in ({"least_steps": 0}, {"pairs": 1}, {"factor": 1}, {"margin": -1.0}):
         with pytest.raises(ValueError, match="need least_steps"):

@@ -9,6 +9,7 @@ import pytest
 from rl_bridge.tuning.samplers import SAMPLERS, Result, make_sampler
 from rl_bridge.tuning.samplers.function import FunctionSampler, load_function
 from rl_bridge.tuning.samplers.protocol import penalised
+from rl_bridge.tuning.samplers.random import RandomSampler
 from rl_bridge.tuning.space import Choice, Interval, Parameter, Space
 
 SPACE = Space(
@@ -59,6 +60,13 @@ def replayed(sampler, calls):
             assert json.loads(json.dumps(sampler.ask(number))) == values, f"trial {number} is another one"
         else:
             sampler.tell(number, values, result(number, values))
+
+
+def test_random_studies_of_neighbouring_seeds_share_no_trial():
+    drawn = [
+        json.dumps(RandomSampler(SPACE, seed).ask(number), sort_keys=True) for seed in range(3) for number in range(10)
+    ]
+    assert len(set(drawn)) == 30
 
 
 SLOW = ("gp", "skopt", "bayes")
@@ -180,3 +188,31 @@ def test_a_function_proposes(tmp_path):
     for place, message in {"x": "is named module:function", "no_such_module:f": "there is no module"}.items():
         with pytest.raises(ValueError, match=message):
             load_function(place)
+
+
+def proposals(sampler, sign, trials):
+    """One after another; ``sign`` −1 tells the opposite of the loss."""
+    found = []
+    for number in range(trials):
+        found.append(sampler.ask(number))
+        sampler.tell(number, found[-1], Result("complete", (sign * loss(found[-1]),)))
+    return found
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_short_study_learns_before_it_ends(name):
+    """A library's own number of random trials, up to 20, would make eight trials a random search.
+
+    CMA-ES learns a generation at a time, which here has eight trials.
+    """
+    trials = 16 if name == "cma-es" else 8
+    up, down = (proposals(make_sampler(name, SPACE, 0, trials=trials), sign, trials) for sign in (1, -1))
+    assert up[0] == down[0]
+    assert up != down
+    random = [proposals(make_sampler(name, SPACE, 0, startup=8), sign, 8) for sign in (1, -1)]
+    assert random[0] == random[1]
+
+
+def test_at_least_one_trial_is_random():
+    with pytest.raises(ValueError, match="startup must be at least 1, got 0"):
+        make_sampler("tpe", SPACE, 0, startup=0)

@@ -68,6 +68,9 @@ class World:
     def curve(self, key):
         return dict.fromkeys(range(self.done.get(key, 0)), 0.1 * key.trial - 1.0)
 
+    def steps(self, key):
+        return self.done.get(key, 0)
+
     # What happens by itself.
     def maybe_kill(self):
         if self.kills < 6 and self.random.random() < 0.04:
@@ -216,6 +219,49 @@ def killed_again_and_again(retries):
 def test_retries_have_an_end():
     trial = killed_again_and_again(2)
     assert trial.repetitions[0].attempts == 3 and trial.told["reason"] == "killed by signal 9, 3 times"
+
+
+def journal_of(*losses, violations=()):
+    """Trials that are complete, and one that runs."""
+    found = []
+    for number, loss in enumerate([*losses, None]):
+        found.append({"kind": "asked", "trial": number, "assignment": {"x": number}})
+        if loss is not None:
+            told = {"kind": "told", "trial": number, "status": "complete", "losses": [loss]}
+            found.append(told | {"violations": [violations[number]] if violations else []})
+    return [*found, {"kind": "started", "trial": len(losses), "seed": 0, "slot": 0, "time": 0.0}]
+
+
+class Silent:
+    """A sampler that nobody asks."""
+
+    def ask(self, number):
+        return {"x": number}
+
+    def tell(self, number, assignment, result):
+        """Nothing is learned."""
+
+
+def test_trials_are_compared_with_the_best_one_within_the_constraints():
+    world = World(0, 1)
+    events = journal_of(0.1, 0.3, 0.2, violations=[0.5, -1.0, -1.0])
+    study = Scheduler(Plan((GOAL,), (LIMITED,), trials=4), Silent(), world, world, world.write, events)
+    assert study.incumbent().number == 2
+
+
+def test_what_ended_while_no_tuner_was_there_ends_as_it_did():
+    world = World(0, 1)
+    world.kills, world.left = 6, {Key(0, 0): Exit(Key(0, 0), 1, "Boom")}
+    study = Scheduler(Plan((GOAL,), trials=1), Silent(), world, world, world.write, journal_of())
+    study.recover(1.0)
+    assert study.step(1.0) and study.state.trials[0].told["reason"] == "exit status 1: Boom"
+
+
+def test_a_trial_is_none_of_those_that_it_is_compared_with():
+    """Of two trials one goes on beyond the first rung: the second one, which is worse, is asked to stop."""
+    _, state = play(0, pruning=Pruning("asha", least_steps=2, factor=2), trials=2, seeds=1, kills=False)
+    first, second = (trial.repetitions[0].stopping for trial in state.trials)
+    assert first is None and second["reason"] == "1 of 1 trials are better after 2 steps, and 1 go on"
 
 
 def test_closing_starts_nothing_and_leaves_what_ran_to_be_taken_up():

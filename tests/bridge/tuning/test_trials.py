@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_bridge.tracking.lock import RunLock
 from rl_bridge.tuning.journal import read_journal
 from rl_bridge.tuning.report import read_study, summary_of
+from rl_bridge.tuning.state import Key
 from rl_bridge.tuning.study import run_study
-from rl_bridge.tuning.trials import last_lines, places
+from rl_bridge.tuning.trials import last_lines, places, training_command
 from tests.bridge.tuning.tuner import study_of
 from tests.processes import gone
 
@@ -85,6 +87,7 @@ def test_sigkill_of_the_tuner_and_of_workers_loses_nothing_and_repeats_nothing(t
         assert finished.get(told["trial"], told) == told
 
 
+@pytest.mark.timeout(120)
 def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path):
     folder = tmp_path / "study"
     study = study_of(
@@ -113,7 +116,8 @@ def test_ctrl_c_stops_all_and_a_later_tuner_goes_on_from_the_checkpoints(tmp_pat
     assert process.wait(timeout=20) == 130
     assert (folder / "printed").read_text() == "stopped after 0 of 2 trials"
     assert all(gone(process, 0.5) for process, _ in starts(folder))
-    assert {event["status"] for event in events(folder, "ended")} == {"interrupted"}
+    # SIGTERM, and time to answer it.
+    assert {(event["status"], event["exit"]) for event in events(folder, "ended")} == {("interrupted", 143)}
     assert tuner(**options, resume=True).wait(timeout=30) == 0
     whole(folder, 2, 1)
     again = [done for _, done in starts(folder)]
@@ -129,6 +133,39 @@ def test_a_tuner_that_is_killed_takes_its_trials_along_even_deaf_ones(tmp_path):
     assert all(gone(process, 5.0) for process, _ in starts(folder))
 
 
+def test_a_run_does_not_outlive_its_guard_and_its_tuner_and_is_gone_on_with(tmp_path):
+    """Neither leaves an exit status."""
+    folder = tmp_path / "study"
+    options = {"folder": folder, "trials": 1, "slots": 1, "steps": 30, "pause": 0.05, "grace": 30.0}
+    process = tuner(**options)
+    wait_for(lambda: list(folder.glob("runs/*/state.json")), "checkpoint")
+    [(trial, _)] = starts(folder)
+    guard = int(Path(f"/proc/{trial}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(guard, signal.SIGSTOP)  # it cannot answer that the tuner is gone
+    process.kill()
+    process.wait()
+    os.kill(guard, signal.SIGKILL)
+    assert gone(trial, 5.0) and not list(folder.glob("logs/*.exit"))
+    assert tuner(**options, resume=True).wait(timeout=30) == 0
+    whole(folder, 1, 1)
+    assert [done > 0 for _, done in starts(folder)] == [False, True]
+
+
+def test_a_later_tuner_waits_until_the_runs_of_the_earlier_one_have_ended(tmp_path):
+    """A guard of its own would find the run locked, and the study would take that for a kill."""
+    folder = tmp_path / "study"
+    options = {"folder": folder, "trials": 1, "slots": 1, "steps": 3, "pause": 0.8, "grace": 30.0}
+    process = tuner(**options)
+    wait_for(lambda: starts(folder), "start")
+    process.kill()
+    process.wait()
+    assert not gone(starts(folder)[0][0], 0.0), "the run finishes its step"
+    assert tuner(**options, resume=True).wait(timeout=30) == 0
+    whole(folder, 1, 1)
+    interrupted = [event for event in events(folder, "ended") if event["status"] == "interrupted"]
+    assert [event["counts"] for event in interrupted] == [0] and len(starts(folder)) == 2
+
+
 def test_two_tuners_and_another_study_are_refused(tmp_path):
     study = study_of(tmp_path / "study", trials=1)
     run_study(study)
@@ -139,6 +176,10 @@ def test_two_tuners_and_another_study_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"there is no study in .* to resume"):
         run_study(study_of(tmp_path / "other"), resume=True)
     before = read_study(tmp_path / "study")
+    held = RunLock(tmp_path / "study")
+    with pytest.raises(ValueError, match="study is in use by "):
+        run_study(study, resume=True)
+    held.release()
     assert run_study(study, resume=True) == before, "a study at its end does nothing more"
     assert len(run_study(study_of(tmp_path / "study", trials=2), resume=True)) > len(before), "or a few trials more"
 
@@ -149,6 +190,13 @@ def test_places():
     assert places(1, pin=True)[0].threads == cores == len(places(1, pin=True)[0].cores)
     with pytest.raises(ValueError, match="cannot be divided among"):
         places(cores + 1, pin=True)
+
+
+def test_the_command_of_a_repetition_has_its_seed():
+    command = training_command("sft", lambda values: [f"--x={values['x']}"], first_seed=100)
+    made = command(Key(3, 2), {"x": 1}, Path("runs"), True)
+    assert " ".join(made[3:]) == "train sft --x=1 --seed 102 --name trial-0003-seed-2 --output runs --resume"
+    assert command(Key(3, 2), {"x": 1}, Path("runs"), False) == made[:-1]
 
 
 def test_the_last_lines_of_a_log_without_progress_bars(tmp_path):

@@ -6,9 +6,6 @@ from rl_bridge.tuning.samplers.protocol import Result, library, penalised
 from rl_bridge.tuning.samplers.random import RandomSampler
 from rl_bridge.tuning.space import Assignment, Space, Value
 
-INITIAL = 5
-"""Random trials before the model."""
-
 
 class BayesSampler:
     """The library maximises, and knows neither logarithms, failures nor constraints of a study.
@@ -17,7 +14,11 @@ class BayesSampler:
     and trials that run the best one.
     """
 
-    def __init__(self, space: Space, seed: int, goals: int = 1) -> None:
+    STARTUP = 5
+    """Random trials before the model."""
+
+    def __init__(self, space: Space, seed: int, goals: int = 1, startup: int | None = None) -> None:
+        self._startup = self.STARTUP if startup is None else startup
         self._space, self._seed, self._library = space, seed, library("bayes_opt")
         self._random = RandomSampler(space, seed)
         self._told: list[tuple[Assignment, Result]] = []
@@ -26,7 +27,7 @@ class BayesSampler:
     def ask(self, number: int) -> Assignment:
         """A proposal from a new optimiser that has been told everything: the same calls give the same proposals."""
         rows = penalised(self._told)
-        if len(rows) < INITIAL:
+        if len(rows) < self._startup:
             self._open[number] = self._random.ask(number)
             return dict(self._open[number])
         best = min(loss for _, loss in rows)

@@ -16,16 +16,22 @@ class HyperoptSampler:
     The library knows no constraints: a trial that breaks one is a failure, too.
     """
 
-    def __init__(self, space: Space, seed: int, goals: int = 1) -> None:
+    STARTUP = 20
+    """Random trials before the model: Hyperopt's own number."""
+
+    def __init__(self, space: Space, seed: int, goals: int = 1, startup: int | None = None) -> None:
+        self._startup = self.STARTUP if startup is None else startup
         self._space, self._seed = space, seed
         self._hyperopt = hyperopt = library("hyperopt")
         self._trials = hyperopt.Trials()
         self._domain = hyperopt.Domain(_nothing, {p.name: _expression(hyperopt.hp, p) for p in space})
 
     def ask(self, number: int) -> Assignment:
-        """A proposal of TPE; the first twenty are random."""
+        """A proposal of TPE; the first ones are random."""
         seed = (self._seed * 100_003 + number) % 2**31
-        (document,) = self._hyperopt.tpe.suggest([number], self._domain, self._trials, seed)
+        (document,) = self._hyperopt.tpe.suggest(
+            [number], self._domain, self._trials, seed, n_startup_jobs=self._startup
+        )
         found = document["misc"]["vals"]
         whole = {p.name: _value(p, found[p.name][0]) for p in self._space}
         return self._space.active(whole)

@@ -16,8 +16,10 @@ class _OptunaSampler:
     tree = False
     constrained = True
     """Whether it learns from broken constraints; else such a trial is a failure."""
+    STARTUP = 10
+    """Random trials before the sampler learns: Optuna's own number."""
 
-    def __init__(self, space: Space, seed: int, goals: int = 1) -> None:
+    def __init__(self, space: Space, seed: int, goals: int = 1, startup: int | None = None) -> None:
         self._optuna = optuna = library("optuna")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = space
@@ -25,11 +27,11 @@ class _OptunaSampler:
         with warnings.catch_warnings():
             # Classes and options that Optuna may change.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = self.sampler(optuna.samplers, seed)
+            sampler = self.sampler(optuna.samplers, seed, self.STARTUP if startup is None else startup)
         self._study = optuna.create_study(sampler=sampler, directions=["minimize"] * goals)
 
-    def sampler(self, samplers: Any, seed: int) -> Any:
-        """What proposes."""
+    def sampler(self, samplers: Any, seed: int, startup: int) -> Any:
+        """What proposes, after ``startup`` trials at random."""
         raise NotImplementedError
 
     def ask(self, number: int) -> Assignment:
@@ -82,28 +84,31 @@ class TPE(_OptunaSampler):
 
     tree = True
 
-    def sampler(self, samplers: Any, seed: int) -> Any:
+    def sampler(self, samplers: Any, seed: int, startup: int) -> Any:
         """Optuna's default, with a seed."""
-        return samplers.TPESampler(seed=seed)
+        return samplers.TPESampler(seed=seed, n_startup_trials=startup)
 
 
 class GP(_OptunaSampler):
     """A Gaussian process with expected improvement (of the hypervolume, for several goals)."""
 
-    def sampler(self, samplers: Any, seed: int) -> Any:
+    def sampler(self, samplers: Any, seed: int, startup: int) -> Any:
         """The losses are noisy."""
-        return samplers.GPSampler(seed=seed, deterministic_objective=False)
+        return samplers.GPSampler(seed=seed, deterministic_objective=False, n_startup_trials=startup)
 
 
 class CMAES(_OptunaSampler):
     """CMA-ES over the numbers; choices are drawn at random, as Optuna does."""
 
     constrained = False
+    STARTUP = 1
 
-    def sampler(self, samplers: Any, seed: int) -> Any:
+    def sampler(self, samplers: Any, seed: int, startup: int) -> Any:
         """Nothing is said of the choices that are drawn at random."""
         independent = samplers.RandomSampler(seed=seed)
-        return samplers.CmaEsSampler(seed=seed, independent_sampler=independent, warn_independent_sampling=False)
+        return samplers.CmaEsSampler(
+            seed=seed, n_startup_trials=startup, independent_sampler=independent, warn_independent_sampling=False
+        )
 
 
 def _suggested(trial: Any, parameter: Parameter) -> Value:

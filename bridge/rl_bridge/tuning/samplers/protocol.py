@@ -60,11 +60,24 @@ SAMPLERS = {
 """Name → (where it is, what it needs)."""
 
 
-def make_sampler(name: str, space: Space, seed: int, *, goals: int = 1, grid_points: int = 3) -> Sampler:
+def make_sampler(
+    name: str,
+    space: Space,
+    seed: int,
+    *,
+    goals: int = 1,
+    grid_points: int = 3,
+    startup: int | None = None,
+    trials: int | None = None,
+) -> Sampler:
     """A sampler by its name. ``goals``: how many losses a result has.
 
+    ``startup``: trials that are drawn at random before the sampler learns from results. None takes the library's
+    number, and at most a quarter of ``trials`` (three of few). Libraries draw up to 20 at random whatever a study's
+    length: one of 8 trials would be a random search in all but its name.
+
     Raises:
-        ValueError: an unknown name, or several goals for a sampler of one.
+        ValueError: an unknown name, several goals for a sampler of one, or ``startup`` below 1.
         ModuleNotFoundError: its library is not installed; the message says what to install.
     """
     if name not in SAMPLERS:
@@ -73,9 +86,15 @@ def make_sampler(name: str, space: Space, seed: int, *, goals: int = 1, grid_poi
     if needs == _NEEDS_ONE and goals > 1:
         able = ", ".join(other for other, (_, wanted) in SAMPLERS.items() if not wanted)
         raise ValueError(f"the sampler {name} takes one goal, got {goals}; of several goals learn {able}")
+    if startup is not None and startup < 1:
+        raise ValueError(f"startup must be at least 1, got {startup}")
     module, kind = place.split(":")
     made = getattr(importlib.import_module(module), kind)
-    return made(space, seed, grid_points) if name == "grid" else made(space, seed, goals)
+    if name in ("random", "grid"):
+        return made(space, seed, grid_points) if name == "grid" else made(space, seed)
+    if startup is None:
+        startup = made.STARTUP if trials is None else min(made.STARTUP, max(3, trials // 4))
+    return made(space, seed, goals, startup)
 
 
 def library(name: str) -> Any:

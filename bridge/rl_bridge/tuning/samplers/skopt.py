@@ -6,9 +6,6 @@ from typing import Any
 from rl_bridge.tuning.samplers.protocol import Result, library, penalised
 from rl_bridge.tuning.space import Assignment, Choice, Parameter, Space, Value
 
-INITIAL = 10
-"""Random trials before the model."""
-
 
 class SkoptSampler:
     """The library knows neither failures nor constraints: such trials get the worst loss that was seen.
@@ -16,7 +13,11 @@ class SkoptSampler:
     A trial that runs has the best loss that was seen in place of its own, so that no other is proposed beside it.
     """
 
-    def __init__(self, space: Space, seed: int, goals: int = 1) -> None:
+    STARTUP = 10
+    """Random trials before the model."""
+
+    def __init__(self, space: Space, seed: int, goals: int = 1, startup: int | None = None) -> None:
+        self._startup = self.STARTUP if startup is None else startup
         self._space, self._seed, self._skopt = space, seed, library("skopt")
         kinds = library("skopt.space")
         self._dimensions = [_dimension(kinds, parameter) for parameter in space]
@@ -28,7 +29,7 @@ class SkoptSampler:
         optimizer = self._skopt.Optimizer(
             self._dimensions,
             base_estimator="GP",
-            n_initial_points=INITIAL,
+            n_initial_points=self._startup,
             acq_func="EI",
             random_state=(self._seed * 100_003 + number) % 2**32,
         )
