@@ -1,7 +1,7 @@
 """What a rollout is asked: prompts with an id each, and how their completions are sampled."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -59,6 +59,14 @@ class SamplingParams:
             raise TypeError(f"stop must be a sequence of texts, got {self.stop!r}")
         if not all(self.stop) or any("\N{REPLACEMENT CHARACTER}" in text for text in self.stop):
             raise ValueError(f"a stop text has characters, and no U+FFFD among them, got {self.stop!r}")
+
+    def greedily(self) -> "SamplingParams":
+        """The same with the most likely tokens.
+
+        >>> SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9).greedily()
+        SamplingParams(max_new_tokens=8, temperature=0.0, top_k=None, top_p=None, min_p=None, n=1, stop=(), seed=0)
+        """
+        return replace(self, temperature=0.0, top_k=None, top_p=None, min_p=None)
 
 
 class Request(NamedTuple):

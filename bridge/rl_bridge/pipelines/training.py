@@ -22,6 +22,7 @@ from rl_bridge.models.loading import new_for_rows, pretrained
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.source import ModelSource
 from rl_bridge.models.templates import read_template, use_template
+from rl_bridge.parallel.checkpointing import Activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
 from rl_bridge.tracking.fingerprints import of_rows
@@ -87,8 +88,12 @@ class TrainingOptions(RunOptions, PlacementOptions):
     """A cap of the logits beyond the model's own, for policy and reference alike."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the trainer's matrix products."""
+    activations: Activations = "keep"
+    """What a layer keeps for its backward pass: keep: all. selective: results of matrix products and attention, the
+    rest is computed again. every_other: every second layer keeps its inputs alone, and is computed again. full: every
+    layer. offload: all, in host memory. offload_inputs: full, with the inputs in host memory."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of each layer, and compute the layer again in the backward pass: less memory, more time."""
+    """The same as ``activations`` full."""
     offload: Literal["none", "phases", "always"] = "none"
     """phases: models and optimisers wait in host memory while another one works. always: sharded weights, gradients
     and optimisers stay in host memory, and a layer comes to the device when it computes."""
@@ -96,8 +101,10 @@ class TrainingOptions(RunOptions, PlacementOptions):
     """CPU threads of each worker; None takes torch's default."""
 
     def __post_init__(self) -> None:
-        """Refuse counts below 1, and a chat template that nothing would read."""
+        """Refuse counts below 1, two policies of activations, and a chat template that nothing would read."""
         super().__post_init__()
+        if self.gradient_checkpointing and self.activations not in ("keep", "full"):
+            raise ValueError(f"gradient_checkpointing is activations full: it excludes {self.activations}")
         if self.chat_template is not None and self.model is None:
             raise ValueError(f"chat_template {self.chat_template} needs a model: a new one has texts for prompts")
         for option in ("held_out", "threads"):
@@ -124,7 +131,8 @@ class TrainingOptions(RunOptions, PlacementOptions):
 
     def parallel(self) -> ParallelConfig:
         """Recomputation and offloading of the trained models."""
-        return ParallelConfig(gradient_checkpointing=self.gradient_checkpointing, cpu_offload=self.offload == "always")
+        activations: Activations = "full" if self.gradient_checkpointing else self.activations
+        return ParallelConfig(activations=activations, cpu_offload=self.offload == "always")
 
     def trained(self, source: ModelSource) -> ModelSource:
         """What of a model is trained: adapters in it or all of it, without the frozen parameters.

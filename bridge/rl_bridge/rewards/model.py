@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+MICRO_BATCH_TOKENS = 16384
+"""Of one forward pass, unless a program says otherwise."""
+
+
 class RewardModel:
     """A reward of a whole batch: the number that a ``*ForSequenceClassification`` of one label gives the last token.
 
@@ -17,7 +21,7 @@ class RewardModel:
     concatenated where it has none.
     """
 
-    def __init__(self, name: str, *, micro_batch_tokens: int = 16384) -> None:
+    def __init__(self, name: str, *, micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> None:
         """``name``: a folder or hub id. What is wrong with it shows here; the weights are read when first needed.
 
         Raises:

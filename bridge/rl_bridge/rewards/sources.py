@@ -105,6 +105,16 @@ def _load(name: str, source: Source, protocol: Protocol | None, timeout: float |
     return here if timeout is None else AskedElsewhere(name, source, here.protocol, timeout)
 
 
+def reward_models(sources: Sequence[Source]) -> list[str]:
+    """The folders or hub ids of the reward models in this process among ``sources``.
+
+    >>> reward_models(["right=exact", "learned=model:runs/judged/model"])
+    ['runs/judged/model']
+    """
+    rests = [rest for _, rest in map(_named, sources) if isinstance(rest, str)]
+    return [rest.removeprefix("model:") for rest in rests if rest.startswith("model:")]
+
+
 def _named(source: Source) -> tuple[str, Source]:
     match = re.fullmatch(r"([A-Za-z_]\w*)=(.+)", source, re.DOTALL) if isinstance(source, str) else None
     return ("", source) if match is None else (match[1], match[2])

@@ -42,6 +42,7 @@ class _Row:
     allowed: list[array] = field(default_factory=list)
     text: CompletionText | None = None
     """Where stop texts are looked for."""
+    greedy: bool = False
     stopped: bool = False
 
 
@@ -102,7 +103,15 @@ class Decoder:
         return len(self._waiting)
 
     def add(
-        self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int, said: int = 0
+        self,
+        key: Hashable,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        drawn: int = 0,
+        limit: int,
+        said: int = 0,
+        greedy: bool = False,
     ) -> None:
         """Put a sequence in: the next step that has room reads it and draws its first token.
 
@@ -115,6 +124,7 @@ class Decoder:
             drawn: tokens that the policy has drawn already in this sequence, so the number of its next draw.
             limit: tokens that the row may draw until it ends.
             said: how many of the last tokens belong to the completion that goes on here: stop texts may begin there.
+            greedy: the row draws the most likely tokens, however the others are sampled.
 
         Raises:
             ValueError: for no tokens, or a limit below 1.
@@ -123,7 +133,7 @@ class Decoder:
             raise ValueError(
                 f"a row needs tokens, limit ≥ 1 and drawn ≥ 0, got {len(tokens)} tokens, limit {limit}, drawn {drawn}"
             )
-        row = _Row(key, tuple(tokens), seed, drawn, limit)
+        row = _Row(key, tuple(tokens), seed, drawn, limit, greedy=greedy)
         if self._texts is not None:
             row.text = self._texts.begin(tokens[len(tokens) - said :])
         self._waiting.append(row)
@@ -185,13 +195,16 @@ class Decoder:
     def _draw(self, logits: torch.Tensor, first: int) -> list[Drawn]:
         """Draw a token for all rows from ``first`` on; those that end leave."""
         state = self._state[:, first:]
+        rows = self._rows[first:]
         sampled = draw(logits, state[0], state[1], self._sampling)
+        if greedy := [place for place, row in enumerate(rows) if row.greedy]:
+            most_likely = draw(logits[greedy], state[0, greedy], state[1, greedy], self._sampling.greedily())
+            sampled.tokens[greedy], sampled.logprobs[greedy] = most_likely.tokens, most_likely.logprobs
         state[1] += 1
         state[3] = sampled.tokens
         tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
         if tokens and min(tokens) < 0:
             raise ValueError(f"the model's logits are no numbers after the tokens of {self._rows[first].key}")
-        rows = self._rows[first:]
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
@@ -199,7 +212,8 @@ class Decoder:
         if sampled.allowed_tokens is not None:
             ids, counts = sampled.allowed_tokens.int().cpu().numpy(), sampled.allowed_count.tolist()
             for row, some, count in zip(rows, ids, counts, strict=True):
-                row.allowed.append(array("i", some[:count].tobytes()))
+                if not row.greedy:
+                    row.allowed.append(array("i", some[:count].tobytes()))
         ended = [n for n, row in enumerate(rows, first) if row.stopped or len(row.tokens) == row.limit]
         return [self._drawn(row) for row in self._leave(ended)] if ended else []
 

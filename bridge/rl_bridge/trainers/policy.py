@@ -3,6 +3,7 @@
 from typing import Any
 
 from rl_bridge.data.token_batch import collate
+from rl_bridge.memory.collecting import collector_waits, phase_ended
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.evaluation import Evaluator
 from rl_bridge.trainers.policy_config import PolicyConfig
@@ -15,6 +16,7 @@ from rl_bridge.trainers.policy_inputs.updates import Updates
 from rl_fn import Objective
 
 
+@collector_waits()
 def train_policy(
     run: Run,
     engines: PolicyEngines,
@@ -45,6 +47,7 @@ def train_policy(
     for step in run.steps("policy", config.steps, state=state):
         sampler.begin_step(engines)
         sampled = sampler.sample(step)
+        phase_ended()
 
         batch = inputs.scored(collate(sampled.trajectories, pad_token_id), sampled, step)
         terms = coefficients.values()
@@ -52,6 +55,7 @@ def train_policy(
         if not bool(computed.any()):
             run.print(f"step {step}: {without_signal(sampled)}")
 
+        phase_ended()
         metrics = sampled.metrics() | {"informative": float(computed.float().mean())}
         metrics |= inputs.metrics(batch) | coefficients.metrics()
         watched = None if completions is None else completions.choose(step, computed)
@@ -68,3 +72,4 @@ def train_policy(
         if warning := replaced.warning(step):
             run.print(warning)
         run.log(step, metrics, tokens=int(batch.lengths.sum()), batch=batch)
+        phase_ended()

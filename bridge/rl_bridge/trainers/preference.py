@@ -7,6 +7,7 @@ from rl_bridge.data.examples import Example, batch_of
 from rl_bridge.data.pair_batch import PairBatch
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.memory.collecting import collector_waits, phase_ended
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.comparison_steps import BatchStatistics, accumulate, held_out_metrics, statistics_of
 from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
@@ -28,6 +29,7 @@ class PreferenceConfig:
             raise ValueError(f"counts must be ≥ 1 and shift_momentum in [0, 1), got {self}")
 
 
+@collector_waits()
 def train_preference(
     run: Run,
     policy: TrainEngine,
@@ -57,6 +59,7 @@ def train_preference(
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             metrics |= evaluate()
         run.log(step, metrics, tokens=sum(batch.row_tokens()), batch=batch)
+        phase_ended()
 
 
 def evaluate_preference(policy: TrainEngine, loss: ComparisonLoss, held_out: PairBatch) -> dict[str, float]:

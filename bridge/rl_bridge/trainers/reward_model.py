@@ -7,6 +7,7 @@ from rl_bridge.data.examples import Example, batch_of
 from rl_bridge.data.pair_batch import PairBatch
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.memory.collecting import collector_waits, phase_ended
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.comparison_steps import accumulate, held_out_metrics
 from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
@@ -26,6 +27,7 @@ class RewardModelConfig:
             raise ValueError(f"counts must be ≥ 1, got {self}")
 
 
+@collector_waits()
 def train_reward_model(
     run: Run,
     model: TrainEngine,
@@ -46,6 +48,7 @@ def train_reward_model(
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             metrics |= evaluate()
         run.log(step, metrics, tokens=sum(batch.row_tokens()), batch=batch)
+        phase_ended()
 
 
 def evaluate_reward_model(model: TrainEngine, loss: ComparisonLoss, held_out: PairBatch) -> dict[str, float]:

@@ -8,6 +8,7 @@ from rl_bridge.data.stream import RowStream
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.memory.collecting import collector_waits, phase_ended
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import mean
@@ -37,6 +38,7 @@ class WarmStart:
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-3, warmup=50)
 
 
+@collector_waits()
 def train_sft(
     run: Run,
     policy: TrainEngine,
@@ -59,6 +61,7 @@ def train_sft(
         if held_out is not None and every is not None and ((step + 1) % every == 0 or step + 1 == config.steps):
             metrics["held_out_nll"] = held_out_nll(policy, held_out)
         run.log(step, metrics, tokens=int(batch.lengths.sum()), batch=batch)
+        phase_ended()
 
 
 def held_out_nll(policy: TrainEngine, batch: TokenBatch) -> float:

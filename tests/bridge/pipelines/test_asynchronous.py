@@ -45,8 +45,18 @@ class Killed(BaseException):
     """Nothing of the run's own code handles it."""
 
 
-def test_killed_with_rollouts_on_their_way_it_ends_as_if_it_had_not_been(tmp_path, words, run_to_end, monkeypatch):
-    whole = result(run_to_end(words("whole", "--asynchronous.partial", **PARTIAL)))
+@pytest.mark.parametrize("recipe", ["dapo", pytest.param("remax", marks=pytest.mark.slow)])
+def test_killed_with_rollouts_on_their_way_it_ends_as_if_it_had_not_been(
+    tmp_path, words, run_to_end, monkeypatch, recipe
+):
+    """A baseline's greedy completion among them."""
+
+    def command_of(name):
+        # A sub-command stands behind all options.
+        words_of = words(name, "--asynchronous.partial", **PARTIAL)
+        return words_of if recipe == "dapo" else [*words_of, f"objective:{recipe}"]
+
+    whole = result(run_to_end(command_of("whole")))
     records = [record for record in whole["metrics"] if record["stage"] == "policy"]
     assert [record["staleness_max"] for record in records] == [0.0, 1.0, 2.0, 2.0, 2.0]
     assert all(record["versions_per_completion"] > 1 for record in records[3:])
@@ -58,7 +68,7 @@ def test_killed_with_rollouts_on_their_way_it_ends_as_if_it_had_not_been(tmp_pat
             raise Killed
         return update(self)
 
-    command = words("killed", "--asynchronous.partial", **PARTIAL)
+    command = command_of("killed")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(CausalLMModule, "optimizer_step", dying)
         main(command)
@@ -66,7 +76,10 @@ def test_killed_with_rollouts_on_their_way_it_ends_as_if_it_had_not_been(tmp_pat
     ledger = read_driver(newest)["state"]["state"]["rollouts"]["ledger"]
     states = [sample["state"] for group in ledger["groups"] for sample in group["samples"]]
     assert states.count("waiting") > 2 and "running" not in states  # the kill interrupted completions
-    assert_same(result(run_to_end([*command, "--resume"])), whole)
+    greedy = [[sample["greedy"] for sample in group["samples"]] for group in ledger["groups"]]
+    assert all(sum(of_group) == of_group[-1] == (recipe == "remax") for of_group in greedy)
+    resumed = ["--resume"] if recipe == "dapo" else [command.pop(), "--resume"][::-1]
+    assert_same(result(run_to_end([*command, *resumed])), whole)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from tests.bridge.pipelines.test_torchrun import assert_same_run
 from tests.bridge.pipelines.test_vllm import TRUNCATED, model_folder, words
 
 __all__ = ["model_folder", "words"]
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+# test_served.py shows in seconds that the tokens are the same, and that a dead server takes no request with it.
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 SERVER = {**TRUNCATED, "--rollout.backend": "vllm_server", "--checkpoint-every": 1}
 
 

@@ -1,5 +1,7 @@
 """Rows that join and leave draw what each would draw alone, by full forward passes without a cache."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -130,6 +132,24 @@ def test_a_later_turn_goes_on_with_the_random_numbers_of_the_first():
     cut = Decoder(net, SAMPLING, stop=[])
     cut.add("cut", [*PROMPTS[0], *tokens[:3]], seed=3, drawn=3, limit=5)
     assert finish(cut)["cut"].tokens == tokens[3:]
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 5}], ids=["plain", "top_k"])
+def test_a_greedy_row_beside_sampled_ones_draws_what_is_most_likely(cuts):
+    net, sampling = model(), replace(SAMPLING, **cuts)
+    alike, alone = Decoder(net, sampling, stop=[STOP]), Decoder(net, sampling.greedily(), stop=[STOP])
+    mixed = Decoder(net, sampling, stop=[STOP], max_rows=4)
+    for key, prompt in enumerate(PROMPTS):
+        greedy = key % 2 == 1
+        mixed.add(key, prompt, seed=key, limit=9, greedy=greedy)
+        (alone if greedy else alike).add(key, prompt, seed=key, limit=9)
+    found, wanted = finish(mixed), finish(alike) | finish(alone)
+    assert found.keys() == wanted.keys()
+    for key, drawn in found.items():
+        assert drawn._replace(logprobs=[]) == wanted[key]._replace(logprobs=[])
+        np.testing.assert_allclose(drawn.logprobs, wanted[key].logprobs, atol=1e-5)
+        assert (drawn.allowed is None) == (key % 2 == 1 or not cuts)
+    assert found[1].logprobs == [0.0] * len(found[1].tokens)
 
 
 def test_equal_sequences_are_read_once():

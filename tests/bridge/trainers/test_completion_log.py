@@ -2,6 +2,8 @@
 
 import json
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,13 +12,18 @@ import torch
 import rl_fn
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
+from rl_bridge.engines import Engine, Mesh, NeedParallel
+from rl_bridge.engines.results import declared, returns
 from rl_bridge.models.tiny import tiny_qwen2
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import PolicyModule
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_bridge.trainers.policy_inputs import completion_log
 from rl_bridge.trainers.policy_inputs.completion_log import CompletionLog, due
+from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
 from rl_bridge.trainers.policy_inputs.sampling import Sampled
+from rl_bridge.trainers.policy_inputs.updates import Updates
+from tests.bridge.engines.many_hosts import ManyHosts
 from tests.bridge.ready import ready
 from tests.bridge.trainers.test_policy_gradient import make_batch
 
@@ -72,6 +79,37 @@ def test_the_loss_of_these_numbers_is_the_loss(tokenizer):
     loss = np.concatenate(terms).sum() / denominator
     total = metrics["policy_loss"]
     assert float(total.total / total.denominator) == pytest.approx(loss, rel=1e-4)
+
+
+class Part:
+    """A worker's share of the rows, without a process group: the methods that tell of single rows are the module's."""
+
+    def __init__(self, module):
+        self.module = module
+
+    train_step = returns("sum")(lambda self, *arguments: self.module.train_step(*arguments))
+
+    @returns(declared(PolicyModule.take_watched))
+    def take_watched(self):
+        return self.module.take_watched()
+
+
+def test_numbers_of_rows_that_lie_with_several_workers_come_together(tokenizer):
+    """Each worker tells of its own rows; the update's ``watched`` has all of them, with the numbers of one worker."""
+    batch, marks = make_batch(), torch.tensor([3, -1, 0, 2, -1, 1])
+
+    def watched_by(workers):
+        policy = Engine(lambda: Part(module_of(tokenizer, "dapo", 25, False)), executor=ManyHosts(workers))
+        policy.build(mesh=Mesh(replicate=workers))
+        policy.train_step(NeedParallel(batch), 9.0, {}, NeedParallel(marks))
+        engines = cast(PolicyEngines, SimpleNamespace(policy=policy))
+        return Updates.watched(cast(Updates, SimpleNamespace(_engines=engines)))
+
+    one, several = watched_by(1), watched_by(3)
+    assert sorted(one) == sorted(several) == [0, 1, 2, 3]
+    for mark, columns in one.items():
+        for name, values in columns.items():
+            assert several[mark][name] == pytest.approx(values, abs=1e-5), (mark, name)
 
 
 def trajectories(count=4, length=3):

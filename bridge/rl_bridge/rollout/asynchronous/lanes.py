@@ -5,6 +5,7 @@ from typing import Protocol
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.engines.base import Engine
 from rl_bridge.engines.lifecycle import call_worker
+from rl_bridge.engines.reviving import Revived
 from rl_bridge.rollout.asynchronous.ledger import Key
 from rl_bridge.rollout.asynchronous.rollout_pump import Advance, Ended, Withdraw
 
@@ -28,7 +29,7 @@ class Lanes:
     """
 
     def __init__(self, engine: Engine, sampling: SamplingParams, samples: int) -> None:
-        """``engine``: of workers that are ``Advancing``; ``samples``: of a prompt.
+        """``engine``: of workers that are ``Advancing``; ``samples``: of a prompt, a greedy one among them.
 
         Raises:
             ValueError: its workers are not.
@@ -39,6 +40,8 @@ class Lanes:
             raise ValueError(
                 f"the workers of {engine.name} cannot run ahead: they have no {', '.join(sorted(missing))}"
             )
+        if isinstance(engine, Revived):
+            engine.keeps_requests = True
 
     def do(self, command: Advance | Withdraw) -> list[Ended]:
         """One round of every worker."""

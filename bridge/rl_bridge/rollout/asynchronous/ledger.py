@@ -28,6 +28,8 @@ class State(StrEnum):
     """Whole; its rewards are not known yet."""
     READY = "ready"
     """Its rewards are known."""
+    COMPARED = "compared"
+    """A greedy one: a step took its group, and its rewards were the baseline of the others."""
     TRAINED = "trained"
     DROPPED = "dropped"
     """A step took its group, and it counted nothing there: ``reason`` says why."""
@@ -82,6 +84,8 @@ class Sample:
     """Of a conversation: what its environment said. ``tokens`` and the rest are those that the policy drew."""
     beginnings: int = 0
     """How often it began anew. What an environment answers to an earlier beginning is not taken."""
+    greedy: bool = False
+    """Of the most likely tokens; no step trains on it. Its rewards are a baseline of the group's other samples."""
 
     @property
     def versions(self) -> list[int]:
@@ -159,7 +163,7 @@ class Ledger:
         self.taken: set[int] = set()
         """Trained prompts behind the first untrained one."""
         self.finished: Counter[str] = Counter()
-        """How many samples were trained on, and how many dropped, by reason."""
+        """How many samples were trained on, how many compared with, and how many dropped, by reason."""
 
     @property
     def head(self) -> int:
@@ -180,13 +184,16 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """Samples by state."""
         found = Counter(str(sample.state) for group in self.groups.values() for sample in group.samples)
-        dropped = self.finished.total() - self.finished["trained"]
         none = {str(state): 0 for state in State}
-        return {**none, **found, "trained": self.finished["trained"], "dropped": dropped}
+        over = {state: self.finished[state] for state in ("trained", "compared")}
+        return {**none, **found, **over, "dropped": self.finished.total() - sum(over.values())}
 
-    def open(self, prompt: Any, seeds: Sequence[int], version: int, state: State = State.WAITING) -> Group:
-        """Take in the next prompt, with one sample a seed."""
+    def open(
+        self, prompt: Any, seeds: Sequence[int], version: int, state: State = State.WAITING, *, greedy: bool = False
+    ) -> Group:
+        """Take in the next prompt, with one sample a seed. ``greedy``: the last of them is."""
         group = Group(self.opened, prompt, [Sample(seed, state) for seed in seeds], version)
+        group.samples[-1].greedy = greedy
         self.groups[group.number] = group
         self.opened += 1
         return group
@@ -229,7 +236,8 @@ class Ledger:
         """Forget what was said."""
         sample = self[key]
         assert sample.state in (State.WAITING, State.ASKING), f"sample {key} is {sample.state}"
-        again = Sample(sample.seed, State.ASKING, seconds=sample.seconds, beginnings=sample.beginnings + 1)
+        kept: Any = {"seconds": sample.seconds, "greedy": sample.greedy}
+        again = Sample(sample.seed, State.ASKING, beginnings=sample.beginnings + 1, **kept)
         self.groups[key[0]].samples[key[1]] = again
 
     def aborted(self, key: Key) -> None:
@@ -244,9 +252,10 @@ class Ledger:
     def take(self, number: int) -> Group:
         """A step trains on the prompt, which leaves the ledger."""
         for place, sample in enumerate(self.groups[number].samples):
-            dropped = sample.reason in FAILED
-            self._change((number, place), State.DROPPED if dropped else State.TRAINED, State.READY)
-            self.finished[str(sample.reason) if dropped else "trained"] += 1
+            state = State.DROPPED if sample.reason in FAILED else State.TRAINED
+            state = State.COMPARED if sample.greedy else state
+            self._change((number, place), state, State.READY)
+            self.finished[str(sample.reason) if state is State.DROPPED else str(state)] += 1
         self.taken.add(number)
         group = self.groups.pop(number)
         self.taken = {later for later in self.taken if later > self.head}

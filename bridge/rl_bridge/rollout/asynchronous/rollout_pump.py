@@ -24,6 +24,8 @@ class Row(NamedTuple):
     seed: int
     limit: int
     """Tokens that may still be drawn."""
+    greedy: bool = False
+    """The most likely tokens are drawn, however the other rows are sampled."""
 
 
 class Ended(NamedTuple):
@@ -99,13 +101,15 @@ class RolloutPump:
         prompt: Callable[[int], tuple[Any, Sequence[int]]],
         *,
         talks: bool = False,
+        greedy: bool = False,
     ) -> None:
         """``prompt``: of a number, with a seed for each of its samples; called once a prompt, in order.
 
         ``talks``: samples are conversations. An engine draws one turn after another, and environments answer beside.
+        ``greedy``: the last sample of each prompt is.
         """
         self.ledger, self.admission, self.pace, self._prompt = ledger, admission, pace, prompt
-        self._talks = talks
+        self._talks, self._greedy = talks, greedy
         self._to_ask = list(ledger.keys(State.ASKING))
         self.version = -1
         """Of the policy that the engine holds."""
@@ -198,7 +202,7 @@ class RolloutPump:
         while self.ledger.opened < self.admission.limit(self.version):
             prompt, seeds = self._prompt(self.ledger.opened)
             first = State.ASKING if self._talks else State.WAITING
-            group = self.ledger.open(prompt, seeds, self.version, first)
+            group = self.ledger.open(prompt, seeds, self.version, first, greedy=self._greedy)
             if self._talks:
                 self._to_ask += [(group.number, place) for place in range(len(seeds))]
 
@@ -209,10 +213,9 @@ class RolloutPump:
             sample, prompt = self.ledger[key], self.ledger.groups[key[0]].prompt
             if sample.state is State.WAITING:
                 self.ledger.submitted(key, now)
-                room = sample.room(self.pace.limit)
-                rows.append(
-                    Row(key, prompt, tuple(sample.sequence), len(sample.tokens), sample.said, sample.seed, room)
-                )
+                room, so_far = sample.room(self.pace.limit), tuple(sample.sequence)
+                drawn, said = len(sample.tokens), sample.said
+                rows.append(Row(key, prompt, so_far, drawn, said, sample.seed, room, sample.greedy))
         return rows
 
     def _is_late(self, key: Key, now: float) -> bool:
@@ -270,7 +273,7 @@ class RolloutPump:
     def told(self, key: Key, beginning: int, turn: Turn | None, reason: str | None) -> bool:
         """What the environment of a conversation answered, as ``Ledger.told``.
 
-        False: the conversation has begun anew since it was asked, and the answer is not taken.
+        False: the conversation has begun anew since it was asked, or has been trained on, and the answer is not taken.
         """
         if self._is_gone(key, beginning):
             return False
@@ -285,7 +288,8 @@ class RolloutPump:
             self._to_ask.append(key)
 
     def _is_gone(self, key: Key, beginning: int) -> bool:
-        return self.ledger[key].beginnings != beginning
+        # A conversation that has begun anew may be over, and a step may have trained on the prompt.
+        return key[0] not in self.ledger.groups or self.ledger[key].beginnings != beginning
 
     def to_score(self) -> list[Group]:
         """Prompts whose samples are all drawn, each told once."""

@@ -45,6 +45,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
     state = State.WAITING if sample.state is State.RUNNING else sample.state
     return {
         "state": str(state),
+        "greedy": sample.greedy,
         # Copies: the state is written while engines go on.
         **{name: copy.copy(getattr(sample, name)) for name in PLAIN},
         "spans": [list(span) for span in sample.spans],
@@ -59,6 +60,7 @@ def _of(saved: dict[str, Any]) -> Sample:
         state=State(saved["state"]),
         spans=[(version, count) for version, count in saved["spans"]],
         turns=[Turn(**turn) for turn in saved.get("turns", ())],
+        greedy=saved.get("greedy", False),
         allowed=None if saved["allowed"] is None else [_unpacked(text) for text in saved["allowed"]],
     )
 

@@ -56,7 +56,9 @@ class Advancing:
         # Prompts of similar length go together: a step costs as much as its longest row.
         for row in sorted(rows, key=lambda row: len(row.prompt) + len(row.tokens)):
             tokens = [*row.prompt, *row.tokens]
-            decoder.add(row.key, tokens, seed=row.seed, drawn=row.drawn, limit=row.limit, said=row.said)
+            decoder.add(
+                row.key, tokens, seed=row.seed, drawn=row.drawn, limit=row.limit, said=row.said, greedy=row.greedy
+            )
         ended = []
         for _ in range(steps):
             if not (decoder.running or decoder.waiting):

@@ -22,6 +22,7 @@ class _Row:
     drawn: int
     limit: int
     text: CompletionText | None
+    sampling: SamplingParams
     had: list[Completion] = field(default_factory=list)
     """What the requests so far drew."""
 
@@ -59,7 +60,15 @@ class ServedDecoder:
         return 0
 
     def add(
-        self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int, said: int = 0
+        self,
+        key: Hashable,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        drawn: int = 0,
+        limit: int,
+        said: int = 0,
+        greedy: bool = False,
     ) -> None:
         """Put a sequence in, as ``Decoder.add`` does.
 
@@ -73,7 +82,8 @@ class ServedDecoder:
                 f"tokens, limit {limit}, drawn {drawn}"
             )
         text = None if self._texts is None else self._texts.begin(tokens[len(tokens) - said :])
-        self._ask(_Row(key, tuple(tokens), seed, drawn, min(limit, longest - len(tokens)), text))
+        sampling = self._sampling.greedily() if greedy else self._sampling
+        self._ask(_Row(key, tuple(tokens), seed, drawn, min(limit, longest - len(tokens)), text, sampling))
 
     def step(self) -> list[Drawn]:
         """The rows that have ended; waits a moment for one."""
@@ -99,7 +109,7 @@ class ServedDecoder:
         limit = row.limit - len(had)
         name = self._engine.submit(
             (*row.prompt, *had),
-            self._sampling,
+            row.sampling,
             seed=row.seed,
             drawn=row.drawn + len(had),
             limit=min(limit, PIECE) if self._pieces else limit,

@@ -30,7 +30,9 @@ class ServedEngine:
     ) -> None:
         """``open_server(folder)`` starts one. ``at_once``: requests that it gets at a time; others wait here."""
         self._open, self._most = open_server, restarts
-        self._current, self._pending = (folder, "0"), None
+        self._current: tuple[Path, str, Path | None] = folder, "0", None
+        """Proved: the weights' folder, their version, and the adapter's folder."""
+        self._pending: tuple[Path, Path | None] | None = None
         self._running: dict[str, tuple[Ask, object]] = {}
         self._futures: dict[str, Future[None]] = {}
         self._done: dict[str, Completion] = {}
@@ -43,7 +45,7 @@ class ServedEngine:
         self.restarts = 0
         """Times that a dead server was started again."""
         self._in_a_row = 0
-        self.server = self._started(folder, "0")
+        self.server = self._started(*self._current)
 
     def submit(
         self,
@@ -145,7 +147,7 @@ class ServedEngine:
 
     def update(self, folder: Path, names: Sequence[str]) -> None:
         """A bucket: the engine reads these tensors from the folder."""
-        self._pending = folder
+        self._pending = folder, None
         self.server.update(folder, names)
 
     def finish(self, version: str) -> None:
@@ -175,30 +177,38 @@ class ServedEngine:
         version = self.version()
         with self._news:
             if self._pending is not None:
-                self._current, self._pending = (self._pending, version), None
+                weights, adapter = self._pending
+                self._current, self._pending = (weights, version, adapter), None
             proved, self._unproved = self._unproved or {}, None
             for name, completion in proved.items():
                 self._finish(name, completion)
         self.server.resume()
 
     def adopt(self, folder: Path, version: str) -> None:
-        """A server gets adapters merged."""
-        raise NotImplementedError("a server takes adapters merged into the weights")
+        """In the place of the adapter before. Requests that run go on with it."""
+        self._pending = self._current[0], folder
+        self.server.adopt(folder)
+        self.server.stamp(version)
 
     def replace(self, folder: Path, version: str, adapter: Path | None = None) -> None:
         """Another server on these weights, paused; what drew from unproved weights is forgotten and begun again."""
-        assert adapter is None, "a server takes adapters merged"
         with self._news:
             self._death, self._pending, self._unproved, self._in_a_row = None, None, {}, 0
             self.server.stop()
-            self._current = folder, version
-            self.server = self._started(folder, version)
+            self._current = folder, version, adapter
+            self.server = self._started(*self._current)
             self.server.pause(clear=True)
             self._begin_again()
 
-    def _started(self, folder: Path, version: str) -> EngineServer:
+    def _started(self, folder: Path, version: str, adapter: Path | None) -> EngineServer:
         server = self._open(folder)
-        server.stamp(version)
+        try:
+            if adapter is not None:
+                server.adopt(adapter)
+            server.stamp(version)
+        except BaseException:
+            server.stop()
+            raise
         return server
 
     def _restart(self, death: ServerDied) -> None:
@@ -206,10 +216,10 @@ class ServedEngine:
             raise ServerDied(f"died {self._in_a_row + 1} times without a completion in between: {death}") from death
         self._in_a_row += 1
         self.restarts += 1
-        folder, version = self._current
+        version = self._current[1]
         logger.warning("%s\nstarting again with weights version %s, %d requests", death, version, len(self._running))
         self.server.stop()
-        self.server, self._death = self._started(folder, version), None
+        self.server, self._death = self._started(*self._current), None
         self._begin_again()
 
     def _begin_again(self) -> None:

@@ -62,6 +62,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         at_once: int,
         restarts: int,
         replacements: int = REPLACEMENTS,
+        adapter_rank: int | None = None,
     ) -> None:
         with torch.device("meta"):
             self._stop = stop_tokens(source.empty(), tokenizer)
@@ -73,7 +74,9 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         self._close = weakref.finalize(self, self.engine.close)
         self.longest = self.engine.limits().longest
         tolerance = tolerance or Tolerance.of(precision)
-        self.updated = UpdatedEngine(self.engine, folder, tolerance=tolerance, replacements=replacements)
+        self.updated = UpdatedEngine(
+            self.engine, folder, tolerance=tolerance, replacements=replacements, adapter_rank=adapter_rank
+        )
 
     def decoder(self, sampling: SamplingParams) -> ServedDecoder:
         """A decoder without rows; all decoders of a worker share its engine."""
@@ -124,8 +127,6 @@ class ServedRollout(_Served):
         """
         served = served or ServedOptions()
         options, own = (options or VLLMOptions()).of_rank(DATA_RANK.get())
-        if options.adapter_rank is not None:
-            raise ValueError("a server takes adapters merged into the weights, got adapter_rank: take VLLMRollout")
         self._connect(
             source,
             tokenizer,
@@ -136,6 +137,7 @@ class ServedRollout(_Served):
             at_once=options.max_num_seqs,
             restarts=served.restarts,
             replacements=options.replacements,
+            adapter_rank=options.adapter_rank,
         )
 
 

@@ -125,6 +125,10 @@ class SGLangServer:
         self._done("end_weight_update", {})
         self.stamp(version)
 
+    def adopt(self, folder: Path) -> None:
+        """Adapters are sent merged to here."""
+        raise NotImplementedError("a server of SGLang takes adapters merged into the weights")
+
     def stamp(self, version: str) -> None:
         """Say this version of the weights that are there."""
         self._done("update_weight_version", {"new_version": version, "abort_all_requests": False})

@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_bridge.http import NoReply, Server
 from rl_bridge.rollout.served.asking import Ask, Completion, field_of
+from rl_bridge.rollout.served.blank import NAME, blank_adapter
 from rl_bridge.rollout.served.process import ServerProcess
 from rl_bridge.rollout.served.vllm_requests import completion_of, probe_of, sampling_fields
 from rl_bridge.rollout.vllm import probe
@@ -24,8 +25,10 @@ from rl_bridge.rollout.vllm.probe import EngineLimits
 
 MAIN = "vllm.entrypoints.launchers.api_server.entry"
 """The module behind ``vllm serve``; the command itself does not find its own version in vLLM's build for CPUs."""
-NAME = "generate-tokens-"
+GENERATE = "generate-tokens-"
 """What vLLM puts before a request's own name."""
+BLANK = "blank"
+"""Folder of the adapter that a server begins with, beside its socket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,8 @@ class VLLMServer:
         self.home = Path(tempfile.mkdtemp(prefix="rl_fn-vllm-"))
         self._sweep = weakref.finalize(self, shutil.rmtree, self.home, ignore_errors=True)
         path = self.home / "socket"
+        if options.adapter_rank is not None:
+            blank_adapter(folder, self.home / BLANK)
         log = Path(served.log) if served.log else self.home / "log"
         server = {"url": "http://vllm", "unix": str(path), "retries": 0}
         self._requests = Server(**server, timeout=served.request_seconds)
@@ -124,6 +129,7 @@ class VLLMServer:
         payload = {
             "request_id": ask.name,
             "token_ids": list(ask.tokens),
+            **self._model,
             "sampling_params": sampling_fields(ask),
         }
         reply = self._sent(self._requests, "/inference/v1/generate", payload, what)
@@ -145,7 +151,7 @@ class VLLMServer:
 
     def abort(self, names: Collection[str]) -> None:
         """Let these requests reply with what they have, as ``abort``."""
-        self.call("abort_requests", {"request_ids": [NAME + name for name in names]})
+        self.call("abort_requests", {"request_ids": [GENERATE + name for name in names]})
 
     def pause(self, *, clear: bool) -> None:
         """Running requests stay in the engine; ``clear``: without their keys and values, which are computed again."""
@@ -171,6 +177,17 @@ class VLLMServer:
         """In every worker, then for what is drawn from now on."""
         self.call("finish_weight_update", {"weight_version": version})
 
+    def adopt(self, folder: Path) -> None:
+        """In every worker of the engine.
+
+        Raises:
+            RuntimeError: the engine has other adapters than this one.
+        """
+        asked = {"method": "rl_fn_adopt", "args": [str(folder)]}
+        held = field_of(self.call("collective_rpc", asked), "results")
+        if any(len(numbers) != 1 for numbers in held):
+            raise RuntimeError(f"the server's workers have adapters {held} and not the one that they were given")
+
     def stamp(self, version: str) -> None:
         """Say this version of the weights that are there."""
         self.call("update_weight_version", {"new_version": version})
@@ -193,7 +210,7 @@ class VLLMServer:
             "detokenize": False,
             "extra_args": {EXTRA: list(DrawsOf(seed, 0, truncated=False))},
         }
-        payload = {"token_ids": list(prompt), "sampling_params": fields}
+        payload = {"token_ids": list(prompt), "sampling_params": fields, **self._model}
         return probe_of(self._sent(self._requests, "/inference/v1/generate", payload, "the probe of an update"), prompt)
 
     def dead(self) -> bool:
@@ -205,9 +222,14 @@ class VLLMServer:
         self.process.stop()
         self._sweep()
 
+    @property
+    def _model(self) -> dict[str, str]:
+        """What a request says besides: an engine with adapters draws with the one of this name."""
+        return {} if self.options.adapter_rank is None else {"model": NAME}
+
     def _allowed(self, name: str, count: int) -> list[array] | None:
         """What the sampler's hook has noted of a request that is done."""
-        asked = {"method": "rl_fn_allowed", "args": [NAME + name, count]}
+        asked = {"method": "rl_fn_allowed", "args": [GENERATE + name, count]}
         rows = field_of(self.call("collective_rpc", asked), "results")[0]
         return [array("i", ids) for ids in rows] or None
 
@@ -253,6 +275,11 @@ def arguments(folder: Path, socket: Path, options: VLLMOptions, served: ServedOp
     }
     if options.kv_cache_gib is not None:
         given["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
+    if options.adapter_rank is not None:
+        from rl_bridge.rollout.vllm.opening import rank_of  # and vLLM with it
+
+        given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
+        given["lora_modules"] = f"{NAME}={socket.parent / BLANK}"
     words = ["--model", str(folder)]
     for name, value in (given | options.engine_arguments()).items():
         flag = f"--{name.replace('_', '-')}"

@@ -123,8 +123,8 @@ class VLLMDecoder:
         self._outbox, self._sampling, self._stop, self._longest = outbox, sampling, stop, longest
         self._texts = texts or None
         self._said: dict[str, _Said] = {}
-        self._truncated = bool(truncation(sampling))
-        self._keys: dict[str, Hashable] = {}
+        self._keys: dict[str, tuple[Hashable, SamplingParams]] = {}
+        """Name of a request → its row's key, and how it is sampled."""
         self._ended: list[Drawn] = []
 
     @property
@@ -138,7 +138,15 @@ class VLLMDecoder:
         return 0
 
     def add(
-        self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int, said: int = 0
+        self,
+        key: Hashable,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        drawn: int = 0,
+        limit: int,
+        said: int = 0,
+        greedy: bool = False,
     ) -> None:
         """Put a sequence in, as ``Decoder.add`` does.
 
@@ -157,9 +165,10 @@ class VLLMDecoder:
         from rl_bridge.rollout.vllm.sampling import vllm_sampling  # and vLLM with it
 
         whole = self._texts is None
-        params = vllm_sampling(self._sampling, seed=seed, drawn=drawn, limit=limit, stop=self._stop, whole=whole)
+        sampling = self._sampling.greedily() if greedy else self._sampling
+        params = vllm_sampling(sampling, seed=seed, drawn=drawn, limit=limit, stop=self._stop, whole=whole)
         name = self._outbox.add(self, tokens, params)
-        self._keys[name] = key
+        self._keys[name] = key, sampling
         if self._texts is not None:
             self._said[name] = _Said(self._texts, tokens[len(tokens) - said :])
 
@@ -183,7 +192,7 @@ class VLLMDecoder:
 
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
         """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
-        names = [name for name, key in self._keys.items() if keys is None or key in keys]
+        names = [name for name, (key, _) in self._keys.items() if keys is None or key in keys]
         return [self._drawn(output, "abort") for output in self._outbox.withdraw(names)]
 
     def finished(self, output: Any) -> None:
@@ -209,11 +218,12 @@ class VLLMDecoder:
         [made] = output.outputs
         tokens, name = list(made.token_ids), output.request_id
         # The greedy choice has probability 1 in the distribution that is sampled; vLLM reports the model's own.
-        logprobs = [0.0] * len(tokens) if self._sampling.temperature == 0 else logprobs_of(made, tokens)
-        allowed = self._outbox.draws.take_allowed(name, len(tokens)) if self._truncated else None
+        key, sampling = self._keys.pop(name)
+        logprobs = [0.0] * len(tokens) if sampling.temperature == 0 else logprobs_of(made, tokens)
+        allowed = self._outbox.draws.take_allowed(name, len(tokens)) if truncation(sampling) else None
         versions = [int(span.version) for span in made.weight_versions or () for _ in range(span.start, span.end)]
         self._said.pop(name, None)
-        return Drawn(self._keys.pop(name), tokens, logprobs, allowed or None, reason, versions)
+        return Drawn(key, tokens, logprobs, allowed or None, reason, versions)
 
 
 class _Said:

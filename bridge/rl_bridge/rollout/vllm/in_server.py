@@ -3,6 +3,9 @@
 A worker that cannot import this file does not start, and with it the server.
 """
 
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable
 from typing import Any
 
 from rl_bridge.rollout.vllm.draws import Draws
@@ -16,6 +19,8 @@ class InServer:
     """Methods for ``collective_rpc``; their results are JSON."""
 
     model_runner: Any
+    list_loras: Callable[[], set[int]]
+    add_lora: Callable[[Any], bool]
     _rl_fn_draws: Draws
 
     def rl_fn_begin(self) -> dict[str, Any]:
@@ -23,6 +28,17 @@ class InServer:
         self._rl_fn_draws = Draws()
         self._rl_fn_draws.attach_to(self.model_runner)
         return in_place(self)
+
+    def rl_fn_adopt(self, folder: str) -> list[int]:
+        """The adapter in ``folder`` in the place of the one before; the numbers of all that are here.
+
+        vLLM's own path for it keeps ``load_inplace`` in every later request: each would load its file again.
+        """
+        from vllm.lora.request import LoRARequest
+
+        [number] = self.list_loras()
+        self.add_lora(LoRARequest("rl_fn", number, folder, load_inplace=True))
+        return sorted(self.list_loras())
 
     def rl_fn_allowed(self, name: str, count: int) -> list[list[int]]:
         """The ids that were allowed at each of a finished request's ``count`` draws, which are forgotten here."""

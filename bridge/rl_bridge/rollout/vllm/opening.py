@@ -31,7 +31,7 @@ def opened(
     register()
     arguments: dict[str, Any] = {"weight_transfer_config": {"backend": BACKEND}}
     if options.adapter_rank is not None:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(options.adapter_rank)}
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
     with nullcontext() if own is None else alone(own):
         engine = open_engine(folder, options, device=device, **arguments)
     try:
@@ -44,7 +44,7 @@ def opened(
     return engine
 
 
-def _rank(rank: int) -> int:
+def rank_of(rank: int) -> int:
     """The least of vLLM's ranks that has room for this one."""
     ranks = get_args(MaxLoRARanks)
     if rank > max(ranks):

@@ -117,3 +117,20 @@ def check_scored(drawn: Drawn, expected: Sequence[float], tolerance: Tolerance) 
             f"the engine's log-probabilities are {mean:.2g} nats from the trainer's in the mean and {most:.2g} at "
             f"most; allowed are {tolerance.mean:g} and {tolerance.most:g}"
         )
+
+
+def check_again(drawn: Drawn, before: Drawn, expected: Sequence[float], tolerance: Tolerance) -> None:
+    """Compare a fresh engine's draw with the proved one of an engine that had the same weights.
+
+    ``expected``: the trainer's log-probabilities of the proved tokens. Rows beside the probe change the rounding, which
+    may change a token and all behind that one; half of the tokens must be the same.
+
+    Raises:
+        ProbeFailed: other tokens, or log-probabilities farther from the trainer's than this precision explains.
+    """
+    pairs = zip(drawn.tokens, before.tokens, strict=True)
+    same = next((place for place, (now, then) in enumerate(pairs) if now != then), len(drawn.tokens))
+    if drawn.prompt != before.prompt or 2 * same < len(drawn.tokens):
+        raise ProbeFailed(f"with the same seed these weights drew {before.tokens} when proved, and {drawn.tokens} now")
+    first = drawn._replace(tokens=drawn.tokens[:same], logprobs=drawn.logprobs[:same])
+    check_scored(first, expected[:same], tolerance)

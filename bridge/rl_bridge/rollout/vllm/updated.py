@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rl_bridge.engines.results import returns
 from rl_bridge.rollout.vllm.client import EngineClient
 from rl_bridge.rollout.vllm.copies import Copy
-from rl_bridge.rollout.vllm.probe import Drawn, Probe, Tolerance, check_scored
+from rl_bridge.rollout.vllm.probe import Drawn, Probe, Tolerance, check_again, check_scored
 from rl_bridge.rollout.vllm.receiver import VLLMReceiver
 from rl_bridge.rollout.vllm.update import UpdateFailed, WeightUpdate, probed
 
@@ -30,12 +30,21 @@ class Attempt(NamedTuple):
     version: int | None
 
 
+class Proof(NamedTuple):
+    """What an update was proved with: a fresh engine with the same weights has to draw the same."""
+
+    probe: Probe
+    drawn: Drawn
+    scored: tuple[float, ...]
+    """The trainer's log-probabilities of the drawn tokens."""
+
+
 class UpdatedEngine:
     """The states of an engine under updates: in use → taking a copy → waiting for its proof → in use.
 
     A failure replaces the engine by a fresh one from the complete copy, which needs the same proof. If that one
     fails too, the weights that came are not what the trainer computes with: the engine goes back to the last proved
-    copy, or to the checkpoint that it started from.
+    copy, whose tokens it has to draw again, or to the checkpoint that it started from.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class UpdatedEngine:
         self._tolerance, self._most, self._in_a_row = tolerance, replacements, 0
         self._version: int | None = 0
         self._proved = 0
+        self._proof: Proof | None = None
         self._probe: Probe | None = None
         self._update: WeightUpdate | None = None
         self._copy: Copy | None = None
@@ -121,7 +131,7 @@ class UpdatedEngine:
         """
         if self._drawn is None:
             return self._stands()
-        assert self._copy is not None, "take() comes first"
+        assert self._copy is not None and self._probe is not None, "take() comes first"
         expected = scored[self._drawn.sequence]
         try:
             if self._update is not None:
@@ -136,6 +146,7 @@ class UpdatedEngine:
                 self._go_back(f"a fresh engine from the same weights: {error}")
             return self._stands()
         self.receiver.copies.prove(self._copy)
+        self._proof = Proof(self._probe, self._drawn, tuple(expected))
         self._go_on(self._copy.version)
         self._in_a_row = 0 if self._failure is None else self._in_a_row + 1
         if self._in_a_row > self._most:
@@ -162,16 +173,26 @@ class UpdatedEngine:
 
     def _go_back(self, failure: str) -> None:
         """A fresh engine from the last weights that were proved."""
-        self._failure, self._drawn = f"{self._failure}; {failure}", None
+        self._failure, self._drawn, self._version = f"{self._failure}; {failure}", None, None
         logger.warning("%s; the engine goes back to version %d", failure, self._proved)
         try:
             self._open(self.receiver.copies.proved, str(self._proved))
+            self._prove_again()
             self.client.resume()
         except Exception as error:
             raise UpdateFailed(
                 f"{self._failure}; no engine opens with version {self._proved} either: {error}"
             ) from error
         self._go_on(self._proved)
+
+    def _prove_again(self) -> None:
+        """The last proof once more: the trainer's word on the tokens that these weights draw is known.
+
+        The checkpoint of the beginning has none, and its engine was asked for none when it opened first.
+        """
+        if self._proof is not None:
+            probe, drawn, scored = self._proof
+            check_again(probed(self.client, probe, str(self._proved)), drawn, scored, self._tolerance)
 
     def _open(self, copy: Copy | None, version: str) -> None:
         """None: the checkpoint that the first engine started from."""

@@ -7,6 +7,7 @@ import torch
 
 from rl_bridge.data.pair_batch import PairBatch, PairPart, pair_parts, restore_rows, stand_in_pair
 from rl_bridge.engines.results import returns
+from rl_bridge.memory.within import scores_within_memory, within_memory
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
@@ -28,9 +29,11 @@ class ComparisonScorer(Scorer):
         scoring = self.scoring
         options = {"packing": scoring.packing, "share_prefixes": scoring.share_prefixes}
         parts = pair_parts(batch, self.micro_batch_tokens(), **options)
+        self.largest_micro_batch = max((part.batch.completions.tokens.numel() for part in parts), default=0)
         parts += [stand_in_pair(batch)] * (self.agreed_count(len(parts)) - len(parts))
         return [part._replace(batch=part.batch.to(self.compute_device())) for part in parts]
 
+    @scores_within_memory
     @torch.no_grad()
     def all_outputs(self, batch: PairBatch) -> torch.Tensor:
         """``outputs`` of the whole batch, [N, K], without a graph."""
@@ -55,6 +58,7 @@ class ComparisonModule(Trainable, ComparisonScorer):
         self.loss = loss
 
     @returns("sum")
+    @within_memory
     def train_step(
         self, batch: PairBatch, denominator: float, statistics: Mapping[str, float] | None = None
     ) -> dict[str, Ratio]:
@@ -74,6 +78,7 @@ class ComparisonModule(Trainable, ComparisonScorer):
         return metrics
 
     @returns("same")
+    @within_memory
     def backward_through(self, batch: PairBatch, gradient: torch.Tensor, finite: bool) -> None:
         """Carry ``gradient`` [N, K], with respect to ``outputs`` of the batch, on to the parameters.
 

@@ -11,6 +11,7 @@ from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
 from rl_bridge.memory.budget import TokenBudget
+from rl_bridge.memory.within import scores_within_memory
 from rl_bridge.models.saving import save_pretrained
 from rl_bridge.models.source import ModelSource, device_of
 from rl_bridge.parallel.attention import use_rl_fn_attention
@@ -237,6 +238,7 @@ class TokenScorer(Scorer):
         return torch.stack([logprobs, entropies], -1)
 
     @returns("rows")
+    @scores_within_memory
     @torch.no_grad()
     def token_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probabilities of the tokens that count under the present weights, [N, L], zero where masked."""

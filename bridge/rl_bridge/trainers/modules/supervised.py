@@ -7,7 +7,7 @@ import torch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
-from rl_bridge.memory.within import within_memory
+from rl_bridge.memory.within import scores_within_memory, within_memory
 from rl_bridge.trainers.modules.policy import detached
 from rl_bridge.trainers.modules.trainable import CausalLMModule
 from rl_fn import Ratio, aggregate_parts
@@ -30,6 +30,7 @@ class SupervisedModule(CausalLMModule):
         return {"nll": total}
 
     @returns("sum")
+    @scores_within_memory
     @torch.no_grad()
     def nll(self, batch: TokenBatch) -> dict[str, Ratio]:
         """The undivided loss under the present weights, without a gradient."""

@@ -8,7 +8,7 @@ from rl_bridge.data.micro_batches import restore
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.results import returns
 from rl_bridge.functional import from_jax
-from rl_bridge.memory.within import within_memory
+from rl_bridge.memory.within import scores_within_memory, within_memory
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.values import token_values
@@ -52,6 +52,7 @@ class ValueScorer(Scorer):
             return token_values(self.model, tokens, **options)
 
     @returns("rows")
+    @scores_within_memory
     @torch.no_grad()
     def values(self, batch: TokenBatch) -> torch.Tensor:
         """Values under the present weights, [N, L]: of the state before each token that counts, else zero."""
@@ -59,6 +60,7 @@ class ValueScorer(Scorer):
         return restore([(part.places, self(part.batch)) for part in parts], batch.tokens)
 
     @returns("rows")
+    @scores_within_memory
     @torch.no_grad()
     def scores(self, batch: TokenBatch) -> torch.Tensor:
         """The head's number after the last token of each row, [N]."""

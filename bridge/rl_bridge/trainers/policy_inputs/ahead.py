@@ -78,18 +78,20 @@ class AheadSampler(Sampler):
         progress after which a wait fails.
 
         Raises:
-            ValueError: greedy completions or rounds of dynamic sampling, which belong to one step.
+            ValueError: rounds of dynamic sampling, which belong to one step.
         """
         super().__init__(completions(rollout), rewards, stream, objective, config, seed)
-        if self._greedy or config.sampling_rounds > 1:
-            what, why = "greedy completions", "all rows of an engine are sampled in one way"
-            if not self._greedy:
-                what, why = f"sampling_rounds={config.sampling_rounds}", "rewards would decide what may be drawn ahead"
-            raise ValueError(f"rollouts that run ahead of training do not go with {what}: {why}")
+        if config.sampling_rounds > 1:
+            raise ValueError(
+                f"rollouts that run ahead of training do not go with sampling_rounds={config.sampling_rounds}: rewards "
+                "would decide what may be drawn ahead"
+            )
+        self._samples = config.responses_per_prompt + self._greedy
+        """Of a prompt: those that are trained on, and the greedy one where the objective reads its rewards."""
         # The trainer's thread uses the other one.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._admission, self._pace, self._lazy = admission, pace, lazy
-        self._engine = Lanes(rollout, config.sampling.params(), config.responses_per_prompt)
+        self._engine = Lanes(rollout, config.sampling.params(), self._samples)
         self._patience, self._talking = patience, talking
         self._talks: Talks | None = None
         self._ledger, self._step, self._training = Ledger(), 0, False
@@ -127,15 +129,15 @@ class AheadSampler(Sampler):
                 break
             self.update(self._engines)
         self._training = True
-        trajectories = [
-            trajectory for place, group in enumerate(groups) for trajectory in self._trajectories(group, place)
-        ]
+        made, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
+        trajectories = [trajectory for group in made for trajectory in group[: n - self._greedy]]
+        baseline = self._baseline([group[-1] for group in made]) if self._greedy else None
         if self._talks is not None and all(trajectory.finish_reason == "error" for trajectory in trajectories):
             cause = self._talks.failures[-1] if self._talks.failures else "before the run was taken up again"
             raise ValueError(f"the environment failed in all {len(trajectories)} conversations of step {step}; {cause}")
-        made = replace(self._sampled(trajectories), ahead=self._metrics(groups, step))
+        sampled = replace(self._sampled(trajectories, baseline), ahead=self._metrics(groups, step))
         self._forget()
-        return made
+        return sampled
 
     def state(self) -> dict[str, Any]:
         """The ledger, and with it the place in the data."""
@@ -175,11 +177,13 @@ class AheadSampler(Sampler):
     def _started(self) -> Driver:
         if self._driver is None:
             talking = self._talking
-            pump = RolloutPump(self._ledger, self._admission, self._pace, self._prompt, talks=talking is not None)
+            options: Any = {"talks": talking is not None, "greedy": self._greedy}
+            pump = RolloutPump(self._ledger, self._admission, self._pace, self._prompt, **options)
             training = TrainingPump(self._ledger, self._admission, self._step)
             self._talks = None if talking is None else Talks(talking, self._opening)
-            options: Any = {"talks": self._talks, "patience": self._patience}
-            self._driver = Driver(self._engine, pump, training, self._rewards_of, **options)
+            self._driver = Driver(
+                self._engine, pump, training, self._rewards_of, talks=self._talks, patience=self._patience
+            )
         return self._driver
 
     def _end_step(self) -> None:
@@ -200,7 +204,7 @@ class AheadSampler(Sampler):
         """The next row of the stream, and the seeds of its samples."""
         self._places[number] = self.stream.checkpoint_state()
         row = self.stream.take(1)[0]
-        seeds = request_seeds([self._id(number)], self._config.responses_per_prompt, torch.device("cpu"))[0].tolist()
+        seeds = request_seeds([self._id(number)], self._samples, torch.device("cpu"))[0].tolist()
         # A conversation's first tokens are its environment's.
         tokens = [] if self._talking is not None else encode_prompt(self._tokenizer, row["prompt"])
         return AsPrompt(row, tokens), seeds
@@ -211,7 +215,10 @@ class AheadSampler(Sampler):
         return self._seed * 1_000_003 + step, place
 
     def _rewards_of(self, group: Group) -> list[dict[str, float]]:
-        return [dict(trajectory.rewards) for trajectory in self.rewards.score(self._trajectories(group, 0))]
+        made, n = self._trajectories(group, 0), self._config.responses_per_prompt
+        # A greedy one by itself, as where nothing runs ahead: a reward may compare what it is given together.
+        calls = (made[:n], made[n:]) if self._greedy else (made,)
+        return [dict(trajectory.rewards) for call in calls for trajectory in self.rewards.score(call)]
 
     def _opening(self, group: Group, number: int, place: int = 0) -> Opening:
         seed, row = group.samples[number].seed, group.prompt.row
@@ -246,7 +253,7 @@ class AheadSampler(Sampler):
     def _metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Of the step's tokens: how many versions old they are; and who waited how long."""
         driver = self._started()
-        samples = [sample for group in groups for sample in group.samples]
+        samples = [sample for group in groups for sample in group.samples if not sample.greedy]
         ages = torch.tensor([float(step - version) for sample in samples for version in sample.versions] or [0.0])
         idle, driver.idle = driver.idle, 0.0
         waited, self._waited = self._waited, 0.0

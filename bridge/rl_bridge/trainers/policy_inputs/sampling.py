@@ -173,9 +173,11 @@ class Sampler:
 
     def _greedy_rewards(self, rows: Sequence[dict]) -> torch.Tensor:
         """ReMax's baseline [P]: what the most likely completion of each prompt earns."""
+        return self._baseline(scored(self.complete, self.rewards, rows, self._config.sampling.params().greedily()))
+
+    def _baseline(self, trajectories: list[Trajectory]) -> torch.Tensor:
+        """[P] of P greedy trajectories with rewards."""
         config = self._config
-        greedy = replace(config.sampling, temperature=0.0, top_k=None, top_p=None, min_p=None).params()
-        trajectories = scored(self.complete, self.rewards, rows, greedy)
         rewards = config.scalar.combine(reward_matrix(trajectories, self.rewards.names, 1), self.rewards.weights)
         if config.overlong_buffer is not None:
             limit = config.sampling.max_new_tokens

@@ -1,7 +1,7 @@
 """What no interleaving may break: of a sample that is trained on, of every moment, and of a run that has ended."""
 
 from rl_bridge.rollout.asynchronous.ledger import State
-from tests.bridge.rollout.asynchronous.simulated_engine import answered, natural_length, token, words
+from tests.bridge.rollout.asynchronous.simulated_engine import answered, most_likely, natural_length, token, words
 
 
 def check_trained(world, group, place, sample):
@@ -13,9 +13,14 @@ def check_trained(world, group, place, sample):
     elif sample.reason != "abort":
         assert len(sample.tokens) == min(natural, limit), f"{where} is cut or goes on after its end"
         assert sample.reason == ("stop" if natural <= limit else "length"), where
-    assert sample.tokens == [token(group.number, sample.seed, i) for i in range(len(sample.tokens))], (
-        f"{where}: tokens are lost, doubled or another sample's"
-    )
+    greedy = setting.greedy and place == setting.samples
+    assert sample.greedy == greedy, f"{where}: a greedy sample is trained on, or a sampled one compared with"
+    wanted = State.COMPARED if greedy else State.DROPPED if sample.reason == "abort" else State.TRAINED
+    assert sample.state is wanted, f"{where} is {sample.state} after its step"
+    drawn = range(len(sample.tokens))
+    assert sample.tokens == [
+        most_likely(group.number, i) if greedy else token(group.number, sample.seed, i) for i in drawn
+    ], f"{where}: tokens are lost, doubled or another sample's"
     assert sample.versions == [-logprob for logprob in sample.logprobs], f"{where}: a span has another version"
     assert sample.versions == sorted(sample.versions), f"{where}: versions fall"
     assert setting.pace.partial or len(sample.spans) == 1, f"{where}: a whole completion of several versions"
@@ -47,7 +52,7 @@ def _check_turns(setting, sample, where):
 def check_moment(world):
     """Invariants of every moment."""
     counts = world.ledger.counts()
-    assert sum(counts.values()) == world.ledger.opened * world.setting.samples, f"a sample is in no state: {counts}"
+    assert sum(counts.values()) == world.ledger.opened * world.setting.of_a_prompt, f"a sample is in no state: {counts}"
     running = set(world.ledger.keys(State.RUNNING))
     if world.pump.alive and not world.busy:
         assert set(world.engine.rows) == running, "the engine has other rows than the ledger says"
@@ -59,12 +64,14 @@ def check_end(world):
     """Invariants of a run that has ended."""
     setting = world.setting
     trained = [(number, place) for content in world.history.values() for number, place, *_ in content]
-    everything = [(n, s) for n in range(setting.steps * setting.prompts) for s in range(setting.samples)]
+    everything = [(n, s) for n in range(setting.steps * setting.prompts) for s in range(setting.of_a_prompt)]
     assert len(trained) == len(everything) and sorted(trained) == everything, "a prompt is lost or doubled"
     assert [len(world.history[step]) for step in range(setting.steps)] == (
-        [setting.prompts * setting.samples] * setting.steps
+        [setting.prompts * setting.of_a_prompt] * setting.steps
     )
     if setting.window == 1:
         assert trained == everything, "the order is not that of the ledger"
     lengths = {(n, s): len(tokens) for content in world.history.values() for n, s, tokens, *_ in content}
+    greedy = world.ledger.finished["compared"]
+    assert greedy == setting.greedy * setting.steps * setting.prompts, f"{greedy} greedy samples were compared with"
     assert lengths == {key: world.generated[key] for key in lengths} and not world.ledger.groups

@@ -81,8 +81,9 @@ def ahead(rollout, *, staleness, pace, reward=digits, window=1, config=CONFIG, o
     )
 
 
-def in_step(rollout, config=CONFIG):
-    return Sampler(completions(rollout), load(digits), RowStream(ROWS, 3), rl_fn.recipes.dapo(), config, 5)
+def in_step(rollout, config=CONFIG, objective=None):
+    objective = objective or rl_fn.recipes.dapo()
+    return Sampler(completions(rollout), load(digits), RowStream(ROWS, 3), objective, config, 5)
 
 
 def shown(steps):

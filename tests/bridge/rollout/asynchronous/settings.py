@@ -28,6 +28,13 @@ class Setting:
     truncated: bool = False
     turns: int = 0
     """Of a conversation; 0: completions."""
+    greedy: bool = False
+    """Each prompt has a greedy sample behind the others."""
+
+    @property
+    def of_a_prompt(self):
+        """Samples, the greedy one among them."""
+        return self.samples + self.greedy
 
     def ends(self, seed, count):
         """Whether the policy stops after so many tokens that it drew."""
@@ -67,4 +74,5 @@ def setting_of(seed):
         truncated=choose.random() < 0.3,
         turns=choose.choice([0, 0, 1, 3]),
         forgets=choose.choice([0, 0, 2]) if not pace.deterministic else 0,
+        greedy=choose.random() < 0.5,
     )

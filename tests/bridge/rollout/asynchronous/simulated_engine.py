@@ -21,6 +21,11 @@ def token(prompt, seed, number):
     return 1 + mixed(prompt, seed, number) % 50
 
 
+def most_likely(prompt, number):
+    """A greedy row's token, whatever its seed: of no sampled row."""
+    return 51 + mixed(prompt, number) % 50
+
+
 def words(seed, turn):
     """Tokens of the policy in a turn of a conversation, if its limit is not smaller."""
     return 1 + mixed(seed, turn, 5) % 9
@@ -50,7 +55,8 @@ class SimulatedEngine:
         ended = []
         for key, (row, drawn) in list(self.rows.items()):
             number = row.drawn + len(drawn)
-            drawn.append((token(row.prompt, row.seed, number), -float(self.version)))
+            next_one = most_likely(row.prompt, number) if row.greedy else token(row.prompt, row.seed, number)
+            drawn.append((next_one, -float(self.version)))
             stops = self.end(row.seed, number + 1)
             if stops or len(drawn) == row.limit:
                 ended.append(self.leave(key, "stop" if stops else "length"))

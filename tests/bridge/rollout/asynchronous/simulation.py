@@ -45,7 +45,7 @@ class World:
         return self.pace[what] * self.random.expovariate(1.0)
 
     def prompt(self, number):
-        return number, [mixed(number, sample) for sample in range(self.setting.samples)]
+        return number, [mixed(number, sample) for sample in range(self.setting.of_a_prompt)]
 
     def start(self):
         setting = self.setting
@@ -62,7 +62,8 @@ class World:
             state = json.loads(json.dumps(self.disk))
             self.ledger, step = loaded(state["ledger"], lambda number: self.prompt(number)[0]), state["step"]
         self.history = {done: content for done, content in self.history.items() if done < step}
-        self.pump = RolloutPump(self.ledger, self.admission, setting.pace, self.prompt, talks=setting.turns > 0)
+        kind = {"talks": setting.turns > 0, "greedy": setting.greedy}
+        self.pump = RolloutPump(self.ledger, self.admission, setting.pace, self.prompt, **kind)
         self.training = TrainingPump(self.ledger, self.admission, step)
         self.engine, self.busy = SimulatedEngine(setting.ends, setting.truncated), False
         self.trainer = "end" if step == setting.steps else "update"
@@ -128,8 +129,9 @@ class World:
 
     def environment_answers(self, key, beginning):
         """A conversation has so many turns as the setting says; now and then an environment has forgotten it."""
-        sample = self.ledger[key]
-        if sample.beginnings != beginning:
+        group = self.ledger.groups.get(key[0])
+        sample = None if group is None else group.samples[key[1]]
+        if sample is None or sample.beginnings != beginning:
             self.began_anew += 1
             assert not self.pump.told(key, beginning, Turn([], None, True, None), "stop")
         elif sample.turns and self.forgets and self.random.random() < 0.1:

@@ -48,6 +48,12 @@ def test_a_sample_s_worker_depends_on_its_number_alone():
     assert given[4][1:] == given[7][1:] == (SAMPLING, 8)
 
 
+def test_a_greedy_row_goes_to_its_worker_as_one():
+    workers = Workers()
+    Lanes(workers, SAMPLING, samples=3).do(Advance((row(0, 1), row(0, 2)._replace(greedy=True)), 8))
+    assert [[r.greedy for r in given[0]] for _, given in sorted(workers.calls[0][1].items())] == [[True], [False]]
+
+
 def test_all_workers_are_asked_to_withdraw_and_to_restart():
     workers = Workers()
     lanes = Lanes(workers, SAMPLING, samples=2)

@@ -204,6 +204,35 @@ def begins_again_with_what_was_said(begin_again):
     return again
 
 
+@fault(Ledger, "begin_again")
+def begins_a_greedy_conversation_again_as_a_sampled_one(begin_again):
+    def again(self, key):
+        begin_again(self, key)
+        self[key].greedy = False
+
+    return again
+
+
+@fault(RolloutPump, "_admit")
+def samples_a_greedy_row(admit):
+    return lambda self, now, **begun: [row._replace(greedy=False) for row in admit(self, now, **begun)]
+
+
+@fault(saving, "_of")
+def loads_a_greedy_sample_as_a_sampled_one(of):
+    return lambda saved: of({**saved, "greedy": False})
+
+
+@fault(Ledger, "open")
+def makes_the_first_sample_greedy(opened):
+    def opening(self, *given, **options):
+        group = opened(self, *given, **options)
+        group.samples[0].greedy, group.samples[-1].greedy = group.samples[-1].greedy, group.samples[0].greedy
+        return group
+
+    return opening
+
+
 @fault(Sample, "room")
 def gives_every_turn_its_whole_room_after_an_update(room):
     return lambda self, limit: self.turns[-1].room if self.turns else room(self, limit)

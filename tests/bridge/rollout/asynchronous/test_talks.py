@@ -15,9 +15,10 @@ from rl_bridge.environments import Step
 from rl_bridge.models.turns import TurnTemplate
 from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
+from rl_bridge.rollout.asynchronous.ledger import Group, Sample
 from rl_bridge.rollout.asynchronous.rollout_pump import Pace
-from rl_bridge.rollout.asynchronous.talks import Talking
-from rl_bridge.rollout.conversation import Limits
+from rl_bridge.rollout.asynchronous.talks import Talking, Talks
+from rl_bridge.rollout.conversation import Limits, Opening
 from rl_bridge.trainers.policy_inputs.sampling import Sampler
 from tests.bridge.rollout.asynchronous.runs import CONFIG, ROWS, SOURCE, TOKENIZER, Weights, ahead, shown, steps_of
 from tests.bridge.rollout.asynchronous.test_ahead import full_logprobs
@@ -133,13 +134,17 @@ def test_each_token_of_each_turn_has_the_logprob_of_the_version_that_drew_it(run
 
 
 def test_nothing_ahead_is_the_synchronous_run(run, rollout):
+    """Each prompt's greedy conversation among the others."""
+    remax = rl_fn.recipes.remax()
+
     def converse(rows, sampling):
         return rollout.converse(rows, sampling, Counts, 4, max_tokens=60)
 
-    sampler = Sampler(converse, load(("environment",)), RowStream(ROWS, 3), rl_fn.recipes.dapo(), OF_TURNS, 5)
-    here = shown(steps_of(sampler, Weights(), rollout, STEPS))
-    found = shown(run(pace=WHOLE, staleness=0))
-    for one, other in zip(found, here, strict=True):
+    sampler = Sampler(converse, load(("environment",)), RowStream(ROWS, 3), remax, OF_TURNS, 5)
+    here, found = steps_of(sampler, Weights(), rollout, STEPS), run(pace=WHOLE, staleness=0, objective=remax)
+    baselines = [[sampled.greedy_rewards.tolist() for sampled in made] for made in (found, here)]
+    assert baselines[0] == baselines[1] and len({tuple(step) for step in baselines[0]}) > 1
+    for one, other in zip(shown(found), shown(here), strict=True):
         # Rows lie beside others, so that their floats may differ in the last bit.
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert replace(one, logprobs=other.logprobs) == other
@@ -218,3 +223,40 @@ def test_an_environment_that_loops_is_ended_in_its_process_and_nobody_waits_long
     looped = [t for t in made if t.finish_reason == "error"]
     assert looped and all(t.row["prompt"].startswith("3") for t in looped)
     assert len(made) == CONFIG.steps * 6
+
+
+def test_an_environment_that_is_asked_is_not_ended_and_the_end_waits_for_all(rollout):
+    entered, go, closed = threading.Event(), threading.Event(), []
+
+    class Closing(Counts):
+        def reset(self, row):
+            self.name = row["prompt"]
+            if self.name == "1":
+                entered.set()
+                assert go.wait(30)
+            return super().reset(row)
+
+        def close(self):
+            time.sleep(0.2)
+            closed.append(self.name)
+
+    def opening(group, place):
+        return Opening(request_id=(group.number, place), seed=0, row={"prompt": group.prompt})
+
+    talks = Talks(talking(Closing), opening)
+    groups = [Group(number, str(number), [Sample(0)], 0) for number in range(2)]
+    try:
+        talks.ask(groups[0], 0)
+        assert [reply.key for reply in talks.replies()] == [(0, 0)]
+        talks.ask(groups[1], 0)
+        assert entered.wait(30)
+        talks.keep(())
+        assert talks.replies() == [] and closed == ["0"]
+        time.sleep(0.3)
+        assert closed == ["0"]
+        go.set()
+        assert [reply.key for reply in talks.replies()] == [(1, 0)] and not talks.busy
+    finally:
+        go.set()
+        talks.close()
+    assert closed == ["0", "1"]

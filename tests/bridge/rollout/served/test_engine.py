@@ -16,60 +16,15 @@ from rl_bridge.pipelines.rollouts import RolloutOptions
 from rl_bridge.rollout.asynchronous.rollout_pump import Row
 from rl_bridge.rollout.asynchronous.worker import EngineDied
 from rl_bridge.rollout.served.decoder import ServedDecoder
-from rl_bridge.rollout.served.engine import ABORTED, ServedEngine
+from rl_bridge.rollout.served.engine import ABORTED
 from rl_bridge.rollout.served.process import WATCHER, ServerDied, ServerProcess
 from rl_bridge.rollout.served.rollout import _Served
-from rl_bridge.rollout.served.vllm import ServedOptions, VLLMServer
+from rl_bridge.rollout.served.vllm import ServedOptions
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import Tolerance
 from rl_bridge.rollout.vllm.updated import UpdatedEngine
+from tests.bridge.rollout.served.running import SAMPLING, added, finish, opened, weights
 from tests.processes import gone
-
-FAKE = Path(__file__).with_name("fake_vllm.py")
-SAMPLING = SamplingParams(max_new_tokens=12)
-OPTIONS, SERVED = VLLMOptions(max_model_len=64, max_num_seqs=8), ServedOptions(start_seconds=30, request_seconds=30)
-
-
-def weights(folder, offset=0, delay=0.001, act=""):
-    """A folder that the fake starts from."""
-    folder.mkdir(exist_ok=True)
-    for name, value in {"offset": offset, "delay": delay, "act": act, "config.json": '{"vocab_size": 13}'}.items():
-        (folder / name).write_text(str(value))
-    return folder
-
-
-def opened(folder, served=SERVED):
-    return VLLMServer(folder, OPTIONS, served, [sys.executable, "-S", str(FAKE)])
-
-
-@pytest.fixture
-def engine_of():
-    made = []
-
-    def make(folder, restarts=2, served=SERVED):
-        made.append(ServedEngine(lambda place: opened(place, served), folder, at_once=8, restarts=restarts))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-def added(engine, count=20, limit=12, stop=(0,), sampling=SAMPLING):
-    decoder = ServedDecoder(engine, sampling, stop=stop)
-    for key in range(count):
-        decoder.add(key, [1] * (1 + key % 5), seed=key, limit=limit)
-    return decoder
-
-
-def finish(decoder):
-    found = []
-    deadline = time.monotonic() + 60
-    while decoder.running:
-        assert time.monotonic() < deadline, f"{decoder.running} rows never ended"
-        found += decoder.step()
-    assert len({drawn.key for drawn in found}) == len(found), "a row ended twice"
-    return {drawn.key: drawn for drawn in found}
 
 
 def served(folder):
@@ -95,6 +50,15 @@ def test_rows_get_their_tokens_whatever_else_runs(engine_of, tmp_path):
     assert len(finish(one)["bounded"].tokens) <= 4
 
 
+def test_a_greedy_row_is_asked_for_as_one_beside_sampled_ones(engine_of, tmp_path):
+    engine, sampling = engine_of(weights(tmp_path / "w")), SamplingParams(max_new_tokens=12, top_p=0.9)
+    decoder = ServedDecoder(engine, sampling, stop=())
+    for key in range(4):
+        decoder.add(key, [1, 2], seed=key, limit=5, greedy=key == 2)
+    for key, drawn in finish(decoder).items():
+        assert (set(drawn.logprobs) == {0.0}) == (drawn.allowed is None) == (key == 2)
+
+
 @pytest.mark.parametrize("who", ["server", "watcher"])
 def test_a_server_that_dies_is_started_again_and_no_row_is_lost_or_done_twice(engine_of, tmp_path, who, caplog):
     folder = weights(tmp_path / "w", delay=0.02)
@@ -116,6 +80,15 @@ def test_a_server_that_dies_again_and_again_is_given_up(engine_of, tmp_path):
     with pytest.raises(ServerDied, match=r"died 3 times without a completion in between: .*exit status 7; the end of"):
         finish(added(engine, limit=10))
     assert engine.restarts == 2
+
+
+def test_deaths_with_completions_between_them_do_not_add_up(engine_of, tmp_path):
+    engine = engine_of(weights(tmp_path / "w", delay=0.02), restarts=1)
+    wanted = finish(added(engine))
+    for deaths in (1, 2):
+        decoder = added(engine)
+        os.kill(engine.server.process.pid, signal.SIGKILL)
+        assert finish(decoder) == wanted and engine.restarts == deaths
 
 
 class Worker(_Served):

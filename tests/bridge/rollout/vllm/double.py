@@ -106,7 +106,8 @@ class DoubleEngine:
         length = len(request.prompt) // BLOCK * BLOCK
         if length and tuple(request.prompt[:length]) not in self._prefixes:
             past = copy.deepcopy(request.past)
-            past.crop(length)
+            if beyond := past.get_seq_length() - length:
+                past.crop(-beyond)
             self._prefixes[tuple(request.prompt[:length])] = past
 
     @staticmethod

@@ -70,16 +70,29 @@ def test_a_part_that_vllm_would_do_without_is_refused_before_anything_is_sent(wo
         policy.sync_weights(engine, adapter=False)
 
 
-def test_an_adapter_that_the_engine_draws_without_is_found(world, monkeypatch):
-    """The engine has the new version, and draws without the new adapter."""
+@pytest.mark.parametrize("lost", ["the new adapter", "every adapter"])
+def test_an_adapter_that_the_engine_draws_without_is_found(world, monkeypatch, lost):
+    """The engine has the version, and draws without its adapter. An engine that goes back is not believed either."""
     policy, engine, worker, _ = world
     before = engine.weights_version
+    adopt = worker.client.adopt
+
+    def adopted(folder, version):
+        if lost == "every adapter" or version != str(before):
+            worker.client.engine.set_weight_version(version)
+        else:
+            adopt(folder, version)
+
     policy.advance_adapter()
     with monkeypatch.context() as patch:
-        patch.setattr(worker.client, "adopt", lambda folder, version: worker.client.engine.set_weight_version(version))
+        patch.setattr(worker.client, "adopt", adopted)
         with pytest.raises(WeightSyncError, match=r"step 'proof': .* nats from the trainer's"):
             policy.sync_weights(engine)
-    assert engine.weights_version == before
+    if lost == "the new adapter":
+        assert engine.weights_version == before
+    else:
+        with pytest.raises(ValueError, match="has no proof"):
+            _ = engine.weights_version
     policy.advance_adapter()
     assert policy.sync_weights(engine) == engine.weights_version
     assert gap(draw(worker.client), worker_of(policy).model) < NEAR

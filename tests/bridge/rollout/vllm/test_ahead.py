@@ -48,13 +48,21 @@ def logprobs_of(model, trajectory):
     return found.gather(1, torch.tensor(trajectory.tokens[1:])[:, None])[:, 0]
 
 
-def sampler_of(rollout, tokenizer, pace, cuts, staleness=2):
+def sampler_of(rollout, tokenizer, pace, cuts, staleness=2, objective=None):
     sampling = SamplingOptions(max_new_tokens=20, temperature=TEMPERATURE, **cuts)
     config = PolicyConfig(steps=STEPS, prompts_per_step=3, responses_per_prompt=2, sampling=sampling)
     rewards, stream = load(lambda completion, row: float(len(completion))), RowStream(ROWS, 3)
     admission = Admission(max_staleness=staleness, prompts_per_step=3, steps=STEPS)
     return AheadSampler(
-        rollout, tokenizer, rewards, stream, rl_fn.recipes.dapo(), config, 5, admission=admission, pace=pace
+        rollout,
+        tokenizer,
+        rewards,
+        stream,
+        objective or rl_fn.recipes.dapo(),
+        config,
+        5,
+        admission=admission,
+        pace=pace,
     )
 
 
@@ -111,6 +119,23 @@ def test_a_span_s_logprobs_are_those_of_its_version_s_full_forward(rollout, exec
     assert check(made, models, cuts) > 4
 
 
+def test_a_greedy_row_beside_sampled_ones(rollout, executor, model, tokenizer, monkeypatch):
+    cuts, pace = {"top_k": 6}, Pace(partial=True, rounds=2, steps=3, limit=20)
+    sampler = sampler_of(rollout, tokenizer, pace, cuts, objective=rl_fn.recipes.remax())
+    greedy, baseline = [], sampler._baseline
+    monkeypatch.setattr(sampler, "_baseline", lambda found: (greedy.extend(found), baseline(found))[1])
+    made, models = steps_of(sampler, policy_of(executor, rollout, model, "remax"), rollout)
+    mixed = 0
+    for trajectory in greedy:
+        start, versions = len(trajectory.prompt_tokens), [v for v in trajectory.weights_versions if v >= 0]
+        mixed += len(set(versions)) > 1
+        assert set(trajectory.sampled_logprobs) == {0.0} and trajectory.allowed_tokens is None
+        for place, version in enumerate(versions, start):
+            logits = logits_of(models[version], trajectory.tokens[:place])
+            assert float(logits.max() - logits[trajectory.tokens[place]]) < 1e-4
+    assert check(made, models, cuts) and mixed and len(greedy) == STEPS * 3
+
+
 def test_one_step_ahead_each_completion_is_of_one_version(rollout, executor, model, tokenizer):
     policy = policy_of(executor, rollout, model, "ahead")
     sampler = sampler_of(rollout, tokenizer, Pace(steps=3, limit=20), {}, staleness=1)
@@ -138,8 +163,12 @@ def test_an_engine_that_dies_is_opened_again_and_no_request_is_lost(rollout, exe
     assert len(calls) == 12 and worker.updated.replaced == replaced + 1
 
 
+@torch.no_grad()
+def logits_of(model, tokens):
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1] / TEMPERATURE
+
+
 def truncated_logprob(model, trajectory, place):
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([trajectory.tokens[:place]]), use_cache=False).logits[0, -1] / TEMPERATURE
+    logits = logits_of(model, trajectory.tokens[:place])
     allowed = torch.tensor(list(trajectory.allowed_tokens[place]))
     return float(logits[trajectory.tokens[place]] - logits[allowed].logsumexp(0))

@@ -5,6 +5,7 @@ import torch
 
 from rl_bridge.engines import TrainEngine
 from rl_bridge.executors import LocalExecutor
+from rl_bridge.rollout.vllm.update import UpdateFailed
 from rl_bridge.rollout.vllm.updated import REPLACEMENTS
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, Replaced
 from rl_bridge.weights import WeightSyncError
@@ -176,6 +177,55 @@ def test_weights_that_are_not_the_trainers_lead_back_to_the_proved_ones(world, m
     assert (engine.weights_version, worker.updated.replaced) == (1, 2)
     monkeypatch.undo()
     assert policy.sync_weights(engine) == engine.weights_version == 2
+
+
+def spoil(monkeypatch, updated, size):
+    """From now on an engine that opens from the proved copy has other weights than the copy."""
+    opened = DoubleEngine.__init__
+
+    def other(self, folder):
+        opened(self, folder)
+        if folder == updated.receiver.copies.proved.folder:
+            with torch.no_grad():
+                self.model.model.norm.weight.mul_(1 + size)
+
+    monkeypatch.setattr(DoubleEngine, "__init__", other)
+
+
+@pytest.mark.parametrize("size", [0.05, 3.0], ids=["the same tokens", "other tokens"])
+def test_an_engine_that_goes_back_is_proved_again(world, monkeypatch, size):
+    policy, engine, worker = world
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.client, "update", failing("update"))
+        spoil(patch, worker.updated, size)
+        scores = type(worker_of(policy)).token_logprobs
+        patch.setattr(type(worker_of(policy)), "token_logprobs", lambda self, batch: scores(self, batch) - 0.5)
+        why = "nats from the trainer's" if size < 1 else "with the same seed these weights drew"
+        with pytest.raises(WeightSyncError, match=f"no engine opens with version 1 either: .*{why}"):
+            policy.sync_weights(engine)
+        with pytest.raises(ValueError, match="has no proof"):
+            _ = engine.weights_version
+    policy.sync_weights(engine)
+    assert engine.weights_version == 2 and gap(draw(worker.client), model_of(policy)) < 1e-4
+
+
+def test_an_engine_that_is_started_again_is_proved_again(world, monkeypatch):
+    _, engine, worker = world
+    worker.updated.restart()
+    assert engine.weights_version == 1
+    spoil(monkeypatch, worker.updated, 0.05)
+    with pytest.raises(UpdateFailed, match=r"no engine opens with version 1 either: .*nats from the trainer's"):
+        worker.updated.restart()
+    with pytest.raises(ValueError, match="has no proof"):
+        _ = engine.weights_version
+
+
+def test_going_back_reads_nothing_from_a_prefix_cache_and_says_its_version(world, monkeypatch):
+    *_, worker = world
+    replace = worker.client.replace
+    monkeypatch.setattr(worker.client, "replace", lambda folder, version, *more: replace(folder, "7", *more))
+    with pytest.raises(UpdateFailed, match="weights of version '7' drew the tokens, not '1'"):
+        worker.updated.restart()
 
 
 def test_what_was_drawn_before_its_proof_is_not_given_out(world, monkeypatch):

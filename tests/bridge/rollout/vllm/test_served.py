@@ -26,6 +26,7 @@ from tests.bridge.rollout.vllm.policies import trainer
 
 pytestmark = pytest.mark.vllm
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]
+OPTIONS = VLLMOptions(max_model_len=256, max_num_seqs=16, kv_cache_gib=0.25)
 SAMPLING = SamplingParams(max_new_tokens=12, n=3, seed=4)
 
 
@@ -44,11 +45,10 @@ class Counts:
 def parts(model, tokenizer, tmp_path_factory):
     """The engine of the facade, its worker, a trainer of the same weights, and the server's log."""
     log = tmp_path_factory.mktemp("served") / "log"
-    options = VLLMOptions(max_model_len=256, max_num_seqs=16, kv_cache_gib=0.25)
     executor = LocalExecutor()
 
     def worker():
-        return ServedRollout(StateSource(model), tokenizer, options, ServedOptions(log=str(log), start_seconds=240))
+        return ServedRollout(StateSource(model), tokenizer, OPTIONS, ServedOptions(log=str(log), start_seconds=240))
 
     engine = InferenceEngine(worker, executor=executor, name="rollout").build()
     made = executor._host.workers[engine.name].module
@@ -98,6 +98,25 @@ def test_tokens_come_with_what_they_were_drawn_with(parts, model, cuts):
     assert {t.finish_reason for t in made} <= {"stop", "length"} and len({t.tokens for t in made}) > 9
     again = engine.generate(PROMPTS[:2], sampling)
     assert [t.tokens for t in again] == [t.tokens for t in made[:6]], "whatever else runs"
+
+
+def test_an_engine_in_the_process_draws_the_same_tokens(parts, model, tokenizer):
+    """The same requests and seeds, whole and cut."""
+    from rl_bridge.rollout.vllm.rollout import VLLMRollout
+
+    served, *_ = parts
+    samplings = SAMPLING, replace(SAMPLING, temperature=0.8, top_k=12, top_p=0.95, min_p=0.02)
+    worker = VLLMRollout(StateSource(model), tokenizer, OPTIONS)
+    try:
+        engine = InferenceEngine(lambda: worker, executor=LocalExecutor(), name="own").build()
+        for sampling in samplings:
+            for ours, theirs in zip(
+                engine.generate(PROMPTS, sampling), served.generate(PROMPTS, sampling), strict=True
+            ):
+                assert (ours.request_id, ours.tokens) == (theirs.request_id, theirs.tokens)
+                np.testing.assert_allclose(ours.sampled_logprobs, theirs.sampled_logprobs, atol=1e-5)
+    finally:
+        worker.close()
 
 
 @pytest.mark.parametrize("piece", [3, 64])

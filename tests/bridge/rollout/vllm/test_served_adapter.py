@@ -1,0 +1,101 @@
+"""LoRA adapters that reach a real server of vLLM as such, and the one that is started after it was killed."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl_bridge.data.requests import SamplingParams
+from rl_bridge.engines import InferenceEngine
+from rl_bridge.executors.local import LocalExecutor
+from rl_bridge.models.source import StateSource
+from rl_bridge.rollout.served.decoder import ServedDecoder
+from rl_bridge.rollout.served.rollout import ServedRollout
+from rl_bridge.rollout.served.vllm import ServedOptions
+from rl_bridge.rollout.vllm.options import VLLMOptions
+from tests.bridge.rollout.vllm.policies import trainer, worker_of
+from tests.bridge.rollout.vllm.test_served import core_of, full_forward
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]
+OPTIONS = VLLMOptions(max_model_len=256, max_num_seqs=16, kv_cache_gib=0.25, adapter_rank=4)
+SAMPLING = SamplingParams(max_new_tokens=24, n=3, seed=4)
+NEAR = 1e-4
+"""Between factors beside the weights and the trainer's own, as in an engine in the process (test_adapter.py)."""
+
+
+def drawn(engine):
+    """One request at a time: which rows a server computes together, and so their last bits, depends on time."""
+    made = [engine.generate([prompt], replace(SAMPLING, n=1))[0] for prompt in PROMPTS]
+    return [(t.tokens, t.sampled_logprobs, t.weights_versions) for t in made]
+
+
+@torch.no_grad()
+def check(model, engine, version):
+    """The log-probabilities are the model's, and every token is of the version."""
+    for t in engine.generate(PROMPTS, SAMPLING):
+        wanted = [value for value, _ in full_forward(model, t, SAMPLING)]
+        np.testing.assert_allclose(t.sampled_logprobs, wanted, atol=NEAR, rtol=0)
+        assert {v for v, own in zip(t.weights_versions, t.loss_mask, strict=True) if own} == {version}
+
+
+def update_beside_requests(engine, policy, monkeypatch, *, seconds):
+    """How many of four running requests were drawn with the adapter before, and went on with the next one."""
+    worker, ended, old = worker_of(engine), [], engine.weights_version
+    decoder, pause = ServedDecoder(worker.engine, SAMPLING, stop=()), worker.engine.pause
+
+    def pause_what_runs():
+        for key in range(4):
+            decoder.add(key, [5 + key] * 8, seed=key, limit=240)
+        time.sleep(seconds)
+        pause()
+
+    policy.advance_adapter()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.engine, "pause", pause_what_runs)
+        policy.sync_weights(engine)
+    deadline = time.monotonic() + 60
+    while decoder.running and time.monotonic() < deadline:
+        ended += decoder.step()
+    assert not decoder.running and [len(row.tokens) for row in ended] == [240] * 4
+    assert all(list(row.versions) == sorted(row.versions) for row in ended)
+    assert {version for row in ended for version in row.versions} <= {old, old + 1}
+    return sum(len(set(row.versions)) == 2 for row in ended)
+
+
+def test_each_adapter_takes_the_place_of_the_one_before_and_comes_back_after_a_death(model, tokenizer, monkeypatch):
+    executor, served = LocalExecutor(), ServedOptions(start_seconds=240)
+    source = StateSource(model)
+    engine = InferenceEngine(
+        lambda: ServedRollout(source, tokenizer, OPTIONS, served), executor=executor, name="rollout"
+    ).build()
+    worker, policy = worker_of(engine), trainer(model, executor, adapter=True)
+    try:
+        check(model, engine, 0)
+        for version in (1, 2):
+            policy.advance_adapter()
+            assert policy.sync_weights(engine) == engine.weights_version == version
+            check(worker_of(policy).model, engine, version)
+        mixed = 0
+        for attempt in range(6):  # when a server begins a request, and how fast it draws, is not ours to say
+            mixed += update_beside_requests(engine, policy, monkeypatch, seconds=0.1 * (attempt + 1))
+            if mixed:
+                break
+        assert mixed and worker.updated.replaced == 0, policy.last_sync.replaced
+        wanted = drawn(engine)
+        check(worker_of(policy).model, engine, engine.weights_version)
+        os.kill(core_of(worker.engine.server.process), signal.SIGKILL)
+        again = drawn(engine)
+        assert worker.engine.restarts == 1
+        # Which requests share a batch differs from time to time, and with it the last bits of a sum.
+        for (tokens, logprobs, versions), before in zip(again, wanted, strict=True):
+            assert (tokens, versions) == (before[0], before[2])
+            np.testing.assert_allclose(logprobs, before[1], atol=1e-5)
+        with pytest.raises(ValueError, match="takes adapters"):
+            policy.sync_weights(engine, adapter=False)
+    finally:
+        worker.close()
