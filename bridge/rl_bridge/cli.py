@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["quantize"]:
         from rl_bridge.quantize.commands import run
 
-        return _guarded(lambda: run(words[1:]))
+        return _guarded(lambda: run(words[1:]), helps=True)
     if words[:1] == ["tune"]:
         from rl_bridge.tuning.commands import run as tune
 
@@ -77,17 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["report"]:
         from rl_bridge.report.commands import run as report_on
 
-        return _guarded(lambda: report_on(words[1:]))
+        return _guarded(lambda: report_on(words[1:]), helps=True)
     if words[:1] == ["plan"]:
         from rl_bridge.memory.commands import run as plan
 
-        return _guarded(lambda: plan(words[1:]))
+        return _guarded(lambda: plan(words[1:]), helps=True)
     if words == ["doctor"]:
         return print_diagnosis()
     if words[:1] == ["export"]:
         from rl_bridge.tracking.exporters.commands import run as export
 
-        return _guarded(lambda: export(words[1:]))
+        return _guarded(lambda: export(words[1:]), helps=True)
     if words[:1] == ["train"] and len(words) > 1 and words[1] in TRAINERS:
         trainer, rest = TRAINERS[words[1]], [word for word in words[2:] if word != TRACEBACK]
         pipeline = parse(load(trainer.default), rest, prog=f"rl-fn train {words[1]}")
@@ -109,7 +109,7 @@ def usage() -> str:
        rl-fn quantize {{profile,setup,verify}} [--help] [options]
        rl-fn tune TRAINER --space.OPTION DOMAIN [options]
        rl-fn report RUN... [--output FILE] [--watch [SECONDS]]
-       rl-fn plan {{policy,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
+       rl-fn plan {{TRAINER,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
        rl-fn doctor
 
 commands:
@@ -184,7 +184,8 @@ def report(run: Callable[[Any], dict[str, Any]], pipeline: Any, *, traceback: bo
     return _guarded(to_its_end, traceback=traceback)
 
 
-def _guarded(command: Callable[[], int], *, traceback: bool = False) -> int:
+def _guarded(command: Callable[[], int], *, traceback: bool = False, helps: bool = False) -> int:
+    """``helps``: the command runs no function of a user, and leaves with status 0 after ``--help`` alone."""
     try:
         return command()
     except Stopped as stop:
@@ -197,6 +198,8 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False) -> int:
         # The ranks of a torchrun job that only serve end here. Of a run it is a user's function that left.
         if left.code not in (None, 0) or os.environ.get("RANK", "0") != "0":
             raise
+        if helps:
+            return 0
         if traceback:
             sys.excepthook(type(left), left, left.__traceback__)
         print("rl-fn: error: a function called sys.exit() in the middle of the run", file=sys.stderr)

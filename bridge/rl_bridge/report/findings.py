@@ -24,8 +24,7 @@ def warnings_of(run: RunFiles) -> list[str]:
     if alarms:
         found.append(f"the rollout samples from another policy than the trainer's in {_steps(alarms)} (mismatch/alarm)")
     for name, what in {
-        "replacements": "engines were replaced",
-        "engine_replacements": "engines were replaced",
+        "weights/engine_replaced": "engines were replaced",
         "errors": "environments failed",
         "aborted": "completions were given up",
     }.items():

@@ -1,12 +1,15 @@
 """A run's folder is read while it is written to; what is damaged is named by its file and line."""
 
 import json
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from rl_bridge.cli import main
 from rl_bridge.report.findings import slowest_steps, warnings_of
 from rl_bridge.report.reading import read_run
+from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, Replaced
 from tests.bridge.report.runs import record, write_lines, write_run
 
 
@@ -62,6 +65,21 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     }.items():
         assert main(["report", str(folder)]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_replaced_engine_is_found_by_the_name_that_the_trainer_gives_the_metric(tmp_path):
+    """The name is the trainer's own, so that neither can change alone."""
+    policy = SimpleNamespace(replaced_engines=0, last_sync=None)
+    rollout = SimpleNamespace(methods={"take_weights": None, "prove_weights": None})
+    replaced = Replaced(cast(PolicyEngines, SimpleNamespace(policy=policy, rollout=rollout)))
+    records = []
+    for step, count in enumerate((0, 1, 1, 3)):
+        policy.replaced_engines = count
+        records.append(record(step) | replaced.metrics())
+    write_lines(write_run(tmp_path / "a", steps=1) / "metrics.jsonl", records)
+    assert warnings_of(read_run(tmp_path / "a")) == [
+        "engines were replaced in steps policy 1, policy 3 (weights/engine_replaced)"
+    ]
 
 
 def test_warnings_name_the_steps(tmp_path):
