@@ -26,6 +26,8 @@ from tests.mutation.worker import ROOT
 LIBRARIES = ("numpy", "jax", "jax.numpy", "jaxtyping", "beartype", "hypothesis", "pytest", "torch", "transformers")
 # Of each test that many cases before more of any.
 CASES = 3
+# Chromium and a cluster of Ray do not start in a forked process: their tests would fail without a fault.
+ALONE = "not slow and not peers and not ray and not openenv and not browser"
 # A child's exit status that no test run has.
 BROKEN = 70
 # pytest's, where it has collected nothing. Like a process that the system has killed for its memory, it is no verdict.
@@ -165,7 +167,7 @@ def _child(tests: list[str], words: Sequence[set[str]], outcome: Path, log: Path
         del sys.modules[name]
     import pytest
 
-    options = ["-q", "-x", "-m", "not slow and not peers", "--no-header", "-p", "no:xdist"]
+    options = ["-q", "-x", "-m", ALONE, "--no-header", "-p", "no:xdist"]
     # The libraries are imported before pytest could rewrite their assertions.
     options.append("-Wignore::pytest.PytestAssertRewriteWarning")
     code = pytest.main([*options, *tests], plugins=[Plugin(outcome, words)])
