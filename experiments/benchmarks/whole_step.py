@@ -3,8 +3,9 @@
 .venv-peers/bin/python experiments/benchmarks/whole_step.py      # about 12 minutes on two quiet cores
 .venv-peers/bin/python experiments/benchmarks/whole_step.py --vllm .venv-vllm/bin/python --models smollm2
 
-With ``--vllm`` our side draws with vLLM, in the environment of that interpreter, and a third side in process. TRL 1.16
-cannot train with vLLM on a CPU: its update loads tensor by tensor, and vLLM's CPU layers have no loaders any more then.
+With ``--vllm`` a third side is ours with vLLM, in the environment of that interpreter. TRL 1.16 cannot train with vLLM
+on a CPU: its update loads tensor by tensor, and vLLM's CPU layers have no loaders any more then. The reward is measured
+where the tiny model is, for the other does not learn within seconds.
 
 The sides take turns in processes of their own, on the same model, prompts, reward, objective, precision and threads.
 A step's tokens are those of its prompts and completions, without padding. The first step of a process is warm-up.
@@ -136,31 +137,35 @@ def table(result: dict[str, Any]) -> str:
     for model, of in result["models"].items():
         shares = where(of["ours"])
         lines.append(f"| {model} | {' | '.join(f'{100 * shares[name]:.0f} %' for name in PARTS)} |")
-    lines += [f"\n## Reward after {facts['seconds']:.0f} seconds of training, {facts['reward_model']}\n"]
-    lines += ["| | steps | mean reward of the last five |", "|---|---|---|"]
-    for name in SIDES:
-        steps = result["reward"][name]["steps"]
+    if result["reward"]:
+        lines += [f"\n## Reward after {facts['seconds']:.0f} seconds of training, {facts['reward_model']}\n"]
+        lines += ["| | steps | mean reward of the last five |", "|---|---|---|"]
+    for name, side in result["reward"].items():
+        steps = side["steps"]
         lines.append(f"| {NAMES[name]} | {len(steps['reward'])} | {statistics.mean(steps['reward'][-5:]):.3f} |")
     return "\n".join(lines) + "\n"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Ratios of speed and memory, and the reward over time."""
-    figure, (bars, curve) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    """Ratios of speed and memory, and the reward over time where it was measured."""
+    figure, axes = plt.subplots(1, 1 + bool(result["reward"]), figsize=(10, 3.6), layout="constrained", squeeze=False)
+    bars = axes[0, 0]
+    models = result["models"]
     kinds = {"tokens_per_second": "step", "update_tokens_per_second": "update", "peak_mib": "memory"}
+    sides = {f"{model}, {NAMES[name]}": (of[name], of["trl"]) for model, of in models.items() for name in of}
+    sides = {label: pair for label, pair in sides.items() if pair[0] is not pair[1]}
     for offset, (key, label) in enumerate(kinds.items()):
-        of = [models["ours"][key] / models["trl"][key] for models in result["models"].values()]
+        of = [ours[key] / trl[key] for ours, trl in sides.values()]
         bars.bar([i + 0.27 * offset for i in range(len(of))], of, 0.25, label=label)
     bars.axhline(1.0, color="black", linewidth=1)
-    bars.set_xticks([i + 0.27 for i in range(len(result["models"]))], list(result["models"]))
-    bars.set_ylabel("rl_fn / TRL")
+    bars.set_xticks([i + 0.27 for i in range(len(sides))], list(sides))
+    bars.set_ylabel("over TRL")
     bars.legend()
-    for name in SIDES:
-        steps = result["reward"][name]["steps"]
-        curve.plot(steps["end"], steps["reward"], label=NAMES[name])
-    curve.set_xlabel("seconds of training")
-    curve.set_ylabel("mean reward of the step")
-    curve.legend()
+    for name, side in result["reward"].items():
+        curve = axes[0, 1]
+        curve.plot(side["steps"]["end"], side["steps"]["reward"], label=NAMES[name])
+        curve.set(xlabel="seconds of training", ylabel="mean reward of the step")
+        curve.legend()
     figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
 
@@ -204,13 +209,14 @@ def main() -> None:
         run("whole_step_models.py", folder, *options.models, *words, timeout=options.timeout)
         models = {model: measured(model, folder, options) for model in options.models}
         longest = ["--steps", 400, "--seconds", options.seconds, "--reward", "exact"]
-        reward = {name: side(name, options.models[0], folder, options, *longest) for name in SIDES}
+        learns = SIDES if "tiny" in options.models else ()
+        reward = {name: side(name, "tiny", folder, options, *longest) for name in learns}
     facts = {
         "date": datetime.date.today().isoformat(),
         "hardware": hardware(),
         "load": load,
         "versions": {name: version(name) for name in PACKAGES} | vllm_version(options.vllm),
-        "reward_model": options.models[0],
+        "reward_model": "tiny",
         **{name: getattr(options, name) for name in ("threads", "passes", "micro_batch_tokens", "turns", "seconds")},
     }
     result = {"facts": facts, "models": models, "reward": reward}

@@ -18,7 +18,7 @@ import torch
 
 LEARNING_RATE = 2e-4
 VLLM: dict[str, Any] = {"max_model_len": 128, "kv_cache_gib": 1.0}
-"""Of both sides' engines."""
+"""Of the engine, where vLLM draws."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def ours(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     found, parts = Steps(), {}
     assert isinstance(pad, int)
     with Engines(executor, Mesh(), source, ParallelConfig(), run="benchmark") as engines:
-        rollout = engines.rollout(tokenizer, RolloutOptions(backend=arguments.rollout, vllm=VLLMOptions(**VLLM)))
+        vllm = VLLMOptions(**VLLM) if arguments.rollout == "vllm" else VLLMOptions()
+        rollout = engines.rollout(tokenizer, RolloutOptions(backend=arguments.rollout, vllm=vllm))
         policy = engines.policy(optimizer, objective, updates=10**6, scoring=scoring, fused_loss=setting.fused_loss)
 
         def sampled(number: int) -> tuple[Any, Any]:
