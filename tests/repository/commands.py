@@ -297,6 +297,13 @@ COMMANDS = [
         "twelve minutes",
         "peers",
     ),
+    Command(
+        ".venv-peers/bin/python experiments/benchmarks/whole_step.py --vllm .venv-vllm/bin/python --models smollm2",
+        "make install-vllm && .venv-peers/bin/python experiments/benchmarks/whole_step.py --vllm .venv-vllm/bin/python "
+        "--models tiny --turns 1 --steps 2 --prompts 2 --seconds 1 --updates 2 --output $SCRATCH/whole_step_vllm",
+        "a quarter of an hour",
+        "peers",
+    ),
     Command("make benchmark-step", "make --dry-run benchmark-step", "the command above", "peers"),
     Command(".venv-peers/bin/python -m pytest tests/peers -m peers", group="peers"),
     Command(".venv-peers/bin/rl-fn check trl", group="peers"),

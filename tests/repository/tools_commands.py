@@ -7,11 +7,18 @@ SHORT = (
     "--checkpoint-every 1"
 )
 EXPORT = ".venv/bin/rl-fn export runs/quickstart --to"
+COST = ".venv-tools/bin/python experiments/benchmarks/tracker_cost.py --output"
 TRACKERS: list[tuple[str, ...]] = [
     (LIVE, f"{EXTRA} && {LIVE} {SHORT}", "minutes; the libraries are an extra"),
     *((f"{EXPORT} {name}",) for name in ("tensorboard", "mlflow", "trackio", "wandb")),
     (f"{EXPORT} mlflow --artifacts files --again",),
     ("rl-fn export", "rl-fn export --help", "names no run"),
+    (
+        f"{COST} experiments/results/tracker_cost",
+        f"{COST} $SCRATCH/tracker_cost --only tensorboard --steps 60",
+        "ten minutes; the results are those of the repository",
+        "tools",
+    ),
 ]
 TUNE = (
     ".venv/bin/rl-fn tune policy --space.optimizer.learning-rate log:1e-5..1e-3 --space.objective gspo,dapo "
@@ -19,6 +26,7 @@ TUNE = (
 )
 STUDY = "--trials 2 --seeds 1 --policy.evaluate-every 1 " + SHORT.removeprefix("--name live ")
 OF_TUNE = f"{EXTRA.replace('trackers', 'tune')} && .venv/bin/python experiments/tuning.py"
+PRUNING = ".venv/bin/python experiments/tuning.py pruning"
 TUNING: list[tuple[str, ...]] = [
     (TUNE, f"{TUNE} {STUDY}", "half an hour"),
     (".venv/bin/rl-fn tune report runs/tune",),
@@ -31,16 +39,29 @@ TUNING: list[tuple[str, ...]] = [
     (
         ".venv/bin/python experiments/tuning.py quickstart",
         f"{OF_TUNE} quickstart --seeds 1 --trials 1 --samplers random tpe --steps 1 --confirm 1 --workers 2 "
-        "--fixed '--sft.steps 2 --policy.evaluate-every 1 --held-out 8' --runs $SCRATCH/studies "
+        "--base='--sft.steps 2' --fixed='--policy.evaluate-every 1 --held-out 8' --runs $SCRATCH/studies "
         "--output $SCRATCH/tuning",
-        "hours; the results are those of the repository",
+        "an hour; the results are those of the repository",
+    ),
+    (
+        PRUNING,
+        f"{PRUNING} --seeds 1 --trials 1 --steps 1 --base='--sft.steps 2' --fixed='--policy.evaluate-every 1 "
+        "--held-out 8' --runs $SCRATCH/pruners --output $SCRATCH/tuning",
+        "half an hour; the results are those of the repository",
     ),
 ]
 AUTO = ".venv/bin/rl-fn train policy --micro-batch-tokens auto"
 TABLE = ".venv/bin/python experiments/benchmarks/memory_plan.py --output"
+POLICIES = ".venv/bin/python experiments/benchmarks/memory_policies.py --output"
 MEMORY: list[tuple[str, ...]] = [
     (".venv/bin/rl-fn plan policy --micro-batch-tokens 4096 --fits 24GiB",),
+    (".venv/bin/rl-fn plan preference --no-cache-reference --no-knobs",),
+    (".venv/bin/rl-fn plan policy --workers 4 --mesh.tensor 2 --no-knobs",),
     (".venv/bin/rl-fn plan runs/quickstart",),
+    (
+        ".venv/bin/rl-fn plan policy --rollout.backend vllm --rollout.vllm.precision int8 "
+        "--policy.recompute-old-logprobs --rollout.vllm.kv-cache-gib 0.1",
+    ),
     (AUTO, f"{AUTO} {SHORT.replace('live', 'budget')}", "minutes"),
     (
         f"{TABLE} experiments/results/memory_plan --models qwen2 llama qwen3",
@@ -48,9 +69,15 @@ MEMORY: list[tuple[str, ...]] = [
         "minutes",
     ),
     (
-        f"{TABLE} experiments/results/memory_plan_smollm2 --models smollm2 --settings plain",
+        f"{TABLE} experiments/results/memory_plan_smollm2 --models smollm2 --settings plain "
+        '"smaller micro-batches" checkpointing "bfloat16, checkpointing" "packed, no shared prefixes"',
         f"{TABLE} $SCRATCH/memory_plan_qwen3 --models qwen3 --settings plain",
         "6 GB; the results are those of the repository",
+    ),
+    (
+        f"{POLICIES} experiments/results/memory_policies --threads 2",
+        f"{POLICIES} $SCRATCH/policies --models qwen2 --steps 1 --knobs 'activations keep' 'activations full'",
+        "five minutes, 6 GB; SmolLM2 is an extra",
     ),
     (
         ".venv/bin/rl-fn train policy --memory",
