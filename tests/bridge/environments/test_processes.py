@@ -1,7 +1,11 @@
 """Environments in processes of their own: the same conversations, and whatever loops, dies or hangs is ended alone."""
 
+import contextlib
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -167,6 +171,30 @@ def test_an_environment_that_loops_is_ended_at_the_call_s_limit(processes, pids)
     assert [t.finish_reason == "abort" for t in found] == [False, True, False]
     for pid, _ in pids():
         assert gone(pid)
+
+
+def test_an_environment_that_loops_ends_with_a_driver_that_is_killed(file, pids):
+    code = f"""
+from rl_bridge.environments import load_environment
+from rl_bridge.environments.processes import EnvironmentProcesses
+
+if __name__ == "__main__":
+    made = EnvironmentProcesses(load_environment("{file}:Game"), limit=600)
+    made.session().reset({{"prompt": "1+1=", "act": "loop in reset"}})
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    noted, deadline = file.parent / "pids", time.monotonic() + 60
+    while not (noted.exists() and noted.read_text().endswith("\n")) and time.monotonic() < deadline:
+        assert driver.poll() is None
+        time.sleep(0.02)
+    ((environment, template),) = pids()
+    driver.kill()
+    driver.wait(10)
+    try:
+        assert gone(template) and gone(environment)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(environment, signal.SIGKILL)
 
 
 def test_a_worker_s_conversations_and_its_next_ones(file, pids, new_model, tokenizer):
