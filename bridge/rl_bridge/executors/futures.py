@@ -11,6 +11,7 @@ from rl_bridge.executors.errors import WorkerDied
 # What a collective says when the process at its other end is gone or gave up: that process knows why.
 _CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "gloo", "nccl", "pair closure")
 _GRACE = 2.0
+_END = 5.0
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -94,6 +95,16 @@ class Call:
             self.future.set_result({slot: self._results[slot] for slot in self._order})
 
 
+def join(thread: threading.Thread | None) -> None:
+    """Wait a moment for a thread's end; the thread itself does not wait.
+
+    A thread that lets go of a tensor while the interpreter ends aborts the process: torch's C++ code frees the tensor
+    without the interpreter's lock, and Python ends a thread that asks for the lock so late.
+    """
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(_END)
+
+
 class Clock:
     """One thread that calls functions at their time: deadlines cost no thread of their own."""
 
@@ -125,10 +136,11 @@ class Clock:
         return cancel
 
     def stop(self) -> None:
-        """Call nothing any more."""
+        """Call nothing any more, and wait for the end of the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
+        join(self._thread)
 
     def _run(self) -> None:
         while True:
@@ -141,5 +153,5 @@ class Clock:
                     if self._stopped:
                         return
                     self._changed.wait(min(self._wakes - now, threading.TIMEOUT_MAX))
-            for function in functions:
-                function()
+            while functions:
+                functions.pop(0)()

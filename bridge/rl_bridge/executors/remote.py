@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_bridge.executors.channel import Channel
 from rl_bridge.executors.errors import WorkerDied, worker_error
-from rl_bridge.executors.futures import Call
+from rl_bridge.executors.futures import Call, join
 from rl_bridge.executors.serving import CALL, ERROR, RESULT, STOP, WHERE, decode_error
 from rl_bridge.executors.wire import Buffer, dumps, loads
 
@@ -28,7 +28,8 @@ class Remote:
         self._lock = threading.Lock()
         self._stopping, self._ended = False, threading.Event()
         self.death: WorkerDied | None = None
-        threading.Thread(target=self._receive, daemon=True, name=f"rl_bridge slot {slot}").start()
+        self._thread = threading.Thread(target=self._receive, daemon=True, name=f"rl_bridge slot {slot}")
+        self._thread.start()
 
     @staticmethod
     def encode(function: Callable[..., Any], arguments: tuple) -> list[Buffer]:
@@ -58,13 +59,14 @@ class Remote:
                 elif kind == STOP:
                     self._ended.set()
                 else:
-                    with self._lock:
-                        call = self._pending.pop(number)
-                    self._answer(kind, call, parts)
+                    self._answer(kind, number, parts)
+                del parts  # or it would live until the next frame
         except (EOFError, OSError) as error:
             self._gone(str(error))
 
-    def _answer(self, kind: int, call: Call, parts: Any) -> None:
+    def _answer(self, kind: int, number: int, parts: Any) -> None:
+        with self._lock:
+            call = self._pending.pop(number)
         try:
             if kind == RESULT:
                 call.succeed(self.slot, loads(parts))
@@ -123,6 +125,7 @@ class Remote:
         """Hang up: a process that has not left ends itself."""
         self._stopping = True
         self._channel.close()
+        join(self._thread)
 
 
 def _again(death: WorkerDied) -> WorkerDied:

@@ -1,0 +1,97 @@
+"""The driver's threads: what they let go of, and that they end before the interpreter does."""
+
+import threading
+import time
+import weakref
+
+import pytest
+
+from rl_bridge.executors.channel import Listener, connect
+from rl_bridge.executors.futures import Call, Clock
+from rl_bridge.executors.remote import Remote
+from rl_bridge.executors.serving import RESULT, STOP
+from rl_bridge.executors.wire import dumps
+
+
+class Batch:
+    """Stands for tensors that a call or its result holds."""
+
+
+@pytest.fixture
+def remote():
+    """The driver's end of a slot, and the slot's end of the channel."""
+    listener = Listener("127.0.0.1")
+    worker = connect([("127.0.0.1", listener.port)], listener.key, 1, None, 10)
+    found = Remote(1, listener.collect([1], 10)[1][0], "test")
+    listener.close()
+    yield found, worker
+    found.close()
+    worker.close()
+
+
+def within(seconds, true):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return true()
+
+
+def lives(name):
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_an_answered_call_is_let_go_while_the_slot_waits_for_the_next(remote):
+    found, worker = remote
+    batch = Batch()
+    call = Call("step", [1], Clock())
+    call.future.add_done_callback(lambda _, held=batch: None)
+    found.send(call, dumps("function and arguments"))
+    worker.send(RESULT, worker.receive().number, dumps("answer"))
+    assert call.future.result(10) == {1: "answer"}
+    gone = weakref.ref(batch)
+    del call, batch
+    assert within(10, lambda: gone() is None)
+
+
+def test_a_closed_slot_has_no_thread_left(remote):
+    found, worker = remote
+    call = Call("step", [1], Clock())
+    call.future.add_done_callback(lambda _: time.sleep(0.3))
+    found.send(call, dumps("function and arguments"))
+    found.close()
+    assert call.future.done() and not lives("rl_bridge slot 1")
+
+
+def test_the_thread_that_closes_its_own_slot_does_not_wait_for_itself(remote):
+    found, worker = remote
+    closed = []
+    call = Call("step", [1], Clock())
+    call.future.add_done_callback(lambda _: closed.append(found.close()))
+    found.send(call, dumps("function and arguments"))
+    worker.close()
+    assert within(2, lambda: closed == [None])
+
+
+def test_a_slot_that_stops_is_told_from_one_that_dies(remote):
+    found, worker = remote
+    found.ask_to_stop()
+    assert worker.receive().kind == STOP
+    worker.send(STOP, 0)
+    worker.close()
+    assert found.ended(10)
+    found.close()
+    assert "it was stopped" in str(found.death)
+
+
+def test_a_stopped_clock_has_no_thread_left_and_a_function_called_is_let_go():
+    clock, batch, called = Clock(), Batch(), threading.Event()
+    clock.at(time.monotonic(), lambda held=batch: called.set())
+    assert called.wait(10)
+    gone = weakref.ref(batch)
+    del batch
+    assert within(10, lambda: gone() is None)
+    begun = threading.Event()
+    clock.at(time.monotonic(), lambda: (begun.set(), time.sleep(0.3)))
+    assert begun.wait(10)
+    clock.stop()
+    assert not lives("rl_bridge clock")
