@@ -14,7 +14,7 @@ TRACKERS: list[tuple[str, ...]] = [
     (f"{EXPORT} mlflow --artifacts files --again",),
     ("rl-fn export", "rl-fn export --help", "names no run"),
     (
-        f"{COST} experiments/results/tracker_cost",
+        f"{COST} experiments/results/tracker_cost --rounds 3",
         f"{COST} $SCRATCH/tracker_cost --only tensorboard --steps 60",
         "ten minutes; the results are those of the repository",
         "tools",
