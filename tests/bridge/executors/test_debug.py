@@ -1,9 +1,11 @@
 """A debugger in a worker: reached over a port, by those who have read the word."""
 
+import io
 import re
 import socket
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -17,11 +19,19 @@ def own_breakpoint(monkeypatch):
     monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
 
 
-def announced(capsys, text=""):
+def what_is_printed(monkeypatch):
+    """By another thread, from now on. ``capsys.readouterr`` empties a buffer, and may lose what is printed meanwhile."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    return sys.stderr
+
+
+def announced(printed):
     """Port and word, once they are printed."""
-    while (found := re.search(r"nc 127\.0\.0\.1 (\d+), then (\S+)", text)) is None:
-        text += capsys.readouterr().err
-    return int(found[1]), found[2], text
+    end = time.monotonic() + 60
+    while (found := re.search(r"nc 127\.0\.0\.1 (\d+), then (\S+)\n", printed.getvalue())) is None:
+        assert time.monotonic() < end, printed.getvalue()
+        time.sleep(0.01)
+    return int(found[1]), found[2], printed.getvalue()
 
 
 def talk(port, *lines):
@@ -35,12 +45,13 @@ def talk(port, *lines):
 
 
 def in_thread(function):
-    thread = threading.Thread(target=function)
+    thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread
 
 
-def test_pdb_shows_the_frames_of_the_exception(capsys):
+def test_pdb_shows_the_frames_of_the_exception(monkeypatch):
+    printed = what_is_printed(monkeypatch)
     def step():
         reward = "not a number"
         raise ValueError(reward)
@@ -53,7 +64,7 @@ def test_pdb_shows_the_frames_of_the_exception(capsys):
 
     stop = debugger("pdb", 3)
     thread = in_thread(run)
-    port, word, text = announced(capsys)
+    port, word, text = announced(printed)
     assert "slot 3: ValueError: not a number" in text
     assert talk(port, "a guess") == ""
     assert "'not a number'" in talk(port, word, "p reward", "q")
@@ -61,7 +72,8 @@ def test_pdb_shows_the_frames_of_the_exception(capsys):
     assert not thread.is_alive()
 
 
-def test_breakpoint_stops_in_the_frame_that_calls_it(capsys):
+def test_breakpoint_stops_in_the_frame_that_calls_it(monkeypatch):
+    printed = what_is_printed(monkeypatch)
     seen, said = [], []
 
     def step():
@@ -71,7 +83,7 @@ def test_breakpoint_stops_in_the_frame_that_calls_it(capsys):
 
     debugger("pdb", 1)
     thread = in_thread(step)
-    port, word, text = announced(capsys)
+    port, word, text = announced(printed)
     assert "slot 1: breakpoint() at " in text and "test_debug.py" in text
     talked = in_thread(lambda: said.append(talk(port, word, "p reward", "c")))
     thread.join(20)
