@@ -91,10 +91,7 @@ def test_each_adapter_takes_the_place_of_the_one_before_and_comes_back_after_a_d
         os.kill(core_of(worker.engine.server.process), signal.SIGKILL)
         again = drawn(engine)
         assert worker.engine.restarts == 1
-        # Which requests share a batch differs from time to time, and with it the last bits of a sum.
-        for (tokens, logprobs, versions), before in zip(again, wanted, strict=True):
-            assert (tokens, versions) == (before[0], before[2])
-            np.testing.assert_allclose(logprobs, before[1], atol=1e-5)
+        assert again == wanted
         with pytest.raises(ValueError, match="takes adapters"):
             policy.sync_weights(engine, adapter=False)
     finally:
