@@ -43,14 +43,34 @@ def check(model, engine, version):
         assert {v for v, own in zip(t.weights_versions, t.loss_mask, strict=True) if own} == {version}
 
 
+def four_requests(decoder):
+    for key in range(4):
+        decoder.add(key, [5 + key] * 8, seed=key, limit=240)
+
+
+def whole(decoder):
+    """The four requests, to their end."""
+    ended, deadline = [], time.monotonic() + 60
+    while decoder.running and time.monotonic() < deadline:
+        ended += decoder.step()
+    assert not decoder.running and [len(row.tokens) for row in ended] == [240] * 4
+    return ended
+
+
+def seconds_of_four_requests(engine):
+    decoder, start = ServedDecoder(worker_of(engine).engine, SAMPLING, stop=()), time.monotonic()
+    four_requests(decoder)
+    whole(decoder)
+    return time.monotonic() - start
+
+
 def update_beside_requests(engine, policy, monkeypatch, *, seconds):
     """How many of four running requests were drawn with the adapter before, and went on with the next one."""
-    worker, ended, old = worker_of(engine), [], engine.weights_version
+    worker, old = worker_of(engine), engine.weights_version
     decoder, pause = ServedDecoder(worker.engine, SAMPLING, stop=()), worker.engine.pause
 
     def pause_what_runs():
-        for key in range(4):
-            decoder.add(key, [5 + key] * 8, seed=key, limit=240)
+        four_requests(decoder)
         time.sleep(seconds)
         pause()
 
@@ -58,10 +78,7 @@ def update_beside_requests(engine, policy, monkeypatch, *, seconds):
     with monkeypatch.context() as patch:
         patch.setattr(worker.engine, "pause", pause_what_runs)
         policy.sync_weights(engine)
-    deadline = time.monotonic() + 60
-    while decoder.running and time.monotonic() < deadline:
-        ended += decoder.step()
-    assert not decoder.running and [len(row.tokens) for row in ended] == [240] * 4
+    ended = whole(decoder)
     assert all(list(row.versions) == sorted(row.versions) for row in ended)
     assert {version for row in ended for version in row.versions} <= {old, old + 1}
     return sum(len(set(row.versions)) == 2 for row in ended)
@@ -80,9 +97,9 @@ def test_each_adapter_takes_the_place_of_the_one_before_and_comes_back_after_a_d
             policy.advance_adapter()
             assert policy.sync_weights(engine) == engine.weights_version == version
             check(worker_of(policy).model, engine, version)
-        mixed = 0
-        for attempt in range(6):  # when a server begins a request, and how fast it draws, is not ours to say
-            mixed += update_beside_requests(engine, policy, monkeypatch, seconds=0.1 * (attempt + 1))
+        mixed, long = 0, seconds_of_four_requests(engine)
+        for part in (0.5, 0.3, 0.7, 0.2, 0.6, 0.4):  # how fast a server draws is not ours to say
+            mixed += update_beside_requests(engine, policy, monkeypatch, seconds=part * long)
             if mixed:
                 break
         assert mixed and worker.updated.replaced == 0, policy.last_sync.replaced
