@@ -20,7 +20,7 @@ def own_breakpoint(monkeypatch):
 
 
 def what_is_printed(monkeypatch):
-    """By another thread, from now on. ``capsys.readouterr`` empties a buffer, and may lose what is printed meanwhile."""
+    """By another thread, from now on. ``capsys.readouterr`` empties a buffer: what is printed meanwhile may be lost."""
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     return sys.stderr
 

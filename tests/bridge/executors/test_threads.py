@@ -54,7 +54,7 @@ def test_an_answered_call_is_let_go_while_the_slot_waits_for_the_next(remote):
 
 
 def test_a_closed_slot_has_no_thread_left(remote):
-    found, worker = remote
+    found, _ = remote
     call = Call("step", [1], Clock())
     call.future.add_done_callback(lambda _: time.sleep(0.3))
     found.send(call, dumps("function and arguments"))
