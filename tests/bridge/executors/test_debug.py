@@ -52,6 +52,7 @@ def in_thread(function):
 
 def test_pdb_shows_the_frames_of_the_exception(monkeypatch):
     printed = what_is_printed(monkeypatch)
+
     def step():
         reward = "not a number"
         raise ValueError(reward)
