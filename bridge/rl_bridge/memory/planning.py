@@ -11,6 +11,7 @@ from rl_bridge.memory.rehearsal import Rehearsal
 from rl_bridge.memory.steps import PHASES, PolicyStep
 from rl_bridge.memory.supervision import PHASES as SUPERVISION_PHASES
 from rl_bridge.memory.supervision import Rows, Supervision, SupervisionStep
+from rl_bridge.memory.vllm_knobs import changes_of_vllm
 from rl_bridge.memory.workload import Workload
 from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.policy import PolicyPipeline
@@ -85,12 +86,12 @@ def _peaks(
 
 def knobs(pipeline: Pipeline, source: ModelSource, workload: Load, now: Plan) -> Iterator[Knob]:
     """What each option that the run does not have would save at the peak, the run's other options staying."""
-    for option, changed in _changes(pipeline, workload):
+    for option, changed in _changes(pipeline, source, workload):
         made = plan(changed, source, workload)
         yield Knob(option, made, now.bytes - made.bytes)
 
 
-def _changes(pipeline: Pipeline, workload: Load) -> Iterator[tuple[str, Any]]:
+def _changes(pipeline: Pipeline, source: ModelSource, workload: Load) -> Iterator[tuple[str, Any]]:
     updates = pipeline.policy.updates_per_step if isinstance(pipeline, PolicyPipeline) else 1
     mesh = mesh_of(pipeline)
     of_update = -(-workload.rows // (updates * mesh.data_parts)) * workload.row_tokens
@@ -114,6 +115,8 @@ def _changes(pipeline: Pipeline, workload: Load) -> Iterator[tuple[str, Any]]:
         wanted.append(("--cache-reference", {"cache_reference": True}))
     if isinstance(pipeline, PolicyPipeline) and pipeline.track_kl:
         wanted.append(("--no-track-kl", {"track_kl": False}))
+    if isinstance(pipeline, PolicyPipeline) and isinstance(workload, Workload):
+        wanted += changes_of_vllm(pipeline, source, workload)
     for option, fields in wanted:
         try:
             yield option, replace(pipeline, **fields)

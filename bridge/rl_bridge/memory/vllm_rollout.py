@@ -35,10 +35,11 @@ def engine_of(pipeline: Any, source: ModelSource, workload: Any) -> EngineShare 
     rollout = getattr(pipeline, "rollout", None)
     if rollout is None or rollout.backend == "in_process":
         return None
-    return _share(source, rollout, workload)
+    return share_for(source, rollout, workload)
 
 
-def _share(source: ModelSource, options: RolloutOptions, workload: Workload) -> EngineShare:
+def share_for(source: ModelSource, options: RolloutOptions, workload: Workload) -> EngineShare:
+    """The engine of vLLM that a rollout with these options has."""
     with torch.device("meta"):
         model = source.empty()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,7 +66,7 @@ class PlannedRollout:
         self, source: ModelSource, options: RolloutOptions, workload: Workload, live: LiveBytes, *, sleep: bool
     ) -> None:
         """Reserve what the engine does when it starts, and the copy that the sync before the first step left."""
-        self.share = share = _share(source, options, workload)
+        self.share = share = share_for(source, options, workload)
         self._live, self._sleep = live, sleep
         self._through: Through = share.through
         if isinstance(live, Rehearsal) and isinstance(share.through, Quantize):

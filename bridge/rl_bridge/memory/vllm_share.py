@@ -53,6 +53,8 @@ class EngineShare:
     """Of a step."""
     block: int
     """Tokens of a block of the cache."""
+    block_bytes: int
+    """Of a block, all layers together."""
     longest: int
     """Tokens of the longest sequence that the engine takes."""
     served: bool
@@ -187,7 +189,7 @@ def _cache(config: Any, options: VLLMOptions, dtype: torch.dtype, load: Workload
     longest = min(load.row_tokens, options.max_model_len or load.row_tokens) - 1
     each = -(-longest // block)
     needed = load.rows * each * block_bytes
-    found = {"cache": needed, "needed": needed, "block": block, "reserved": False}
+    found = {"cache": needed, "needed": needed, "block": block, "block_bytes": block_bytes, "reserved": False}
     room = _reserved(options, given, device)
     if room is None:
         return {**found, "held": load.rows, "at_once": min(load.rows, options.max_num_seqs)}
