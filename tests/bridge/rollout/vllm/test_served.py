@@ -154,8 +154,12 @@ def test_a_proved_update_and_then_a_death(parts, model, tokenizer):
     sampling = replace(SAMPLING, max_new_tokens=200)
     wanted = engine.generate(PROMPTS, sampling)
     check(trained, wanted, sampling, 1)
-    core = core_of(first)
-    threading.Timer(0.15, os.kill, (core, signal.SIGKILL)).start()
+    core, seconds = core_of(first), []
+    for _ in range(2):  # how fast a machine draws is not ours to say
+        start = time.monotonic()
+        assert [t.tokens for t in engine.generate(PROMPTS, sampling)] == [t.tokens for t in wanted]
+        seconds.append(time.monotonic() - start)
+    threading.Timer(0.4 * min(seconds), os.kill, (core, signal.SIGKILL)).start()
     start = time.monotonic()
     found = engine.generate(PROMPTS, sampling)
     assert worker.engine.restarts == 1 and engine.weights_version == 1
