@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rl_bridge.memory import planning
 from rl_bridge.memory.planning import knobs, plan
 from rl_bridge.memory.vllm_knobs import changes_of_vllm
 from rl_bridge.memory.vllm_rollout import engine_of
@@ -79,9 +80,22 @@ def test_a_cache_given_in_bytes_is_left_alone_and_a_run_without_vllm_has_no_such
     assert not list(changes_of_vllm(replace(bytes_, rollout=RolloutOptions()), TINY, LOAD))
 
 
-def test_what_a_knob_of_vllm_saves_is_the_difference_of_two_plans():
+def test_what_a_knob_of_vllm_saves_is_the_difference_of_two_plans(monkeypatch):
     pipeline = run_of(kv_cache_gib=400 * BLOCK / 2**30)
+    monkeypatch.setattr(planning, "PHASES", ("generation",))
+    monkeypatch.setattr(planning, "_changes", lambda *given: apart(pipeline, changes_of_vllm(*given)))
     now = plan(pipeline, TINY, LOAD)
-    found = {knob.option.split()[0]: knob for knob in knobs(pipeline, TINY, LOAD, now) if ".vllm." in knob.option}
-    assert found["--rollout.vllm.kv-cache-gib"].saves == (400 - 33) * BLOCK
-    assert found["--rollout.vllm.precision"].saves > 0
+    found = {knob.option: knob.saves for knob in knobs(pipeline, TINY, LOAD, now)}
+    bf16, int8, cache = found.values()
+    assert cache == (400 - 33) * BLOCK and int8 > bf16 > 0
+
+
+def apart(pipeline, changes):
+    """The options of vLLM alone, whose trainer stays as it is."""
+    for option, fields in changes:
+        yield option, replace(pipeline, **fields)
+
+
+def test_the_command_tries_the_options_of_vllm_beside_the_trainers():
+    options = [option for option, _ in planning._changes(run_of(), TINY, LOAD)]
+    assert sum(".vllm." in option for option in options) == 3 < len(options)
