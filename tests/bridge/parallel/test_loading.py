@@ -37,7 +37,7 @@ def load(host, folder, sizes):
 
 
 def storages_alive():
-    """Bytes of all CPU tensors that anything refers to for longer than a moment: gloo lets go of a layer when it may."""
+    """Bytes of all CPU tensors that are referred to for longer than a moment: gloo may let go of a layer late."""
     found = []
     for _ in range(5):
         found.append(storages_now())
