@@ -11,7 +11,7 @@ from rl_bridge.executors.errors import WorkerDied
 # What a collective says when the process at its other end is gone or gave up: that process knows why.
 _CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "gloo", "nccl", "pair closure")
 _GRACE = 2.0
-_END = 5.0
+_END = 5.0  # seconds of waiting for a thread that has nothing more to do
 
 
 def is_consequence(error: BaseException) -> bool:
