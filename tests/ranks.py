@@ -1,10 +1,18 @@
 """Processes of a test that runs over several ranks: forked from one that has imported what they need, once for all."""
 
+import faulthandler
 import multiprocessing
+import os
+import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from queue import Empty
 from typing import Any
+
+LIMIT = 300.0
+"""Seconds until ranks that do not answer are asked where they are."""
 
 # Importing takes longer than the tests. Nothing here starts a thread, as JAX would.
 IMPORTED = [
@@ -21,14 +29,52 @@ def results(rank: Callable[..., None], count: int, folder: Path) -> list[tuple[A
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     queue = context.Queue()
-    processes = [context.Process(target=rank, args=(n, f"file://{folder}/store", queue)) for n in range(count)]
+    traces = [folder / f"stacks of rank {n}.txt" for n in range(count)]
+    processes = [
+        context.Process(target=_watched, args=(rank, str(trace), n, f"file://{folder}/store", queue))
+        for n, trace in enumerate(traces)
+    ]
     for process in processes:
         process.start()
-    received = sorted((queue.get(timeout=300) for _ in processes), key=lambda message: message[0])
+    received: list[tuple[Any, ...]] = []
+    deadline = time.monotonic() + LIMIT
+    while len(received) < count:
+        try:
+            received.append(queue.get(timeout=1.0))
+        except Empty:
+            answered = {message[0] for message in received}
+            lost = [n for n, process in enumerate(processes) if process.exitcode is not None and n not in answered]
+            if time.monotonic() > deadline or (lost and queue.empty()):
+                raise AssertionError(_what_they_do(processes, traces, lost, received)) from None
     for process in processes:
-        process.join(60)
+        process.join(LIMIT)
         assert process.exitcode == 0
-    return received
+    return sorted(received, key=lambda message: message[0])
+
+
+def _watched(rank: Callable[..., None], trace: str, *arguments: Any) -> None:
+    """A rank that writes the stacks of all its threads when it gets SIGUSR1, or crashes."""
+    with open(trace, "w") as file:
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file)
+        rank(*arguments)
+
+
+def _what_they_do(processes: list[Any], traces: list[Path], lost: list[int], received: list[tuple[Any, ...]]) -> str:
+    """Why there is no answer: which ranks have ended, and where the others are."""
+    for process in processes:
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1.0)  # the stacks are written
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    lines = [f"ranks {lost} ended without an answer" if lost else f"no answer within {LIMIT:g} s"]
+    lines += [f"answers so far: {received}"]
+    for code, trace in zip(codes, traces, strict=True):
+        state = "runs" if code is None else f"ended with exit status {code}"
+        lines += [f"--- {trace.name}; {state}", trace.read_text() if trace.exists() else "has not begun"]
+    return "\n".join(lines)
 
 
 def found_by_ranks(rank: Callable[..., None], count: int, folder: Path) -> list[tuple[int, dict[str, Any]]]:

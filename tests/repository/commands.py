@@ -186,6 +186,7 @@ COMMANDS = [
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),
     Command("make test-thorough", "make test-thorough TESTS=tests/rl_fn/test_reward_model.py", "an hour"),
     Command("make laws", "make laws LAWS=registry", "minutes, and a part of make test"),
+    Command("make gate", "make gate STAGES=subject", "half an hour, and CI itself"),
     Command("make lint types"),
     Command("make format"),
     Command("make docs"),

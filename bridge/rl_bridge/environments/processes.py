@@ -17,7 +17,7 @@ from rl_bridge.data.requests import Message
 from rl_bridge.environments.base import EnvironmentFactory, Step
 
 START = 120.0
-"""Seconds for Python to start and to load the environment."""
+"""Seconds for Python to start and to load the environment, and for a fork to begin."""
 
 
 class EnvironmentProcesses:
@@ -94,7 +94,8 @@ class ForkedSession:
     def reset(self, row: Mapping[str, Any]) -> Step:
         """The opening messages."""
         self._connection = self._fork()
-        self._process = self._reply("reset")
+        # The limit is the environment's. A busy machine may take longer to begin a process.
+        self._process = self._reply("reset", START)
         return self._ask("reset", dict(row))
 
     def step(self, messages: Sequence[Message]) -> Step:
@@ -122,16 +123,16 @@ class ForkedSession:
             raise RuntimeError("the process of the environment was ended")
         with contextlib.suppress(OSError):  # it ended: no reply says so
             self._connection.send_bytes(pickle.dumps((method, *arguments)))
-        error, value, self.tools = self._reply(method)
+        error, value, self.tools = self._reply(method, self._limit)
         if error is not None:
             raise error
         return value
 
-    def _reply(self, method: str) -> Any:
+    def _reply(self, method: str, limit: float) -> Any:
         assert self._connection is not None
-        if not self._connection.poll(self._limit):
+        if not self._connection.poll(limit):
             self._end(kill=True)
-            raise TimeoutError(f"took longer than {self._limit:g} s, and its process was ended")
+            raise TimeoutError(f"took longer than {limit:g} s, and its process was ended")
         try:
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):

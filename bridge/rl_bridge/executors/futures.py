@@ -145,13 +145,15 @@ class Clock:
     def _run(self) -> None:
         while True:
             with self._changed:
-                now = time.monotonic()
-                ready = [number for number, (when, _) in self._due.items() if when <= now]
-                functions = [self._due.pop(number)[1] for number in ready]
-                if not functions:
-                    self._wakes = min((when for when, _ in self._due.values()), default=float("inf"))
+                # Of several that are due, the earliest; of one time, the one that was registered first.
+                number = min(self._due, key=lambda n: (self._due[n][0], n), default=None)
+                self._wakes = float("inf") if number is None else self._due[number][0]
+                left = self._wakes - time.monotonic()
+                if number is None or left > 0:
                     if self._stopped:
                         return
-                    self._changed.wait(min(self._wakes - now, threading.TIMEOUT_MAX))
-            while functions:
-                functions.pop(0)()
+                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
+                    continue
+                _, function = self._due.pop(number)
+            function()
+            del function  # and what the function holds

@@ -15,7 +15,7 @@ import pytest
 from rl_bridge.data.budget import Budget, Spending
 from rl_bridge.data.requests import Request, RowRequest, SamplingParams
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.processes import EnvironmentProcesses
+from rl_bridge.environments.processes import EnvironmentProcesses, ForkedSession
 from rl_bridge.environments.session import Session
 from rl_bridge.environments.steps import ThreadedSteps
 from rl_bridge.models.characters import character_tokenizer
@@ -106,6 +106,36 @@ def processes(file):
     made.close()
 
 
+@pytest.fixture(autouse=True)
+def only_loops_reach_the_limit(monkeypatch):
+    """All other calls have a minute, so that nothing here depends on how busy the machine is."""
+
+    def reset(self, row, reset=ForkedSession.reset):
+        limit = self._limit
+        self._limit = limit if row.get("act") == "loop in reset" else 60.0
+        try:
+            return reset(self, row)
+        finally:
+            self._limit = limit if row.get("act") == "loop" else 60.0
+
+    monkeypatch.setattr(ForkedSession, "reset", reset)
+
+
+def test_a_busy_machine_may_take_its_time_to_begin_a_process(file):
+    """The limit is of the environment's calls: nothing of a process that has not begun is the environment's."""
+    made = EnvironmentProcesses(load_environment(f"{file}:Game"), limit=0.2)
+    os.kill(made._process.pid, signal.SIGSTOP)
+    resumed = threading.Timer(1.0, os.kill, (made._process.pid, signal.SIGCONT))
+    resumed.start()
+    try:
+        session = made.session()
+        assert session.reset({"prompt": "1+1="}).messages == [{"role": "user", "content": "1+1="}]
+        session.closing()
+    finally:
+        resumed.join()
+        made.close()
+
+
 @pytest.fixture
 def pids(file):
     """Of the environments of this test, and where they were loaded."""
@@ -156,9 +186,7 @@ def test_the_conversations_are_those_of_threads(processes, file, pids):
 def test_what_goes_wrong_is_one_conversation_s(processes, file, pids, act, said, caplog):
     wanted = converse(lambda: Session(load_environment(f"{file}:Game")), [None] * 3)
     (file.parent / "pids").unlink()
-    start = time.monotonic()
     found = converse(processes.session, [None, act, None])
-    assert time.monotonic() - start < LIMIT + 5
     assert [found[0], found[2]] == [wanted[0], wanted[2]]
     assert found[1].finish_reason == ("error" if act != "close" else wanted[1].finish_reason)
     (record,) = caplog.records
@@ -176,7 +204,7 @@ def test_an_environment_that_loops_is_ended_at_the_call_s_limit(processes, pids)
 def test_an_environment_that_loops_ends_with_a_driver_that_is_killed(file, pids):
     code = f"""
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.processes import EnvironmentProcesses
+from rl_bridge.environments.processes import EnvironmentProcesses, ForkedSession
 
 if __name__ == "__main__":
     made = EnvironmentProcesses(load_environment("{file}:Game"), limit=600)
@@ -206,10 +234,9 @@ def test_a_worker_s_conversations_and_its_next_ones(file, pids, new_model, token
     sampling = SamplingParams(max_new_tokens=4)
     templates = set()
     for name in ("Slow", "Slow"):  # asynchronous ones too; the factory is another object each time
-        start = time.monotonic()
         (one,), (two,) = rollout.converse(requests, sampling, load_environment(f"{file}:{name}"), 3, **options)
         assert (one.finish_reason, two.finish_reason) != ("error", "stop") and two.finish_reason == "error"
-        assert one.turns > 1 and time.monotonic() - start < 60
+        assert one.turns > 1
         templates |= {where for _, where in pids() if where != os.getpid()}
     assert len(templates) == 1, "the process that took seconds to start is kept"
     rewards = load(f"{file}:reward", timeout=0.5)

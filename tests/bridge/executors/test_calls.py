@@ -70,14 +70,24 @@ def test_an_error_does_not_wait_for_the_other_slots(clock):
     assert isinstance(call.future.exception(), WorkerError)
 
 
-def test_the_clock_calls_in_order_and_forgets_what_is_taken_back(clock):
-    seen, done, now = [], threading.Event(), time.monotonic()
+def test_the_clock_calls_in_order_of_time_and_forgets_what_is_taken_back(clock):
+    """However late: while one function runs, others become due, in another order than that of their times."""
+    seen, running, may, done = [], threading.Event(), threading.Event(), threading.Event()
+    now = time.monotonic()
+    clock.at(now, lambda: (running.set(), may.wait(60)))
+    assert running.wait(60)
     clock.at(now + 3600, lambda: seen.append("in an hour"))
-    clock.at(now + 0.15, lambda: (seen.append("second"), done.set()))
-    clock.at(now + 0.05, lambda: seen.append("first"))
-    clock.at(now + 0.1, lambda: seen.append("taken back"))()
-    assert done.wait(5)
-    assert seen == ["first", "second"]
+    clock.at(now + 0.004, lambda: (seen.append("fourth"), done.set()))
+    clock.at(now + 0.002, lambda: (seen.append("second"), take_back()))
+    clock.at(now + 0.001, lambda: seen.append("first"))
+    clock.at(now + 0.002, lambda: seen.append("third"))
+    clock.at(now + 0.001, lambda: seen.append("taken back while another runs"))()
+    take_back = clock.at(now + 0.003, lambda: seen.append("taken back by one that was due before"))
+    while time.monotonic() < now + 0.004:
+        pass
+    may.set()
+    assert done.wait(60)
+    assert seen == ["first", "second", "third", "fourth"]
 
 
 @pytest.mark.parametrize(

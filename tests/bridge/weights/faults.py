@@ -32,7 +32,7 @@ class World:
 
     def again(self, source, target, transport, **options):
         folder = self.folder if transport == "file" else None
-        options = {"version": 1, "bucket_bytes": 4096, "timeout": 20, "folder": folder} | options
+        options = {"version": 1, "bucket_bytes": 4096, "timeout": 120, "folder": folder} | options
         return sync_weights(self.executor, source, target, transport=transport, **options)
 
     def ref(self, name, slots):

@@ -53,8 +53,8 @@ def test_what_goes_wrong_between_ranks(tmp_path):
 
 def test_a_peer_that_is_killed_is_told_at_once(tmp_path):
     (_, message, seconds, version), _ = results(killed_half_way, 2, tmp_path)
-    assert re.search(r"slot 0 waited for bucket \d of 23 \(.*\) to reach slots \[1\], in vain \(limit 20 s\)", message)
-    assert seconds < 10
+    assert re.search(r"slot 0 waited for bucket \d of 23 \(.*\) to reach slots \[1\], in vain \(limit 120 s\)", message)
+    assert seconds < 60
     assert version is None
 
 

@@ -81,11 +81,18 @@ def changed(model, seed):
     return other
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
+@pytest.fixture(scope="module", autouse=True, params=["without AMX", "as the processor is"])
+def processor(request):
+    """vLLM chooses its kernels by the processor: each test runs without AMX, and with AMX where there is AMX."""
     from rl_bridge.rollout.vllm.plugin import register
 
+    if request.param != "without AMX" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this processor has no AMX")
     register()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "without AMX":
+            patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        yield request.param
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +149,88 @@ def test_scales_dangle_in_this_vllm_and_are_kept():
         assert keep_alive.state() == "kept"
     finally:
         _custom_ops.create_onednn_scaled_mm = create
+
+
+def product(create, codes, x, scales, token_scales, dtype, *, zero_point=None, bias=None):
+    """Of an int8 layer, as vLLM calls for it."""
+    from vllm import _custom_ops
+
+    layer = create(codes.T, scales, dtype, True, zero_point is not None, 32)
+    adjustment = None if zero_point is None else codes.sum(1, dtype=torch.float32)[None] * scales.reshape(1, -1)
+    out = torch.empty(len(x), len(codes), dtype=dtype)
+    _custom_ops.onednn_scaled_mm(layer, x, out, token_scales, zero_point, adjustment, bias)
+    return out
+
+
+def of_integers(codes, x, scales, token_scales, zero_point, bias):
+    shifted = x.double() - (0 if zero_point is None else zero_point.double())
+    exact = shifted @ codes.double().T * token_scales.double() * scales.double().reshape(1, -1)
+    return exact if bias is None else exact + bias.double()
+
+
+@pytest.mark.parametrize("kind", ["of this processor", "without VNNI", "oneDNN"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [64, 1536])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("largest", [127, 40])
+def test_int8_products_are_those_of_the_integers_on_every_processor(kind, dtype, inputs, symmetric, largest):
+    """Without VNNI oneDNN sums pairs in 16 bits: codes of 127 make 8,160 of 1,032,256."""
+    from vllm import _custom_ops
+
+    from rl_bridge.rollout.vllm.keep_alive import ExactLayer, saturates
+
+    def exact(weight, scales, *_):
+        return ExactLayer(weight, scales)
+
+    kept = _custom_ops.create_onednn_scaled_mm
+    if kind == "oneDNN" and largest > 40 and saturates(kept.create):
+        pytest.skip("oneDNN cuts these sums off on this processor")
+    # oneDNN itself borrows the scales, which this test holds.
+    create = {"of this processor": kept, "without VNNI": exact, "oneDNN": kept.create}[kind]
+    generator = torch.Generator().manual_seed(inputs)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high + 1, shape, generator=generator)
+
+    codes = draw(-largest, largest, 48, inputs).to(torch.int8)
+    codes[0] = largest
+    x = draw(-128, 127, 5, inputs).to(torch.int8)
+    x[1] = 127
+    scales = torch.rand(48, 1, generator=generator) + 0.5
+    token_scales = torch.rand(5, 1, generator=generator) + 0.5
+    zero_point = None if symmetric else draw(-20, 20, 5, 1).to(torch.int32)
+    for bias in (None, 1000 * torch.randn(48, generator=generator).to(dtype)):
+        wanted = of_integers(codes, x, scales, token_scales, zero_point, bias)
+        found = product(create, codes, x, scales, token_scales, dtype, zero_point=zero_point, bias=bias)
+        precision = 1e-5 if dtype == torch.float32 else 2**-7  # oneDNN rounds twice
+        largest_term = float(of_integers(codes.abs(), x.abs(), scales, token_scales, None, None).max())
+        assert float((found.double() - wanted).abs().max()) <= precision * (wanted.abs().max() + 1e-2 * largest_term)
+
+
+def test_whether_onednn_cuts_sums_off_does_not_depend_on_the_default_dtype():
+    from vllm import _custom_ops
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from rl_bridge.rollout.vllm.keep_alive import saturates
+
+    found = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        saturates.cache_clear()
+        with set_default_torch_dtype(dtype):
+            found.add(saturates(_custom_ops.create_onednn_scaled_mm.create))
+    assert len(found) == 1
+
+
+def test_int8_layers_are_onednn_s_on_a_processor_with_amx(monkeypatch):
+    """vLLM's own choice there takes no float32: "expect A to be bfloat16 or half"."""
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    sizes = (64, 64)
+    assert utils.check_cpu_sgl_kernel(*sizes, torch.int8), "vLLM chooses otherwise now: the plugin need not"
+    assert not cpu.check_cpu_sgl_kernel(*sizes, torch.int8)
+    assert cpu.check_cpu_sgl_kernel(*sizes, torch.bfloat16), "others are vLLM's choice"
 
 
 def test_updates_equal_fresh_engines_bit_for_bit_and_stay_where_they_were(models, codes, fresh):
@@ -255,6 +344,9 @@ import sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
+    if "masked" in sys.argv:
+        import torch
+        torch.cpu._is_amx_tile_supported = lambda: False
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=8,
               skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 24)
     print("quantised:", [found["quantised"] for found in llm.collective_rpc(sys.modules["rl_plugin"].in_place)])
@@ -262,7 +354,7 @@ if __name__ == "__main__":
 """
 
 
-def any_trainer(folder, tmp_path, **variables):
+def any_trainer(folder, tmp_path, *words, **variables):
     """A program that knows vLLM and not us; our entry point is found as that of an installed package."""
     info = tmp_path / "rl_fn-0.0.0.dist-info"
     info.mkdir(exist_ok=True)
@@ -274,7 +366,7 @@ def any_trainer(folder, tmp_path, **variables):
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | variables
     return subprocess.run(
-        [sys.executable, str(tmp_path / "trainer.py"), str(folder)],
+        [sys.executable, str(tmp_path / "trainer.py"), str(folder), *words],
         env=environment,
         capture_output=True,
         text=True,
@@ -283,10 +375,11 @@ def any_trainer(folder, tmp_path, **variables):
     )
 
 
-def test_any_trainer_samples_quantised_by_setting_a_variable(plain, tmp_path):
+def test_any_trainer_samples_quantised_by_setting_a_variable(processor, plain, tmp_path):
     """Rank 0 of a file in which ranks differ."""
     (tmp_path / "config.yaml").write_text("configs: [{fn: int8}, {fn: bf16}]")
-    done = any_trainer(plain[0], tmp_path, FLASHRL_CONFIG=str(tmp_path / "config.yaml"))
+    words = ["masked"] if processor == "without AMX" else []
+    done = any_trainer(plain[0], tmp_path, *words, FLASHRL_CONFIG=str(tmp_path / "config.yaml"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "quantised: [{'precision': 'int8', 'weights': 14, 'layers': 8" in done.stdout
     assert "logprobs: LogprobsMode.PROCESSED" in done.stdout or "logprobs: processed_logprobs" in done.stdout

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,19 +153,16 @@ def test_a_proved_update_and_then_a_death(parts, model, tokenizer):
     sampling = replace(SAMPLING, max_new_tokens=200)
     wanted = engine.generate(PROMPTS, sampling)
     check(trained, wanted, sampling, 1)
-    core, seconds = core_of(first), []
-    for _ in range(2):  # how fast a machine draws is not ours to say
-        start = time.monotonic()
-        assert [t.tokens for t in engine.generate(PROMPTS, sampling)] == [t.tokens for t in wanted]
-        seconds.append(time.monotonic() - start)
-    threading.Timer(0.4 * min(seconds), os.kill, (core, signal.SIGKILL)).start()
-    start = time.monotonic()
+    assert [t.tokens for t in engine.generate(PROMPTS, sampling)] == [t.tokens for t in wanted]
+    # A process that is stopped ends no request, so that no machine is too fast for the death.
+    os.kill(core_of(first), signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (core_of(first), signal.SIGKILL)).start()
     found = engine.generate(PROMPTS, sampling)
     assert worker.engine.restarts == 1 and engine.weights_version == 1
     assert [t.tokens for t in found] == [t.tokens for t in wanted], "no request was lost, none changed"
     check(trained, found, sampling, 1)
     assert first.dead.is_set() and worker.engine.server.process is not first
-    assert "EngineCore" in log.read_text() and time.monotonic() - start < 240
+    assert "EngineCore" in log.read_text()
 
 
 def core_of(process):
