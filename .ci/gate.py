@@ -47,6 +47,7 @@ COMMANDS = {
     "types": "make types",
     "docs": "make docs",
     "test": "make test",
+    "test-families": "make test-families",
     "test-vllm": "make test-vllm",
     "test-ray": "make test-ray",
     "test-reasoning": "make test-reasoning",
@@ -59,8 +60,8 @@ COMMANDS = {
 PHASES: list[list[list[str]]] = [
     # Environments wait for the disk and the network, one beside the other.
     [["subject", "install", "lint", "types"], ["install-vllm"]],
-    # The suite has both cores to itself.
-    [["test"]],
+    # These have both cores to themselves.
+    [["test", "test-families"]],
     # vLLM's tests are one process on one core; so are the others.
     [["test-vllm"], ["docs", "test-reasoning", "test-openenv", "test-ray", "test-peers", "test-tools", "test-browser"]],
     [["documented"]],

@@ -52,6 +52,18 @@ def command(*words: Any) -> None:
         )
 
 
+QUICKSTART = {
+    "--policy.sampling.max-new-tokens": 5,
+    "--policy.responses-per-prompt": 4,
+    "--policy.updates-per-step": 2,
+    "--optimizer.learning-rate": 1.5e-4,
+    "--optimizer.decay": "linear",
+    "--optimizer.final": 0.2,
+    "--optimizer.beta2": 0.99,
+}
+"""Its values, which are not those of a user's larger model."""
+
+
 def run(setting: str, seed: int, model: Path, arguments: argparse.Namespace, folder: Path) -> Made:
     """The records of one run, made if they are not there."""
     name = f"{setting.replace(' ', '-')}-{seed}"
@@ -61,8 +73,8 @@ def run(setting: str, seed: int, model: Path, arguments: argparse.Namespace, fol
             "--output": folder,
             "--seed": seed,
             "--model": model,
-            "--sft.steps": 0,
             "--held-out": 300,
+            **QUICKSTART,
             "--policy.steps": arguments.steps,
             "--policy.evaluate-every": arguments.evaluate_every,
             "--policy.prompts-per-step": arguments.prompts,

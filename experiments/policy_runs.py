@@ -50,15 +50,15 @@ def pipeline_of(options: Mapping[str, Any], *, name: str, output: Path, seed: in
     policy |= {"sampling": SamplingOptions(max_new_tokens=4), "updates_per_step": 2, "evaluate_every": 5}
     chosen = dict(options)
     policy |= chosen.pop("policy", {})
-    critic = CriticOptions(optimizer=OptimizerConfig(learning_rate=2e-3, warmup=5, decay="constant"))
     common: dict[str, Any] = {
         "sft": WarmStart(steps=200, rows_per_step=64, optimizer=warm),
         "optimizer": OptimizerConfig(learning_rate=5e-4, warmup=5, final=0.2, beta2=0.99),
-        "critic": critic,
         "held_out": HELD_OUT,
         "threads": 1,
         "checkpoint_every": 1000,
     }
+    if getattr(chosen.get("objective"), "algorithm", "") in ("ppo", "vapo"):
+        common["critic"] = CriticOptions(optimizer=OptimizerConfig(learning_rate=2e-3, warmup=5, decay="constant"))
     common |= {"resume": (output / name).exists(), "policy": PolicyConfig(**policy)}
     return PolicyPipeline(name=name, output=output, seed=seed, **common | chosen)
 

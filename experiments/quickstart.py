@@ -1,6 +1,6 @@
 """The main pipeline: GRPO of a small language model on two-digit arithmetic, to the end.
 
-python experiments/quickstart.py            # the same as: rl-fn train policy
+python experiments/quickstart.py            # the same as: rl-fn train policy, without --model
 python experiments/quickstart.py --help     # every option
 """
 

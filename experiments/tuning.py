@@ -54,6 +54,7 @@ TOY = Space(
 NOISE = 0.05
 """Standard deviation of a toy's reward from seed to seed; a trial has three."""
 FIXED = "--policy.updates-per-step 2 --policy.evaluate-every {every} --optimizer.warmup 10 --threads 1"
+FIXED += " --policy.sampling.max-new-tokens 5 --optimizer.decay linear --optimizer.final 0.2 --optimizer.beta2 0.99"
 SPACE = {
     "optimizer.learning-rate": "log:1e-5..1e-2",
     "policy.responses-per-prompt+policy.prompts-per-step": "2+96,4+48,8+24,16+12",

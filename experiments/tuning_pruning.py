@@ -27,7 +27,7 @@ SPACE = {
     "policy.responses-per-prompt+policy.prompts-per-step": "2+96,4+48,8+24,16+12",
     "objective.clip-high": "log:0.02..1",
 }
-SEEDS = 2
+SEEDS = 3
 """Of a trial."""
 GOAL = "held_out"
 

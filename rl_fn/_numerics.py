@@ -84,13 +84,13 @@ def per_row(shape: Shape, legal: Range, /, **values: Number | Array) -> list[Con
     return result
 
 
-def repeating(shape: Shape, /, **values: Number | Array) -> list[Constant]:
-    """Parameters by name, each a number other than NaN or an array of the shape, with 1 where an axis repeats."""
+def repeating(shape: Shape, legal: Range = ANY, /, **values: Number | Array) -> list[Constant]:
+    """Parameters by name, each a number (checked) or an array of the shape, with 1 where an axis repeats."""
     result: list[Constant] = []
     for name, given in values.items():
         x = given.item() if isinstance(given, np.generic) else given
-        if _refused(x, ANY):
-            raise ValueError(f"{name} {ANY.words}, got {x}")
+        if _refused(x, legal):
+            raise ValueError(f"{name} {legal.words}, got {x}")
         own = np.shape(x)
         fits = own == () or (len(own) == len(shape) and all(n in (1, m) for n, m in zip(own, shape, strict=True)))
         if not fits:
@@ -123,6 +123,11 @@ def known(*values: Constant) -> bool:
     return all(isinstance(x, float | int) for x in values)
 
 
+def present(coefficient: Number) -> bool:
+    """Whether a term with this coefficient is there: a known 0 leaves it out, a traced number may be anything."""
+    return isinstance(coefficient, Tracer) or bool(coefficient)
+
+
 def log(x: Constant) -> Constant:
     """Take log x of a positive hyper-parameter, in Python's precision where the number is known."""
     return float(np.log(x)) if isinstance(x, float | int) else jnp.log(x)
@@ -148,12 +153,14 @@ def as_mask(mask: Array) -> jax.Array:
 
 
 def as_ids(ids: Array | int) -> jax.Array:
-    """Token, segment, group or state ids, and counts of entries, as int32; with x64 the wide types as int64.
+    """Token, segment, group or state ids, and counts of entries, as int32; with x64 what may be wider as int64.
 
     A size compared with a narrower id would be cast to the id's type, and wrap around.
     """
     array = jnp.asarray(ids)
-    dtype = jnp.int64 if array.dtype in (jnp.int64, jnp.uint64) else jnp.int32
+    enabled = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    wide = enabled and array.dtype in (jnp.int64, jnp.uint64, jnp.uint32)
+    dtype = jnp.int64 if wide else jnp.int32
     if isinstance(ids, np.ndarray) and not np.can_cast(ids.dtype, dtype):
         limits = np.iinfo(dtype)
         lost = ids[(ids < limits.min) | (ids > limits.max)]

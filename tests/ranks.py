@@ -1,6 +1,7 @@
 """Processes of a test that runs over several ranks: forked from one that has imported what they need, once for all."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -92,6 +93,7 @@ def as_rank(work: Callable[[], dict[str, Any]], count: int, number: int, address
 
     dist.init_process_group("gloo", init_method=address, rank=number, world_size=count)
     torch.set_num_threads(1)
+    gc.freeze()  # the collections of engines that end need not look at what was imported
     try:
         queue.put((number, work()))
     except BaseException:

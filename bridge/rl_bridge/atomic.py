@@ -16,6 +16,9 @@ def replacing(path: Path) -> Iterator[Path]:
     Works for a file and for a folder (make it with ``mkdir``). What is new is on the disk before it gets the name. An
     old folder makes room under the name ``.NAME.old`` and is removed last; ``sweep`` brings it back after a kill in
     between. One process at a time writes to a path: what a dead one left under a temporary name is removed by the next.
+
+    Raises:
+        IsADirectoryError: a file was to take the place of a folder, which stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = _temporary(path), _old(path)
@@ -24,6 +27,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         _sync(temporary)
+        if path.is_dir() and not temporary.is_dir():
+            raise IsADirectoryError(f"{path} is a folder, and a file was to be written there: name a file in it")
         if path.is_dir():
             os.rename(path, old)
         os.replace(temporary, path)

@@ -1,19 +1,22 @@
 """The command ``rl-fn``."""
 
-import dataclasses
+import contextlib
+import difflib
 import importlib
 import io
-import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tyro
-
 from rl_bridge.messages import is_expected, lines_of
-from rl_bridge.tracking.run import Stopped
+from rl_bridge.terminal import say
+from rl_bridge.tracking.scrubbing import environment_secrets, scrubbed_text
+from rl_bridge.tracking.signals import Stopped
+
+# A command's own modules are imported by the command alone: `rl-fn --help` needs none of torch, transformers and JAX.
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,23 @@ TRAINERS = {
         "a policy from preferred and rejected completions: DPO. loss:simpo takes SimPO with its own options.",
     ),
     "policy": Trainer(
-        "rl_bridge.recipes:quickstart",
+        "rl_bridge.recipes:policy",
         "rl_bridge.pipelines.policy:run_policy",
         "post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit arithmetic "
         "and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.",
     ),
 }
+COMMANDS = {
+    "train": "",
+    "export": "rl_bridge.tracking.exporters.commands:run",
+    "check": "rl_bridge.check.report:check",
+    "quantize": "rl_bridge.quantize.commands:run",
+    "tune": "rl_bridge.tuning.commands:run",
+    "report": "rl_bridge.report.commands:run",
+    "plan": "rl_bridge.memory.commands:run",
+    "doctor": "rl_bridge.doctor:run",
+}
+"""Command → ``module:name`` of a function of the words behind it that returns the exit status."""
 TRACEBACK = "--traceback"
 
 
@@ -61,40 +75,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _print_anything()
-    if words[:1] == ["check"]:
-        # Not loaded for a training run.
-        from rl_bridge.check.report import check
+    if words in (["--version"], ["-V"]):
+        from importlib.metadata import version
 
-        return check(words[1:])
-    if words[:1] == ["quantize"]:
-        from rl_bridge.quantize.commands import run
+        print(f"rl-fn {version('rl-fn')}")
+        return 0
+    if words in ([], ["--help"], ["-h"]):
+        print(usage(), end="")
+        return 0
+    known = words[0] if words[0] in COMMANDS else None
+    if known == "train" and len(words) > 1 and words[1] in TRAINERS:
+        return _train(words[1], [word for word in words[2:] if word != TRACEBACK], traceback=TRACEBACK in words)
+    if known == "train" and words[1:] in ([], ["--help"], ["-h"]):
+        print(usage(), end="")
+        return 0 if words[1:] else 2
+    if known is not None and (run := COMMANDS[known]):
+        rest = [word for word in words[1:] if word != TRACEBACK]
+        # A study may ask a function of the user's what to try.
+        helps = known != "tune" or not {"-h", "--help"}.isdisjoint(rest)
+        return _guarded(lambda: load(run)(rest), traceback=TRACEBACK in words, helps=helps)
+    say(_unknown(words), error=True)
+    return 2
 
-        return _guarded(lambda: run(words[1:]), helps=True)
-    if words[:1] == ["tune"]:
-        from rl_bridge.tuning.commands import run as tune
 
-        return _guarded(lambda: tune([word for word in words[1:] if word != TRACEBACK]), traceback=TRACEBACK in words)
-    if words[:1] == ["report"]:
-        from rl_bridge.report.commands import run as report_on
+def _train(name: str, words: Sequence[str], *, traceback: bool) -> int:
+    trainer, parsed = TRAINERS[name], []
 
-        return _guarded(lambda: report_on(words[1:]), helps=True)
-    if words[:1] == ["plan"]:
-        from rl_bridge.memory.commands import run as plan
+    def parse_words() -> int:
+        parsed.append(parse(load(trainer.default), words, prog=f"rl-fn train {name}"))
+        return 0
 
-        return _guarded(lambda: plan(words[1:]), helps=True)
-    if words == ["doctor"]:
-        return print_diagnosis()
-    if words[:1] == ["export"]:
-        from rl_bridge.tracking.exporters.commands import run as export
+    # An environment in which the libraries cannot be imported, such as JAX_PLATFORMS of no platform, is no traceback.
+    status = _guarded(parse_words, traceback=traceback, helps=True)
+    return report(load(trainer.run), parsed[0], traceback=traceback) if parsed else status
 
-        return _guarded(lambda: export(words[1:]), helps=True)
-    if words[:1] == ["train"] and len(words) > 1 and words[1] in TRAINERS:
-        trainer, rest = TRAINERS[words[1]], [word for word in words[2:] if word != TRACEBACK]
-        pipeline = parse(load(trainer.default), rest, prog=f"rl-fn train {words[1]}")
-        return report(load(trainer.run), pipeline, traceback=TRACEBACK in words)
-    wanted = words in ([], ["--help"], ["-h"])
-    print(usage() if wanted else f"rl-fn: unknown command {' '.join(words)!r}\n{usage()}", end="")
-    return 0 if wanted else 2
+
+def _unknown(words: Sequence[str]) -> str:
+    """What is said of a command that there is none of, with the names near it."""
+    if words[0] == "train":
+        near, names = difflib.get_close_matches(words[1], TRAINERS), TRAINERS
+        what = f"train {words[1]!r}"
+    else:
+        near, names = difflib.get_close_matches(words[0], COMMANDS), COMMANDS
+        what = f"{words[0]!r}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
+    return f"rl-fn: error: unknown command {what}: {hint} (rl-fn --help)"
 
 
 def usage() -> str:
@@ -110,7 +135,8 @@ def usage() -> str:
        rl-fn tune TRAINER --space.OPTION DOMAIN [options]
        rl-fn report RUN... [--output FILE] [--watch [SECONDS]]
        rl-fn plan {{TRAINER,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
-       rl-fn doctor
+       rl-fn doctor [--output FOLDER]
+       rl-fn --version
 
 commands:
 {trainers}  export               the record of a run for another program: what is new, and never twice
@@ -119,55 +145,43 @@ commands:
   tune                 a study over a training command: a search space, seeds as repetitions, a journal
   report               one HTML file about runs: curves, completions with each token's numbers, warnings, options
   plan                 the memory of a run by phase and component before it starts, and what each option would save
-  doctor               this machine's device and versions, and which backend each kernel operation takes here
+  doctor               this machine: versions, devices, memory, disk, limits, kernels; each is ok or says what to do
 
 {TRACEBACK} shows where an error of a run came from.
 """
 
 
 def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
-    """The config that a command line describes. ``default``: a config, a function that returns one, or its class.
+    """The config that a command line describes.
 
-    The options of the pipeline may stand before and after the algorithm's sub-command. Not a number is no option's
-    value: the process ends with status 2, as for every option that cannot be.
+    ``default``: a config, a function of the words that returns one, or its class. The options of the pipeline may stand
+    before and after the algorithm's sub-command. The process ends with status 2 for every option that cannot be.
     """
+    import tyro
+
+    from rl_bridge.tuning.options import options_of
+
+    default = default(words) if callable(default) and not isinstance(default, type) else default
     settings: Any = {"args": list(words), "prog": prog, "config": (tyro.conf.CascadeSubcommandArgs,)}
-    if isinstance(default, type):
-        config = tyro.cli(default, **settings)
-    else:
-        default = default() if callable(default) else default
-        config = tyro.cli(type(default), default=default, **settings)
-    for name in not_numbers(config):
-        print(f"{prog}: error: --{name} is not a number", file=sys.stderr)
-        raise SystemExit(2)
-    return config
-
-
-def not_numbers(config: Any, prefix: str = "") -> Iterator[str]:
-    """Names of the options that are NaN, as the command line has them."""
-    for option in dataclasses.fields(config):
-        name, value = f"{prefix}{option.name.replace('_', '-')}", getattr(config, option.name)
-        if dataclasses.is_dataclass(value):
-            yield from not_numbers(value, f"{name}.")
-        elif isinstance(value, float) and math.isnan(value):
-            yield name
-
-
-def print_diagnosis() -> int:
-    """The doctor's findings as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from rl_kernels.doctor import doctor
-
-    found = doctor()
-    table = Table("operation", "backend", "others", title=f"{found.device}: {found.name}")
-    for finding in found.findings:
-        table.add_row(finding.operation, finding.backend, "; ".join(f"{n}: {why}" for n, why in finding.others.items()))
-    console = Console()
-    console.print(", ".join(f"{name} {number}" for name, number in found.versions.items()))
-    console.print(table)
-    return 0
+    if not isinstance(default, type):
+        settings["default"] = default
+    kind = default if isinstance(default, type) else type(default)
+    helps = not {"-h", "--help"}.isdisjoint(words)
+    options = options_of(default)
+    # Behind an option of several values the parser takes a misspelt recipe for one more value.
+    if not any(map(options.no_recipe, words)):
+        try:
+            return tyro.cli(kind, console_outputs=helps, **settings)
+        except SystemExit as left:
+            if helps or left.code in (None, 0):
+                raise
+    try:
+        if phrases := options.unknown(words):
+            say(f"rl-fn: error: {'; '.join(phrases)}", error=True)
+            raise SystemExit(2)
+        return tyro.cli(kind, **settings)  # prints what is wrong with a value
+    finally:
+        say(f"all options: {prog} --help", error=True)
 
 
 def report(run: Callable[[Any], dict[str, Any]], pipeline: Any, *, traceback: bool = False) -> int:
@@ -178,7 +192,7 @@ def report(run: Callable[[Any], dict[str, Any]], pipeline: Any, *, traceback: bo
 
     def to_its_end() -> int:
         summary = run(pipeline)
-        print(f"{summary['result']} in {summary['seconds']:.0f} s")
+        say(f"{summary['result']} in {summary['seconds']:.0f} s")
         return 0
 
     return _guarded(to_its_end, traceback=traceback)
@@ -189,11 +203,11 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False, helps: bool
     try:
         return command()
     except Stopped as stop:
-        print(f"{stop}; go on with the same command and --name {stop.name} --resume")
+        say(f"{stop}; go on with the same command and --name {stop.name} --resume")
         return 128 + stop.number
     except KeyboardInterrupt as stop:
-        print("; ".join(["stopped at once", *getattr(stop, "__notes__", [])]))
-        return 130
+        say("; ".join(["stopped at once", *getattr(stop, "__notes__", [])]))
+        return 128 + getattr(stop, "number", signal.SIGINT)
     except SystemExit as left:
         # The ranks of a torchrun job that only serve end here. Of a run it is a user's function that left.
         if left.code not in (None, 0) or os.environ.get("RANK", "0") != "0":
@@ -201,17 +215,26 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False, helps: bool
         if helps:
             return 0
         if traceback:
-            sys.excepthook(type(left), left, left.__traceback__)
-        print("rl-fn: error: a function called sys.exit() in the middle of the run", file=sys.stderr)
+            _show_traceback(left)
+        say("rl-fn: error: a function called sys.exit() in the middle of the run", error=True)
         return 1
     except Exception as error:
         message, hints = lines_of(error)
         # torchrun ends this process soon: what waits in a buffer would be lost.
-        print("\n".join(hints), end="\n" if hints else "", flush=True)
+        for hint in hints:
+            say(hint, flush=True)
         if traceback or not is_expected(error):
-            sys.excepthook(type(error), error, error.__traceback__)
-        print(f"rl-fn: error: {message}", file=sys.stderr)
+            _show_traceback(error)
+        say(f"rl-fn: error: {message}", error=True)
         return 1
+
+
+def _show_traceback(error: BaseException) -> None:
+    """As the interpreter shows it, without secrets and what does not print."""
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        sys.excepthook(type(error), error, error.__traceback__)
+    say(scrubbed_text(shown.getvalue(), environment_secrets()).rstrip("\n"), error=True)
 
 
 def load(place: str) -> Any:

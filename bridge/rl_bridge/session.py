@@ -19,6 +19,7 @@ def init(
     slots: Sequence[Mapping[str, float]] | None = None,
     address: str | None = None,
     timeout: float = 1800.0,
+    start_timeout: float = 300.0,
     restarts: int = 0,
     log_level: str = "WARNING",
     debug: Literal["pdb", "debugpy"] | None = None,
@@ -37,6 +38,8 @@ def init(
         address: Ray only. The cluster to attach to, "auto" for the one on this machine; by default ``RAY_ADDRESS``.
             Without either a cluster is started, and ends with the executor.
         timeout: seconds that a call may take.
+        start_timeout: seconds until all ranks have to be here, or all slots of a Ray cluster free. A cluster that was
+            there before may grow meanwhile; one that is started here is refused what this machine does not have.
         restarts: Ray only. How often ``executor.restart()`` may start all workers again.
         log_level: of the logger "rl_bridge", and of Ray; "INFO" shows what the workers print under Ray too.
         debug: "pdb" stops a worker where it raises and waits for a client on a port of its machine; "debugpy" does the
@@ -59,18 +62,19 @@ def init(
             _require(name, workers, 1)
             made: Executor = LocalExecutor(debug=debug)
         case "torchrun":
-            made = TorchrunExecutor(timeout=timeout, debug=debug)
+            made = TorchrunExecutor(timeout=timeout, start_timeout=start_timeout, debug=debug)
             _require(name, workers, len(made.slots))
         case "ray":
             try:
                 from rl_bridge.executors.ray import RayExecutor
             except ModuleNotFoundError as error:
-                raise ValueError("executor 'ray' needs Ray: pip install 'rl-fn[ray]'") from error
+                raise ValueError("executor 'ray' needs Ray: pip install '.[ray]'") from error
             made = RayExecutor(
                 workers=workers,
                 slots=slots,
                 address=address,
                 timeout=timeout,
+                start_timeout=start_timeout,
                 restarts=restarts,
                 log_level=log_level,
                 debug=debug,

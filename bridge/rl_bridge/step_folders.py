@@ -14,6 +14,12 @@ from rl_bridge.atomic import sync_file, sync_folder
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+
+
+class OtherFormat(ValueError):
+    """A checkpoint that another version wrote: it may be whole, so it is neither passed over nor set aside."""
+
+
 _NAME = re.compile(r"step-(\d{8,})")
 _CHUNK = 1 << 24
 
@@ -74,7 +80,7 @@ def commit(
     os.rename(temporary, path)
     sync_folder(path.parent)
     older = [other for other in checkpoints(path.parent) if step_of(other) < step_of(path)]
-    for other in older[: len(older) + 1 - keep]:
+    for other in older[: max(0, len(older) + 1 - keep)]:
         if step_of(other) not in pinned:
             _discard(other)
     sweep(path.parent)
@@ -95,9 +101,15 @@ def set_aside(path: Path) -> Path:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, with the name of the file; None if it is whole. Reads every byte."""
+    """What is wrong with a checkpoint, with the name of the file; None if it is whole. Reads every byte.
+
+    Raises:
+        OtherFormat: another version wrote it.
+    """
     try:
         manifest = read_manifest(path)
+    except OtherFormat:
+        raise
     except ValueError as error:
         return str(error)
     with ThreadPoolExecutor(8) as pool:  # reading and CRC-32 leave the interpreter to others
@@ -119,7 +131,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What a checkpoint says about itself.
 
     Raises:
-        ValueError: the manifest is missing or damaged, or of another format.
+        OtherFormat: another version wrote it.
+        ValueError: the manifest is missing or damaged.
     """
     file = path / MANIFEST
     try:
@@ -127,12 +140,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
         crc32 = manifest.pop("crc32")
     except FileNotFoundError:
         raise ValueError(f"{file} is missing") from None
-    except (ValueError, KeyError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
+    # Another format may have its checksum of something else; a flipped bit of the number alone is damage.
+    number, flipped = manifest.get("format"), crc32 == _crc32_of(manifest | {"format": FORMAT})
+    if isinstance(number, int) and number != FORMAT and not flipped:
+        raise OtherFormat(
+            f"{file} is of format {number}, this version reads format {FORMAT}: go on with the version of rl-fn that "
+            "wrote it; nothing was changed"
+        )
     if crc32 != _crc32_of(manifest):
         raise ValueError(f"{file} has another checksum than was written")
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"{file} is of format {manifest['format']}, this version reads format {FORMAT}")
     return manifest
 
 

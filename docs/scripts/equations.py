@@ -9,8 +9,8 @@ TOKEN = re.compile(
     r"|(?P<word>[^\W\d_]+)|(?P<other>.)",
     flags=re.DOTALL,
 )
-# Greek letters, and Latin ones that stand alone, are variables; Σ and Π are not.
-VARIABLE = re.compile(r"[Α-ΟΡΤ-Ωα-ωℓ]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+# Greek letters, and Latin ones that stand alone or are the product sA, are variables; Σ and Π are not.
+VARIABLE = re.compile(r"[Α-ΟΡΤ-Ωα-ωℓ]|(?<![A-Za-z])(?:[A-Za-z]|sA)(?![A-Za-z])")
 
 
 def _token(match: re.Match[str], names: frozenset[str]) -> str:

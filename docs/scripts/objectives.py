@@ -73,11 +73,12 @@ def section(name: str) -> str:
     batch = [f"`{field}`" for field in objective.required_batch_fields]
     constants = [f"`{p.name}={p.default!r}`" for p in inspect.signature(recipe).parameters.values()]
     beyond = f"of a batch beyond its first four fields: {', '.join(batch) or 'nothing'}"
+    told = f"- Constants: {', '.join(constants)}.\n" if constants else ""
     lines = [
         f"## {name}",
         " ".join(parts[0].split()),
         f"```equation\n{parts[1]}\n```",
-        f"- Reads of rollouts: {', '.join(reads)}; {beyond}.\n- Constants: {', '.join(constants)}.\n- {paper}",
+        f"- Reads of rollouts: {', '.join(reads)}; {beyond}.\n{told}- {paper}",
     ]
     return "\n\n".join(lines) + "\n"
 

@@ -61,7 +61,8 @@ def _escaped(text: str, links: dict[str, str]) -> str:
             target = links.get(piece.strip("`").removesuffix("()"))
             pieces[i] = f"[{piece}]({target})" if target else piece
         else:
-            plain = re.sub(r"([*_<>\[\]#|\\])", r"\\\1", piece)
+            # Markdown knows no backslash before these two.
+            plain = re.sub(r"([*_>\[\]#\\])", r"\\\1", piece).replace("<", "&lt;").replace("|", "&#124;")
             plain = re.sub(r"([^\x00-\x7f])\\_(\w+)", r"\1<sub>\2</sub>", plain)
             pieces[i] = ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", plain)
     return "".join(pieces)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from rl_bridge.atomic import replacing, write_json
 from rl_bridge.parallel.attention import AttentionPlan
+from rl_bridge.parallel.attention.packed import runs_of
 from rl_bridge.parallel.attention.plan import held, rank_plan, segments_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "ring_attention"
@@ -186,7 +187,7 @@ def packed_rows(repeats: int, scale: float) -> list[dict[str, Any]]:
                 "lengths": name,
                 "filled": sum(lengths) / mask.numel(),
                 **{f"{version}_ms": found for version, found in times.items()},
-                "calls": len(plan.squares.runs),
+                "calls": len(runs_of(plan.rank_plan.squares)),
                 "error": max((a - b).abs().max().item() for a, b in zip(want, got, strict=True)),
             }
         )

@@ -161,6 +161,7 @@ def measure(precision: Precision, options: argparse.Namespace) -> dict[str, Any]
             parts.time(worker.updated, "take", "engine")
             parts.time(client, "update", "load")
             parts.time(client, "finish", "load")
+            parts.time(client, "held", "compare")
             parts.time(client, "generate", "probe")
             parts.time(executor._host.workers["policy"].module, "token_logprobs", "trainer's scores")
             whole = [seconds(lambda: policy.sync_weights(engine, through=through)) for _ in range(options.updates)]
@@ -174,7 +175,7 @@ def measure(precision: Precision, options: argparse.Namespace) -> dict[str, Any]
             scored, trained = learn(model, options.rows, length, options.vocabulary)
         finally:
             worker.updated.client.close()
-    names = ("engine", "load", "probe", "trainer's scores")
+    names = ("engine", "load", "compare", "probe", "trainer's scores")
     each = {name: parts.each(name, options.updates) for name in names}
     update, step = statistics.median(whole), drawing + scored + trained
     return {
@@ -183,6 +184,7 @@ def measure(precision: Precision, options: argparse.Namespace) -> dict[str, Any]
         "update": update,
         "arrival": update - each["engine"] - each["trainer's scores"],
         "load": each["load"],
+        "compare": each["compare"],
         "probe": each["probe"] + each["trainer's scores"],
         "one copy": copy,
         "step": step,
@@ -202,11 +204,11 @@ def markdown(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         f"{options.threads} threads, vLLM {engine_version()}, torch {version('torch')}. Shapes of SmolLM2-135M, "
         f"{options.layers} layers. A step: {options.rows} rows of {options.prompt} + {options.tokens} tokens.",
         "",
-        "| engine | MB | update, s | arrival | load | probe | one copy, s | step, s | share of a step |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| engine | MB | update, s | arrival | load | compare | probe | one copy, s | step, s | share of a step |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        numbers = [f"{row[name]:.2f}" for name in ("update", "arrival", "load", "probe", "one copy")]
+        numbers = [f"{row[name]:.2f}" for name in ("update", "arrival", "load", "compare", "probe", "one copy")]
         cells = [row["precision"], f"{row['bytes'] / 1e6:.0f}", *numbers, f"{row['step']:.1f}", f"{row['share']:.1%}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -118,6 +118,7 @@ class Objective:
     def advantages(self, rollouts: Rollouts) -> Advantages:
         """Advantages and returns per token, once for the whole rollout batch; zero where masked or not valid.
 
+        A group that dynamic sampling drops is not valid: statistics of the batch are those without it.
         Returns are None without a critic. With reward_kl the penalty is taken off the rewards here.
         """
         for field in self.required_rollout_fields:
@@ -134,7 +135,13 @@ class Objective:
             not packed,
             f"{self.advantage} does not take packed rows: compute advantages before packing, one sequence a row",
         )
-        return self.advantage(self._penalised(rollouts))
+        return self.advantage(self._penalised(self._without_dropped(rollouts)))
+
+    def _without_dropped(self, rollouts: Rollouts) -> Rollouts:
+        if self.dynamic_sampling is None or rollouts.rewards is None or not self.advantage.takes_valid:
+            return rollouts
+        kept = self.dynamic_sampling.kept(rollouts)
+        return rollouts._replace(valid=kept if rollouts.valid is None else kept & as_mask(rollouts.valid))
 
     def token_rewards(self, rollouts: Rollouts) -> Float[Array, "..."]:
         """Return the reward on each completion's last counted token, or token_rewards, less reward_kl on every one."""
@@ -156,7 +163,9 @@ class Objective:
         """Which completions an update must compute, and which tokens its denominator counts.
 
         rows are those whose loss or gradient is not zero for sure: without dynamic sampling the others are still in
-        mask, so that leaving their computation out changes no number.
+        mask, so that leaving their computation out changes neither loss nor gradient. Of the metrics it changes none
+        whose share of these rows is 0, divided by what mask counts: policy_loss and clip_fraction. The others are then
+        means over the computed rows, for what they measure of the others is not known.
         """
         mask = counted(rollouts)
         if self.dynamic_sampling is not None:

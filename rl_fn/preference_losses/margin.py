@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from rl_fn._numerics import POSITIVE, Array, Number, as_float, exp, keep, numbers, repeating
+from rl_fn._numerics import POSITIVE, UNIT, Array, Number, as_float, exp, keep, numbers, repeating
 from rl_fn._pairs import PairMask, Pairs, beta_of, log_ratios, softplus
 
 
@@ -127,7 +127,7 @@ def sppo(
         Loss per pair, `*batch`, zero where masked.
 
     Raises:
-        ValueError: for β ≤ 0.
+        ValueError: for β ≤ 0, or a win rate outside of [0, 1].
 
     Reference:
         Wu et al., arXiv 2405.00675, equation 4.7.
@@ -141,7 +141,7 @@ def sppo(
     c, r = log_ratios(chosen, rejected, ref_chosen, ref_rejected, mask)
     beta = beta_of(c, beta)
     rates = {"chosen_win_rate": chosen_win_rate, "rejected_win_rate": rejected_win_rate}
-    chosen_win_rate, rejected_win_rate = repeating(c.shape, **rates)
+    chosen_win_rate, rejected_win_rate = repeating(c.shape, UNIT, **rates)
     _, p_w, p_l = as_float(c, chosen_win_rate, rejected_win_rate)
     p_w, p_l = keep(p_w, mask), keep(p_l, mask)
     return keep(jnp.square(c - (p_w - 0.5) / beta) + jnp.square(r - (p_l - 0.5) / beta), mask)

@@ -2,6 +2,7 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.tiny import tiny_qwen2
@@ -23,6 +24,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group():
+    """A world of one that a model's mesh begins here ends with the file: others have groups of their own (CORE-14)."""
+    before = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not before:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -96,3 +96,15 @@ def test_what_is_new_is_on_the_disk_before_it_has_the_name(tmp_path, monkeypatch
     replace_folder(path, "new")
     temporary = str(tmp_path / ".model.tmp")
     assert seen == [f"{temporary}/weights", temporary, "renamed", str(tmp_path)]
+
+
+@pytest.mark.parametrize("content", [None, "kept"])
+def test_a_file_never_takes_the_place_of_a_folder(tmp_path, content):
+    """`rl-fn report RUN --output runs` removed all runs."""
+    (folder := tmp_path / "runs").mkdir()
+    if content:
+        (folder / "model").write_text(content)
+    with pytest.raises(IsADirectoryError, match="runs is a folder"):
+        write_json(folder, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    assert [p.read_text() for p in folder.iterdir()] == ([content] if content else [])

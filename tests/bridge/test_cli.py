@@ -3,7 +3,9 @@
 import errno
 import io
 import signal
+import subprocess
 import sys
+from importlib.metadata import version
 
 import jinja2
 import pytest
@@ -14,11 +16,14 @@ from rl_bridge import cli
 from rl_bridge.checkpoints import CheckpointError
 from rl_bridge.cli import main, parse, report
 from rl_bridge.executors.errors import WorkerDied, worker_error
-from rl_bridge.recipes import quickstart
+from rl_bridge.recipes import policy, quickstart
 from rl_bridge.tracking.run import Stopped
+from rl_bridge.tracking.signals import StopRequest
 
 REFUSED = {
     "out of the folder": (["--name", "../../x"], "name is that of a folder in runs, not a path and not hidden"),
+    "a name of a space, USR-18": (["--name", " "], "without spaces at its ends, got ' '"),
+    "a name that writes backwards, USR-12": (["--name", "x\u202ey"], "of characters that can be printed and"),
     "a path": (["--name", "a/b"], "name is that of a folder"),
     "hidden": (["--name", ".x"], "name is that of a folder"),
     "no name": (["--name", ""], "name is that of a folder"),
@@ -30,7 +35,7 @@ REFUSED = {
     "temperature": (["--policy.sampling.temperature", "nan"], "policy.sampling: temperature must be ≥ 0, got nan"),
     "infinite": (["--policy.sampling.temperature", "inf"], "policy.sampling: temperature must be ≥ 0, got inf"),
     "rate": (["--optimizer.learning-rate", "nan"], "learning_rate"),
-    "of the objective": (["--objective.kl.coef", "nan"], "--objective.kl.coef is not a number"),
+    "of the objective": (["--objective.kl.coef", "nan"], "--objective.kl.coef must be a number, got nan"),
     "seed of sampling": (["--policy.sampling.seed", "1"], "policy.sampling.seed"),
     "output": (["--output"], "output"),
 }
@@ -106,8 +111,23 @@ def test_what_nobody_expected_and_what_is_asked_for_has_its_traceback(raised, as
     assert any("in run" in line for line in lines)
 
 
-@pytest.mark.parametrize("words", ["report", "plan", "export", "tune", "quantize", "quantize verify", "check"])
-def test_help_is_no_error(words, capsys):
+HELPED = [
+    "",
+    "train",
+    "doctor",
+    "report",
+    "plan",
+    "export",
+    "tune",
+    "tune report",
+    "quantize",
+    "quantize verify",
+    "check",
+]
+
+
+@pytest.mark.parametrize("words", HELPED)
+def test_help_is_no_error_tool_15(words, capsys):
     assert main([*words.split(), "--help"]) == 0
     said = capsys.readouterr()
     assert "usage" in said.out and not said.err
@@ -134,15 +154,33 @@ def test_a_signal_has_its_status(number, capsys):
     assert capsys.readouterr().out == message
 
 
-def test_a_second_ctrl_c_is_no_traceback(capsys):
-    error = KeyboardInterrupt()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_is_no_traceback_and_has_its_status(number, capsys):
+    """ROLL-14: two SIGTERMs ended with 130."""
+    with StopRequest(), pytest.raises(KeyboardInterrupt) as stopped:
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+    assert "signal again" in capsys.readouterr().out or number == signal.SIGINT
+    error = stopped.value
     error.add_note("the newest checkpoint is x")
-    assert report(broken(error), None) == 130
+    assert report(broken(error), None) == 128 + number
     assert capsys.readouterr() == ("stopped at once; the newest checkpoint is x\n", "")
 
 
+def test_a_platform_that_jax_has_not_is_named_with_its_variable_usr_16(monkeypatch, capsys):
+    error = RuntimeError("Unable to initialize backend 'nope': it is not in the list of known backends: ['cpu']")
+    error.add_note("JAX has removed its internal frames")
+    monkeypatch.setenv("JAX_PLATFORMS", "nope")
+    assert report(broken(error), None) == 1
+    said = f"rl-fn: error: JAX_PLATFORMS=nope: {error}; unset the variable, or set JAX_PLATFORMS=cpu\n"
+    assert capsys.readouterr() == ("", said)
+    monkeypatch.delenv("JAX_PLATFORMS")  # then nobody asked, and the traceback says more
+    assert report(broken(error), None) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_traceback_is_an_option_of_every_trainer(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "load", lambda place: quickstart if "recipes" in place else broken(ValueError("no")))
+    monkeypatch.setattr(cli, "load", lambda place: policy if "recipes" in place else broken(ValueError("no")))
     assert main(["train", "policy", "--traceback"]) == 1
     assert "Traceback" in capsys.readouterr().err
     assert main(["train", "policy"]) == 1
@@ -152,10 +190,45 @@ def test_traceback_is_an_option_of_every_trainer(monkeypatch, capsys):
 def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(cli, "load", lambda place: quickstart if "recipes" in place else finished)
+    monkeypatch.setattr(cli, "load", lambda place: policy if "recipes" in place else finished)
     assert main(["train", "policy"]) == 0
     terminal.flush()
     assert terminal.buffer.getvalue() == b"held-out accuracy 0.10 ? 0.20 in 3 s\n"
+
+
+MISSPELT = {
+    "trian policy": "unknown command 'trian': did you mean train?",
+    "train polcy": "unknown command train 'polcy': did you mean policy?",
+    "train policy objective:gspoo": "objective:gspoo: did you mean objective:gspo",
+    "train policy --reward a.py:b objective:gspoo": "objective:gspoo: did you mean objective:gspo",
+    "train policy --objective.tau 1": "--objective.tau is of objective:kimi; here it is objective:dapo",
+    "train policy --sft.lr 1": "--sft.lr: did you mean --sft.optimizer.learning-rate",
+    "train policy --polcy.steps 1": "--polcy.steps: did you mean --policy.steps",
+    "train sft --packing True": "",
+}
+
+
+@pytest.mark.parametrize("words", MISSPELT)
+def test_a_misspelt_word_gets_its_near_names_tool_15(words, capsys):
+    try:
+        status = main(words.split())
+    except SystemExit as left:
+        status = left.code
+    said = capsys.readouterr().err
+    assert status == 2 and MISSPELT[words] in said and len(said.splitlines()) < 30
+
+
+def test_what_prints_words_alone_imports_no_library_of_models():
+    """Of the whole command: help, version and a misspelt word take the time of their own modules."""
+    code = (
+        "import sys; from rl_bridge.cli import main\n"
+        "for words in (['--help'], ['--version'], ['trian']): main(words)\n"
+        "heavy = {'torch', 'transformers', 'jax', 'numpy', 'tyro', 'datasets', 'rl_fn'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: rl-fn train") and f"rl-fn {version('rl-fn')}" in done.stdout
 
 
 def finished(_):

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from rl_bridge import step_folders
+from rl_bridge.checkpoints import Checkpointer
 
 
 class Killed(BaseException):
@@ -34,6 +35,20 @@ def test_the_newest_are_kept_in_the_order_of_their_steps(tmp_path):
     assert [step_folders.step_of(path) for path in step_folders.checkpoints(tmp_path)] == [99_999_999, 100_000_000]
     save(tmp_path, 100_000_001, keep=1)
     assert names(tmp_path) == ["step-100000001"]
+
+
+@pytest.mark.parametrize("pinned", [(), (1,), (2, 5, 21)])
+@pytest.mark.parametrize("keep", range(1, 21))
+def test_after_every_save_the_newest_are_there_and_the_pinned_and_no_other(tmp_path, keep, pinned, monkeypatch):
+    """ENG-7: with 4 and more to be kept, the first saves of a run deleted what was to stay."""
+    monkeypatch.setattr(step_folders, "sync_folder", lambda folder: None)  # the disk's wait is not what this is about
+    monkeypatch.setattr(step_folders.os, "fsync", lambda descriptor: None)
+    for step in range(1, 24):
+        path = step_folders.path_of(tmp_path, step)
+        step_folders.begin(path, [])
+        step_folders.commit(path, {}, {"step": step}, keep=keep, pinned=pinned)
+        there = [step_folders.step_of(path) for path in step_folders.checkpoints(tmp_path)]
+        assert there == [s for s in range(1, step + 1) if s > step - keep or s in pinned]
 
 
 def test_pinned_steps_stay_however_old(tmp_path):
@@ -124,10 +139,20 @@ def test_every_flipped_bit_of_a_manifest_is_seen(tmp_path):
     assert step_folders.damage(path) is None
 
 
-def test_a_later_format_is_refused(tmp_path):
-    path = save(tmp_path, 5)
+@pytest.mark.parametrize("changed", [False, True], ids=["our checksum", "another checksum"])
+def test_usr_22_another_format_is_refused_and_never_set_aside(tmp_path, changed):
+    save(tmp_path, 5)
     with patch.object(step_folders, "FORMAT", 2):
-        assert "is of format 1, this version reads format 2" in step_folders.damage(path)
+        path = save(tmp_path, 6)
+        if changed:
+            manifest = json.loads((path / "manifest.json").read_text())
+            (path / "manifest.json").write_text(json.dumps({**manifest, "files": [], "crc32": "new"}))
+    checkpointer = Checkpointer(tmp_path, report=pytest.fail)
+    for look in (checkpointer.latest, lambda: checkpointer.read(path), lambda: step_folders.damage(path)):
+        with pytest.raises(ValueError, match=r"manifest\.json is of format 2, this version reads format 1: go on with"):
+            look()
+    checkpointer._set_damaged_aside()
+    assert path.is_dir() and not list(tmp_path.glob("*.damaged"))
 
 
 def test_a_damaged_one_is_set_aside(tmp_path):

@@ -1,9 +1,7 @@
 """The doctor names every operation's backend, and why the others do not run."""
 
-import pytest
 import torch
 
-from rl_bridge.cli import main
 from rl_kernels import backends
 from rl_kernels.doctor import doctor
 from tests.kernels.registry import unasked
@@ -29,10 +27,3 @@ def test_a_backend_that_is_not_installed_says_so(monkeypatch):
     finally:
         backends.refusal.cache_clear()
     assert others["triton"] == "triton is not installed" and others["reference"] == "jax is not installed"
-
-
-@pytest.mark.parametrize("word", ["logits_logprobs", "linear_logprobs", "torch", "triton", "only when asked"])
-def test_the_command_prints_it(capsys, monkeypatch, word):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["doctor"]) == 0
-    assert word in capsys.readouterr().out

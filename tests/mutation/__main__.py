@@ -15,11 +15,10 @@ from tests.mutation.report import sample, write
 from tests.mutation.supervise import Store, run, run_forked
 from tests.mutation.worker import ROOT
 
-# Folder, tests, and seconds for a mutant that survives: of processor time in a warm process, by the clock in a new one.
+# Folder, tests, and seconds of processor time for a mutant that survives.
 PACKAGES = {"rl_fn": ("rl_fn", "tests/rl_fn", 6.0), "rl_bridge": ("bridge/rl_bridge", "tests/bridge", 180.0)}
-# What the bridge's score is about; the peers' comparisons (check) run in an environment of their own.
-BRIDGE = ("functional", "pipelines", "trainers", "rollout", "weights", "data", "engines", "checkpoints", "")
-BRIDGE_TOP = ("step_folders.py", "rewards.py", "splitmix64.py")
+# The peers' comparisons run in an environment of their own.
+PEERS = "check/"
 
 
 def chosen_of(package: Package, options: argparse.Namespace) -> list:
@@ -30,10 +29,7 @@ def chosen_of(package: Package, options: argparse.Namespace) -> list:
                 print(f"not planted, {reason}: {entry}", file=sys.stderr)
         chosen = package.add([entry for entry in entries if not by_hand.wrong(entry, ROOT)], ROOT)
     else:
-        chosen = list(package.mutants.values())
-        if options.package == "rl_bridge":
-            folders = tuple(f"{name}/" for name in BRIDGE if name)
-            chosen = [m for m in chosen if m.file.startswith(folders) or m.file in BRIDGE_TOP]
+        chosen = [m for m in package.mutants.values() if not m.file.startswith(PEERS)]
     chosen = [m for m in chosen if (not options.files or m.file in options.files) and m.file not in options.skip]
     return sample(chosen, options.sample, options.seed) if options.sample else chosen
 
@@ -55,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--examples", type=int, default=4, help="examples of a property, in rl_fn")
     parser.add_argument("--seconds", type=float, default=0.0, help="for a mutant that survives")
+    parser.add_argument("--nearest", type=int, default=0, help="test files of a mutant of rl_bridge; 0: all in reach")
     parser.add_argument("--explained-seconds", type=float, default=2.0, help="for one explained as equivalent")
     parser.add_argument("--out", type=Path, default=ROOT / "experiments/results/mutation")
     parser.add_argument("--only-report", action="store_true", help="of the results so far")
@@ -77,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.only_report and options.package == "rl_fn":
             missing = run(chosen, store, options.processes, options.examples, budget)
         elif not options.only_report:
-            missing = run_forked(package, chosen, store, options.processes, budget)
+            missing = run_forked(package, chosen, store, options.processes, budget, options.nearest)
     finally:
         known = [(mutant, entry["status"]) for mutant in chosen if (entry := store.result(mutant)) is not None]
         settings = {
@@ -88,6 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
             "examples": options.examples,
             "seconds": seconds,
             "explained_seconds": options.explained_seconds,
+            "nearest": options.nearest,
         }
         settings |= {"without_result": len(chosen) - len(known), "files": options.files, "skipped": options.skip}
         if known:

@@ -2,11 +2,14 @@
 
 rl_bridge keeps programs that it has made of functions, registers rules when it is imported, and starts processes of its
 own: its code cannot be exchanged in a living process as rl_fn's is (patch.py). The mutant is written into the copy, the
-child imports everything from there, and stops at the first test that fails.
+child imports everything from there, and stops at the first test that fails. That test is then run alone, without the
+mutant and with it: a test that fails without it, or passes with it, has killed nothing, and the others go on.
 """
 
 import ast
 import contextlib
+import dataclasses
+import json
 import os
 import re
 import shutil
@@ -16,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,13 @@ from tests.mutation.worker import ROOT
 LIBRARIES = ("numpy", "jax", "jax.numpy", "jaxtyping", "beartype", "hypothesis", "pytest", "torch", "transformers")
 # Of each test that many cases before more of any.
 CASES = 3
+# Test files of one process: collecting all that reach a file costs more than most tests, and most kills are near.
+NEAR, STAGE = 2, 6
+# A test alone has ALONE_SECONDS; with the mutant it hangs after SLOWER times what it took without, and HANG_SECONDS.
+ALONE_SECONDS, SLOWER, HANG_SECONDS = 240.0, 10.0, 20.0
+# Limits are of processor time, which a busy machine gives out slowly: at most BUSY times as long by the clock.
+# Processes that use none for IDLE_SECONDS by the clock wait for what does not come.
+BUSY, IDLE_SECONDS = 20.0, 60.0
 # Chromium and a cluster of Ray do not start in a forked process: their tests would fail without a fault.
 ALONE = "not slow and not peers and not ray and not openenv and not browser"
 # A child's exit status that no test run has.
@@ -37,8 +47,11 @@ FLAGS = (
 )
 
 
+DOTTED = re.compile(r"(\w+(?:\.\w+)+)(?::\w+)?")
+
+
 def imported(path: Path, root: Path) -> set[Path]:
-    """Files of the repository that a file imports, as far as its text says."""
+    """Files of the repository that a file imports, as far as its text says: by statements or by a name in a string."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
@@ -46,6 +59,8 @@ def imported(path: Path, root: Path) -> set[Path]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and (named := DOTTED.fullmatch(node.value)):
+            names = [named[1]]
         for name in names:
             place = name.replace(".", "/")
             for base in (root, root / "bridge"):
@@ -83,12 +98,12 @@ class Reach:
         return None
 
     def of(self, file: Path) -> list[str]:
-        """Test files, nearest first; of equally near ones first those of a folder or a file of the same name."""
-        words = {file.stem, file.parent.name}
+        """Test files, nearest first; every folder or name of a file that is the same counts as a step less."""
+        words = {file.stem, *file.relative_to(self.root).parent.parts}
         found = []
         for test in self.tests:
             if (steps := self.distance(test, file)) is not None:
-                alike = len(words & {test.parent.name, *test.stem.split("_")})
+                alike = len(words & {*test.relative_to(self.root).parent.parts, *test.stem.split("_")})
                 found.append((steps - alike, steps, test.relative_to(self.root).as_posix()))
         return [name for *_, name in sorted(found)]
 
@@ -120,28 +135,71 @@ def ordered(names: Sequence[str], words: Sequence[set[str]]) -> list[int]:
     return [number for *_, number in sorted(map(rank, range(len(names))))]
 
 
-class Plugin:
-    """Orders the tests; writes the first that fails, and how many have run, where the parent reads it."""
+@dataclasses.dataclass
+class Outcome:
+    """What a run of tests came to. failed: the first test or file that did. running: the test that it was at, since.
 
-    def __init__(self, path: Path, words: Sequence[set[str]]) -> None:
-        self.path, self.words, self.ran = path, words, 0
+    took: seconds of processor time.
+    """
+
+    failed: str = ""
+    running: str = ""
+    since: float = 0.0
+    ran: int = 0
+    code: int | None = None
+    took: float = 0.0
+
+
+def processor_seconds(session: int) -> float:
+    """What the processes of a session have used and the children that they have waited for; elsewhere the clock's."""
+    if not Path("/proc/self/stat").exists():
+        return time.monotonic()
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (process / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+            total += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+class Plugin:
+    """Orders the tests and says where the parent reads it which one runs, which failed first and how many have run."""
+
+    def __init__(self, path: Path, words: Sequence[set[str]], without: Sequence[str] = ()) -> None:
+        self.path, self.words, self.without = path, words, set(without)
+        self.outcome = Outcome()
+
+    def write(self) -> None:
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(json.dumps(dataclasses.asdict(self.outcome)), encoding="utf-8")
+        temporary.replace(self.path)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [items[number] for number in ordered([item.nodeid for item in items], self.words)]
+        items[:] = [item for item in items if item.nodeid not in self.without]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.outcome.running, self.outcome.since = nodeid, time.time()
+        self.write()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call":
-            self.ran += 1
-        if report.failed:
-            self.path.write_text(f"{report.nodeid}\n{self.ran}", encoding="utf-8")
+        self.outcome.ran += report.when == "call"
+        self.outcome.failed = self.outcome.failed or (report.nodeid if report.failed else "")
+
+    def pytest_runtest_logfinish(self) -> None:
+        self.outcome.running = ""
+        self.write()
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.path.write_text(f"{report.nodeid or 'collection'}\n{self.ran}", encoding="utf-8")
+            self.outcome.failed = self.outcome.failed or report.nodeid
+            self.write()
 
-    def pytest_sessionfinish(self) -> None:
-        if not self.path.exists():
-            self.path.write_text(f"\n{self.ran}", encoding="utf-8")
+
+def stages(files: Sequence[str]) -> Iterator[Sequence[str]]:
+    yield files[:NEAR]
+    for start in range(NEAR, len(files), STAGE):
+        yield files[start : start + STAGE]
 
 
 def copy(folder: Path) -> None:
@@ -158,36 +216,68 @@ def copy(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def _child(tests: list[str], words: Sequence[set[str]], outcome: Path, log: Path) -> None:
+OURS = ("tests", "rl_fn", "rl_bridge", "rl_kernels")
+IMPORTS = f"""
+import contextlib, importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=lambda name: None):
+    with contextlib.suppress(ImportError):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+print(*sorted(name for name in sys.modules if name.split(".")[0] not in {("__main__", *OURS)!r}))
+"""
+
+
+def third_party(package: str) -> list[str]:
+    """Modules of other libraries that the package imports: the parent has them once for all children."""
+    found = subprocess.run([sys.executable, "-c", IMPORTS, package], check=True, capture_output=True, text=True)
+    return found.stdout.split()
+
+
+def _child(arguments: Sequence[str], plugin: Plugin, log: Path) -> None:
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "rl_fn", "rl_bridge", "rl_kernels")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
     import pytest
 
     options = ["-q", "-x", "-m", ALONE, "--no-header", "-p", "no:xdist"]
     # The libraries are imported before pytest could rewrite their assertions.
     options.append("-Wignore::pytest.PytestAssertRewriteWarning")
-    code = pytest.main([*options, *tests], plugins=[Plugin(outcome, words)])
-    os._exit(int(code))
+    os._exit(int(pytest.main([*options, *arguments], plugins=[plugin])))
 
 
-def verdict(code: int | None) -> str:
-    """What a test run's exit status says of the fault; None is a run that its time limit ended."""
-    if code in (BROKEN, NO_TESTS, -signal.SIGKILL):
-        raise ValueError(f"no verdict from exit status {code}")
-    return "survived" if code in (0, None) else "killed"
+def blamed(outcome: Outcome, first: str) -> str:
+    """The test, or the file that could not be collected, that a run ended at; nothing where all passed.
+
+    A process that dies is the fault of the test that ran, one that its time limit ended only if that test hung. Without
+    any test it was the collection of the ``first`` file.
+    """
+    if outcome.code in (BROKEN, -signal.SIGKILL):
+        raise ValueError(f"no verdict from exit status {outcome.code}")
+    if outcome.code in (0, NO_TESTS):
+        return ""
+    if outcome.code is None:
+        return outcome.running if time.time() - outcome.since > HANG_SECONDS else ""
+    return outcome.failed or outcome.running or first
+
+
+def alone(test: str) -> list[str]:
+    """pytest's arguments for a test, or for the collection of a file."""
+    return [test] if "::" in test else ["--collect-only", test]
 
 
 class Server:
     """Runs the tests of one mutant after another, each in a forked process; see serve."""
 
-    def __init__(self, folder: Path, package: str) -> None:
+    def __init__(self, folder: Path, package: str, tests: str = "tests/bridge") -> None:
         self.folder, self.package = folder, package
-        self.reach = Reach(folder, folder / "tests" / "bridge")
+        self.reach = Reach(folder, folder / tests)
         self.stamp = int(time.time())
+        # Seconds that a test takes alone without any mutant; None if it does not pass so.
+        self.steady: dict[str, float | None] = {}
 
     def write(self, path: Path, text: str) -> None:
         """Every version has a time of its own: compiled files of an older one do not pass for it."""
@@ -195,51 +285,104 @@ class Server:
         self.stamp += 2
         os.utime(path, (self.stamp, self.stamp))
 
+    def chosen(self, path: Path, first: Sequence[str], nearest: int) -> list[str]:
+        """The file's doctests and the test files that reach it, those of ``first`` first."""
+        doctests = [path.relative_to(self.folder).as_posix()] if ">>>" in path.read_text(encoding="utf-8") else []
+        near = self.reach.of(path)
+        near = [*(test for test in first if test in near), *(test for test in near if test not in first)]
+        return [*doctests, *(near[:nearest] if nearest else near)]
+
     def run(
-        self, file: str, source: str, owner: str, seconds: float, first: Sequence[str] = ()
-    ) -> tuple[str, str, float, int]:
-        """Status, the test that failed first, seconds by the clock, how many tests ran; the files ``first`` first."""
+        self, file: str, source: str, owner: str, seconds: float, first: Sequence[str] = (), nearest: int = 0
+    ) -> tuple[str, str, float, int, list[str]]:
+        """Status, the test that kills alone, seconds by the clock, how many tests ran, the files whose tests did.
+
+        ``seconds``: of processor time, for a mutant that survives. The files ``first`` come first; with ``nearest``
+        only so many of the files that reach the mutant's are run.
+        """
         path = self.folder / self.package / file
         original = path.read_text(encoding="utf-8")
-        doctests = [path.relative_to(self.folder).as_posix()] if ">>>" in original else []
-        near = self.reach.of(path)
-        chosen = [*doctests, *(test for test in first if test in near), *(test for test in near if test not in first)]
+        chosen = self.chosen(path, first, nearest)
         if not chosen:
-            return "uncovered", "", 0.0, 0
+            return "uncovered", "", 0.0, 0, []
         words = words_of(ast.parse(original), owner, file)
-        outcome, log = self.folder / "outcome.txt", self.folder / "log.txt"
-        outcome.unlink(missing_ok=True)
-        begun = time.monotonic()
+        begun, ran, spent = time.monotonic(), 0, 0.0
+        without: list[str] = []
+        used: list[str] = []
+        for files in stages(chosen):
+            used += files if spent < seconds else []
+            while files and (left := seconds - spent) > 0:
+                with self.mutated(path, original, source):
+                    outcome = self.tests(files, left, words, without)
+                ran, spent = ran + outcome.ran, spent + outcome.took
+                if not (by := blamed(outcome, files[0])):
+                    break
+                if status := self.confirmed(by, path, original, source):
+                    return status, by, time.monotonic() - begun, ran, used
+                without.append(by)
+                files = [file for file in files if file != by]
+        if not ran:
+            raise ValueError(f"no verdict: no test of {file} ran")
+        return "survived", "", time.monotonic() - begun, ran, used
+
+    @contextlib.contextmanager
+    def mutated(self, path: Path, original: str, source: str) -> Iterator[None]:
         self.write(path, source)
         try:
-            child = os.fork()
-            if child == 0:
-                try:
-                    _child(chosen, words, outcome, log)
-                except BaseException:
-                    traceback.print_exc(file=sys.__stderr__)
-                finally:
-                    os._exit(BROKEN)
-            code = self._wait(child, begun + seconds)
+            yield
         finally:
             self.write(path, original)
-        try:
-            status = verdict(code)
-        except ValueError as error:
-            raise RuntimeError(f"the tests of {file}: {error}: {log.read_text(encoding='utf-8')}") from error
-        by, ran = (outcome.read_text(encoding="utf-8").split("\n") if outcome.exists() else ["", "0"])[:2]
-        return status, by if status == "killed" else "", time.monotonic() - begun, int(ran)
 
-    def _wait(self, child: int, until: float) -> int | None:
-        while time.monotonic() < until:
-            pid, status = os.waitpid(child, os.WNOHANG)
+    def confirmed(self, by: str, path: Path, original: str, source: str) -> str:
+        """The status if the test passes alone without the mutant and fails, or hangs, alone with it; else nothing."""
+        if by not in self.steady:
+            outcome = self.tests(alone(by), ALONE_SECONDS)
+            self.steady[by] = outcome.took if outcome.code == 0 else None
+        if (took := self.steady[by]) is None:
+            return ""
+        with self.mutated(path, original, source):
+            outcome = self.tests(alone(by), HANG_SECONDS + SLOWER * took)
+        if outcome.code is None:
+            return "timeout"
+        # A name that the mutant's parameters do not have is pytest's error, not the test's.
+        failed = outcome.failed or outcome.running or ("::" not in by and outcome.code)
+        return "killed" if outcome.code and failed else ""
+
+    def tests(
+        self, arguments: Sequence[str], seconds: float, words: Sequence[set[str]] = (), without: Sequence[str] = ()
+    ) -> Outcome:
+        """The outcome of pytest with these arguments, in a forked process of at most so many processor seconds."""
+        path, log = self.folder / "outcome.json", self.folder / "log.txt"
+        path.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            try:
+                _child(arguments, Plugin(path, words, without), log)
+            except BaseException:
+                traceback.print_exc(file=sys.__stderr__)
+            finally:
+                os._exit(BROKEN)
+        code, took = self._wait(child, seconds)
+        outcome = Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Outcome()
+        return dataclasses.replace(outcome, code=code, took=took)
+
+    def _wait(self, child: int, seconds: float) -> tuple[int | None, float]:
+        """The exit status, None of one that was ended here, and the processor time that was used."""
+        begun = moved = looked = time.monotonic()
+        used, now = 0.0, begun
+        while used < seconds and now < begun + BUSY * seconds and now < moved + IDLE_SECONDS:
+            pid, status, usage = os.wait4(child, os.WNOHANG)
             if pid:
-                return os.waitstatus_to_exitcode(status)
+                return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
             time.sleep(0.05)
+            now = time.monotonic()
+            if now > looked + 1.0:
+                looked, before, used = now, used, processor_seconds(child)
+                moved = now if used > before else moved
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return None
+        return None, used
 
 
 def serve(connection: Connection, package: str, compiled: str) -> None:
@@ -266,10 +409,13 @@ def serve(connection: Connection, package: str, compiled: str) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
         for name in LIBRARIES:
             __import__(name)
+        for name in third_party(Path(package).name):
+            with contextlib.suppress(ImportError):
+                __import__(name)
         server = Server(folder, package)
         connection.send("ready")
         while (request := connection.recv()) is not None:
             try:
                 connection.send(server.run(*request))
             except Exception as error:
-                connection.send(("broken", str(error), 0.0, 0))
+                connection.send(("broken", str(error), 0.0, 0, []))

@@ -74,6 +74,7 @@ def sample(mutants: list[Mutant], size: int, seed: int) -> list[Mutant]:
     """From every file and kind in proportion, by the largest remainder.
 
     Who is drawn, and who gets the remainders, goes by a hash of the name: an edit redraws little more than it edits.
+    The order is that of another hash, so that what a run has decided before it was cut short is a sample too.
     """
 
     def lot(*parts: str) -> bytes:
@@ -87,7 +88,8 @@ def sample(mutants: list[Mutant], size: int, seed: int) -> list[Mutant]:
     by_remainder = sorted(shares, key=lambda key: (counts[key] - shares[key], lot(*key)))
     for key in by_remainder[: min(size, len(mutants)) - sum(counts.values())]:
         counts[key] += 1
-    return [m for key, members in strata.items() for m in sorted(members, key=lambda m: lot(*m.name))[: counts[key]]]
+    drawn = [m for key, members in strata.items() for m in sorted(members, key=lambda m: lot(*m.name))[: counts[key]]]
+    return sorted(drawn, key=lambda m: lot("order", *m.name))
 
 
 def _by(pairs: list[tuple[Mutant, str]], key: Callable[[Mutant], str]) -> dict[str, Any]:

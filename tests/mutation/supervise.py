@@ -113,6 +113,7 @@ class Store:
         self.data: dict[str, Any] = {"results": {}}
         if path.exists():
             self.data = json.loads(path.read_text(encoding="utf-8"))
+        self.keys: dict[str, str] = {}
         self.sources = {p.relative_to(folder).as_posix(): digest([p]) for p in folder.rglob("*.py")}
         self.of_rl_fn = tests == ROOT / "tests/rl_fn"
         support = [*(ROOT / "tests/oracle").glob("*.py"), *(ROOT / "tests/rl_fn/cases").glob("*.py")]
@@ -132,36 +133,60 @@ class Store:
         return digest(found | {p for p in (folder / "conftest.py" for folder in path.parents) if p.exists()})
 
     def test_key(self, nodeid: str) -> str:
-        path = ROOT / nodeid.split("::")[0]
-        return digest([path], docstrings=not path.name.startswith("test_")) + self._helpers(path)
+        name = nodeid.split("::")[0]
+        if name not in self.keys:
+            path = ROOT / name
+            self.keys[name] = digest([path], docstrings=not path.name.startswith("test_")) + self._helpers(path)
+        return self.keys[name]
 
     def save(self) -> None:
         write_atomically(self.path, json.dumps(self.data))
 
     def result(self, mutant: Mutant, seconds: float = 0.0) -> dict[str, Any] | None:
-        """A kill holds while its source and the test are the same; a survival of `seconds` while every test is.
+        """A kill holds while its source and the test are the same, a survival of `seconds` while all that ran are.
 
-        A new doctest can only kill more, so it does not end a survival.
+        A new test can only kill more, so it does not end a survival unless its file was among those that ran.
         """
         entry = self.data["results"].get("|".join(mutant.name))
         if entry is None or entry["source"] != self.sources[mutant.file]:
             return None
         if entry["by"] and (ROOT / entry["by"].split("::")[0]).exists():
             return entry if entry["test"] == self.test_key(entry["by"]) else None
-        return entry if entry["test"] == self.all_tests and entry["budget"] >= seconds else None
+        ran = self._survived_by(entry.get("files", []))
+        return entry if entry["test"] == ran and entry["budget"] >= seconds else None
 
-    def put(self, mutant: Mutant, status: str, by: str, seconds: float, ran: int, budget: float) -> None:
-        key = self.test_key(by) if by else self.all_tests
-        entry = {"status": status, "by": by, "seconds": round(seconds, 3), "ran": ran, "test": key, "budget": budget}
+    def _survived_by(self, files: Iterable[str]) -> str:
+        """The tests of these files that are there; of none, all tests."""
+        keys = [self.test_key(file) for file in files if (ROOT / file).exists()]
+        return hashlib.sha256("".join(keys).encode()).hexdigest()[:16] if keys else self.all_tests
+
+    def put(
+        self,
+        mutant: Mutant,
+        status: str,
+        by: str,
+        seconds: float,
+        ran: int,
+        budget: float,
+        files: Iterable[str] = (),
+    ) -> None:
+        """Keep a result. ``files``: whose tests ran."""
+        key = self.test_key(by) if by else self._survived_by(files)
+        entry = {"files": [] if by else list(files)} | {
+            "status": status,
+            "by": by,
+            "seconds": round(seconds, 3),
+            "ran": ran,
+            "test": key,
+            "budget": budget,
+        }
         self.data["results"]["|".join(mutant.name)] = entry | {"source": self.sources[mutant.file]}
 
     def killers(self, file: str) -> list[str]:
-        """Test files that killed mutants of this file, and then of its folder, the most frequent first."""
-        counts: Counter[str] = Counter()
-        for name, entry in self.data["results"].items():
-            other = name.split("|", 1)[0]
-            if entry["by"] and Path(other).parent == Path(file).parent:
-                counts[entry["by"].split("::")[0]] += 1000 if other == file else 1
+        """Test files that killed mutants of this file, the most frequent first."""
+        results = self.data["results"].items()
+        of_file = [entry for name, entry in results if name.split("|", 1)[0] == file and entry["by"]]
+        counts = Counter(entry["by"].split("::")[0] for entry in of_file)
         return [test for test, _ in counts.most_common()]
 
 
@@ -231,8 +256,9 @@ class Crew:
 class Forks:
     """Threads that each have one process fork a child for every mutant (forked.py), until none is left."""
 
-    def __init__(self, package: Package, store: Store, budget: Budget, progress: tqdm) -> None:
+    def __init__(self, package: Package, store: Store, budget: Budget, nearest: int, progress: tqdm) -> None:
         self.package, self.store, self.budget, self.progress = package, store, budget, progress
+        self.nearest = nearest
         self.lock, self.stopping = threading.Lock(), threading.Event()
 
     def drive(self, waiting: queue.SimpleQueue[Mutant]) -> None:
@@ -253,12 +279,13 @@ class Forks:
                 with self.lock:  # one tree for all threads
                     source = self.package.source(mutant)
                     killers = self.store.killers(mutant.file)
-                connection.send((mutant.file, source, mutant.owner, self.budget(mutant), killers))
-                status, by, seconds, ran = connection.recv()
-                if status == "broken":
-                    raise RuntimeError(by)
+                connection.send((mutant.file, source, mutant.owner, self.budget(mutant), killers, self.nearest))
+                status, by, seconds, ran, files = connection.recv()
+                if status == "broken":  # no verdict, so no result: a later run tries again
+                    self.progress.write(f"{mutant.id}: {by}")
+                    continue
                 with self.lock:
-                    self.store.put(mutant, status, by, seconds, ran, self.budget(mutant))
+                    self.store.put(mutant, status, by, seconds, ran, self.budget(mutant), files)
                     self.store.save()
                     self.progress.update()
         finally:
@@ -266,14 +293,17 @@ class Forks:
             process.join(10)
 
 
-def run_forked(package: Package, mutants: list[Mutant], store: Store, processes: int, budget: Budget) -> set[str]:
+def run_forked(
+    package: Package, mutants: list[Mutant], store: Store, processes: int, budget: Budget, nearest: int = 0
+) -> set[str]:
     """Every mutant that has no valid result yet, each in a process of its own."""
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     todo = [mutant for mutant in mutants if store.result(mutant, budget(mutant)) is None]
-    for mutant in todo:
+    # Those that no run has decided come before those that another tree's tests have.
+    for mutant in sorted(todo, key=lambda mutant: "|".join(mutant.name) in store.data["results"]):
         waiting.put(mutant)
     with tqdm(total=len(todo), desc="mutants", mininterval=5) as progress:
-        forks = Forks(package, store, budget, progress)
+        forks = Forks(package, store, budget, nearest, progress)
         threads = [threading.Thread(target=forks.drive, args=(waiting,)) for _ in range(min(processes, len(todo)))]
         for thread in threads:
             thread.start()

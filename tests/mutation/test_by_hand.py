@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.mutation import by_hand
-from tests.mutation.forked import Reach, ordered, verdict, words_of
+from tests.mutation.forked import Reach, ordered, words_of
 from tests.mutation.patch import Package
 from tests.mutation.worker import ROOT
 
@@ -108,16 +108,3 @@ def test_tests_of_the_same_name_come_first_and_then_some_cases_of_each():
     assert [names[i] for i in ordered(names, words)] == [names[i] for i in (5, 4, 0, 1, 2, 3)]
     assert ordered([*names[:4], "b.py::v"], words) == [0, 1, 2, 4, 3]
     assert words_of(tree, "Builder.__init__", "emitter.py") == [set(), {"emitter"}]
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"), [(0, "survived"), (None, "survived"), (1, "killed"), (2, "killed"), (-11, "killed")]
-)
-def test_an_exit_status_is_a_verdict(code, expected):
-    assert verdict(code) == expected
-
-
-@pytest.mark.parametrize("code", [5, 70, -9])
-def test_no_tests_and_a_process_ended_for_its_memory_are_no_verdict(code):
-    with pytest.raises(ValueError, match="no verdict"):
-        verdict(code)

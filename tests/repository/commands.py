@@ -11,6 +11,8 @@ from tests.repository.tools_commands import TOOLS
 TINY = (
     "--sft.steps 2 --sft.rows-per-step 8 --policy.steps 2 --policy.prompts-per-step 4 --held-out 8 --checkpoint-every 1"
 )
+FEW = "--policy.sampling.max-new-tokens 5"
+SHORT_RL = f"--policy.steps 2 --policy.prompts-per-step 4 --held-out 8 --checkpoint-every 1 {FEW}"
 SFT = "--data problems.jsonl --model $CLONE/runs/quickstart/model --sft.rows-per-step 4 --held-out 4"
 GYM = "--held-out 4 --policy.steps 1 --policy.prompts-per-step 2 --policy.responses-per-prompt 2"
 GYM += " --policy.evaluate-every 1"
@@ -32,7 +34,7 @@ AHEAD = (
     "--asynchronous.no-deterministic",
 )
 TO_PPO = (
-    "train policy objective:ppo --name improved --model runs/demonstrated/model --data problems.jsonl --sft.steps 0 "
+    "train policy objective:ppo --name improved --model runs/demonstrated/model --data problems.jsonl "
     "--reward learned=model:runs/judged/model right=exact --reward-weights 1 0 --critic.model runs/judged/model "
     "--objective.kl.place reward --objective.kl.coef 1"
 )
@@ -106,10 +108,9 @@ COMMANDS = [
     Command("rl-fn train policy", "rl-fn train policy --help", "the quickstart again"),
     *(Command(*row) for row in [*QUANTISED, *OF_VLLM, *TOOLS]),
     Command(
-        ".venv/bin/rl-fn train policy --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id "
-        "--sft.steps 0",
+        ".venv/bin/rl-fn train policy --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id",
         "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train policy "
-        f"--data problems.jsonl --reward my_reward.py:score --model $CLONE/runs/quickstart/model {TINY} --sft.steps 0",
+        f"--data problems.jsonl --reward my_reward.py:score --model $CLONE/runs/quickstart/model {SHORT_RL}",
         "the files are the reader's own; the model is the quickstart's",
     ),
     Command(
@@ -127,10 +128,10 @@ COMMANDS = [
     ),
     Command(".venv/bin/rl-fn train sft --help"),
     Command(
-        ".venv/bin/rl-fn train policy --data problems.jsonl --model path/or/hub-id --sft.steps 0 "
+        ".venv/bin/rl-fn train policy --data problems.jsonl --model path/or/hub-id "
         "--environment my_tools.py:Adder --max-turns 4",
         "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train policy "
-        f"--data problems.jsonl --model $CLONE/runs/quickstart/model {TINY} --sft.steps 0 --name tools "
+        f"--data problems.jsonl --model $CLONE/runs/quickstart/model {SHORT_RL} --name tools "
         "--environment my_tools.py:Adder --max-turns 4",
         "the files are the reader's own; the model is the quickstart's",
     ),
@@ -167,7 +168,7 @@ COMMANDS = [
     ),
     Command(
         f".venv/bin/rl-fn {TO_PPO}",
-        f"cd $SCRATCH && rl-fn {TO_PPO} --held-out 8 --policy.steps 2 --policy.prompts-per-step 4",
+        f"cd $SCRATCH && rl-fn {TO_PPO} --held-out 8 --policy.steps 2 --policy.prompts-per-step 4 {FEW}",
         OWN_FILES,
     ),
     Command(
@@ -184,6 +185,7 @@ COMMANDS = [
     Command(".venv/bin/rl-fn doctor"),
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),
+    Command("make test-random", "make test-random TESTS=tests/rl_fn/test_reward_model.py", "as long as make test"),
     Command("make test-thorough", "make test-thorough TESTS=tests/rl_fn/test_reward_model.py", "an hour"),
     Command("make laws", "make laws LAWS=registry", "minutes, and a part of make test"),
     Command("make gate", "make gate STAGES=subject", "half an hour, and CI itself"),
@@ -191,6 +193,8 @@ COMMANDS = [
     Command("make format"),
     Command("make docs"),
     Command("make documented", "python -m tests.repository.documented --list", "this is it"),
+    Command("make test-families", "make test TESTS=tests/bridge/families", "ten minutes; CI runs all of it"),
+    Command("python -m tests.bridge.families.table", "python -m tests.bridge.families.table llama", "ten minutes"),
     Command("python -m tests.repository.papers"),
     Command("python -m tests.repository.families"),
     Command("python -m docs.scripts.objectives"),
@@ -207,6 +211,12 @@ COMMANDS = [
         "--output $SCRATCH/sync && python experiments/benchmarks/executor_overhead.py --kind local --repeats 10 "
         "--result $SCRATCH/overhead.json",
         "minutes, and Ray",
+    ),
+    Command(
+        ".venv/bin/python experiments/benchmarks/truncation_cost.py",
+        ".venv/bin/python experiments/benchmarks/truncation_cost.py --pairs 1 --tokens 1 --vocabularies 60 "
+        "--output $SCRATCH/truncation",
+        "minutes",
     ),
     Command(
         ".venv/bin/python experiments/benchmarks/executor_failures.py",

@@ -68,3 +68,12 @@ def test_the_numbers_of_names_are_right():
 
 def test_nothing_is_left_to_fill_in():
     assert "@" not in re.sub(r"@[a-z]+\.", "", README)
+
+
+def test_nobody_is_told_to_install_what_is_not_on_pypi_tool_19():
+    """Until a release, whoever registers the name would be installed: extras are those of the clone, ".[tune]"."""
+    code = (
+        path for folder in ("bridge", "kernels", "rl_fn", "experiments") for path in ROOT.joinpath(folder).rglob("*.py")
+    )
+    texts = DOCUMENTS | {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in code}
+    assert [str(path) for path, text in texts.items() if re.search(r"install\s+['\"]?rl-fn\b", text)] == []

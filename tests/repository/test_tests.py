@@ -67,3 +67,11 @@ def test_no_test_returns_early(folder):
         if (lines := early_returns(file.read_text(encoding="utf-8")))
     }
     assert found == {}
+
+
+def test_make_test_vllm_collects_every_test_that_needs_vllm():
+    """It reads the files with the word alone: a mark that a helper gives must come from a folder of this name."""
+    for path in TESTS.rglob("*.py"):
+        if "mark.vllm" in path.read_text("utf-8") and path != Path(__file__):
+            within = path.relative_to(TESTS)
+            assert within.parts[0] == "bridge" and (path.name.startswith("test_") or "vllm" in within.parts[:-1]), path

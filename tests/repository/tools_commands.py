@@ -102,12 +102,12 @@ TOOLS: list[tuple[str, ...]] = [
     ("make install-tools", "make install-tools", "minutes", "tools"),
     ("make test-tools", "make test-tools TESTS=tests/bridge/tracking", "minutes", "tools"),
     (
-        'pip install "rl-fn[tune]"',
+        'pip install ".[tune]"',
         'pip install --quiet --dry-run --constraint constraints.txt ".[tune]"',
         "of the clone, into no environment",
     ),
     (
-        'pip install "rl-fn[trackers]"',
+        'pip install ".[trackers]"',
         'pip install --quiet --dry-run --constraint constraints.txt ".[trackers]"',
         "of the clone, into no environment",
     ),

@@ -1,6 +1,7 @@
 """Laws of objectives: weight 0, who is left out, what is counted, shapes, what is not declared, traced constants."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +182,20 @@ def test_a_plain_function_loses_no_row_and_is_not_cut():
     by_rewards = rl_fn.recipes.grpo().replace(advantage=lambda r: r - 1.0)
     with pytest.raises(ValueError, match=r"does not take Rollouts\.valid"):
         by_rewards.advantages(read._replace(valid=of.mask.any(-1)[None]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_number_of_a_recipe_may_be_traced(name):
+    """CORE-12: also the coefficient of a term that a known 0 leaves out."""
+    recipe = getattr(rl_fn.recipes, name)
+    of = mapped(jnp.asarray, batch(recipe(), 9))
+    signature = inspect.signature(recipe).parameters.values()
+    constants = {p.name: jnp.float32(p.default) for p in signature if type(p.default) is float}
+    traced = jax.eval_shape(lambda numbers: recipe(**numbers)(of)[0], constants)
+    assert traced.shape == ()
+    zeros = dict.fromkeys(constants.keys() & {"kl_coef", "positive_coef"}, 0.0)
+    reads = [set(recipe(**coefs).required_batch_fields) for coefs in (zeros, dict.fromkeys(zeros, 0.5))]
+    assert reads[0] < reads[1] or not zeros, "a known 0 needs no field of its term"
 
 
 def test_constants_may_be_traced_and_differentiated():

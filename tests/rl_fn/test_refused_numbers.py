@@ -94,8 +94,6 @@ UNBOUNDED = {
     "retrace.bootstrap",
     "row_state.start",
     "simpo.gamma",
-    "sppo.chosen_win_rate",
-    "sppo.rejected_win_rate",
     "step_group_advantages.weight",
     "td_lambda.bootstrap",
     "tpo.gamma",

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import rl_fn
 from tests.rl_fn.laws import close
 from tests.rl_fn.recipe_batches import OBJECTIVES, advantages, rollouts, shape_of
 
@@ -44,6 +45,23 @@ def test_an_invalid_completion_changes_nothing(name):
         assert not found[~valid].any()
         without = advantages(objective, mapped(name, read, dropped))
         close([dropped(found, 1)], [without], rtol=1e-4, atol=1e-5)
+
+
+# Recipes with the same estimator are one.
+DROPPING = {(o.advantage, o.reward_kl): name for name, o in OBJECTIVES.items() if shape_of(o) == "*batch G"}
+
+
+@pytest.mark.parametrize("name", DROPPING.values())
+def test_a_group_that_dynamic_sampling_drops_changes_nothing(name):
+    """MUS-4: statistics of the batch are those of the groups that are kept, as if the others had not been drawn."""
+    objective = OBJECTIVES[name].replace(dynamic_sampling=rl_fn.components.DynamicSampling())
+    read = rollouts(objective, 0, prompts=3, group=GROUP)
+    read.rewards[1] = 2.0
+    read.rewards[[0, 2], :2] = [0.0, 1.0]
+    kept = read._replace(**{name: x[[0, 2]] for name, x in read._asdict().items() if x is not None})
+    found = np.asarray(advantages(objective, read))
+    assert not found[1].any()
+    close([found[[0, 2]]], [advantages(objective, kept)], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

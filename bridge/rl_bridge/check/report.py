@@ -10,6 +10,7 @@ from rich.table import Table
 
 from rl_bridge.check.case import Row, compare
 from rl_bridge.check.loading import DISTRIBUTIONS, Absent, version
+from rl_bridge.terminal import say
 
 LIBRARIES = tuple(DISTRIBUTIONS)
 MODULES = {
@@ -18,7 +19,10 @@ MODULES = {
     "openrlhf": ("openrlhf_cases",),
     "tunix": ("tunix_cases",),
 }
-USAGE = f"usage: rl-fn check {{{','.join(LIBRARIES)}}}"
+USAGE = f"""usage: rl-fn check {{{",".join(LIBRARIES)}}}
+
+The value and the gradient of rl_fn's dialect of an installed library beside those of the library's own functions, on
+random batches: a table, and status 1 if any differ beyond rounding, 2 if the library is not installed."""
 
 
 def rows(library: str, seeds: int = 3) -> list[Row]:
@@ -54,7 +58,11 @@ def check(arguments: Sequence[str]) -> int:
     """`rl-fn check LIBRARY`: 0 if all agree, 1 if something differs beyond tolerance, 2 without the library."""
     if len(arguments) != 1 or arguments[0] not in LIBRARIES:
         print(USAGE)
-        return 0 if list(arguments) in (["--help"], ["-h"]) else 2
+        if {"--help", "-h"} & set(arguments):
+            return 0
+        given = " ".join(arguments) or "none"
+        say(f"rl-fn: error: rl-fn check takes one library of {', '.join(LIBRARIES)}, got {given}", error=True)
+        return 2
     (library,) = arguments
     console = Console()
     try:

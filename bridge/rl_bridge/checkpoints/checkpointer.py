@@ -1,7 +1,8 @@
 """The driver's side of checkpoints: asks the workers to write and read them, knows which is the newest whole one."""
 
-import sys
+import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rl_bridge.checkpoints.tree import take_apart
 from rl_bridge.checkpoints.writing import DRIVER, RANDOM, Request
 from rl_bridge.engines.base import Engine
 from rl_bridge.executors import Executor, LocalExecutor
+from rl_bridge.terminal import say
 
 
 class Checkpointer:
@@ -41,7 +43,7 @@ class Checkpointer:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.folder = folder
         self._keep, self._asynchronous, self._timeout = keep, asynchronous, timeout
-        self._report = report or (lambda message: print(message, file=sys.stderr))
+        self._report = report or partial(say, error=True)
         self._writers: tuple[Executor, tuple[int, ...]] | None = None
         self._copied_on: tuple[Executor, tuple[int, ...]] | None = None
         self._damaged: list[Path] = []
@@ -122,7 +124,7 @@ class Checkpointer:
         """The newest whole checkpoint; None if there is none at all. What is damaged is reported and passed over.
 
         Raises:
-            ValueError: there are checkpoints, and all of them are damaged.
+            ValueError: there are checkpoints, and all of them are damaged; or one is of a newer version's format.
         """
         self._damaged, reasons = [], []
         for path in reversed(step_folders.checkpoints(self.folder)):
@@ -165,11 +167,39 @@ class Checkpointer:
         set_random_states(driver["random"])
         return driver["state"]
 
+    def require_shared(self, engines: Mapping[str, Engine]) -> None:
+        """Refuse a folder that is not the same one on every host of these engines, before anything is trained.
+
+        Raises:
+            ValueError: what a host wrote there is not what the driver finds; with the hosts' names.
+        """
+        executor, slots = self._place(engines)
+        if not engines or executor.name == "local":
+            return
+        hosts_of = {slot.node: slot.index for slot in reversed(executor.slots) if slot.index in slots}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        names = {slot: f"seen-by-{slot}-{secrets.token_hex(8)}" for slot in hosts_of.values()}
+        arguments = {slot: (self.folder / name,) for slot, name in names.items()}
+        answers = executor.call(hosts.leave_mark, arguments, what="a look at the checkpoints' folder")
+        wrong = []
+        for node, slot in sorted(hosts_of.items()):
+            mark = self.folder / names[slot]
+            if not mark.exists():
+                wrong.append(f"{node}{f' ({answers[slot]})' if answers[slot] else ''}")
+            mark.unlink(missing_ok=True)
+        if wrong:
+            raise ValueError(
+                f"checkpoints need a folder that all hosts share, and {self.folder} is not that: the driver does not "
+                f"find there what was written on {', '.join(wrong)}. Give the run a folder on a file system of all "
+                "hosts, by its absolute path"
+            )
+
     def _place(self, engines: Mapping[str, Engine]) -> tuple[Executor, tuple[int, ...]]:
         """The slots of the engines' workers; without an engine the driver itself."""
         for name in engines:
             if name in (DRIVER, RANDOM) or not name.replace("-", "").replace("_", "").isalnum():
                 raise ValueError(f"{name!r} cannot be an engine's name in a checkpoint")
+            engines[name].require_in_step("checkpoint")
         if not engines:
             return self._alone, (0,)
         executor, *others = {id(engine.executor): engine.executor for engine in engines.values()}.values()

@@ -85,10 +85,19 @@ def forget(host: Host) -> None:
         del _savers[host]
 
 
+def leave_mark(host: Host, path: Path) -> str:
+    """Write a small file for the driver to find; why that cannot be, if it cannot."""
+    try:
+        path.touch()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def load(host: Host, path: Path, engines: Mapping[str, str]) -> None:
     """Give this slot's workers their states, and the process the random states that its slot had."""
     for name, engine in _here(host, engines).items():
-        read_engine(path, name, host.workers[engine].module, host.device)
+        read_engine(path, name, host.workers[engine].module)
     states = read_random(path, host.slot)
     if states is not None:
         set_random_states(states, host.device)

@@ -22,14 +22,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 from rl_bridge.checkpoints.snapshot import give_state, state_of
 from rl_bridge.checkpoints.tree import put_together, take_apart
 from rl_bridge.checkpoints.writing import DRIVER, INDEX, RANDOM, piece_name
-from rl_bridge.engines.module import ParallelModule
-from rl_bridge.parallel.moving import move_weights
+from rl_bridge.engines.module import Lifecycle
+from rl_bridge.engines.optimizers import room_for_states
+from rl_bridge.weights.source import in_charge_of
 
 
-def read_engine(path: Path, engine: str, module: Any, device: torch.device) -> None:
+def read_engine(path: Path, engine: str, module: Any) -> None:
     """Give a worker's ``module`` its share of an engine's state. No other worker has to take part.
-
-    ``device`` is where weights come back to that were freed.
 
     Raises:
         ValueError: the checkpoint is of another model.
@@ -39,8 +38,10 @@ def read_engine(path: Path, engine: str, module: Any, device: torch.device) -> N
         saved = sorted(part.name for part in path.iterdir() if part.is_dir() and part.name not in (DRIVER, RANDOM))
         raise ValueError(f"{path} has no state of {engine!r}; it has {', '.join(saved) or 'no engine'}")
     index = json.loads(file.read_text("utf-8"))
-    with _to_be_filled(module, device) as progress:
-        _, tensors = take_apart(state_of(engine, module))
+    with _to_be_filled(module) as progress:
+        with room_for_states() as places:
+            _, tensors = take_apart(state_of(engine, module))
+        tensors = {name: held for name, held in tensors.items() if name in index["tensors"] or id(held) not in places}
         _require_same_tensors(f"{path}: {engine}", index["tensors"], tensors)
         progress.begun = True
         _fill(path, index["tensors"], tensors)
@@ -61,16 +62,15 @@ def read_random(path: Path, slot: int) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _to_be_filled(module: Any, device: torch.device) -> Iterator[SimpleNamespace]:
+def _to_be_filled(module: Any) -> Iterator[SimpleNamespace]:
     """Memory for weights that were freed. What was filled in part, because an error came, may not be used."""
     progress = SimpleNamespace(begun=False)
-    if not isinstance(module, ParallelModule):
-        if isinstance(module, torch.nn.Module) and any(p.device.type == "meta" for p in module.parameters()):
-            move_weights(module, device)
+    owner = in_charge_of(module)
+    if not isinstance(owner, Lifecycle):
         yield progress
         return
-    module.make_room()
-    receiver = module.weight_receiver()
+    owner.make_room()
+    receiver = owner.weight_receiver()
     before, receiver.version = receiver.version, receiver.version or 0
     try:
         yield progress

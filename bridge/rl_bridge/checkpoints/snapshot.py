@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_bridge.checkpoints.tree import take_apart
 from rl_bridge.weights import checksum
+from rl_bridge.weights.source import in_charge_of
 
 
 @dataclass
@@ -86,20 +87,16 @@ class HostBuffers:
 
 
 def state_of(name: str, module: Any) -> Mapping[str, Any]:
-    """What a worker's module gives to a checkpoint; a plain torch module gives its weights."""
-    if hasattr(module, "checkpoint_state"):
-        return module.checkpoint_state()
-    if isinstance(module, torch.nn.Module):
-        return {"module": module.state_dict()}
+    """What a worker's module gives to a checkpoint; a plain torch module gives its weights and optimisers."""
+    owner = in_charge_of(module)
+    if hasattr(owner, "checkpoint_state"):
+        return owner.checkpoint_state()
     raise TypeError(f"{name}: {type(module).__name__} has no checkpoint_state()")
 
 
 def give_state(module: Any, state: dict[str, Any]) -> None:
     """Give a worker's module its state back."""
-    if hasattr(module, "load_checkpoint_state"):
-        module.load_checkpoint_state(state)
-    else:
-        module.load_state_dict(state["module"])
+    in_charge_of(module).load_checkpoint_state(state)
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,11 @@ def split_rows(rows: Sequence[dict], held_out: int, seed: int) -> tuple[list[dic
         held_prompts.setdefault(_prompt_of(row), row)
     train = [row for row in shuffled if _prompt_of(row) not in held_prompts]
     if len(held_prompts) < held_out or not train:
-        raise ValueError(f"cannot hold out {held_out} distinct prompts of {len(rows)} rows and keep some to train on")
+        distinct = len({_prompt_of(row) for row in rows})
+        raise ValueError(
+            f"cannot hold out {held_out} distinct prompts of {len(rows)} rows with {distinct} and train on others: "
+            "give a smaller --held-out, more rows, or --eval-data"
+        )
     return train, list(held_prompts.values())
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from rl_bridge.data.reading import read_rows
 from rl_bridge.data.requests import Message, Prompt
 from rl_bridge.data.rows import messages_of_field, missing, shortened
+from rl_bridge.tracking.signals import remark
 
 Kind = Literal["pair", "single", "ranking"]
 Completion = str | Sequence[Message]
@@ -46,7 +47,22 @@ def read_comparisons(source: str) -> list[Comparison]:
         ValueError: rows of no known form, or with a field that cannot be used: with file and row number.
     """
     rows = read_rows(source, fields=(), check=lambda row: {"comparison": comparison_of(row)})
-    return [replace(row["comparison"], where=row["_where"]) for row in rows]
+    found = [replace(row["comparison"], where=row["_where"]) for row in rows]
+    equal = [row for row in found if row.kind != "single" and all(c == row.completions[0] for c in row.completions)]
+    if equal and len(equal) == len(found):
+        raise ValueError(f"{source}: {_compared(equal)} are the same in every row, so there is nothing to learn")
+    if equal:
+        remark(
+            f"{len(equal)} of {len(found)} rows teach nothing: {_compared(equal)} are the same, first {equal[0].where}"
+        )
+    labels = {row.desirable for row in found if row.kind == "single"}
+    if len(labels) == 1:
+        remark(f"{source}: every label is {str(labels.pop()).lower()}: nothing of the other kind is learned from")
+    return found
+
+
+def _compared(rows: Sequence[Comparison]) -> str:
+    return " and ".join(FIELDS[rows[0].kind])
 
 
 def comparison_of(row: Mapping[str, Any]) -> Comparison:
@@ -159,9 +175,11 @@ def _label(value: Any) -> bool:
 
 def _number(value: Any, name: str) -> float:
     try:
-        number = float(value)
+        number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = float("nan")
     if not abs(number) < float("inf"):
         raise ValueError(f"{name} must be a finite number, got {shortened(value)}")
+    if name.endswith("_rate") and not 0 <= number <= 1:
+        raise ValueError(f"{name} must be from 0 to 1, got {shortened(value)}")
     return number

@@ -13,6 +13,8 @@ from rl_bridge.data.rows import missing, policy_row
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 SHOWN = 5
 """Bad rows that an error names; the others are counted."""
+PARAGRAPH = 500
+"""Characters of their reasons, of which the first is shown whatever it has."""
 
 
 class Unreadable(NamedTuple):
@@ -57,15 +59,31 @@ def read_rows(
 def refuse(bad: Sequence[str], total: int) -> None:
     """Raise ValueError for what is wrong with ``bad`` of ``total`` rows, if anything is: the first few in words."""
     if bad:
-        more = [f"and {len(bad) - SHOWN} more bad rows of {total}"] if len(bad) > SHOWN else []
-        raise ValueError("; ".join([*bad[:SHOWN], *more]))
+        # What is wrong with all of them is said once.
+        same = len(bad) > 1 and len({reason.partition(": ")[2] for reason in bad}) == 1
+        others = ", ".join(reason.partition(": ")[0] for reason in bad[1:SHOWN])
+        shown = [bad[0], f"the same in {others}"] if same else _fitting(bad[:SHOWN])
+        left = len(bad) - (min(len(bad), SHOWN) if same else len(shown))
+        more = [f"and {left} more bad rows of {total}"] if left else []
+        raise ValueError("; ".join([*shown, *more]))
+
+
+def _fitting(reasons: Sequence[str]) -> list[str]:
+    """The first reason, and the next ones while all are a paragraph."""
+    shown = [reasons[0]]
+    for reason in reasons[1:]:
+        if sum(len(said.partition(": ")[2]) for said in [*shown, reason]) > PARAGRAPH:
+            break
+        shown.append(reason)
+    return shown
 
 
 def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     if isinstance(row, Unreadable):
         raise ValueError(row.reason)
     if not isinstance(row, dict):
-        raise ValueError(f"expected an object with fields {', '.join(fields)}, got {type(row).__name__}")
+        wanted = f"an object with fields {', '.join(fields)}" if fields else "an object with the row's fields"
+        raise ValueError(f"expected {wanted}, got {type(row).__name__}")
     checked = check(row)
     for field in fields:
         if missing(checked, field):
@@ -82,6 +100,8 @@ def _numbered(source: str) -> Iterator[tuple[str, Any]]:
     elif path.is_dir() and not any((path / saved).is_file() for saved in _SAVED):
         files = _files_of(path, split)
         split = None if split is None else "".join(split.partition("[")[1:])
+    elif path.is_file():
+        raise ValueError(f"{source} is a file whose name does not end in {', '.join(SUFFIXES)}: its kind is not known")
     else:
         yield from (
             (f"{source}, row {number}", row) for number, row in enumerate(_hugging_face(source, path, split), 1)
@@ -133,6 +153,8 @@ def _part(source: str, split: str, rows: list[Any]) -> list[Any]:
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         rows = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{path}: not a list of rows: it is nested too deep to be read") from None
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list):
@@ -147,6 +169,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             if line.strip():
                 try:
                     yield number, json.loads(line)
+                except RecursionError:
+                    yield number, Unreadable("nested too deep to be read")
                 except ValueError as error:
                     yield number, Unreadable(f"not valid JSON: {error}")
 
@@ -156,6 +180,12 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as lines:
         decoded = (line.decode("utf-8" if place else "utf-8-sig") for place, line in enumerate(lines))
         reader = csv.DictReader(decoded, strict=True)
+        try:
+            names = reader.fieldnames or ()
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, row 1: not valid CSV: {error}") from error
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{path}: the header names the column {twice[0]!r} twice, so one of them would be lost")
         for number in count(1):
             try:
                 row = next(reader, None)
@@ -213,7 +243,10 @@ def _hugging_face(source: str, path: Path, split: str | None) -> Iterable[Any]:
     import datasets
 
     if path.is_dir():
-        saved: Any = datasets.load_from_disk(str(path))
+        try:
+            saved: Any = datasets.load_from_disk(str(path))
+        except Exception as error:  # of JSON, of Arrow, of the file system
+            raise ValueError(f"{path} is a saved dataset that cannot be loaded: {error}") from error
         if not isinstance(saved, Mapping):
             return _part(source, split, list(saved)) if split else saved
         wanted, bracket, rest = (split or "train").partition("[")

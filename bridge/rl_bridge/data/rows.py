@@ -1,6 +1,7 @@
 """What a row may look like: supervised rows and rows of prompts; each in one form after the check."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,11 +22,31 @@ def policy_row(row: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"field 'prompt' is missing or empty; the row has {sorted(map(str, row))}")
     row = _with_tools(row)
     if not missing(row, "prompt"):
-        return {**row, "prompt": _text_or_messages(row["prompt"], "prompt")}
+        prompt = _text_or_messages(row["prompt"], "prompt")
+        _require_one_prompt(row, prompt)
+        if isinstance(prompt, list) and isinstance(prompt[-1], Mapping) and prompt[-1]["role"] == "assistant":
+            raise ValueError("prompt ends with the assistant's message, so there is nothing to sample")
+        return {**row, "prompt": prompt}
     messages = messages_of_field(row["messages"], "messages")
     if messages[-1]["role"] == "assistant":
         raise ValueError("messages ends with the assistant's, so there is nothing to sample; expected a prompt")
     return {**row, "messages": messages, "prompt": messages}
+
+
+def answered_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row to sample from whose ``answer`` a completion is compared with.
+
+    >>> answered_row({"prompt": "1+1=", "answer": None})
+    Traceback (most recent call last):
+    ValueError: answer must be text or a number to be compared (the reward 'exact'), got None
+
+    Raises:
+        ValueError: with the field and what was expected.
+    """
+    answer = row.get("answer")
+    if not isinstance(answer, str | int | float):
+        raise ValueError(f"answer must be text or a number to be compared (the reward 'exact'), got {answer!r:.80}")
+    return policy_row(row)
 
 
 def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,11 +64,9 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
         if found is None:
             names = ", ".join(map(repr, RESPONSES))
             raise ValueError(f"a row with 'prompt' needs one of {names}; it has {sorted(map(str, row))}")
-        return {
-            **row,
-            "prompt": _text_or_messages(row["prompt"], "prompt"),
-            found: _response(row[found], found),
-        }
+        prompt = _text_or_messages(row["prompt"], "prompt")
+        _require_one_prompt(row, prompt)
+        return {**row, "prompt": prompt, found: _response(row[found], found)}
     if missing(row, "messages"):
         raise ValueError(f"expected 'messages', or 'prompt' and a response; the row has {sorted(map(str, row))}")
     messages = messages_of_field(row["messages"], "messages")
@@ -129,6 +148,19 @@ def _text_or_messages(value: Any, field: str) -> Any:
     return messages_of_field(value, field)
 
 
+def _require_one_prompt(row: Mapping[str, Any], prompt: Any) -> None:
+    """Refuse a row whose ``messages`` say something else than its prompt."""
+    if missing(row, "messages"):
+        return
+    messages = messages_of_field(row["messages"], "messages")
+    if isinstance(prompt, str):
+        agree = any(message.get("content") == prompt for message in messages)
+    else:
+        agree = messages[: len(prompt)] == prompt
+    if not agree:
+        raise ValueError("prompt and messages are both given, and the messages do not hold the prompt; give one")
+
+
 def _response(value: Any, field: str) -> Any:
     if isinstance(value, list):
         messages = messages_of_field(value, field)
@@ -138,6 +170,6 @@ def _response(value: Any, field: str) -> Any:
         if all(message["role"] != "assistant" for message in messages):
             raise ValueError(f"{field} has no message of the assistant")
         return messages
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"{field} must be text or messages, got {shortened(value)}")
     return value

@@ -19,9 +19,12 @@ from rl_bridge.engines.lifecycle import (
 )
 from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.order import in_order
-from rl_bridge.engines.splitting import split
+from rl_bridge.engines.results import Itself, Join
+from rl_bridge.engines.splitting import Split, split
 from rl_bridge.executors import Executor
+from rl_bridge.executors.errors import WorkerDied
 from rl_bridge.executors.placement import place
+from rl_bridge.executors.steps import Together
 from rl_bridge.session import current_executor
 
 What = Literal["weights", "optimizer", "kv_cache"]
@@ -40,6 +43,8 @@ class Engine:
     """Whether the factory makes a torch module, with its lifecycle."""
     before_call: Callable[..., None] | None = None
     """Called with the engines that are about to work: ``Turns`` brings them to their devices."""
+    wraps: ClassVar[frozenset[str]] = frozenset()
+    """Methods of the workers that the engine's own of the same name call."""
 
     def __init__(
         self,
@@ -67,25 +72,28 @@ class Engine:
         self._executor = current_executor() if executor is None else executor
         self._slots: list[int] = []
         self._layout = Mesh()
-        self._methods: Description = {}
+        self._description = Description()
         self._build_arguments: dict[int, tuple[Any, ...]] = {}
+        self._together: Together | None = None
 
     def build(
         self,
         *,
         mesh: Mesh | None = None,
-        colocate_with: Sequence["Engine"] = (),
-        not_colocate_with: Sequence["Engine"] = (),
+        colocate_with: "Engine | Sequence[Engine]" = (),
+        not_colocate_with: "Engine | Sequence[Engine]" = (),
         nodes: Sequence[str] | None = None,
         resources: Mapping[str, float] | None = None,
     ) -> Self:
         """Make the workers, ``mesh.size`` of them.
 
-        ``colocate_with``: take turns with these engines in their slots. ``not_colocate_with``: have no slot in common,
-        so that both can run at the same time. ``nodes``: addresses of machines. ``resources``: what every slot has.
+        ``colocate_with``: take turns with an engine, or with several, in their slots. ``not_colocate_with``: have no
+        slot in common, so that both can run at the same time. ``nodes``: addresses of machines. ``resources``: what
+        every slot has.
 
         Raises:
-            ValueError: the wishes cannot be met, or the engine is built already.
+            ValueError: the wishes cannot be met, the engine is built already, the mesh is not one for these workers,
+                or a method of theirs has the name of one of the engine's.
         """
         # An executor that was started again holds no engine, and this one may be built again.
         if any(self.name in self._executor.held.get(slot, ()) for slot in self._slots):
@@ -97,8 +105,8 @@ class Engine:
             self._executor.slots,
             layout.size,
             occupied=held,
-            colocate_with=[engine.slots for engine in colocate_with],
-            not_colocate_with=[engine.slots for engine in not_colocate_with],
+            colocate_with=[engine.slots for engine in _engines(colocate_with)],
+            not_colocate_with=[engine.slots for engine in _engines(not_colocate_with)],
             nodes=nodes,
             resources=resources,
         )
@@ -110,12 +118,16 @@ class Engine:
             for rank, slot in enumerate(slots)
         }
         self._build_arguments = arguments
+        self._together = self._executor.together(slots) if self.torch_module and len(slots) > 1 else None
         try:
-            answers = self._executor.call(build_worker, arguments, what=f"{self.name}.build", timeout=self._timeout)
+            answers = self._executor.call(
+                build_worker, arguments, what=f"{self.name}.build", timeout=self._timeout, together=self._together
+            )
+            self._require_own_names(answers[slots[0]])
         except BaseException:
             self._forget(slots)
             raise
-        self._slots, self._layout, self._methods = slots, layout, answers[slots[0]]
+        self._slots, self._layout, self._description = slots, layout, answers[slots[0]]
         for slot in slots:
             held.setdefault(slot, []).append(self.name)
         return self
@@ -129,21 +141,33 @@ class Engine:
 
         Raises:
             AttributeError: the worker has no such method. Nothing is sent then.
-            ValueError: the engine is not built, or the arguments cannot be split.
+            ValueError: the engine is not built, the arguments cannot be split, or a worker would get no row that does
+                not say that it can be called without one. Nothing is sent then.
+            OutOfStep: an earlier call failed in some of the workers, and their collectives would not meet any more.
         """
         how = self._require(method)
+        parts = split(args, kwargs, self._layout)
+        what = f"{self.name}.{method}"
+        self._require_rows(parts, what)
         if self.before_call is not None:
             self.before_call(self)
-        parts = split(args, kwargs, self._layout)
-        speakers = None if how == "local" or parts.over_sequence else self._layout.speakers()
-        arguments = {
-            slot: (self.name, method, *parts.arguments[rank], speakers) for rank, slot in enumerate(self._slots)
-        }
-        what = f"{self.name}.{method}"
-        answers = self._executor.submit(call_worker, arguments, what=what, timeout=self._timeout)
-        ranks = range(self.workers) if speakers is None else speakers
+        speakers = self._layout.token_speakers() if parts.over_sequence else self._layout.speakers()
+        ranks = range(self.workers) if how == "local" else speakers
+        # Ranks with the same rows get one tuple, which the executor encodes once.
+        sent = {id(part): (self.name, method, *part, None if how == "local" else speakers) for part in parts.arguments}
+        arguments = {slot: sent[id(parts.arguments[rank])] for rank, slot in enumerate(self._slots)}
+        answers = self._executor.submit(
+            call_worker, arguments, what=what, timeout=self._timeout, together=self._together
+        )
         slots, layout = self._slots, self._layout
-        return _then(answers, lambda found: in_order([found[slots[r]] for r in ranks], how, parts, layout, what))
+
+        def joined(found: Mapping[int, Any]) -> Any:
+            results = [found[slots[rank]] for rank in ranks]
+            if all(isinstance(result, Itself) for result in results):
+                return self
+            return in_order(results, how, parts, layout, what)
+
+        return _then(answers, joined)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Run ``function(host, *args)`` in the slot of every worker; results by rank."""
@@ -151,8 +175,19 @@ class Engine:
             raise ValueError(f"call build() before {function.__name__}")
         arguments = dict.fromkeys(self._slots, args)
         what = f"{self.name}: {function.__name__}"
-        answers = self._executor.call(function, arguments, what=what, timeout=timeout or self._timeout)
+        answers = self._executor.call(
+            function, arguments, what=what, timeout=timeout or self._timeout, together=self._together
+        )
         return [answers[slot] for slot in self._slots]
+
+    def require_in_step(self, what: str) -> None:
+        """Refuse to use workers of which some have failed: a collective of one would pair with another one's.
+
+        Raises:
+            OutOfStep: with the first cause, and what to do.
+        """
+        if self._together is not None:
+            self._executor.require_in_step(self._together, f"{self.name}.{what}")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A public name that the engine does not have is a method of the workers."""
@@ -183,11 +218,11 @@ class Engine:
         return list(self._slots)
 
     @property
-    def methods(self) -> Description:
+    def methods(self) -> dict[str, Join | None]:
         """Public methods of the workers, and how each declares that its results join."""
         if not self._slots:
             raise ValueError(f"call build() of {self.name} first")
-        return dict(self._methods)
+        return dict(self._description.methods)
 
     @property
     def device(self) -> torch.device:
@@ -195,13 +230,17 @@ class Engine:
         return self.run(device_of_worker, self.name)[0]
 
     def to(self, device: torch.device | str, what: What | None = None) -> Self:
-        """Move weights, optimiser state or KV cache (None: all that this engine has) to a device; memory is freed."""
+        """Move weights, optimiser state or KV cache to a device; memory is freed. None: all that the workers have.
+
+        Raises:
+            ValueError: a device that is not there, or a part that the engine or its workers do not have.
+        """
         if torch.device(device).type == "cuda" and not all(s.device.startswith("cuda") for s in self._own_slots()):
             raise ValueError("a worker of this engine sees no CUDA or ROCm device; torch.cuda.is_available() is False")
         if what is not None and what not in self.movable:
             raise ValueError(f"{type(self).__name__} has no {what!r} to move; it has {', '.join(self.movable)}")
         for part in self.movable if what is None else (what,):
-            self.run(move_worker, self.name, part, str(device))
+            self.run(move_worker, self.name, part, str(device), what is not None)
         return self
 
     def cuda(self, what: What | None = None) -> Self:
@@ -217,16 +256,44 @@ class Engine:
         return self.to("meta", "weights")
 
     def release(self) -> None:
-        """Let go of the workers: their memory is free, and their slots are others' to use."""
-        self._forget(self._slots)
-        held = self._executor.held
-        for slot in self._slots:
-            held[slot].remove(self.name)
-        self._slots = []
+        """Let go of the workers: their memory is free, and their slots are others' to use. The dead are let go of."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            self._executor.held[slot].remove(self.name)
+        self._forget(slots)
 
     def _forget(self, slots: Iterable[int]) -> None:
-        what = f"{self.name}.release"
-        self._executor.call(forget_worker, dict.fromkeys(slots, (self.name,)), what=what, timeout=60)
+        if self._together is not None:
+            self._executor.part(self._together)
+        dead = self._executor.dead()
+        arguments = {slot: (self.name,) for slot in slots if slot not in dead}
+        try:
+            if arguments:
+                self._executor.call(forget_worker, arguments, what=f"{self.name}.release", timeout=60)
+        except WorkerDied:
+            # Its memory is free. It may have died before the call, or in it.
+            if not set(arguments) & set(self._executor.dead()):
+                raise
+
+    def _require_own_names(self, description: Description) -> None:
+        shadowed = sorted(
+            name for name in description.own - self.wraps if not name.startswith("_") and hasattr(type(self), name)
+        )
+        if shadowed:
+            raise ValueError(
+                f"{description.kind} has methods that {type(self).__name__} would hide, because it has its own of the "
+                f"same name: {', '.join(shadowed)}. Give them other names"
+            )
+
+    def _require_rows(self, parts: Split, what: str) -> None:
+        if parts.shares is None or self._description.takes_empty_shares or all(len(share) for share in parts.shares):
+            return
+        rows, kind = sum(map(len, parts.shares)), self._description.kind
+        raise ValueError(
+            f"{what}: {rows} rows for {len(parts.shares)} shares ({self._layout}), and {kind} does not say that it can "
+            "be called without a row. Send at least one row a share, such as a row that counts nothing; or declare "
+            "takes_empty_shares = True in a ParallelModule whose methods then join the collectives of the others"
+        )
 
     def _own_slots(self) -> list[Any]:
         return [slot for slot in self._executor.slots if slot.index in self._slots]
@@ -234,11 +301,16 @@ class Engine:
     def _require(self, method: str) -> Any:
         if not self._slots:
             raise ValueError(f"call build() before {method}()")
-        if method not in self._methods:
-            near = difflib.get_close_matches(method, self._methods, n=3)
+        methods = self._description.methods
+        if method not in methods:
+            near = difflib.get_close_matches(method, methods, n=3)
             hint = f"; there is {', '.join(near)}" if near else ""
             raise AttributeError(f"the worker of {self.name} has no method {method!r}{hint}")
-        return self._methods[method]
+        return methods[method]
+
+
+def _engines(given: Engine | Sequence[Engine]) -> Sequence[Engine]:
+    return [given] if isinstance(given, Engine) else given
 
 
 def _unused(name: str, used: set[str]) -> str:
@@ -260,6 +332,7 @@ def _parameters(factory: Callable[..., Any]) -> bool:
 def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
     """A future of ``change(result)``."""
     changed: Future[Any] = Future()
+    changed.set_running_or_notify_cancel()  # what is on its way cannot be cancelled
 
     def finish(done: Future[Any]) -> None:
         try:

@@ -1,16 +1,19 @@
 """``InferenceEngine``: prompts in; token ids, and the log-probabilities they were sampled with, out."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from rl_bridge.data.budget import Budget
 from rl_bridge.data.requests import Prompt, RowRequest, SamplingParams, requests_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.base import Engine, What
+from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.reviving import Revived
 from rl_bridge.engines.splitting import NeedParallel
+from rl_bridge.engines.worker import TENSOR_PARALLEL_SIZE
 from rl_bridge.environments.base import EnvironmentFactory
 
 
@@ -18,7 +21,33 @@ class InferenceEngine(Revived, Engine):
     """A rollout worker (``rl_bridge.rollout``), called in one way wherever it is."""
 
     movable: ClassVar[tuple[What, ...]] = ("weights", "kv_cache")
+    wraps: ClassVar[frozenset[str]] = frozenset({"generate", "stream", "converse", "weights_version"})
     _streams: ClassVar[Iterator[int]] = count()
+
+    def build(self, *, mesh: Mesh | None = None, tensor_parallel_size: int = 1, **wishes: Any) -> Self:
+        """As ``Engine.build``. Each worker holds a whole model.
+
+        ``tensor_parallel_size``: processes that each worker's engine of vLLM, or server of one, is cut over.
+
+        Raises:
+            ValueError: also a mesh that would cut the model or its tokens, or workers whose engine is not cut so.
+        """
+        layout = Mesh() if mesh is None else mesh
+        if layout.tensor > 1 or layout.sequence > 1:
+            raise ValueError(
+                f"{self.name}: {layout} would make {layout.tensor * layout.sequence} copies that generate for the same "
+                "prompts: a rollout worker holds its model whole. More workers are Mesh(replicate=N). A model that "
+                "needs several GPUs to generate is cut by its engine: build(tensor_parallel_size=...) with VLLMRollout "
+                "or ServedRollout, or a server with its own tensor parallelism, asked by SGLangRollout or, without "
+                "weight updates, OpenAIEndpoint"
+            )
+        factory = self._factory
+        if tensor_parallel_size != 1:
+            self._factory = partial(_cut, factory, tensor_parallel_size)
+        try:
+            return super().build(mesh=mesh, **wishes)
+        finally:
+            self._factory = factory
 
     def generate(
         self,
@@ -112,3 +141,22 @@ class InferenceEngine(Revived, Engine):
     def weights_version(self) -> int:
         """The version of the weights that the next completions will be sampled from."""
         return self.call("weights_version")
+
+
+def _cut(factory: Callable[[], Any], size: int) -> Any:
+    """In a worker's process: what the factory makes, with its engine cut over ``size`` ranks."""
+    if size < 1:
+        raise ValueError(f"tensor_parallel_size must be positive, got {size}")
+    token = TENSOR_PARALLEL_SIZE.set(size)
+    try:
+        worker = factory()
+    finally:
+        TENSOR_PARALLEL_SIZE.reset(token)
+    if (found := getattr(worker, "tensor_parallel_size", 1)) != size:
+        if hasattr(worker, "close"):
+            worker.close()
+        raise ValueError(
+            f"build(tensor_parallel_size={size}) made a {type(worker).__name__} of {found}: VLLMRollout and "
+            "ServedRollout have engines that are cut so"
+        )
+    return worker

@@ -1,22 +1,35 @@
 """Making a worker in its slot: meta device → parallelise → load → optimiser. These functions run in the workers."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from rl_bridge.engines.mesh import Mesh
-from rl_bridge.engines.module import ParallelModule, device_of, move_weights
-from rl_bridge.engines.results import Join, declared
+from rl_bridge.engines.module import Lifecycle, ParallelModule, PlainLifecycle, class_of
+from rl_bridge.engines.results import Join, declared, handed_out
 from rl_bridge.engines.worker import DATA_RANK, Worker
 from rl_bridge.executors.host import Host
 from rl_bridge.memory.collecting import collect_all, one_phase
 from rl_bridge.parallel import moving
-from rl_bridge.parallel.parts import parallelize_parts
+from rl_bridge.weights.source import in_charge_of, plain_name
 
-Description = dict[str, Join | None]
-"""Public methods of a worker's object, and how each declares its results."""
+_LIBRARIES = ("builtins", "torch", "transformers", "peft")
+
+
+class Description(NamedTuple):
+    """What the driver has to know of the workers' object."""
+
+    kind: str = "worker"
+    """Its class."""
+    methods: Mapping[str, Join | None] = MappingProxyType({})
+    """Its public methods, and how each declares its results."""
+    own: frozenset[str] = frozenset()
+    """The methods that no library gave it."""
+    takes_empty_shares: bool = True
+    """Whether it can be called without a row."""
 
 
 def build_worker(
@@ -29,27 +42,41 @@ def build_worker(
     random_state: torch.Tensor,
     torch_module: bool,
 ) -> Description:
-    """Make the engine's worker of this slot; returns its methods. All workers of the engine run this together."""
+    """Make the engine's worker of this slot; returns what it is. All workers of the engine run this together.
+
+    Raises:
+        ValueError: the slot has such a worker, or the module does not cut sequences and the mesh has an axis for them.
+    """
     if name in host.workers:
         raise ValueError(f"slot {host.slot} has a worker of an engine {name!r} already")
     mesh, group = None, None
-    if torch_module and layout.size > 1:
-        from rl_bridge.parallel.mesh import make_mesh
-
-        mesh, group = make_mesh(host, slots, layout), host.group(slots)
     token = DATA_RANK.set(layout.data_rank(rank))
     try:
-        module = torch_worker(factory, mesh, host.device, random_state) if torch_module else factory()
+        module = torch_module_of(factory) if torch_module else factory()
+        if torch_module and layout.size > 1:
+            from rl_bridge.parallel.mesh import make_mesh
+
+            require_sequence_cut(module, layout)
+            mesh, group = make_mesh(host, slots, layout), host.group(slots)
+        if torch_module:
+            fill(module, factory, mesh, host.device, random_state)
     finally:
         DATA_RANK.reset(token)
     host.workers[name] = Worker(name, module, rank, tuple(slots), layout, mesh, group, host.device)
-    return methods_of(module)
+    return described(module)
 
 
 def torch_worker(
     factory: Callable[[], Any], mesh: Any, device: torch.device, random_state: torch.Tensor
 ) -> torch.nn.Module:
-    """The module of a ``TrainEngine``, parallelised and loaded.
+    """The module of a ``TrainEngine``, parallelised and loaded. Raises as ``torch_module_of`` and ``fill``."""
+    module = torch_module_of(factory)
+    fill(module, factory, mesh, device, random_state)
+    return module
+
+
+def torch_module_of(factory: Callable[[], Any]) -> torch.nn.Module:
+    """The factory's module on the meta device.
 
     Raises:
         TypeError: the factory makes something else than a torch module.
@@ -58,18 +85,32 @@ def torch_worker(
         module = factory()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"a TrainEngine's factory makes a torch.nn.Module, got {type(module).__name__}")
-    own = isinstance(module, ParallelModule)
-    if own:
-        module.device = device
-    if mesh is not None:
-        module.parallelize(mesh) if own else parallelize_parts(module, mesh)
-    if own:
-        module.load_weights()
-    if next(on_meta(module), None) is not None:
-        materialize(module, factory, device, random_state)
-    if own:
-        module.on_weights_materialized()
     return module
+
+
+def fill(
+    module: torch.nn.Module, factory: Callable[[], Any], mesh: Any, device: torch.device, random_state: torch.Tensor
+) -> None:
+    """Parallelise a module, load it, and tell it."""
+    owner = module if isinstance(module, ParallelModule) else PlainLifecycle(module)
+    owner.device = device
+    if mesh is not None:
+        owner.parallelize(mesh)
+    owner.load_weights()
+    if without_value := set(on_meta(module)):
+        materialize(module, without_value, factory, device, random_state)
+    owner.on_weights_materialized()
+
+
+def require_sequence_cut(module: torch.nn.Module, layout: Mesh) -> None:
+    """Raise ValueError where ranks would compute the same tokens, whose gradients are then added."""
+    if layout.sequence > 1 and not (isinstance(module, ParallelModule) and module.cuts_sequences):
+        raise ValueError(
+            f"{type(module).__name__} does not say that it cuts sequences: each of the {layout.sequence} sequence "
+            f"ranks of {layout} would compute the whole loss, and the gradients are added. Train it with sequence=1. A "
+            "ParallelModule that cuts its rows with Documents, or takes arguments cut by NeedParallel(..., "
+            'over="sequence"), declares cuts_sequences = True'
+        )
 
 
 def on_meta(module: torch.nn.Module) -> Iterator[str]:
@@ -87,9 +128,13 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 @torch.no_grad()
 def materialize(
-    module: torch.nn.Module, factory: Callable[[], Any], device: torch.device, random_state: torch.Tensor
+    module: torch.nn.Module,
+    names: Collection[str],
+    factory: Callable[[], Any],
+    device: torch.device,
+    random_state: torch.Tensor,
 ) -> None:
-    """Give what is on the meta device the values that the factory makes on the CPU from the driver's random state.
+    """Give ``names`` on the meta device the values that the factory makes on the CPU from the driver's random state.
 
     The factory runs once more and whole: for modules too large for that, ``ParallelModule.load_weights`` is the way.
     """
@@ -102,21 +147,48 @@ def materialize(
             if buffer is not None and buffer.device.type == "meta":
                 owner._buffers[key] = torch.empty_like(buffer, device=device)
     for name, tensor in named_tensors(module):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(values[name][moving.part_of(tensor)])
+        if name in names:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.copy_(values[plain_name(name)][moving.part_of(tensor)])
 
 
-def methods_of(module: Any) -> Description:
-    """Public methods of the object's class."""
-    names = (name for name in dir(type(module)) if not name.startswith("_"))
-    return {name: declared(method) for name in names if callable(method := getattr(type(module), name, None))}
+def described(module: Any) -> Description:
+    """What the driver has to know of the object."""
+    kind = class_of(module) if isinstance(module, torch.nn.Module) else type(module)
+    names = (name for name in dir(kind) if not name.startswith("_"))
+    methods: dict[str, Join | None] = {
+        name: declared(method) for name in names if callable(method := getattr(kind, name, None))
+    }
+    owners = {name: next((owner for owner in kind.__mro__ if name in vars(owner)), kind) for name in methods}
+    own = frozenset(n for n, owner in owners.items() if owner not in _OURS and _package(owner) not in _LIBRARIES)
+    plain = isinstance(module, torch.nn.Module) and not isinstance(module, ParallelModule)
+    empty = not plain and getattr(module, "takes_empty_shares", True)
+    return Description(kind.__name__, methods, own, empty)
+
+
+_OURS = (ParallelModule, Lifecycle)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def call_worker(host: Host, name: str, method: str, args: tuple, kwargs: dict, speakers: Sequence[int] | None) -> Any:
-    """Call a method of a worker; only the ranks among ``speakers`` (None: all) send their result back."""
+    """Call a method of a worker; only the ranks among ``speakers`` (None: all) send their result back.
+
+    Raises:
+        ValueError: a torch module whose weights were freed, or of which a sync failed half-way.
+        TypeError: a result that holds modules or parts of tensors, or that only this process can go through.
+    """
     worker = worker_of(host, name)
+    owner = in_charge_of(worker.module)
+    if isinstance(owner, Lifecycle) and not hasattr(Lifecycle, method):
+        owner.require_weights()
     with one_phase():
         result = getattr(worker.module, method)(*args, **kwargs)
+    if isinstance(owner, Lifecycle):
+        # By all workers: what is refused is refused by each of them, and they stay in step.
+        result = handed_out(result, worker.module, f"{class_of(worker.module).__name__}.{method}")
     return result if speakers is None or worker.rank in speakers else None
 
 
@@ -141,19 +213,13 @@ def forget_worker(host: Host, name: str) -> None:
         collect_all()
 
 
-def move_worker(host: Host, name: str, what: str, device: str) -> None:
-    """Move a part of a worker. ``cuda`` is the slot's own device."""
-    module = worker_of(host, name).module
-    target = host.device if device == "cuda" else torch.device(device)
-    if not isinstance(module, torch.nn.Module) or isinstance(module, ParallelModule):
-        module.move(what, target)
-    elif what == "weights":
-        move_weights(module, target)
+def move_worker(host: Host, name: str, what: str, device: str, named: bool = True) -> None:
+    """Move a part of a worker. ``cuda`` is the slot's own device; a part not ``named`` by the caller may be missing."""
+    owner = in_charge_of(worker_of(host, name).module)
+    if named or not isinstance(owner, Lifecycle) or what in owner.movable:
+        owner.move(what, host.device if device == "cuda" else torch.device(device))
 
 
 def device_of_worker(host: Host, name: str) -> torch.device:
     """Where a worker's weights are."""
-    module: Any = worker_of(host, name).module
-    if isinstance(module, torch.nn.Module) and not isinstance(module, ParallelModule):
-        return device_of(module)
-    return module.weights_device()
+    return in_charge_of(worker_of(host, name).module).weights_device()

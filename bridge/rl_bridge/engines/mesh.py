@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rl_bridge.messages import given
+
 AXES = ("replicate", "shard", "sequence", "tensor")
 """The axes of a mesh, slowest first: neighbours in ``tensor`` have neighbouring ranks."""
 
@@ -38,7 +40,7 @@ class Mesh:
     def __post_init__(self) -> None:
         """Refuse an axis without a rank."""
         if min(self.shape) < 1:
-            raise ValueError(f"every axis of a mesh has at least one rank, got {self}")
+            raise ValueError(f"every axis of a mesh has at least one rank, got {given(self, *AXES)}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -69,3 +71,7 @@ class Mesh:
     def speakers(self) -> list[int]:
         """One rank of each share of rows: those whose results are joined."""
         return list(range(0, self.size, self.sequence * self.tensor))
+
+    def token_speakers(self) -> list[int]:
+        """One rank of each share of tokens: those whose results are joined where the columns were cut, too."""
+        return list(range(0, self.size, self.tensor))

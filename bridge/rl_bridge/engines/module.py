@@ -1,47 +1,67 @@
 """What a torch module can decide for itself when an engine makes, parallelises, loads, moves and syncs it."""
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from rl_bridge.engines.optimizers import (
+    follow,
+    load_optimizer_state,
+    move_states,
+    optimizer_state,
+    optimizers_of,
+    require_states,
+    schedules_of,
+)
 from rl_bridge.parallel.moving import move_weights
 from rl_bridge.parallel.parts import parallelize_parts
 from rl_bridge.weights.manifest import Manifest
-from rl_bridge.weights.receiver import ModuleReceiver
-from rl_bridge.weights.source import ModuleSource, WeightSource, is_peft, source_of
+from rl_bridge.weights.receiver import ModuleReceiver, ReceivesWeights, WeightReceiver
+from rl_bridge.weights.source import SendsWeights, WeightSource, is_peft, own_source, put_in_charge, source_of
 
 
-class ParallelModule(torch.nn.Module):
-    """A module with a say in its own lifecycle; a plain ``torch.nn.Module`` gets the defaults.
+class Lifecycle:
+    """What an engine does with a module, and what a module can do otherwise: see ``ParallelModule``."""
 
-    In each worker, in this order: the factory makes the module on the meta device, ``parallelize`` cuts its parameters
-    over the mesh, ``load_weights`` gives every parameter and buffer its value, ``on_weights_materialized`` makes what
-    holds on to parameters, the optimiser above all.
-    """
+    cuts_sequences: ClassVar[bool] = False
+    """Whether the module computes its own part of the tokens where a mesh has a sequence axis: it cuts its rows with
+    ``Documents``, or its arguments come cut by ``NeedParallel(…, over="sequence")``. A module that does not would
+    compute the whole loss on every rank of the axis, whose gradients are added. An engine refuses the axis then."""
 
-    movable: ClassVar[tuple[str, ...]] = ("weights",)
-    """What ``move`` can move."""
+    takes_empty_shares: ClassVar[bool] = False
+    """Whether every method can be called without a row, where there are fewer rows than shares, and then joins all
+    collectives of the others. An engine refuses such a call otherwise, before anything is sent."""
 
     device = torch.device("cpu")
     """Where the worker computes; an engine sets it before the weights come."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._home: torch.device | None = None
-        self._base_is_freed = False
-        self._receiver: ModuleReceiver | None = None
+    _home: torch.device | None = None
+    _base_is_freed = False
+    _receiver: WeightReceiver | None = None
+
+    def _held(self) -> torch.nn.Module:
+        """The module itself."""
+        raise NotImplementedError
 
     def exported(self) -> torch.nn.Module:
         """The module whose weights travel to other engines, under its own names. By default this one, as a whole.
 
         A module around a Hugging Face model returns that model.
         """
-        return self
+        return self._held()
+
+    @property
+    def movable(self) -> tuple[str, ...]:
+        """What ``move`` can move."""
+        return ("weights", "optimizer") if optimizers_of(self._held()) else ("weights",)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Cut the parameters over ``mesh``; one worker has nothing to cut. By default FSDP2 of every sub-module."""
-        parallelize_parts(self, mesh)
+        parallelize_parts(self._held(), mesh)
 
     def load_weights(self) -> None:
         """Give parameters and buffers their values. What is on the meta device after it gets the factory's values."""
@@ -50,30 +70,47 @@ class ParallelModule(torch.nn.Module):
         """Called once, when the weights are there."""
 
     def on_parameters_replaced(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
-        """Called when parameters were freed or came back: old → new. An optimiser follows them here."""
+        """Called when parameters were freed or came back: old → new. What holds on to parameters follows them here.
+
+        By default the optimisers do that are attributes of the module or its sub-modules.
+        """
+        follow(optimizers_of(self._held()).values(), replaced)
 
     def weights_device(self) -> torch.device:
         """Where the weights are; the CPU if there are none."""
-        return device_of(self)
+        return device_of(self._held())
 
     def require_weights(self) -> None:
         """Raise ValueError if the weights were freed, or a sync to here failed half-way."""
-        self.weight_receiver().usable_version()
+        if self.weight_receiver().version is None:
+            raise ValueError("the weights here are incomplete: they were freed, or an update failed; sync them first")
 
     def move(self, what: str, device: torch.device) -> None:
-        """Move ``what`` to ``device``; weights that go to ``meta`` are freed.
+        """Move ``what`` to ``device``; weights and optimisers' states that go to ``meta`` are freed.
 
-        Freed weights come back with a sync or a checkpoint; moved back without one they have no values and are refused.
+        Freed weights come back with a sync or a checkpoint, a freed state with a checkpoint; moved back without one
+        they have no values and are refused.
+
+        Raises:
+            ValueError: there is nothing of the kind, or it was freed.
         """
-        if what != "weights":
-            raise ValueError(f"{type(self).__name__} has no {what!r} to move; it has {', '.join(self.movable)}")
+        if what not in self.movable:
+            raise ValueError(
+                f"{class_of(self._held()).__name__} has no {what!r} to move; it has {', '.join(self.movable)}"
+            )
+        if what == "optimizer":
+            optimizers = optimizers_of(self._held()).values()
+            if device.type != "meta":
+                require_states(optimizers)
+            move_states(optimizers, device)
+            return
         if device.type == "meta":
             self._base_is_freed = is_peft(self.exported())
             self.weight_receiver().version = None
             self._home = self._home or self.weights_device()
         else:
             self._home = None
-        self.on_parameters_replaced(move_weights(self, device))
+        self.on_parameters_replaced(move_weights(self._held(), device))
 
     def make_room(self) -> None:
         """Bring freed weights back, without values, to where they were, for a sync or a checkpoint to fill."""
@@ -85,32 +122,128 @@ class ParallelModule(torch.nn.Module):
         """What a sync from here sends."""
         self.require_weights()
         model = self.exported()
-        return ModuleSource(self) if model is self else source_of(model)
+        return own_source(model) if model is self._held() else source_of(model)
 
-    def weight_receiver(self) -> ModuleReceiver:
+    def weight_receiver(self) -> WeightReceiver:
         """What a sync to here fills."""
         if self._receiver is None:
             self._receiver = _OwnReceiver(self)
         return self._receiver
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Everything that the next call depends on: tensors, DTensors and plain values, nested in dictionaries."""
+        """Everything that the next call depends on: tensors, DTensors and plain values, nested in dictionaries.
+
+        By default parameters, persistent buffers, and the optimisers and schedules that are attributes of the module
+        or its sub-modules. What else the module counts or keeps, a method of its own adds.
+        """
         self.require_weights()
-        return {"module": self.state_dict()}
+        return {"module": self._held().state_dict(), **self.optimizer_states()}
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Take back what ``checkpoint_state`` gave."""
         self.make_room()
-        self.load_state_dict(state["module"])
+        self._held().load_state_dict(state["module"])
+        self.load_optimizer_states(state)
         self.weight_receiver().version = 0
+
+    def optimizer_states(self) -> dict[str, Any]:
+        """The states of optimisers and schedules, as far as there are any; a part of ``checkpoint_state``."""
+        module = self._held()
+        optimizers = {name: optimizer_state(module, one) for name, one in optimizers_of(module).items()}
+        schedules = {name: one.state_dict() for name, one in schedules_of(module).items()}
+        return {key: states for key, states in {"optimizers": optimizers, "schedules": schedules}.items() if states}
+
+    def load_optimizer_states(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``optimizer_states`` gave.
+
+        Raises:
+            ValueError: the checkpoint is of other optimisers or schedules than there are here.
+        """
+        module = self._held()
+        optimizers, schedules = optimizers_of(module), schedules_of(module)
+        for key, here in (("optimizers", optimizers), ("schedules", schedules)):
+            saved = state.get(key, {})
+            if here.keys() != saved.keys():
+                raise ValueError(
+                    f"{class_of(module).__name__} has the {key} {sorted(here)}, the checkpoint has {sorted(saved)}"
+                )
+        for name, optimizer in optimizers.items():
+            load_optimizer_state(module, optimizer, state["optimizers"][name])
+        for name, schedule in schedules.items():
+            schedule.load_state_dict(state["schedules"][name])
+
+
+class ParallelModule(Lifecycle, torch.nn.Module):
+    """A module with a say in its own lifecycle; a plain ``torch.nn.Module`` gets the defaults.
+
+    In each worker, in this order: the factory makes the module on the meta device, ``parallelize`` cuts its parameters
+    over the mesh, ``load_weights`` gives every parameter and buffer its value, ``on_weights_materialized`` makes what
+    holds on to parameters, the optimiser above all.
+
+    A class of transformers can be a base class too: ``class Policy(ParallelModule, Qwen2ForCausalLM)``.
+    """
+
+    def _held(self) -> torch.nn.Module:
+        return self
+
+    def weight_receiver(self) -> ModuleReceiver:
+        """What a sync to here fills."""
+        receiver = super().weight_receiver()
+        assert isinstance(receiver, ModuleReceiver)
+        return receiver
+
+
+class PlainLifecycle(Lifecycle):
+    """In charge of a torch module that is no ``ParallelModule``: the defaults, and the few methods it may have.
+
+    These are ``load_weights`` and ``on_weights_materialized`` without arguments, ``checkpoint_state`` and
+    ``load_checkpoint_state``, ``weight_source`` and ``weight_receiver``.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Weights, checkpoints and moves of ``module`` go through this object from now on."""
+        self._module = module
+        put_in_charge(self, module)
+
+    def _held(self) -> torch.nn.Module:
+        return self._module
+
+    def load_weights(self) -> None:
+        """The module's own, if there is one."""
+        _call_without_arguments(self._module, "load_weights")
+
+    def on_weights_materialized(self) -> None:
+        """The module's own, if there is one."""
+        _call_without_arguments(self._module, "on_weights_materialized")
+
+    def weight_source(self) -> WeightSource:
+        """The module's own, or its tensors."""
+        self.require_weights()
+        return self._module.weight_source() if isinstance(self._module, SendsWeights) else super().weight_source()
+
+    def weight_receiver(self) -> WeightReceiver:
+        """The module's own, or its tensors."""
+        return (
+            self._module.weight_receiver() if isinstance(self._module, ReceivesWeights) else super().weight_receiver()
+        )
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The module's own, or the default."""
+        own = getattr(self._module, "checkpoint_state", None)
+        return super().checkpoint_state() if own is None else own()
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """The module's own, or the default."""
+        own = getattr(self._module, "load_checkpoint_state", None)
+        super().load_checkpoint_state(state) if own is None else own(state)
 
 
 class _OwnReceiver(ModuleReceiver):
     """Makes room for freed weights before the first of them arrives."""
 
-    def __init__(self, module: ParallelModule) -> None:
-        super().__init__(module.exported())
-        self._owner = module
+    def __init__(self, owner: Lifecycle) -> None:
+        super().__init__(owner.exported())
+        self._owner = owner
 
     def begin(self, manifest: Manifest) -> None:
         if self._owner._base_is_freed:
@@ -120,7 +253,23 @@ class _OwnReceiver(ModuleReceiver):
         super().begin(manifest)
 
 
+def class_of(module: torch.nn.Module) -> type:
+    """The module's class as its author named it; FSDP2 gives the module another one."""
+    return next(kind for kind in type(module).__mro__ if FSDPModule not in (kind, *kind.__bases__))
+
+
 def device_of(module: torch.nn.Module) -> torch.device:
     """Where the parameters are; the CPU if there are none."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None else first.device
+
+
+def _call_without_arguments(module: torch.nn.Module, name: str) -> None:
+    """Call a method that is there and asks for no argument: vLLM's models have a ``load_weights`` that does."""
+    method = getattr(module, name, None)
+    if callable(method) and all(
+        parameter.default is not inspect.Parameter.empty
+        or parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        for parameter in inspect.signature(method).parameters.values()
+    ):
+        method()

@@ -14,14 +14,15 @@ from rl_bridge.engines.splitting import Split, joined_columns, take
 def in_order(results: Sequence[Any], how: Join | None, parts: Split, layout: Mesh, what: str) -> Any:
     """One result of the workers' results, rows in the order of the rows that were split.
 
+    ``results`` are those of one rank of each share of rows, or of tokens where the columns were cut.
+
     Raises:
         ValueError: results that do not join as declared, or whose rows are not one for each row of the share.
     """
-    if parts.over_sequence and how in ("rows", None):
-        results = [
-            _columns(results[start : start + layout.sequence * layout.tensor], layout, what)
-            for start in range(0, len(results), layout.sequence * layout.tensor)
-        ]
+    nothing = all(result is None for result in results)
+    if parts.over_sequence and how in ("rows", None) and not nothing:
+        starts = range(0, len(results), layout.sequence)
+        results = [_columns(results[start : start + layout.sequence], what) for start in starts]
     joined = join(results, how, what)
     if how != "rows" or parts.shares is None:
         return joined
@@ -31,11 +32,10 @@ def in_order(results: Sequence[Any], how: Join | None, parts: Split, layout: Mes
     return _arranged(joined, place, what)
 
 
-def _columns(results: Sequence[Any], layout: Mesh, what: str) -> Any:
-    own = results[:: layout.tensor]
-    if not all(isinstance(result, torch.Tensor) and result.dim() > 1 for result in own):
+def _columns(results: Sequence[Any], what: str) -> Any:
+    if not all(isinstance(result, torch.Tensor) and result.dim() > 1 for result in results):
         raise ValueError(f"{what} was split over the sequence: its rows are tensors of at least two axes")
-    return joined_columns(own)
+    return joined_columns(results)
 
 
 def _arranged(joined: Any, place: np.ndarray, what: str) -> Any:

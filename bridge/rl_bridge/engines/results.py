@@ -1,10 +1,13 @@
 """How the results of several workers become one: declared by the method, never guessed from types."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from rl_bridge.engines.optimizers import optimizers_of
 from rl_fn import Ratio
 
 Join = Literal["rows", "sum", "same", "local"]
@@ -101,6 +104,74 @@ def concatenate(results: Sequence[Any], what: str) -> Any:
     if isinstance(first, tuple):
         return tuple(concatenate(values, what) for values in zip(*results, strict=True))
     raise ValueError(f"{what} is declared rows, and returns {type(first).__name__}")
+
+
+class Itself(NamedTuple):
+    """A method's result that is the worker's module: what ``eval()`` and ``requires_grad_()`` give."""
+
+
+def handed_out(result: Any, module: torch.nn.Module, what: str) -> Any:
+    """A method's result as the driver gets it: tensors that lie in the module's memory as copies.
+
+    So a result that is a weight stays as it was when the next step changes the weight, wherever the worker is.
+
+    Raises:
+        TypeError: a module other than ``module`` itself, a DTensor, or an iterator in the result.
+    """
+    if result is None or type(result) in (bool, int, float, str):
+        return result
+    if result is module:
+        return Itself()
+    memory: set[int] = set()
+    copies: dict[Any, torch.Tensor] = {}  # a weight that has two names is one tensor in the result, too
+
+    def out(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, DTensor):
+                raise TypeError(
+                    f"{what} returns a DTensor, whose parts are in several workers: return its full_tensor()"
+                )
+            if not memory:
+                memory.update(_storage(tensor) for tensor in _tensors_of(module))
+            if (lies_in := _storage(value)) in memory:
+                place = lies_in, value.dtype, value.storage_offset(), value.shape, value.stride()
+                return copies[place] if place in copies else copies.setdefault(place, value.detach().clone())
+            return value if value.grad_fn is None else value.detach()
+        if isinstance(value, torch.nn.Module | Iterator):
+            raise TypeError(f"{what} returns {type(value).__name__}, which stays in its worker: return values")
+        if isinstance(value, dict):
+            changed = {key: new for key, entry in value.items() if (new := out(entry)) is not entry}
+            if not changed:
+                return value
+            handed = copy.copy(value)
+            handed.update(changed)
+            return handed
+        if isinstance(value, list | tuple):
+            entries = [out(entry) for entry in value]
+            if all(new is old for new, old in zip(entries, value, strict=True)):
+                return value
+            return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+        return value
+
+    return out(result)
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, their gradients, buffers, and what the optimisers keep."""
+    for parameter in module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from module.buffers()
+    for optimizer in optimizers_of(module).values():
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The memory that a tensor lies in, as a number; a DTensor's is that of its part here."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata
 
 
 def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Cutting arguments over the workers of an engine: rows by tokens, columns for sequence parallelism."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -44,6 +44,8 @@ class NeedParallel(NamedTuple):
     their tokens are balanced by tokens, with groups whole where the heaviest share then has at most 2 % more than the
     mean; others are cut into runs of equal length. There may be fewer rows than shares.
     ``over="sequence"``: besides, the columns of each tensor are cut zigzag over the sequence ranks.
+
+    It is an argument, or an entry of the dictionaries, lists and tuples that an argument consists of.
     """
 
     data: Any
@@ -61,11 +63,13 @@ class Split(NamedTuple):
 def split(args: tuple, kwargs: dict, layout: Mesh) -> Split:
     """The arguments of every rank: ``NeedParallel`` ones are cut, all others go to everyone.
 
+    Ranks with the same rows get one object, which an executor encodes once.
+
     Raises:
         ValueError: ``NeedParallel`` arguments with different numbers of rows, or columns that cannot be cut.
         TypeError: an argument that has no rows.
     """
-    parallel = [value for value in (*args, *kwargs.values()) if isinstance(value, NeedParallel)]
+    parallel = list(_marked((args, kwargs)))
     if not parallel:
         return Split([(args, kwargs)] * layout.size, None, False)
     counts = {row_count(value.data) for value in parallel}
@@ -73,18 +77,48 @@ def split(args: tuple, kwargs: dict, layout: Mesh) -> Split:
         raise ValueError(f"NeedParallel arguments of one call have the same number of rows, got {sorted(counts)}")
     shares = shares_of([value.data for value in parallel], counts.pop(), layout.data_parts)
 
-    def of_rank(value: Any, rank: int) -> Any:
-        if not isinstance(value, NeedParallel):
-            return value
+    over_sequence = layout.sequence > 1 and any(value.over == "sequence" for value in parallel)
+
+    def of_rank(value: NeedParallel, rank: int) -> Any:
         rows = value.data if layout.data_parts == 1 else take(value.data, shares[layout.data_rank(rank)])
         return columns(rows, layout, rank) if value.over == "sequence" else rows
 
-    arguments = [
-        (tuple(of_rank(value, rank) for value in args), {key: of_rank(value, rank) for key, value in kwargs.items()})
-        for rank in range(layout.size)
-    ]
-    over_sequence = layout.sequence > 1 and any(value.over == "sequence" for value in parallel)
+    parts: dict[tuple[int, int], tuple[tuple, dict]] = {}
+    for rank in range(layout.size):
+        if (part := _part(rank, layout, over_sequence)) not in parts:
+            parts[part] = _with_rows((args, kwargs), lambda value, rank=rank: of_rank(value, rank))
+    arguments = [parts[_part(rank, layout, over_sequence)] for rank in range(layout.size)]
     return Split(arguments, shares if layout.data_parts > 1 else None, over_sequence)
+
+
+def _part(rank: int, layout: Mesh, over_sequence: bool) -> tuple[int, int]:
+    """What decides about a rank's arguments: its rows, and its columns where these are cut."""
+    return layout.data_rank(rank), layout.place(rank).sequence if over_sequence else 0
+
+
+def _marked(value: Any) -> Iterator[NeedParallel]:
+    """Every ``NeedParallel`` in an argument."""
+    if isinstance(value, NeedParallel):
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _marked(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            if isinstance(entry, dict | list | tuple):
+                yield from _marked(entry)
+
+
+def _with_rows(value: Any, rows_of: Callable[[NeedParallel], Any]) -> Any:
+    """An argument with ``rows_of`` in the place of every ``NeedParallel``; without one it is the same object."""
+    if isinstance(value, NeedParallel):
+        return rows_of(value)
+    if next(_marked(value), None) is None:
+        return value
+    if isinstance(value, dict):
+        return {key: _with_rows(entry, rows_of) for key, entry in value.items()}
+    entries = [_with_rows(entry, rows_of) for entry in value]
+    return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
 
 
 def shares_of(data: Sequence[Any], rows: int, parts: int) -> list[np.ndarray]:

@@ -43,6 +43,7 @@ class TrainEngine(Engine):
         adapter: bool | None = None,
         share: bool = False,
         folder: str | Path | None = None,
+        timeout: float = 600.0,
     ) -> int:
         """Carry the weights to another engine and prove that they arrived; returns their version.
 
@@ -53,9 +54,11 @@ class TrainEngine(Engine):
         sync. ``transport`` is chosen from where both engines are unless it is named; ``through`` maps the weights on
         the way, such as ``Cast(torch.bfloat16)``: None is what the target's workers say with ``weights_map``, as those
         of a quantised rollout do. ``adapter``: send a LoRA adapter as such; None is as the target's workers take it.
+        ``timeout``: seconds that a worker waits for the others.
         See ``rl_bridge.weights.sync_weights`` for the rest and the errors.
         """
         options = {"transport": transport, "through": through, "adapter": adapter, "share": share, "folder": folder}
+        options["timeout"] = timeout
         if not isinstance(target, Revived):
             return self._sync(target, **options)
         for deaths in itertools.count(1):
@@ -92,7 +95,10 @@ class TrainEngine(Engine):
         adapter: bool | None,
         share: bool,
         folder: str | Path | None,
+        timeout: float,
     ) -> int:
+        for engine in (self, target):
+            engine.require_in_step("sync_weights")
         version = self._syncs + 1
         if adapter is None:
             adapter = "takes_adapter" in target.methods and bool(target.call("takes_adapter"))
@@ -115,11 +121,12 @@ class TrainEngine(Engine):
             adapter=adapter,
             share=share,
             folder=folder,
+            timeout=timeout,
         )
         if proved:
             began = time.monotonic()
-            replaced = prove(self, target, version)
-            self.replaced_engines += len(replaced)
-            report = report._replace(seconds=report.seconds + time.monotonic() - began, replaced=replaced)
+            proof = prove(self, target, version)
+            self.replaced_engines += len(proof.replaced)
+            report = report._replace(seconds=report.seconds + time.monotonic() - began, **proof._asdict())
         self._syncs, self.last_sync = self._syncs + 1, report
         return version

@@ -14,6 +14,9 @@ from rl_bridge.engines.mesh import Mesh
 DATA_RANK: ContextVar[int] = ContextVar("DATA_RANK", default=0)
 """While an engine's factory makes a worker: which share of the rows that worker will get."""
 
+TENSOR_PARALLEL_SIZE: ContextVar[int] = ContextVar("TENSOR_PARALLEL_SIZE", default=1)
+"""Likewise: what ``InferenceEngine.build`` was given."""
+
 
 @dataclass
 class Worker:

@@ -50,10 +50,13 @@ def load_environment(source: str) -> FileFactory | OpenEnv:
 
     Raises:
         FileNotFoundError: no such file.
+        ModuleNotFoundError: a server's client is not installed.
         ValueError: the source is not of that form, the file fails to load, or the name is none of these.
     """
     if re.match(r"(http|ws)s?://", source):
-        return OpenEnv(url=source)
+        server = OpenEnv(url=source)
+        server.require_client()
+        return server
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
     if match is None:
         raise ValueError(f"an environment is named FILE.py:Name or http://HOST:PORT, got {source!r}")

@@ -72,9 +72,13 @@ class OpenEnv:
         Raises:
             ModuleNotFoundError: OpenEnv is not installed.
         """
+        self.require_client()
+        return OpenEnvSession(self)
+
+    def require_client(self) -> None:
+        """Raise ModuleNotFoundError where OpenEnv is not installed: before a run begins."""
         if importlib.util.find_spec("openenv") is None:
             raise ModuleNotFoundError("an OpenEnv server needs its client: pip install openenv-core")
-        return OpenEnvSession(self)
 
 
 class OpenEnvSession:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rl_bridge.data.requests import Message
 from rl_bridge.environments.base import EnvironmentFactory, Step
+from rl_bridge.user_files import the_users_code
 
 
 class Talker(Protocol):
@@ -32,13 +33,15 @@ class Session:
 
     def reset(self, row: Mapping[str, Any]) -> Step | Awaitable[Step]:
         """The opening messages. The environment gets a row of its own."""
-        self._environment = self._factory()
-        self.tools = tuple(getattr(self._environment, "tools", ()))
-        return _then_checked(self._environment.reset(copy.deepcopy(dict(row))), "reset")
+        with the_users_code():
+            self._environment = self._factory()
+            self.tools = tuple(getattr(self._environment, "tools", ()))
+            return _then_checked(self._environment.reset(copy.deepcopy(dict(row))), "reset")
 
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
         """What the environment says to the conversation; it gets messages of its own."""
-        return _then_checked(self._environment.step([dict(message) for message in messages]), "step")
+        with the_users_code():
+            return _then_checked(self._environment.step([dict(message) for message in messages]), "step")
 
     def give_up(self) -> None:
         """While the environment is called, whose answer nobody waits for any more: nothing ends a thread."""

@@ -4,7 +4,7 @@
 """
 
 from rl_bridge.executors.base import Executor, Slot
-from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied, WorkerError
+from rl_bridge.executors.errors import DeadlineExceeded, OutOfStep, WorkerDied, WorkerError
 from rl_bridge.executors.local import LocalExecutor
 
-__all__ = ["DeadlineExceeded", "Executor", "LocalExecutor", "Slot", "WorkerDied", "WorkerError"]
+__all__ = ["DeadlineExceeded", "Executor", "LocalExecutor", "OutOfStep", "Slot", "WorkerDied", "WorkerError"]

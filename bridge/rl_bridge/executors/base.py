@@ -1,11 +1,12 @@
 """The contract between engines and the processes that their workers live in."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl_bridge.executors.errors import WorkerDied
+from rl_bridge.executors.steps import Together
 
 Arguments = Mapping[int, tuple[Any, ...]]
 """Slot number → the arguments that the slot's host is called with."""
@@ -32,13 +33,23 @@ class Executor(Protocol):
     stopped: bool
 
     def submit(
-        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        what: str,
+        timeout: float | None = None,
+        together: Together | None = None,
     ) -> Future[dict[int, Any]]:
         """Run ``function(host, *arguments[slot])`` in every slot named, each in its own process.
 
         A slot runs one function at a time, in the order of submission; different slots run at the same time. The
         future has the results by slot, or the first cause of failure; ``what`` names the call in messages. After
         ``timeout`` seconds (None: the executor's own) without every answer it fails and names the slots without one.
+        ``together``: the function may join collectives over these slots.
+
+        Raises:
+            OutOfStep: an earlier call ``together`` did not end alike in all of the slots. Nothing is sent.
 
         Raises (in the future):
             WorkerError: the function raised; with slot and remote traceback, the exception itself as its cause.
@@ -48,9 +59,32 @@ class Executor(Protocol):
         ...
 
     def call(
-        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        what: str,
+        timeout: float | None = None,
+        together: Together | None = None,
     ) -> dict[int, Any]:
         """``submit`` and wait."""
+        ...
+
+    def together(self, slots: Sequence[int]) -> Together | None:
+        """For an engine whose workers are about to be made there, and will join collectives; None if they cannot."""
+        ...
+
+    def require_in_step(self, together: Together, what: str) -> None:
+        """Return if a call may be sent.
+
+        Raises:
+            OutOfStep: an earlier one did not end alike in all of the slots; with the first cause.
+            WorkerDied: the process of a slot is gone.
+        """
+        ...
+
+    def part(self, together: Together) -> None:
+        """The engine is about to be let go of: where its slots are out of step their process groups are made anew."""
         ...
 
     def restart(self) -> None:

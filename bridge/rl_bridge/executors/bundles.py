@@ -31,19 +31,26 @@ def bundles(workers: int | None, slots: Sequence[Resources] | None, cluster: Res
 
 
 def check_feasible(wanted: Sequence[Resources], nodes: Mapping[str, Resources]) -> None:
-    """Refuse what the cluster will never have, rather than wait for it. ``nodes``: all resources, used or not.
+    """Refuse what a cluster that does not grow will never have. ``nodes``: all resources, used or not.
 
     Raises:
         ValueError: no node has what a slot needs, or all nodes together have not enough.
     """
+    if trouble := lacking(wanted, nodes):
+        raise ValueError(trouble)
+
+
+def lacking(wanted: Sequence[Resources], nodes: Mapping[str, Resources]) -> str:
+    """What the nodes that there are will never have room for; empty if there is nothing."""
     there = "; ".join(f"node {node}: {_described(resources)}" for node, resources in nodes.items())
     for number, bundle in enumerate(wanted):
         if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes.values()):
-            raise ValueError(f"slot {number} needs {_described(bundle)}, and no node has that; there is {there}")
+            return f"slot {number} needs {_described(bundle)}, and no node has that; there is {there}"
     for name in {name for bundle in wanted for name in bundle}:
         needed = sum(bundle.get(name, 0) for bundle in wanted)
         if needed > sum(node.get(name, 0) for node in nodes.values()):
-            raise ValueError(f"{len(wanted)} slots need {name}: {needed:g} in all; there is {there}")
+            return f"{len(wanted)} slots need {name}: {needed:g} in all; there is {there}"
+    return ""
 
 
 def _described(resources: Resources) -> str:

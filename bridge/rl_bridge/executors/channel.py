@@ -1,12 +1,14 @@
 """Messages over TCP between the driver and the process of a slot; the end of the stream is the end of the process.
 
 Both ends prove that they know the session's key, as ``multiprocessing.connection`` does it, before anything is
-unpickled. A peer whose machine is lost is noticed by keepalive when the line is idle, and by unacknowledged data else.
+unpickled. A peer whose machine is lost is noticed within 45 seconds, a peer that merely reads nothing is not one: its
+machine answers. Addresses are of IPv4.
 """
 
 import contextlib
 import queue
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -25,6 +27,10 @@ _HEADER = struct.Struct("<BQI")
 _PARTS_AT_ONCE = 512  # the kernel takes at most 1024 buffers in one call
 _HANDSHAKE_SECONDS = 10
 _HELLO = 255
+_LOOK_SECONDS = 5.0  # between looks at a line that brings nothing
+_LOST_SECONDS = 25.0  # of data or probes that the other machine does not acknowledge
+_KEEPALIVE = {"KEEPIDLE": 10, "KEEPINTVL": 5, "KEEPCNT": 6}  # the kernel's own limit for an idle line: 40 seconds
+_TCP_INFO = struct.Struct("8B13I")  # the head of Linux's struct tcp_info
 
 
 class Frame(NamedTuple):
@@ -42,35 +48,45 @@ class Channel:
         """Take over a connected socket."""
         self._socket = connection
         self._lock = threading.Lock()
+        self._doubtful_since: float | None = None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # A process may hold the interpreter lock for a while and read nothing: two minutes are not a lost machine yet.
-        for option, value in {"KEEPIDLE": 15, "KEEPINTVL": 5, "KEEPCNT": 6, "USER_TIMEOUT": 120_000}.items():
+        # No TCP_USER_TIMEOUT: the kernel would end the line of a process that holds the interpreter lock and reads
+        # nothing for as long, though the process' machine answers; and it would overrule keepalive.
+        for option, value in _KEEPALIVE.items():
             if hasattr(socket, f"TCP_{option}"):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+        seconds, fraction = divmod(_LOOK_SECONDS, 1)
+        bound = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
 
     def send(self, kind: int, number: int, parts: Sequence[Buffer] = ()) -> None:
-        """Send one frame; the buffers may change afterwards."""
-        views = [memoryview(part).cast("B") for part in parts]
-        header = _HEADER.pack(kind, number, len(views)) + struct.pack(f"<{len(views)}Q", *map(len, views))
+        """Send one frame, however long the other side takes; the buffers may change afterwards."""
+        views = views_of(kind, number, parts)
         with self._lock:
-            self._send([memoryview(header), *(view for view in views if len(view))])
+            while views:
+                _drop(views, self._socket.sendmsg(views[:_PARTS_AT_ONCE]))
 
-    def _send(self, views: list[memoryview]) -> None:
-        while views:
-            sent = self._socket.sendmsg(views[:_PARTS_AT_ONCE])
-            while views and sent >= len(views[0]):
-                sent -= len(views.pop(0))
-            if sent:
-                views[0] = views[0][sent:]
+    def send_some(self, views: list[memoryview]) -> None:
+        """Send as much as goes without waiting, and drop from ``views`` what has been sent. One thread at a time."""
+        with contextlib.suppress(BlockingIOError):
+            while views:
+                _drop(views, self._socket.sendmsg(views[:_PARTS_AT_ONCE], [], socket.MSG_DONTWAIT))
+
+    def wait_for_room(self, seconds: float) -> None:
+        """Return when more can be sent, when the connection has ended, or after some time."""
+        with contextlib.suppress(ValueError):  # the socket has been closed: sending says so
+            poll = select.poll()
+            poll.register(self._socket.fileno(), select.POLLOUT)
+            poll.poll(1000 * seconds)
 
     def receive(self) -> Frame:
         """The next frame.
 
         Raises:
             EOFError: the other side is gone.
-            OSError: the connection is lost.
+            OSError: the connection is lost, or the other machine.
         """
         kind, number, count = _HEADER.unpack(self._receive(_HEADER.size))
         sizes = struct.unpack(f"<{count}Q", self._receive(8 * count))
@@ -80,11 +96,36 @@ class Channel:
         buffer = bytearray(size)
         view = memoryview(buffer)
         while view:
-            received = self._socket.recv_into(view)
+            try:
+                received = self._socket.recv_into(view)
+            except BlockingIOError:  # nothing for a while
+                self._look()
+                continue
             if not received:
                 raise EOFError("connection closed")
             view = view[received:]
         return buffer
+
+    def _look(self) -> None:
+        """Whether the other machine acknowledges what is sent to it, if there is anything.
+
+        A machine answers probes and takes data in whatever its processes do: one whose process reads nothing closes
+        its window, which it acknowledges again and again.
+
+        Raises:
+            OSError: it has not done so for too long.
+        """
+        if not hasattr(socket, "TCP_INFO"):
+            return
+        info = _TCP_INFO.unpack(self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        retransmits, probes, milliseconds = info[2], info[3], info[-1]
+        now = time.monotonic()
+        if not retransmits and probes < 2:
+            self._doubtful_since = None
+        elif self._doubtful_since is None:
+            self._doubtful_since = now
+        elif now - self._doubtful_since >= _LOST_SECONDS and milliseconds >= 1000 * _LOST_SECONDS:
+            raise OSError(f"its machine has not answered for {milliseconds / 1000:.0f} s")
 
     @property
     def own_address(self) -> str:
@@ -96,6 +137,24 @@ class Channel:
         with contextlib.suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def views_of(kind: int, number: int, parts: Sequence[Buffer]) -> list[memoryview]:
+    """The bytes of a frame; no copy is made of large parts."""
+    views = [memoryview(part).cast("B") for part in parts]
+    header = _HEADER.pack(kind, number, len(views)) + struct.pack(f"<{len(views)}Q", *map(len, views))
+    return [memoryview(header), *(view for view in views if len(view))]
+
+
+def _drop(views: list[memoryview], sent: int) -> None:
+    """Take the first ``sent`` bytes away."""
+    whole = 0
+    while whole < len(views) and sent >= len(views[whole]):
+        sent -= len(views[whole])
+        whole += 1
+    del views[:whole]
+    if sent:
+        views[0] = views[0][sent:]
 
 
 class Listener:
@@ -215,24 +274,3 @@ def _authenticate(connection: socket.socket, key: bytes, *, first: bool) -> None
             deliver_challenge(pipe, key)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
-
-
-def own_addresses(towards: str | None = None) -> list[str]:
-    """Addresses of this machine that another one may reach, the likeliest first. Nothing is sent.
-
-    ``towards``: a machine of the job; the address on the way to it comes first.
-    """
-    found = []
-    for target in (towards, "10.255.255.255"):
-        if target is None:
-            continue
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((target, 9))
-                found.append(probe.getsockname()[0])
-        except OSError:  # no route, or no such name
-            continue
-    with contextlib.suppress(OSError):  # a name that nobody knows
-        found.append(socket.gethostbyname(socket.gethostname()))
-    found = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
-    return found or ["127.0.0.1"]

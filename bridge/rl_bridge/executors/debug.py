@@ -10,6 +10,7 @@ import sys
 from typing import IO
 
 from rl_bridge.executors.serving import OnError
+from rl_bridge.terminal import say
 
 # How long a worker waits for somebody to debug it.
 PATIENCE = 3600.0
@@ -85,15 +86,13 @@ def _terminal(slot: int, why: str) -> tuple[IO[str], IO[str]] | None:
     word = secrets.token_urlsafe(9)
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
-        print(
-            f"rl_bridge: slot {slot}: {why}\n  debug it: nc 127.0.0.1 {port}, then {word}", file=sys.stderr, flush=True
-        )
+        say(f"rl_bridge: slot {slot}: {why}\n  debug it: nc 127.0.0.1 {port}, then {word}", error=True, flush=True)
         door.settimeout(PATIENCE)
         while True:
             try:
                 connection, _ = door.accept()
             except TimeoutError:
-                print(f"rl_bridge: slot {slot}: nobody came in {PATIENCE:g} s", file=sys.stderr, flush=True)
+                say(f"rl_bridge: slot {slot}: nobody came in {PATIENCE:g} s", error=True, flush=True)
                 return None
             connection.settimeout(60)
             # Two files: one for both directions forgets what it has read ahead when it writes.
@@ -116,10 +115,10 @@ def _debugpy(slot: int) -> OnError:
     except ModuleNotFoundError as error:
         raise ValueError("debug='debugpy' needs debugpy: pip install debugpy") from error
     host, port = debugpy.listen(("127.0.0.1", 0))
-    print(f"rl_bridge: slot {slot}: debugpy listens at {host}:{port}", file=sys.stderr, flush=True)
+    say(f"rl_bridge: slot {slot}: debugpy listens at {host}:{port}", error=True, flush=True)
 
     def wait(error: BaseException) -> None:
-        print(f"rl_bridge: slot {slot}: {type(error).__name__}: {error}; it waits for debugpy", file=sys.stderr)
+        say(f"rl_bridge: slot {slot}: {type(error).__name__}: {error}; it waits for debugpy", error=True)
         debugpy.wait_for_client()
         debugpy.breakpoint()
 

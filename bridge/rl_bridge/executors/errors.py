@@ -1,7 +1,18 @@
 """What can go wrong in a worker, as the driver sees it."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Progress(NamedTuple):
+    """How far a function came that may have joined collectives."""
+
+    completed: bool
+    """It returned, and what failed is to send its result."""
+    place: str
+    """File and line that raised."""
+    collectives: dict[str, int]
+    """Process group → collectives joined in its life."""
 
 
 class WorkerError(RuntimeError):
@@ -13,6 +24,8 @@ class WorkerError(RuntimeError):
 
     slot: int
     what: str
+    progress: Progress | None = None
+    """Of a call whose function may join collectives."""
 
     def __str__(self) -> str:
         """The message, whatever the cause's class makes of its arguments."""
@@ -23,16 +36,25 @@ class WorkerDied(RuntimeError):
     """The process of a slot is gone."""
 
 
+class OutOfStep(RuntimeError):
+    """An earlier call failed in some processes of a group and not in all: none of them may join a collective again.
+
+    The message has the first cause, which is ``__cause__`` too, and what to do.
+    """
+
+
 class DeadlineExceeded(TimeoutError):
     """An answer did not come in time; the message names the slots waited for and where each of them is."""
 
 
-def worker_error(slot: int, what: str, cause: BaseException, remote_traceback: str) -> WorkerError:
+def worker_error(
+    slot: int, what: str, cause: BaseException, remote_traceback: str, progress: Progress | None = None
+) -> WorkerError:
     """The error of a call whose function raised ``cause`` in a slot."""
     message = f"{what} raised {type(cause).__name__} in slot {slot}: {cause}\n--- traceback of slot {slot} ---\n"
     error = _of_class(type(cause), message + remote_traceback.rstrip())
     error.__dict__.update(cause.__dict__)
-    error.slot, error.what, error.__cause__ = slot, what, cause
+    error.slot, error.what, error.progress, error.__cause__ = slot, what, progress, cause
     return error
 
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -39,8 +39,10 @@ class Call:
         self._order = tuple(slots)
         self._waiting = set(self._order)
         self._results: dict[int, Any] = {}
-        self._errors: list[BaseException] = []
-        self._finished = False
+        self._errors: dict[int, BaseException] = {}
+        self._abandoned: BaseException | None = None
+        self._answered = threading.Event()
+        self._finished, self._over_at = False, 0.0
         self._lock = threading.Lock()
         self._clock = clock
 
@@ -59,17 +61,21 @@ class Call:
         """A slot's result."""
         with self._lock:
             self._waiting.discard(slot)
-            self._results[slot] = result
+            # Nobody will ask for the result of a call that has failed.
+            self._results[slot] = None if self._finished else result
             left = len(self._waiting)
         if not left:
+            self._answered.set()
             self._finish()
 
     def fail(self, slot: int, error: BaseException) -> None:
         """A slot's error. One that has no cause of its own waits a moment for the cause."""
         with self._lock:
             self._waiting.discard(slot)
-            self._errors.append(error)
+            self._errors[slot] = error
             left = len(self._waiting)
+        if not left:
+            self._answered.set()
         if not left or not is_consequence(error):
             self._finish()
         else:
@@ -80,19 +86,49 @@ class Call:
         with self._lock:
             if self._finished:
                 return
-            self._errors = [error]
+            self._abandoned = error
         self._finish()
+
+    def ended_alike(self, patience: float) -> bool:
+        """Whether a failed call left its slots in step: all have answered, ``patience`` seconds after the first error.
+
+        Either its function returned in every slot, and only its results could not be sent, or it raised an error of one
+        class at one place in every slot, after as many collectives.
+        """
+        left = max(0.0, self._over_at + patience - time.monotonic())
+        if self._abandoned is not None or not self._answered.wait(left):
+            return False
+        with self._lock:
+            errors = list(self._errors.values())
+            returned = [getattr(error, "progress", None) for error in errors]
+        if all(progress is not None and progress.completed for progress in returned):
+            return True
+        if len(errors) < len(self._order) or any(isinstance(e, WorkerDied) or is_consequence(e) for e in errors):
+            return False
+        known = [progress for progress in returned if progress is not None]
+        if len({type(error.__cause__) for error in errors}) > 1 or len({progress[:2] for progress in known}) != 1:
+            return False
+        return len(known) == len(errors) and _agree([progress.collectives for progress in known])
 
     def _finish(self) -> None:
         with self._lock:
             if self._finished:
                 return
-            self._finished = True
+            self._finished, self._over_at = True, time.monotonic()
         # Callbacks of the future run here, so the lock is free by now.
-        if self._errors:
-            self.future.set_exception(first_cause(self._errors))
+        if self._abandoned is not None:
+            self.future.set_exception(self._abandoned)
+        elif self._errors:
+            self._results = dict.fromkeys(self._results)
+            self.future.set_exception(first_cause(self._errors.values()))
         else:
             self.future.set_result({slot: self._results[slot] for slot in self._order})
+
+
+def _agree(counts: Sequence[Mapping[str, int]]) -> bool:
+    """Whether every process group has the same count in all of its members."""
+    groups = {group for count in counts for group in count}
+    return all(len({count[group] for count in counts if group in count}) == 1 for group in groups)
 
 
 def join(thread: threading.Thread | None) -> None:

@@ -1,6 +1,7 @@
 """One slot, in this process: what a single device needs, and what a debugger can step into."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,6 +11,7 @@ from rl_bridge.executors.base import Arguments, Slot
 from rl_bridge.executors.debug import terminal_debugger
 from rl_bridge.executors.errors import WorkerDied
 from rl_bridge.executors.host import Host
+from rl_bridge.executors.steps import Together
 
 
 class LocalExecutor:
@@ -24,10 +26,18 @@ class LocalExecutor:
         self.held: dict[int, list[str]] = {}
         self.stopped = False
         self._host = Host(0, found)
+        # A function may call the executor again, from its own thread.
+        self._one_at_a_time = threading.RLock()
         self._on_error = terminal_debugger(debug)
 
     def submit(
-        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        what: str,
+        timeout: float | None = None,
+        together: Together | None = None,
     ) -> Future[dict[int, Any]]:
         """Run the function now; the future is done when this returns."""
         future: Future[dict[int, Any]] = Future()
@@ -38,19 +48,35 @@ class LocalExecutor:
         return future
 
     def call(
-        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        what: str,
+        timeout: float | None = None,
+        together: Together | None = None,
     ) -> dict[int, Any]:
         """Run the function and return its result, or raise what it raises."""
         if set(arguments) != {0}:
             raise ValueError(f"executor 'local' has slot 0 alone, {what} names {sorted(arguments)}")
         if self.stopped:
             raise ValueError(f"{what}: this executor has been stopped")
-        try:
-            return {0: self._host.run(function, arguments[0])}
-        except Exception as error:
-            if self._on_error is not None:
-                self._on_error(error)
-            raise
+        with self._one_at_a_time:
+            try:
+                return {0: self._host.run(function, arguments[0])}
+            except Exception as error:
+                if self._on_error is not None:
+                    self._on_error(error)
+                raise
+
+    def together(self, slots: Sequence[int]) -> None:
+        """None: a single process has nobody to wait for."""
+
+    def require_in_step(self, together: Together, what: str) -> None:
+        """It always is."""
+
+    def part(self, together: Together) -> None:
+        """Nothing to do."""
 
     def restart(self) -> None:
         """Forget the workers, so that engines can be built again."""

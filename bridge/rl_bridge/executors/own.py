@@ -11,8 +11,10 @@ from rl_bridge.executors.futures import Call
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.serving import OnError, use_device
 from rl_bridge.executors.stacks import where
+from rl_bridge.executors.steps import Step
+from rl_bridge.executors.wire import refuse_dtensors
 
-Task = tuple[Call, Callable[..., Any], tuple[Any, ...]]
+Task = tuple[Call, Callable[..., Any], tuple[Any, ...], Step | None]
 
 
 class Own:
@@ -36,11 +38,11 @@ class Own:
         """Nothing to do."""
         return function, arguments
 
-    def send(self, call: Call, encoded: tuple[Callable[..., Any], tuple]) -> None:
+    def send(self, call: Call, encoded: tuple[Callable[..., Any], tuple], step: Step | None = None) -> None:
         """Put a call behind those before."""
         with self._lock:
             self._pending.append(call)
-        self._tasks.put((call, *encoded))
+        self._tasks.put((call, *encoded, step))
 
     def _run(self) -> None:
         use_device(self._host)
@@ -48,14 +50,19 @@ class Own:
             self._do(*task)
             del task  # or its arguments would live until the next one
 
-    def _do(self, call: Call, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def _do(self, call: Call, function: Callable[..., Any], arguments: tuple[Any, ...], step: Step | None) -> None:
+        returned = False
         try:
-            result = self._host.run(function, arguments)
+            result = self._host.run(function, arguments, step)
+            returned = True
+            refuse_dtensors(result)
         except BaseException as error:
             if self._on_error is not None:
                 self._on_error(error)
+            progress, text = self._host.progress(step, error, completed=returned), traceback.format_exc()
+            _let_go(error)
             self._over(call)
-            call.fail(self.slot, worker_error(self.slot, call.what, error, traceback.format_exc()))
+            call.fail(self.slot, worker_error(self.slot, call.what, error, text, progress))
         else:
             self._over(call)
             call.succeed(self.slot, result)
@@ -84,3 +91,10 @@ class Own:
 
     def close(self) -> None:
         """A thread cannot be ended: at exit the process ends around it."""
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold, which outlives its call: a worker, and the process groups it waits in."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -17,8 +17,9 @@ from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
+from rl_bridge.executors.addresses import use_gloo_interface
 from rl_bridge.executors.base import Slot
-from rl_bridge.executors.bundles import Resources, bundles, check_feasible
+from rl_bridge.executors.bundles import Resources, bundles, check_feasible, lacking
 from rl_bridge.executors.channel import Address, Listener, connect
 from rl_bridge.executors.debug import debugger
 from rl_bridge.executors.driver import RemoteExecutor, Worker
@@ -27,6 +28,8 @@ from rl_bridge.executors.host import Host
 from rl_bridge.executors.remote import Remote
 from rl_bridge.executors.serving import serve
 from rl_bridge.executors.world import TCPStore, join_world, leave_world, open_store, rejoin_world
+
+logger = logging.getLogger(__name__)
 
 
 class RayExecutor(RemoteExecutor):
@@ -51,8 +54,8 @@ class RayExecutor(RemoteExecutor):
         ``start_timeout``: seconds until all slots have to be free and all actors to be here.
 
         Raises:
-            ValueError: the cluster does not have what the slots need; with what it has.
-            DeadlineExceeded: what they need is in use, or an actor did not connect.
+            ValueError: the cluster that was started here does not have what the slots need; with what it has.
+            DeadlineExceeded: what they need is in use or not there, or an actor did not connect.
             WorkerDied: an actor did not start.
         """
         self._own_cluster = _attach(address, workers, slots, log_level, debug)
@@ -62,7 +65,7 @@ class RayExecutor(RemoteExecutor):
         self._start_timeout, self._debug, self._restarts = start_timeout, debug, restarts
         try:
             self._bundles = bundles(workers, slots, ray.cluster_resources())
-            self._group = _reserve(self._bundles, start_timeout)
+            self._group = _reserve(self._bundles, start_timeout, grows=not self._own_cluster)
             super().__init__(*self._start(timeout, range(len(self._bundles))), timeout=timeout)
             self._join()
         except BaseException:
@@ -149,8 +152,9 @@ class RayExecutor(RemoteExecutor):
         self._end_actors()
         assert self._group is not None
         if not self._group.wait(self._start_timeout):
-            raise DeadlineExceeded(f"restart: {_lacking(self._bundles, self._start_timeout)}")
+            raise DeadlineExceeded(f"restart: {_no_room(self._bundles, self._start_timeout)}")
         self.held.clear()
+        self._steps.clear()
         self._lives.clear()
         self._replace(*self._start(self.timeout, range(len(self._bundles))))
         self._join()
@@ -188,6 +192,8 @@ class _Actor:
         # What the driver can import, its workers can: on this machine, or where the folders have the same names.
         sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry or ".")]
         device = torch.device("cuda", 0) if gpu and torch.cuda.is_available() else torch.device("cpu")
+        if address[0] != "127.0.0.1":
+            use_gloo_interface(address[0])
         host = Host(slot, device, group_timeout=group_timeout)
         greeting = (ray.util.get_node_ip_address(), str(device), os.getpid())
         on_error = debugger(debug, slot)
@@ -233,6 +239,9 @@ def _attach(
             include_dashboard=False,
             # Data does not go through the object store.
             object_store_memory=128 * 2**20,
+            # Every worker is an actor of a slot. One that Ray starts in advance outlives a killed driver if Ray's
+            # servers die while the worker looks for them: then it looks on for a minute.
+            _system_config={"prestart_worker_first_driver": False},
         )
     return True
 
@@ -242,17 +251,21 @@ def _nodes() -> dict[str, Resources]:
     return {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
-def _reserve(wanted: Sequence[dict[str, float]], timeout: float) -> PlacementGroup:
-    check_feasible(wanted, _nodes())
+def _reserve(wanted: Sequence[dict[str, float]], timeout: float, *, grows: bool) -> PlacementGroup:
+    # A cluster of somebody else's may start nodes when they are asked for, and does not say so.
+    if not grows:
+        check_feasible(wanted, _nodes())
+    elif trouble := lacking(wanted, _nodes()):
+        logger.warning("%s; this waits %g s for the cluster to grow (start_timeout)", trouble, timeout)
     group = placement_group(list(wanted), strategy="PACK")
     if not group.wait(timeout):
-        lacking = _lacking(wanted, timeout)
+        trouble = _no_room(wanted, timeout)
         remove_placement_group(group)
-        raise DeadlineExceeded(f"start: {lacking}")
+        raise DeadlineExceeded(f"start: {trouble}")
     return group
 
 
-def _lacking(wanted: Sequence[Resources], timeout: float) -> str:
+def _no_room(wanted: Sequence[Resources], timeout: float) -> str:
     needs = ", ".join(map(str, wanted))
     return f"no room for slots of {needs} in {timeout:g} s; free is {ray.available_resources()}"
 

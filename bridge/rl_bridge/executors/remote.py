@@ -11,8 +11,10 @@ from typing import Any
 from rl_bridge.executors.channel import Channel
 from rl_bridge.executors.errors import WorkerDied, worker_error
 from rl_bridge.executors.futures import Call, join
-from rl_bridge.executors.serving import CALL, ERROR, RESULT, STOP, WHERE, decode_error
-from rl_bridge.executors.wire import Buffer, dumps, loads
+from rl_bridge.executors.outbox import Outbox, Outgoing
+from rl_bridge.executors.serving import CALL, ERROR, RESULT, STOP, WHERE, decode_error, encode_call, with_step
+from rl_bridge.executors.steps import Step
+from rl_bridge.executors.wire import Buffer, loads
 
 
 class Remote:
@@ -22,8 +24,9 @@ class Remote:
         """``name`` is for messages. ``explain`` may know more about the death of the process; it may take seconds."""
         self.slot = slot
         self._channel, self._name, self._explain = channel, name, explain
+        self._outbox = Outbox(channel, f"rl_bridge to slot {slot}")
         self._pending: dict[int, Call] = {}
-        self._places: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._places: dict[int, queue.SimpleQueue[str]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._stopping, self._ended = False, threading.Event()
@@ -34,9 +37,9 @@ class Remote:
     @staticmethod
     def encode(function: Callable[..., Any], arguments: tuple) -> list[Buffer]:
         """The bytes of a call."""
-        return dumps((function, arguments))
+        return encode_call(function, arguments)
 
-    def send(self, call: Call, encoded: list[Buffer]) -> None:
+    def send(self, call: Call, encoded: list[Buffer], step: Step | None = None) -> Outgoing | None:
         """Send a call. To a process that is gone it fails at once."""
         with self._lock:
             death, number = self.death, next(self._numbers)
@@ -44,18 +47,20 @@ class Remote:
                 self._pending[number] = call
         if death is not None:
             call.fail(self.slot, _again(death))
-            return
+            return None
         try:
-            self._channel.send(CALL, number, encoded)
+            return self._outbox.put(CALL, number, with_step(encoded, step))
         except OSError:
             self._channel.close()  # the receiving thread gets the end of the stream, and fails all pending calls
+            return None
 
     def _receive(self) -> None:
         try:
             while True:
                 kind, number, parts = self._channel.receive()
                 if kind == WHERE:
-                    self._places.put((number, loads(parts)))
+                    if (asked := self._places.get(number)) is not None:
+                        asked.put(loads(parts))
                 elif kind == STOP:
                     self._ended.set()
                 else:
@@ -103,19 +108,23 @@ class Remote:
             death, number = self.death, next(self._numbers)
         if death is not None:
             return f"    {death}"
+        if (stuck := self._outbox.stuck()) is not None:
+            return (
+                f"    it does not read: {stuck.left / 1e6:.1f} of the {stuck.size / 1e6:.1f} MB of a call are not taken"
+            )
+        asked = self._places[number] = queue.SimpleQueue()
         try:
-            self._channel.send(WHERE, number)
-            while True:
-                answered, place = self._places.get(timeout=timeout)
-                if answered == number:
-                    return place
+            self._outbox.put(WHERE, number)
+            return asked.get(timeout=timeout)
         except (OSError, queue.Empty):
             return f"    it does not say within {timeout:g} s"
+        finally:
+            del self._places[number]
 
     def ask_to_stop(self) -> None:
         """Ask the process to leave after what it has been sent."""
         with contextlib.suppress(OSError):  # it is gone
-            self._channel.send(STOP, 0)
+            self._outbox.put(STOP, 0)
 
     def ended(self, timeout: float) -> bool:
         """Whether it has ended, after waiting for that."""
@@ -125,6 +134,7 @@ class Remote:
         """Hang up: a process that has not left ends itself."""
         self._stopping = True
         self._channel.close()
+        self._outbox.close()
         join(self._thread)
 
 

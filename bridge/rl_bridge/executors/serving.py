@@ -1,19 +1,23 @@
 """What runs in the process of a slot: functions one at a time in its main thread, and a thread that listens."""
 
 import os
+import pickle
 import queue
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from rl_bridge.executors.channel import Channel, Frame
+from rl_bridge.executors.errors import Progress
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.stacks import where
+from rl_bridge.executors.steps import Step
 from rl_bridge.executors.wire import Buffer, dumps, loads
+from rl_bridge.terminal import say
 
 CALL, WHERE, STOP, RESULT, ERROR = range(5)
 """Kinds of frames. The driver sends CALL, WHERE and STOP; WHERE and STOP are answered by their own kind."""
@@ -63,7 +67,7 @@ def leave(code: int, message: str = "") -> NoReturn:
     threading.Timer(2.0, os._exit, (code,)).start()
     try:
         if message:
-            print(message, file=sys.stderr)
+            say(message, error=True)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -76,23 +80,36 @@ def use_device(host: Host) -> None:
         torch.cuda.set_device(host.device)
 
 
+def encode_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Buffer]:
+    """A call without its step, which is known when the call is sent."""
+    return dumps((function, arguments))
+
+
+def with_step(encoded: Sequence[Buffer], step: Step | None) -> list[Buffer]:
+    """The parts of a frame."""
+    return [*encoded, b"" if step is None else pickle.dumps(step)]
+
+
 def answer(host: Host, parts: Sequence[Buffer], on_error: OnError | None = None) -> tuple[int, list[Buffer]]:
     """Run an encoded call; the kind of its answer, and the answer encoded."""
+    *encoded, last = parts
+    step: Step | None = pickle.loads(last) if len(last) else None
     try:
-        function, arguments = loads(parts)
-        result = host.run(function, arguments)
+        function, arguments = loads(encoded)
+        result = host.run(function, arguments, step)
     except BaseException as error:
         if on_error is not None:
             on_error(error)
-        return ERROR, encode_error(error)
+        return ERROR, encode_error(error, host.progress(step, error))
     try:
         return RESULT, dumps(result)
     except Exception as error:
         unsent = TypeError(f"the result, {type(result).__name__}, cannot be sent to the driver: {error}")
-        return ERROR, encode_error(unsent.with_traceback(error.__traceback__))
+        progress = host.progress(step, error, completed=True)
+        return ERROR, encode_error(unsent.with_traceback(error.__traceback__), progress)
 
 
-def encode_error(error: BaseException) -> list[Buffer]:
+def encode_error(error: BaseException, progress: Progress | None = None) -> list[Buffer]:
     """An exception and its traceback, for ``decode_error``."""
     text = "".join(traceback.format_exception(error))
     described = f"{type(error).__name__}: {error}"
@@ -101,15 +118,18 @@ def encode_error(error: BaseException) -> list[Buffer]:
         loads(parts)
     except Exception:  # many exceptions cannot be made again from their arguments; their text goes without them
         parts = None
-    return dumps((parts, described, text))
+    return dumps((parts, described, text, progress))
 
 
-def decode_error(parts: Sequence[Buffer]) -> tuple[BaseException, str]:
-    """The exception, and its traceback as text. One that cannot travel becomes a ``RuntimeError`` that describes it."""
-    encoded, described, text = loads(parts)
+def decode_error(parts: Sequence[Buffer]) -> tuple[BaseException, str, Progress | None]:
+    """The exception, its traceback as text, and how far it came.
+
+    One that cannot travel becomes a ``RuntimeError`` that describes it.
+    """
+    encoded, described, text, progress = loads(parts)
     if encoded is not None:
         try:
-            return loads(encoded), text
+            return loads(encoded), text, progress
         except Exception:  # its class is not known here
             pass
-    return RuntimeError(described), text
+    return RuntimeError(described), text, progress

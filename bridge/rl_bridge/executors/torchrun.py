@@ -5,18 +5,22 @@ rank 0 until it stops or ends, and leave with exit code 0.
 """
 
 import json
+import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from rl_bridge.executors.addresses import own_addresses, use_gloo_interface
 from rl_bridge.executors.base import Slot
-from rl_bridge.executors.channel import Address, Channel, Listener, connect, own_addresses
+from rl_bridge.executors.channel import Address, Channel, Listener, connect
 from rl_bridge.executors.debug import debugger
 from rl_bridge.executors.driver import RemoteExecutor, Worker
 from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied, WorkerError
@@ -27,11 +31,54 @@ from rl_bridge.executors.serving import OnError, serve
 from rl_bridge.executors.world import backend, job_store, leave_world
 
 _KEY = "rl_bridge/driver"
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+"""Variable → the least that it can be."""
+PATIENCE = 10.0
+"""Seconds without the other ranks until a line says who is waited for."""
+logger = logging.getLogger(__name__)
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank of a job."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    """Whether this process is a rank of a job, by its environment.
+
+    Raises:
+        ValueError: the environment is that of a rank in part, or has a number that no rank has.
+    """
+    given = {name: os.environ[name] for name in (*_OF_A_RANK, *_NUMBERS) if os.environ.get(name)}
+    if given.keys().isdisjoint(("RANK", "WORLD_SIZE")):  # others use an address of their own, too
+        return False
+    wrong = [f"{name} is not set" for name in _OF_A_RANK if name not in given]
+    wrong += [
+        f"{name}={given[name]} is no whole number of at least {least}"
+        for name, least in _NUMBERS.items()
+        if name in given and not (given[name].isascii() and given[name].isdigit() and int(given[name]) >= least)
+    ]
+    if not wrong:
+        rank, world, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        wrong += [f"RANK={rank} is none of the ranks 0 to {world - 1} of WORLD_SIZE={world}"] if rank >= world else []
+        wrong += [f"MASTER_PORT={port} is above 65535"] if port > 65535 else []
+    if wrong:
+        had = " ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(
+            f"the environment has {had}, as a rank of a torchrun job has, but {', '.join(wrong)}: start all ranks with "
+            "`torchrun --nproc_per_node=N`, which sets them all; for one process unset them, or give --executor local"
+        )
+    return True
+
+
+@contextmanager
+def _told_while_waiting(rank: int, world: int, seconds: float) -> Iterator[None]:
+    """A line for the user if the other ranks are not there soon: a job of one shell waits for nobody."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    words = f"rank {rank} waits for all {world} ranks of its job at {where} (WORLD_SIZE={world}), up to {seconds:g} s"
+    timer = threading.Timer(PATIENCE, logger.warning, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class TorchrunExecutor(RemoteExecutor):
@@ -55,8 +102,11 @@ class TorchrunExecutor(RemoteExecutor):
         device = _device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        if os.environ.get("LOCAL_WORLD_SIZE") != str(world):
+            use_gloo_interface(_towards())
         if not dist.is_initialized():
-            dist.init_process_group(backend(device), timeout=timedelta(seconds=start_timeout))
+            with _told_while_waiting(rank, world, start_timeout):
+                dist.init_process_group(backend(device), timeout=timedelta(seconds=start_timeout))
         # Longer than a call, whose deadline says more than a collective's.
         host = Host(rank, device, group_timeout=min(timeout, 1e6) + 60)
         on_error = debugger(debug, rank)
@@ -96,6 +146,8 @@ class TorchrunExecutor(RemoteExecutor):
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Raise the cause in the main thread, unless it is being raised already."""
+        if self._exiting:  # there is nobody whom a cause could be raised to, and the end is near
+            return
         deaths = [w.death for w in self._workers.values() if isinstance(w, Remote) and w.death is not None]
         if not deaths:
             raise SystemExit(128 + number)
@@ -145,8 +197,13 @@ def _resources(device: torch.device) -> dict[str, float]:
 
 
 def _node() -> str:
+    return own_addresses(_towards())[0]
+
+
+def _towards() -> str | None:
+    """The machine that the others have to reach, if it is not this one by its loopback."""
     master = os.environ["MASTER_ADDR"]
-    return own_addresses(None if master in ("localhost", "127.0.0.1") else master)[0]
+    return None if master in ("localhost", "127.0.0.1") else master
 
 
 def _workers(world: int, timeout: float) -> list[tuple[int, tuple[Channel, tuple]]]:

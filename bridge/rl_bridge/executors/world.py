@@ -9,7 +9,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-__all__ = ["TCPStore", "backend", "job_store", "join_world", "leave_world", "named_group", "open_store", "rejoin_world"]
+__all__ = [
+    "TCPStore",
+    "alone",
+    "backend",
+    "job_store",
+    "join_world",
+    "leave_world",
+    "named_group",
+    "open_store",
+    "rejoin_world",
+]
 
 
 def backend(device: torch.device) -> str:
@@ -36,6 +46,18 @@ def named_group(ranks: Sequence[int], backend: str, name: str, timeout: timedelt
     assert isinstance(group, dist.ProcessGroup)
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
+
+
+def alone() -> dist.ProcessGroup:
+    """The group of this process, for axes of size 1: made once, because each takes descriptors and threads."""
+    name = f"rl_bridge/alone/{dist.get_rank()}"
+    world = distributed_c10d._world
+    for group, known in world.pg_names.items():
+        if known == name:
+            return group
+    everyone = world.default_pg
+    assert everyone is not None
+    return named_group([dist.get_rank()], world.pg_map[everyone][0], name, timedelta(seconds=60))
 
 
 def job_store() -> Store:

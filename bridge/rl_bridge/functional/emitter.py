@@ -133,7 +133,12 @@ class Builder:
 
     # -- statements --------------------------------------------------------------------------------------------------
     def emit(self, code: str, count: int | None = None) -> tuple[str, ...]:
-        """Adds `target = code` (or unpacks `count` targets), or finds the earlier one: every statement is pure."""
+        """Adds `target = code` (or unpacks `count` targets), or finds the earlier one: every statement is pure.
+
+        Of a statement with no targets nothing is read, so that there is none: a batch without rows has such scans.
+        """
+        if count == 0:
+            return ()
         if code not in self.seen:
             targets = tuple(self.fresh() for _ in range(count or 1))
             self.seen[code] = targets

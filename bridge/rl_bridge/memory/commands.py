@@ -16,6 +16,7 @@ from rl_bridge.memory.sizes import parse_bytes, shown_bytes
 from rl_bridge.memory.tables import as_json, knob_lines, plan_lines
 from rl_bridge.memory.vllm_rollout import engine_of
 from rl_bridge.models.source import ModelSource
+from rl_bridge.terminal import say
 
 
 def run(words: Sequence[str]) -> int:
@@ -33,23 +34,25 @@ def run(words: Sequence[str]) -> int:
         pipeline = pipeline_of(path)
         pipeline = replace(pipeline, workers=pipeline.workers or started_with(path))
     if arguments.workers is not None:
+        if arguments.workers < 1:
+            raise ValueError(f"--workers must be at least 1, got {arguments.workers}")
         pipeline = replace(pipeline, workers=arguments.workers)
     mesh = mesh_of(pipeline)
     if pipeline.micro_batch_tokens == "auto":
         pipeline = replace(pipeline, micro_batch_tokens=START)
-    room = None if arguments.fits is None else parse_bytes(arguments.fits)
+    room = None if arguments.fits is None else _room(arguments.fits)
     source, workload = workload_of(pipeline, arguments.prompt_tokens, arguments.completion_tokens)
     found = plan(pipeline, source, workload)
-    print(f"{shown(workload)}; micro-batches of {pipeline.micro_batch_tokens} tokens")
-    print("a run of one worker" if mesh.size == 1 else f"one of {mesh.size} workers, {mesh}")
-    print("\n".join(plan_lines(found)))
+    say(f"{shown(workload)}; micro-batches of {pipeline.micro_batch_tokens} tokens")
+    say("a run of one worker" if mesh.size == 1 else f"one of {mesh.size} workers, {mesh}")
+    say("\n".join(plan_lines(found)))
     written: dict[str, Any] = {"workload": vars(workload), "mesh": vars(mesh), "phases": as_json(found)}
     if (engine := engine_of(pipeline, source, workload)) is not None:
-        print("\n".join(engine.lines()))
+        say("\n".join(engine.lines()))
         written["rollout"] = engine.numbers()
     if not arguments.no_knobs:
         changed = list(knobs(pipeline, source, workload, found))
-        print("\n".join(["", *knob_lines(changed)]))
+        say("\n".join(["", *knob_lines(changed)]))
         written["knobs"] = {knob.option: knob.saves for knob in changed}
     status = 0
     if room is not None:
@@ -57,6 +60,13 @@ def run(words: Sequence[str]) -> int:
     if arguments.json is not None:
         write_json(arguments.json, written)
     return status
+
+
+def _room(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"--fits {error}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("config", help="a trainer of rl-fn train, a run's folder, or its config.json")
     made.add_argument("--workers", type=int, help="processes of the run; without it what its options or its folder say")
-    made.add_argument("--prompt-tokens", type=int, help="of the longest prompt; without it the data is asked")
+    made.add_argument(
+        "--prompt-tokens", type=int, help="of the longest prompt; needed with --model, whose data is not read"
+    )
     made.add_argument("--completion-tokens", type=int, help="of the longest completion; a policy has its own option")
     made.add_argument("--fits", metavar="24GiB", help="find the most --micro-batch-tokens that fit into so much")
     made.add_argument("--no-knobs", action="store_true", help="leave out what other options would save")
@@ -79,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
 def _print_largest(pipeline: Pipeline, source: ModelSource, workload: Load, room: int, written: dict) -> int:
     largest = largest_micro_batch(pipeline, source, workload, room)
     if largest is None:
-        print(f"\nnot even one row at a time fits into {shown_bytes(room)}")
+        say(f"\nnot even one row at a time fits into {shown_bytes(room)}")
         return 1
     tokens, made = largest
-    print(f"\n--micro-batch-tokens {tokens} is the most that fits into {shown_bytes(room)}: {shown_bytes(made.bytes)}")
+    say(f"\n--micro-batch-tokens {tokens} is the most that fits into {shown_bytes(room)}: {shown_bytes(made.bytes)}")
     written["fits"] = {"room": room, "micro_batch_tokens": tokens, "bytes": made.bytes}
     return 0

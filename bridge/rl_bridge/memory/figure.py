@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from rl_bridge.atomic import replacing
 from rl_bridge.memory.places import COMPONENTS
+from rl_bridge.plots import Figure
 
 MIB = 1 << 20
 

@@ -18,6 +18,7 @@ from rl_bridge.engines.splitting import row_count
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.executors.base import Arguments, Slot
 from rl_bridge.executors.host import Host
+from rl_bridge.executors.steps import Together
 
 
 @contextmanager
@@ -62,7 +63,13 @@ class FirstWorker(LocalExecutor):
         self._host = _Host(0, "cpu")
 
     def call(
-        self, function: Callable[..., Any], arguments: Arguments, *, what: str, timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        what: str,
+        timeout: float | None = None,
+        together: Together | None = None,
     ) -> dict[int, Any]:
         """Run the function in the first slot, and answer for all."""
         [result] = super().call(function, {0: arguments[0]}, what=what, timeout=timeout).values()

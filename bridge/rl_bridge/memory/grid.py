@@ -24,7 +24,7 @@ class NewModel:
 
     def empty(self) -> PreTrainedModel:
         """As transformers makes it, in float32."""
-        return AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, trust_remote_code=False).eval()
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Draw the weights from torch's generator."""

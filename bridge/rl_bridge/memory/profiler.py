@@ -34,6 +34,7 @@ from rl_bridge.memory.figure import draw_memory
 from rl_bridge.memory.leaks import growth
 from rl_bridge.memory.meters import Meter, meter_of, resident_bytes
 from rl_bridge.memory.sizes import shown_bytes
+from rl_bridge.plots import spared
 from rl_bridge.tracking.run import Run
 
 LOOKED_AT, SKIPPED = 64, 2
@@ -162,4 +163,5 @@ def profiled(run: Run, executor: Executor, wanted: bool) -> Iterator[None]:
         run.after_step = None
         executor.call(uninstall, dict.fromkeys(slots, ()), what="memory profiler")
         if (run.folder / "memory.jsonl").is_file():
-            draw_memory(run.folder / "memory.jsonl", run.folder / "memory.png")
+            with spared("memory.png"):
+                draw_memory(run.folder / "memory.jsonl", run.folder / "memory.png")

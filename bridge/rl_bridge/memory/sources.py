@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_bridge.models.filling import fill_computed_buffers
 from rl_bridge.models.kinds import require_causal
+from rl_bridge.models.reading import config_of, made, require_place
 from rl_bridge.models.source import ModelSource, PretrainedSource, device_of
-from rl_bridge.models.values import PretrainedValueSource, with_head
+from rl_bridge.models.values import PretrainedValueSource, require_one_label, scorer_of, with_head
 from rl_bridge.parallel.moving import materialize
 
 
@@ -29,7 +30,10 @@ class ConfigSource:
         """
         config = _config(self.name)
         require_causal(config, self.name)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        return made(
+            self.name,
+            lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval(),
+        )
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Refused: a plan loads nothing."""
@@ -47,17 +51,13 @@ class ConfigValueSource(ConfigSource):
             ValueError: there is no such configuration, or it is of a model with another head than one number.
         """
         config = _config(self.name)
-        if config.num_labels != 1:
-            raise ValueError(f"a value model has one label, that in {self.name!r} has {config.num_labels}")
-        return with_head(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)).eval()
+        require_one_label(config, self.name)
+        return with_head(made(self.name, lambda: scorer_of(config))).eval()
 
 
 def _config(name: str) -> Any:
     path = Path(name)
-    try:
-        return AutoConfig.from_pretrained(path.parent if path.is_file() else name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no config.json can be read from {name!r}: {error}") from error
+    return config_of(name, path.parent if path.is_file() else str(require_place(name)))
 
 
 @dataclass(frozen=True)

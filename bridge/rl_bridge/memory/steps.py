@@ -75,8 +75,6 @@ class PolicyStep:
         self.reads_teacher = "teacher_logprobs" in objective.required_rollout_fields
         if pipeline.teacher is not None:
             self.teacher = engines.teacher(beside(pipeline.teacher, rehearsed=self.rehearsed), scoring)
-        elif self.reads_teacher:
-            raise ValueError(f"{objective.name} learns from a teacher: give --teacher MODEL")
         named = reward_models(pipeline.reward)
         self.rewards = PlannedRewards(named, live) if named else None
         self._engines = engines

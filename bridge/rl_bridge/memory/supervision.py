@@ -18,6 +18,7 @@ from rl_bridge.memory.meshes import mesh_of
 from rl_bridge.memory.rehearsal import Rehearsal
 from rl_bridge.memory.snapshots import snapshot_tensors
 from rl_bridge.memory.sources import without_numbers
+from rl_bridge.messages import given
 from rl_bridge.models.source import ModelSource
 from rl_bridge.models.values import ValueSource
 from rl_bridge.pipelines.preference import PreferencePipeline
@@ -47,7 +48,10 @@ class Rows:
     def __post_init__(self) -> None:
         """Refuse a step without a token."""
         if min(vars(self).values()) < 1:
-            raise ValueError(f"rows, held_out, prompt_tokens, new_tokens and completions must be ≥ 1, got {self}")
+            raise ValueError(
+                "rows, held_out, prompt_tokens, new_tokens (--completion-tokens) and completions must be ≥ 1, got "
+                f"{given(self, *vars(self))}"
+            )
 
     @property
     def row_tokens(self) -> int:

@@ -96,6 +96,8 @@ def share_of(
     Raises:
         ValueError: an option of vLLM whose bytes are not known here, or a cache without room for one request.
     """
+    if options.tensor_parallel_size != 1:
+        raise ValueError(f"the bytes of an engine cut over {options.tensor_parallel_size} ranks are not known here")
     options, own = options.of_rank(0)
     dtype: torch.dtype = getattr(torch, options.activations)
     resident = _through(options.precision, model, dtype)
@@ -178,13 +180,9 @@ def _adapter_room(model: PreTrainedModel, rank: int) -> int:
 
 def _cache(config: Any, options: VLLMOptions, dtype: torch.dtype, load: Workload, device: str) -> dict[str, Any]:
     given = options.engine_arguments()
-    kind = given.get("kv_cache_dtype", "auto")
-    if kind != "auto" and not kind.startswith("fp8") and not hasattr(torch, kind):
-        raise ValueError(f"the bytes of vLLM's kv_cache_dtype {kind!r} are not known here")
-    size = dtype.itemsize if kind == "auto" else 1 if kind.startswith("fp8") else getattr(torch, kind).itemsize
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     block = given.get("block_size") or _BLOCK[device]
-    block_bytes = block * 2 * heads * _head_size(config) * config.num_hidden_layers * size
+    block_bytes = block * 2 * heads * _head_size(config) * config.num_hidden_layers * dtype.itemsize
     # The keys and values of the last token that is drawn are never computed.
     longest = min(load.row_tokens, options.max_model_len or load.row_tokens) - 1
     each = -(-longest // block)

@@ -6,6 +6,7 @@ import torch
 
 from rl_bridge.data.micro_batches import MicroBatch
 from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.messages import given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,10 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuse a step without a token."""
         if min(self.prompts, self.responses, self.prompt_tokens, self.new_tokens) < 1:
-            raise ValueError(f"prompts, responses, prompt_tokens and new_tokens must be ≥ 1, got {self}")
+            raise ValueError(
+                "prompts, responses, prompt_tokens and new_tokens must be ≥ 1, got "
+                f"{given(self, 'prompts', 'responses', 'prompt_tokens', 'new_tokens')}"
+            )
 
     @property
     def rows(self) -> int:

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rl_bridge.data.reading import refuse
 from rl_bridge.data.requests import Message
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
+from rl_bridge.models.rotary import rotary_bound
 from rl_bridge.models.source import ModelSource
+from rl_bridge.tracking.signals import remark
 
 Encode = Callable[[Mapping[str, Any]], tuple[Sequence[Message], Sequence[int]]]
 """The messages of a row whose text the model reads, and their token ids."""
@@ -50,14 +52,27 @@ def check_rows(
     with torch.device("meta"):
         model = source.empty()
     fits = Fits(model, tokenizer, new_tokens)
-    bad, total = [], 0
+    bad, total, marked = [], 0, []
+    marks = [token for token in tokenizer.all_special_tokens if len(token) > 1]
     for row in rows:
         total += 1
+        where = row.get("_where", f"row {total}")
         try:
-            fits.require(*encode(row))
+            messages, tokens = encode(row)
+            fits.require(messages, tokens)
         except ValueError as error:
-            bad.append(f"{row.get('_where', f'row {total}')}: {error}")
+            bad.append(f"{where}: {error}")
+            continue
+        # A prompt that is text may hold a template's marks on purpose; the content of a message is what somebody said.
+        said = [] if isinstance(row.get("prompt"), str) else [str(message.get("content")) for message in messages]
+        marked += [(where, mark) for mark in marks if any(mark in text for text in said)][:1]
     refuse(bad, total)
+    if marked:
+        where, mark = marked[0]
+        remark(
+            f"{len(marked)} of {total} rows have control tokens in the content of a message, which the model reads as "
+            f"turns: first {where}, {mark!r}"
+        )
 
 
 class Fits:
@@ -72,12 +87,16 @@ class Fits:
         self.tokenizer, self.new_tokens = tokenizer, new_tokens
         self.embeddings = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type]
         self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.bound = rotary_bound(model)
         self.kept: set[str] = set()
         self.doubtful: set[str] = set()
         for name in ("eos_token", "pad_token"):
             token = getattr(tokenizer, f"{name}_id")
             if token is not None and token >= self.embeddings:
-                raise ValueError(f"the {name} has the id {token}, and the model has {self.embeddings} embeddings")
+                raise ValueError(
+                    f"the {name} has the id {token}, and the model has {self.embeddings} embeddings: the tokenizer of "
+                    f"{tokenizer.name_or_path!r} does not fit it"
+                )
 
     def require(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
         """Raise ValueError for tokens that the model cannot read, or a character that the tokenizer drops."""
@@ -96,9 +115,14 @@ class Fits:
                 f"the tokenizer gives the id {largest} ({token!r}), and the model has {self.embeddings} embeddings: "
                 "the tokenizer is of another model"
             )
+        more = f" and {self.new_tokens} are sampled behind" if self.new_tokens else ""
         if self.positions is not None and len(tokens) + self.new_tokens > self.positions:
-            more = f" and {self.new_tokens} are sampled behind" if self.new_tokens else ""
             raise ValueError(f"the row has {len(tokens)} tokens{more}; the model has {self.positions} positions")
+        if self.bound is not None and len(tokens) + self.new_tokens > self.bound:
+            raise ValueError(
+                f"the row has {len(tokens)} tokens{more}; beyond {self.bound} tokens the model chooses its rotary "
+                "frequencies by the longest row of a call, and every row beside it would change"
+            )
 
     def _require_kept(self, text: str) -> None:
         for character in set(text) - self.kept:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_bridge.data.requests import Message, Prompt
 from rl_bridge.data.rows import RESPONSES, response_field, shortened
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.models.templates import rendered, spans
+from rl_bridge.models.templates import rendered, spans, template_of
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
@@ -44,7 +44,11 @@ def messages_of(prompt: Prompt) -> tuple[Message, ...]:
 
 
 def encode_row(
-    tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], *, apply_chat_template: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    *,
+    apply_chat_template: bool = True,
+    to_end: bool = False,
 ) -> Trajectory:
     """The row as if the policy had drawn what the assistant says: the loss counts these tokens, each turn with its end.
 
@@ -52,6 +56,9 @@ def encode_row(
     Messages go through the chat template; each part is encoded once, behind the tokens before. Text gets the
     end-of-sequence token. Without ``apply_chat_template`` contents are concatenated, and each turn of the assistant
     ends with that token.
+
+    With ``to_end`` a conversation ends as the template ends it, with a line's end behind the turn for example, and with
+    nothing else: the tokens that a classifier of transformers is given. Else the last token is the last one drawn.
 
     Raises:
         ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
@@ -85,9 +92,11 @@ def encode_row(
         for text, drawn in spans(tokenizer, messages, row.get("tools")):
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
             add(ids, _length_of_turn(tokenizer, ids) if drawn else 0)
-        if any(mask[-1:]) and tokens[-1] not in tokenizer.all_special_ids:
+        if any(mask[-1:]) and tokens[-1] not in special_ids(tokenizer) and not to_end:
             add([_end(tokenizer)], 1)  # the template ends no turn
-    return _trajectory(tokens, mask, row, messages)
+        if not any(mask) and any(message["role"] == "assistant" for message in messages):
+            raise ValueError(f"{template_of(tokenizer)} writes nothing of what the assistant says: nothing to learn")
+    return _trajectory(tokens, mask, row, messages, to_end=to_end)
 
 
 def encode_completion(
@@ -96,14 +105,18 @@ def encode_completion(
     completion: str | Sequence[Message],
     *,
     apply_chat_template: bool = True,
+    to_end: bool = False,
 ) -> Trajectory:
     """A prompt and one completion of it. The completion's tokens count; what the assistant said before does not.
+
+    ``to_end``: as in ``encode_row``.
 
     Raises:
         ValueError: as ``encode_row`` does.
     """
     said = completion if isinstance(completion, str) else list(completion)
-    row = encode_row(tokenizer, {"prompt": prompt, "response": said}, apply_chat_template=apply_chat_template)
+    made = {"prompt": prompt, "response": said}
+    row = encode_row(tokenizer, made, apply_chat_template=apply_chat_template, to_end=to_end)
     earlier = sum(message["role"] == "assistant" for message in messages_of(prompt))
     if not earlier:
         return row
@@ -147,11 +160,13 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str | 
     return (*prompted, *said), found if alone else None
 
 
-def _trajectory(tokens: list[int], mask: list[bool], row: Mapping[str, Any], messages: tuple) -> Trajectory:
+def _trajectory(
+    tokens: list[int], mask: list[bool], row: Mapping[str, Any], messages: tuple, *, to_end: bool
+) -> Trajectory:
     if True not in mask[1:]:
         raise ValueError(f"the row has no token of the assistant to learn: {shortened(messages)}")
     # What stands behind the last drawn token teaches nothing and costs time.
-    length = len(mask) - mask[::-1].index(True)
+    length = len(mask) if to_end else len(mask) - mask[::-1].index(True)
     tokens, mask = tokens[:length], [False, *mask[1:length]]
     return Trajectory(
         tokens=tuple(tokens),
@@ -168,11 +183,13 @@ def _trajectory(tokens: list[int], mask: list[bool], row: Mapping[str, Any], mes
 def _beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Text at the start of a sequence, with the special tokens that the tokenizer puts before one."""
     ids = _encode(tokenizer, text, "prompt", add_special_tokens=True)
+    begins, ends = ids[:2] == [tokenizer.bos_token_id] * 2, ids[-1:] == [tokenizer.eos_token_id]
+    if not begins and not ends:
+        return ids
     plain = _encode(tokenizer, text, "prompt")
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if bos is not None and ids[:2] == [bos, bos] and plain[:1] == [bos]:
+    if begins and plain[:1] == ids[:1]:
         return plain  # the text has its own
-    return ids[:-1] if ids[-1:] == [eos] and ids[:-1][-len(plain) :] == plain else ids
+    return ids[:-1] if ends and ids[:-1][-len(plain) :] == plain else ids
 
 
 def _encode(
@@ -189,7 +206,7 @@ def _encode(
         if behind and ids and _puts_space(tokenizer, ids[0], text):
             # That space is for a text that begins: encoded behind something, this text begins nothing.
             special: Any = tokenizer.convert_ids_to_tokens(behind[-1])
-            before = special if behind[-1] in tokenizer.all_special_ids else "\n"
+            before = special if behind[-1] in special_ids(tokenizer) else "\n"
             first = tokenizer(before, add_special_tokens=False).input_ids
             ids = tokenizer(before + text, add_special_tokens=False).input_ids[len(first) :]
     except Exception as error:  # the tokenizers library raises bare Exception for a character it does not know
@@ -205,8 +222,14 @@ def _puts_space(tokenizer: PreTrainedTokenizerBase, first: int, text: str) -> bo
 
 def _length_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
     """Tokens of a turn up to its end, as the policy draws them: not the line's end that a template writes behind."""
-    special = set(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     return next((place for place in range(len(ids), 0, -1) if ids[place - 1] in special), len(ids))
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The named special tokens, and those that were added as special under no name: a template's marks may be these."""
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(token for token, about in added.items() if about.special)}
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> int:

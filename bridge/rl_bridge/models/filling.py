@@ -1,6 +1,10 @@
 """Stored tensors into a model that may be sharded: each worker reads its part of each parameter."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +14,8 @@ from transformers import PreTrainedModel
 from rl_bridge.models.stored_tensors import StoredTensors
 from rl_bridge.parallel.moving import part_of
 
-# Rotary frequencies were once stored with the weights.
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+# Rotary frequencies and numbers of positions were once stored with the weights.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 
 
 @torch.no_grad()
@@ -20,7 +24,8 @@ def fill_parameters(model: nn.Module, stored: StoredTensors) -> None:
 
     Raises:
         ValueError: a parameter that nothing is stored for, a stored tensor that the model does not have, another shape,
-            or two tied names stored with different values. Nothing has then been read but tied tensors.
+            or two tied names stored with different values: nothing has then been read but tied tensors. Or weights of
+            a file that are NaN or infinite.
     """
     names = require_fit(model, stored)
     for target, mine in names.items():
@@ -32,30 +37,91 @@ def fill_parameters(model: nn.Module, stored: StoredTensors) -> None:
                 raise ValueError(f"{present[0]!r} and {other!r} are one tensor in the model, but differ where stored")
         local = target.to_local() if isinstance(target, DTensor) else target
         local.copy_(values)
+        file = stored.file_of(present[0])
+        if file is not None and isinstance(target, nn.Parameter):  # a buffer may hold −inf, as masks do
+            require_finite(local, present[0], file)
+
+
+def require_finite(values: Tensor, name: str, file: Path) -> None:
+    """Refuse weights of a file with NaN or infinity, by their least and largest number, which are NaN with any.
+
+    Raises:
+        ValueError: with the tensor, the file and how many there are.
+    """
+    if not values.numel() or not values.is_floating_point():
+        return
+    least, largest = torch.aminmax(values.detach())
+    if torch.isfinite(least) and torch.isfinite(largest):
+        return
+    bad = int((~torch.isfinite(values)).sum())
+    raise ValueError(
+        f"{file}: {name!r} has {bad} of {values.numel()} numbers that are NaN or infinite in {values.dtype}: a model "
+        "with such weights computes nothing; take a copy that is whole"
+    )
 
 
 @torch.no_grad()
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute buffers that are on the meta device, as rotary frequencies, the way transformers itself does.
 
+    Everything else, which may be sharded, keeps its values; so does the global random state.
+
     Raises:
         ValueError: such a buffer that transformers does not compute.
     """
-    for path, module in model.named_modules():
-        names = [n for n in module._non_persistent_buffers_set if n in module._buffers]
-        if not any(getattr(module, name).is_meta for name in names):
-            continue
-        shapes = {name: getattr(module, name) for name in names}
-        results = []
+    wanted = [
+        (f"{path}.{name}" if path else name, module, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
+    ]
+    if not wanted:
+        return
+    results = []
+    with _set_aside(model, {(id(module), name) for _, module, name, _ in wanted}), torch.random.fork_rng(devices=[]):
         for background in (0, 1):  # what nobody computes shows by its background
-            for name, shape in shapes.items():
-                module._buffers[name] = torch.full_like(shape, background, device=device)
-            if not any(True for _ in module.parameters(recurse=False)):  # these would be initialised too
-                model._init_weights(module)
-            results.append({name: getattr(module, name) for name in names})
-        lost = [name for name in names if not torch.equal(results[0][name], results[1][name])]
-        if lost:
-            raise ValueError(f"{path}.{lost[0]} of {type(model).__name__} is not stored, and nothing computes it")
+            for _, module, name, buffer in wanted:
+                module._buffers[name] = torch.full_like(buffer, background, device=device)
+            _initialize(model, model)
+            results.append([getattr(module, name) for _, module, name, _ in wanted])
+    for (path, *_), one, other in zip(wanted, *results, strict=True):
+        if one.is_meta or not torch.equal(one, other):
+            raise ValueError(f"{path} of {type(model).__name__} is not stored, and nothing computes it")
+
+
+def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
+    """Have each module's model initialise the module, after its children, whose buffers it may compute.
+
+    As ``PreTrainedModel.initialize_weights``, which takes a class that FSDP has renamed for code from elsewhere, and
+    then skips what has no parameters of its own.
+    """
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child in module.children():
+        _initialize(child, owner)
+    owner._init_weights(module)
+
+
+@contextmanager
+def _set_aside(model: nn.Module, but: set[tuple[int, str]]) -> Iterator[None]:
+    """Stand-ins without values, which transformers takes for initialised, in place of all tensors of a model.
+
+    ``but``: (id of a module, name) of buffers that stay.
+    """
+    held = []
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and (id(module), name) not in but:
+                    held.append((tensors, name, tensor))
+    try:
+        for tensors, name, tensor in held:
+            empty: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            tensors[name] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+            tensors[name]._is_hf_initialized = True
+        yield
+    finally:
+        for tensors, name, tensor in held:
+            tensors[name] = tensor
 
 
 def _persistent(model: nn.Module) -> set[str]:
@@ -94,5 +160,16 @@ def require_fit(model: nn.Module, stored: StoredTensors) -> dict[Tensor, list[st
             if name in stored.shapes and stored.shapes[name] != tuple(target.shape):
                 raise ValueError(
                     f"{name!r}: the model's shape is {tuple(target.shape)}, stored is {stored.shapes[name]}"
+                    + _sizes(model)
                 )
     return names
+
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def _sizes(model: nn.Module) -> str:
+    """What the configuration says of shapes: one of its numbers is not that of the stored weights."""
+    config = getattr(model, "config", None)
+    sizes = [f"{name}={size}" for name in _SIZES if isinstance(size := getattr(config, name, None), int)]
+    return f"; the model's config has {', '.join(sizes)}" if sizes else ""

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.atomic import replacing
 from rl_bridge.data.rows import RESPONSES
 from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.reading import tokenizer_in
 from rl_bridge.models.source import ModelSource, PretrainedSource
 from rl_bridge.models.tiny import TinySource
 
@@ -44,10 +45,7 @@ def load_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     """A model's tokenizer, with a pad token. Raises ValueError where there is none, or none with an eos_token."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no model can be loaded from {name!r}: {error}") from error
+    tokenizer = tokenizer_in(name)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {name!r} has no eos_token")
     if tokenizer.pad_token_id is None:

@@ -1,6 +1,8 @@
 """LoRA: a frozen base model from any source, and small adapters that are trained in its place."""
 
 import math
+import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,17 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from rl_bridge.models.filling import require_finite
+from rl_bridge.models.lora_targets import ALL_LINEAR, Targets, targets_of
 from rl_bridge.models.source import ModelSource, device_of
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from rl_bridge.parallel.moving import materialize, part_of
+from rl_bridge.weights.parts import local
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 _ADAPTER = "default"
+_FACTOR = re.compile(rf"\.lora_(embedding_)?[AB]\.{_ADAPTER}(?=\.|$)")
 _FILE = "adapter_model.safetensors"
-# What an adapter's effect depends on besides its tensors and its target modules, which its tensors name.
+_PATCHING = threading.Lock()
+# What an adapter's effect depends on besides its tensors and its targets, which its tensors name.
 _DECIDES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "bias", "fan_in_fan_out")
 _DECIDES += ("modules_to_save", "rank_pattern", "alpha_pattern")
 
@@ -30,16 +38,20 @@ _DECIDES += ("modules_to_save", "rank_pattern", "alpha_pattern")
 class LoRASource:
     """A peft model around the model of ``source``: W + scaling · B A, with W frozen and A, B trainable in float32.
 
-    scaling is alpha / rank, or alpha / √rank with ``use_rslora``. B starts at zero, so that the model begins as its
-    base. Its weights travel merged, or as an adapter with ``sync_weights(..., adapter=True)``.
+    scaling is alpha / rank, or alpha / √rank with ``use_rslora``. B starts at zero (of embeddings A), so that the model
+    begins as its base. Its weights travel merged, or as an adapter with ``sync_weights(..., adapter=True)``.
     """
 
     source: ModelSource
     """Of the base model."""
     rank: int
     alpha: float
-    target_modules: str | Sequence[str] = "all-linear"
-    """Ends of module names, or "all-linear": every linear layer but the output embeddings."""
+    target_modules: str | Sequence[str] = ALL_LINEAR
+    """Ends of the names of modules, and of weights with their module's name: "q_proj", "experts.down_proj".
+
+    "all-linear" is every linear layer but the output embeddings, what chooses or weighs the experts of a mixture, and
+    layers whose weight the model's code reads itself. Experts that lie in one stack are no layers: they are named.
+    """
     use_rslora: bool = False
     adapter: str | None = None
     """Folder in peft's format that A and B are read from. None draws A from ``seed``, the same on every layout."""
@@ -55,13 +67,21 @@ class LoRASource:
 
         Raises:
             ImportError: peft is not installed.
-            ValueError: the base model has no such target modules.
+            ValueError: the base model has no such targets, or an adapter there would not act as it will merged.
         """
         peft, base = _peft(), self.source.empty()
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        targets = targets_of(base, self.target_modules)
+        config = self._config(base, targets)
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _targets_as_they_are():
             # peft asks transformers under the property's old name.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            model = peft.get_peft_model(base, self._config(base), adapter_name=_ADAPTER)
+            # peft corrects the option for each layer that it adapts, where a model has both kinds.
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
+            model = peft.get_peft_model(base, config, adapter_name=_ADAPTER)
+        tuner = model.base_model
+        adapted = {*tuner.targeted_module_names, *tuner.targeted_parameter_names}
+        if adapted != {*targets.modules, *targets.parameters}:
+            raise ValueError(f"peft adapted other weights than those asked for: {adapted} for {targets}")
         return model.eval()
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
@@ -75,51 +95,92 @@ class LoRASource:
             materialize(model, device)
         with _without_adapters(model) as base:
             self.source.load(base, device)
-        names = {name: p for name, p in model.named_parameters() if f".{_ADAPTER}." in name and ".lora_" in name}
-        values = self._drawn(names) if self.adapter is None else self._stored(names)
+        names = {name: p for name, p in model.named_parameters() if _FACTOR.search(name)}
+        values = self._drawn(names) if self.adapter is None else self._stored(model, names)
         with torch.no_grad():
             for name, value in values:
                 target = names[name]
                 (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
 
-    def _config(self, base: PreTrainedModel | None = None) -> "LoraConfig":
-        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+    def _config(self, base: PreTrainedModel, targets: Targets) -> "LoraConfig":
+        modules = dict(base.named_modules())
         return _peft().LoraConfig(
             # peft asks a model of this kind how it generates, which a value model does not.
-            task_type="CAUSAL_LM" if base is None or base.can_generate() else None,
+            task_type="CAUSAL_LM" if base.can_generate() else None,
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
-            target_modules=targets,
+            target_modules=targets.modules,
+            target_parameters=targets.parameters or None,
             use_rslora=self.use_rslora,
+            # GPT-2's layers hold their weights as [inputs, outputs].
+            fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in targets.modules),
         )
 
     def _drawn(self, names: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
-        """peft's own start: A uniform in ±1/√inputs, B zero. Each A is drawn whole, in the order of the names."""
+        """peft's own start, one factor zero; the others are drawn whole, in the order of the names.
+
+        A is uniform in ±1/√inputs and B zero; of embeddings A is zero and B normal.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         for name, parameter in names.items():
             whole = torch.zeros(parameter.shape, device="cpu")
             if ".lora_A." in name:
                 torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            if ".lora_embedding_B." in name:
+                torch.nn.init.normal_(whole, generator=generator)
             yield name, whole[part_of(parameter)]
 
-    def _stored(self, names: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stored(
+        self, model: PreTrainedModel, names: dict[str, torch.nn.Parameter]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the folder, under peft's names, which do not have the adapter's own name."""
         folder = Path(self.adapter or "")
         if not (folder / _FILE).is_file():
             raise ValueError(f"{folder} has no {_FILE}")
+        own: Any = model.peft_config
         mine, found = (
             {name: config.to_dict().get(name) for name in _DECIDES}
-            for config in (self._config(), _peft().PeftConfig.from_pretrained(str(folder)))
+            for config in (own[_ADAPTER], _peft().PeftConfig.from_pretrained(str(folder)))
         )
         if other := {name: found[name] for name in _DECIDES if (found[name] or None) != (mine[name] or None)}:
             wanted = {name: mine[name] for name in other}
             raise ValueError(f"the adapter in {folder} has {other}, and this source {wanted}")
         stored = SafetensorsFolder(_names_in(folder / _FILE))
-        wanted = {name.replace(f".{_ADAPTER}.", "."): tuple(parameter.shape) for name, parameter in names.items()}
+        # peft writes embeddings that have an adapter themselves, too.
+        base = {name: p for name, p in model.named_parameters() if name in stored.shapes and "base_layer" in name}
+        wanted = {_stored_name(name): tuple(parameter.shape) for name, parameter in (names | base).items()}
         if wrong := sorted(set(wanted.items()) ^ set(stored.shapes.items())):
             raise ValueError(f"the adapter in {folder} does not fit the model: {len(wrong)} differ, first {wrong[:2]}")
+        for name, parameter in base.items():
+            held = local(parameter)
+            if not torch.equal(held, stored.read(name, part_of(parameter)).to(held)):
+                raise ValueError(f"the adapter in {folder} belongs to another base model: its {name} differs")
         for name, parameter in names.items():
-            yield name, stored.read(name.replace(f".{_ADAPTER}.", "."), part_of(parameter))
+            values = stored.read(_stored_name(name), part_of(parameter)).to(parameter.dtype)
+            require_finite(values, _stored_name(name), folder / _FILE)
+            yield name, values
+
+
+def _stored_name(name: str) -> str:
+    return _FACTOR.sub(lambda factor: factor.group().removesuffix(f".{_ADAPTER}"), name)
+
+
+@contextmanager
+def _targets_as_they_are() -> Iterator[None]:
+    """Keep peft from taking the targets of a mixture for those of transformers 4.
+
+    There "gate_proj" was a layer of each expert. peft would adapt the stacks of experts and the routers instead, and
+    leave out the dense layers of that name.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    with _PATCHING:
+        kept = conversion.convert_peft_config_for_transformers
+        conversion.convert_peft_config_for_transformers = lambda *args, **kwargs: None
+        try:
+            yield
+        finally:
+            conversion.convert_peft_config_for_transformers = kept
 
 
 def _peft() -> Any:

@@ -34,7 +34,7 @@ def smollm2_file() -> Path:
 def smollm2_tokenizer() -> PreTrainedTokenizerBase:
     """The tokenizer, with the chat template."""
     path = smollm2_file()
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     # The GGUF reader drops the first half of the original's pre-tokenizer: every digit is a token of its own.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -67,7 +67,7 @@ class SmolLM2Source:
     def empty(self) -> LlamaForCausalLM:
         """The structure, from the file's own description."""
         path = smollm2_file()
-        config: Any = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config: Any = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         config.pad_token_id, config.dtype = PADDING_ID, torch.float32
         model = LlamaForCausalLM(config).float()
         model.generation_config.pad_token_id = PADDING_ID

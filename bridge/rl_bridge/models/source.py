@@ -1,17 +1,20 @@
 """Where a model comes from: its structure first, on any device, and its weights later, each worker its own part."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from huggingface_hub import snapshot_download
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from rl_bridge.models.conversion import ConvertedTensors
 from rl_bridge.models.filling import fill_computed_buffers, fill_parameters, require_fit
 from rl_bridge.models.kinds import require_causal, require_floats
+from rl_bridge.models.reading import config_of, folder_of, made
 from rl_bridge.models.stored_tensors import SafetensorsFolder, StoredTensors, TensorsInHand
 from rl_bridge.parallel.moving import materialize
 
@@ -41,43 +44,73 @@ class PretrainedSource:
 
     name: str
 
+    def __post_init__(self) -> None:
+        """A relative path is one from here, wherever the process is when the weights are read."""
+        object.__setattr__(self, "_place", Path(self.name).absolute())
+
     def empty(self) -> PreTrainedModel:
         """As ``AutoModelForCausalLM`` makes it. Raises ValueError where there is no model of that name."""
         folder = self.folder()
-        try:
-            config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no model can be loaded from {self.name!r}: {error}") from error
+        config = config_of(self.name, folder)
         require_causal(config, self.name)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = made(
+            self.name,
+            lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False),
+        )
         if (folder / "generation_config.json").is_file():
             with torch.device("cpu"):
-                model.generation_config = GenerationConfig.from_pretrained(folder)
+                model.generation_config = made(self.name, lambda: GenerationConfig.from_pretrained(folder))
+            _require_stop_tokens(model, folder / "generation_config.json")
         return model.eval()
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Read the files. Raises ValueError where there are none, or where they do not fit the model."""
-        fill(model, self._stored(model), device)
+        stored = self.stored()
+        with _named(self.name):
+            fill(model, stored, device)
 
     def check(self, model: PreTrainedModel) -> None:
         """What ``load`` would raise for names, shapes and types, from the headers of the files alone."""
-        require_fit(model, self._stored(model))
+        stored = self.stored()
+        with _named(self.name):
+            require_fit(model, stored)
 
-    def _stored(self, model: PreTrainedModel) -> SafetensorsFolder:
-        stored = SafetensorsFolder.of_folder(self.folder())
+    def stored(self) -> ConvertedTensors:
+        """The tensors of the files under the model's names.
+
+        Raises:
+            ValueError: there are no files, their weights are codes, or transformers' conversion does not take them.
+        """
+        with torch.device("meta"):
+            plain = self.empty()  # the model to be filled may be sharded, or its head may be missing
+        stored = ConvertedTensors(SafetensorsFolder.of_folder(self.folder()), plain)
         # A buffer may be of whole numbers.
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)} & stored.dtypes.keys()
+        parameters = {name for name, _ in plain.named_parameters(remove_duplicate=False)} & stored.dtypes.keys()
         require_floats({name: stored.dtypes[name] for name in parameters}, self.name)
         return stored
 
     def folder(self) -> Path:
         """Where the files are; those of a hub id are downloaded first, if they are not here already."""
-        if Path(self.name).is_dir():
-            return Path(self.name)
-        try:
-            return Path(snapshot_download(self.name, allow_patterns=["*.json", "*.safetensors"]))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no model can be loaded from {self.name!r}: {error}") from error
+        place: Path = self._place  # type: ignore[attr-defined]
+        return folder_of(str(place) if place.is_dir() else self.name)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say of which model's files an error tells."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _require_stop_tokens(model: PreTrainedModel, file: Path) -> None:
+    """Refuse ids that no token has: a completion would never end with one."""
+    ids: Any = getattr(model.generation_config, "eos_token_id", None)
+    embeddings = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type]
+    for token in [ids] if isinstance(ids, int) else ids or ():
+        if not 0 <= token < embeddings:
+            raise ValueError(f"{file}: eos_token_id {token} is no token of the model, which has {embeddings}")
 
 
 class StateSource:
@@ -89,7 +122,9 @@ class StateSource:
 
     def empty(self) -> PreTrainedModel:
         """The same class and configuration."""
-        model = type(self.model)(copy.deepcopy(self.model.config)).float()
+        model = type(self.model)(copy.deepcopy(self.model.config))
+        for parameter in model.parameters():  # and no buffer: a constant that a family keeps in less stays rounded
+            parameter.data = parameter.data.float()
         model.generation_config = copy.deepcopy(self.model.generation_config)
         return model.eval()
 

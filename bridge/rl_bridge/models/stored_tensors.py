@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -23,6 +23,10 @@ class StoredTensors(Protocol):
         """That part of the tensor, on the CPU."""
         ...
 
+    def file_of(self, name: str) -> Path | None:
+        """The file that the tensor, or the first of those that it is made from, is in. None: it is in no file."""
+        ...
+
 
 class TensorsInHand:
     """A state dictionary whose tensors are whole."""
@@ -36,13 +40,16 @@ class TensorsInHand:
         """A view of that part."""
         return self.tensors[name].detach()[index]
 
+    def file_of(self, name: str) -> None:
+        """In none."""
+
 
 class SafetensorsFolder:
     """The safetensors files of a folder: ``model.safetensors``, or several with an index."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         """``files``: of each tensor's name."""
-        self._open: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in set(files.values())}
+        self._open: dict[Path, Any] = {path: _opened(path) for path in set(files.values())}
         self._files = files
         self.shapes = {name: tuple(self._slice(name).get_shape()) for name in files}
         self.dtypes: dict[str, str] = {name: self._slice(name).get_dtype() for name in files}
@@ -52,21 +59,25 @@ class SafetensorsFolder:
     def of_folder(cls, folder: Path) -> "SafetensorsFolder":
         """Raises ValueError where the folder has no safetensors, or an index names what no file holds."""
         if (folder / INDEX).is_file():
-            named = json.loads((folder / INDEX).read_text())["weight_map"]
-            files = {name: folder / file for name, file in named.items()}
+            files = {name: folder / file for name, file in _weight_map(folder / INDEX).items()}
         elif (folder / ONE_FILE).is_file():
-            with safe_open(folder / ONE_FILE, framework="pt") as opened:
-                files = dict.fromkeys(opened.keys(), folder / ONE_FILE)
+            return cls.of_file(folder / ONE_FILE)
         else:
             raise ValueError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
         for path in set(files.values()):
             if not path.is_file():
                 raise ValueError(f"{folder / INDEX} names {path.name}, which is not there")
-            with safe_open(path, framework="pt") as opened:
+            with _opened(path) as opened:
                 lost = sorted({name for name, file in files.items() if file == path} - set(opened.keys()))
             if lost:
                 raise ValueError(f"{path} lacks {len(lost)} tensors of its index, the first: {lost[0]!r}")
         return cls(files)
+
+    @classmethod
+    def of_file(cls, path: Path) -> "SafetensorsFolder":
+        """One file, whatever its name."""
+        with _opened(path) as opened:
+            return cls(dict.fromkeys(opened.keys(), path))
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Read these bytes alone; ``bytes_read`` counts them."""
@@ -74,5 +85,30 @@ class SafetensorsFolder:
         self.bytes_read += part.nbytes
         return part
 
+    def file_of(self, name: str) -> Path:
+        """One of those that are open."""
+        return self._files[name]
+
     def _slice(self, name: str) -> Any:
         return self._open[self._files[name]].get_slice(name)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor → file beside the index: a name that leads elsewhere is refused."""
+    try:
+        named = json.loads(index.read_text("utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{index} has no weight_map that can be read: {type(error).__name__}: {error}") from error
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise ValueError(f"{index}: weight_map must have a file's name for each tensor")
+    for file in named.values():
+        if not file or file in (".", "..") or Path(file).name != file:
+            raise ValueError(f"{index} names {file!r}, which is no file's name in its own folder")
+    return named

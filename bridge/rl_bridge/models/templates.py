@@ -1,6 +1,6 @@
 """A conversation as text, message by message: a chat template must only add to what the model has already seen."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.requests import Message
+from rl_bridge.models.bounded import TooMuch, bounded
 
 ADVICE = (
     "train with apply_chat_template=false, which concatenates the contents, or with a --chat-template FILE of your own "
@@ -45,11 +46,14 @@ def use_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
         ValueError: as ``read_template``; or the text is no Jinja, with the line.
     """
     tokenizer.chat_template = read_template(file)
+    tokenizer.template_file = str(file)
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        _bounded(tokenizer, lambda: tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False))
     except TemplateSyntaxError as error:
         raise ValueError(f"the chat template {file}, line {error.lineno}: {error.message}") from error
-    except (TemplateError, TypeError):
+    except TooMuch:
+        raise
+    except Exception:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
         return  # it may refuse these words: the rows' own are rendered one by one
 
 
@@ -66,25 +70,36 @@ def rendered(
         ValueError: the tokenizer has no chat template, or the template refuses the messages: with its words.
     """
     if not tokenizer.chat_template:
+        name = f"the tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "this tokenizer"
         raise ValueError(
-            "chat messages need a model with a chat template, and this tokenizer has none; "
+            f"chat messages need a model with a chat template, and {name} has none; "
             "--chat-template FILE gives it one, apply_chat_template=false concatenates the contents"
         )
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=None if tools is None else list(tools),
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
+        text = _bounded(
+            tokenizer,
+            lambda: tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else list(tools),
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            ),
         )
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
-            f"{template_of(tokenizer)} refuses messages of the roles {roles}: {error}; "
+            f"{template_of(tokenizer)} refuses messages of the roles {roles}: {_said(error)}; "
             "change the messages, or apply_chat_template=false concatenates the contents"
         ) from error
     assert isinstance(text, str)
     return text
+
+
+def _bounded(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> str:
+    """A tokenizer may have several templates: the limits are those of all."""
+    templates = tokenizer.chat_template
+    text = "\n".join(templates.values()) if isinstance(templates, Mapping) else templates
+    return bounded(render, text, template_of(tokenizer))
 
 
 def spans(
@@ -116,8 +131,16 @@ def spans(
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """The template's name in an error message: of which tokenizer."""
+    if (file := getattr(tokenizer, "template_file", None)) is not None:
+        return f"the chat template {file}"
     name = tokenizer.name_or_path
     return f"the chat template of {name!r}" if name else f"the chat template of this {type(tokenizer).__name__}"
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"
+    return str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
 
 
 def _cause(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from rl_bridge.models.reading import config_of, made
 from rl_bridge.models.source import ModelSource, PretrainedSource, device_of
 from rl_bridge.parallel.moving import materialize, part_of
 from rl_bridge.weights.source import is_peft
@@ -30,7 +31,7 @@ class ValueSource:
     """Of a causal language model without adapters."""
     seed: int | None = None
     pad_token: int | None = None
-    """For the configuration of a model that names none: transformers needs it to find the last token of a row."""
+    """For the configuration, in place of its own: transformers reads a row's score before such tokens at its end."""
 
     def empty(self) -> PreTrainedModel:
         """The model with the configuration of ``source``'s.
@@ -43,12 +44,15 @@ class ValueSource:
             raise ValueError("the trunk of a value model is plain: put LoRASource around ValueSource")
         config = copy.deepcopy(base.config)
         config.num_labels = 1
-        if config.pad_token_id is None:
-            config.pad_token_id = self.pad_token
+        if self.pad_token is not None:
+            config.get_text_config().pad_token_id = self.pad_token
         try:
-            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            model = scorer_of(config)
         except ValueError as error:
-            raise ValueError(f"there is no value model of the family {config.model_type!r}: {error}") from error
+            raise ValueError(
+                f"there is no value model of the family {config.model_type!r}: transformers has no "
+                "*ForSequenceClassification of it; take a model of another family as critic or reward model"
+            ) from error
         return with_head(model).eval()
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
@@ -96,14 +100,23 @@ class PretrainedValueSource(PretrainedSource):
             ValueError: there is no such model, or its head has more numbers than one.
         """
         folder = self.folder()
-        try:
-            config = AutoConfig.from_pretrained(folder)
-            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no value model can be loaded from {self.name!r}: {error}") from error
-        if config.num_labels != 1:
-            raise ValueError(f"a value model has one label, that in {self.name!r} has {config.num_labels}")
+        config = config_of(self.name, folder)
+        require_one_label(config, self.name)
+        model = made(self.name, lambda: scorer_of(config))
         return with_head(model).eval()
+
+
+def scorer_of(config: Any) -> PreTrainedModel:
+    """As ``AutoModelForSequenceClassification`` makes it, in float32."""
+    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def require_one_label(config: Any, name: str) -> None:
+    """Raise ValueError for another head than one number; transformers gives a language model's two labels."""
+    if config.num_labels != 1:
+        language = any("CausalLM" in kind for kind in config.architectures or ())
+        hint = ": it is a language model, and `rl-fn train reward-model` makes a reward model of it" if language else ""
+        raise ValueError(f"a value model has one label, that in {name!r} has {config.num_labels}{hint}")
 
 
 def with_head(model: PreTrainedModel) -> PreTrainedModel:

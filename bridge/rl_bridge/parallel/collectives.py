@@ -45,13 +45,29 @@ class Concatenate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.width, ctx.start = part.shape[-1], dist.get_rank(group) * part.shape[-1]
-        parts = [
-            torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, -1)
+        return _side_by_side(part, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient.narrow(-1, ctx.start, ctx.width).contiguous(), None
+
+
+class Split(torch.autograd.Function):
+    """This rank's equal part of the last axis of a value that all ranks have; the gradients are put side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, width = group, whole.shape[-1] // dist.get_world_size(group)
+        return whole.narrow(-1, dist.get_rank(group) * width, width).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _side_by_side(gradient, ctx.group), None
+
+
+def _side_by_side(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, -1)

@@ -9,6 +9,7 @@ document's last token lies another document, and a token's neighbour may be on a
 rank holds its own part of the packed row, and every rank gets all rows back.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,7 +84,8 @@ class Documents:
         if padding:
             pieces.append(_Piece((), 0, padding, None))
         sizes = [piece.stop - piece.start for piece in pieces]
-        self.plan = AttentionPlan(segments_of(sizes, [piece.prefix for piece in pieces]), self.device, self.group)
+        self.segments = segments_of(sizes, [piece.prefix for piece in pieces])
+        self.plan = AttentionPlan(self.segments, self.device, self.group)
         self.batch_rows, self.longest = len(lengths), max((lengths[row] for row in rows), default=0)
 
         of_ranks = [torch.cat([torch.arange(*span) for span in held(sum(sizes), r, ranks)]) for r in range(ranks)]
@@ -111,6 +113,26 @@ class Documents:
             "attention_mask": None,
             "use_cache": False,
             "attention_plan": self.plan,
+        }
+
+    @property
+    def boundaries(self) -> dict[str, Any]:
+        """Where documents begin, in the words of layers that keep states: only such layers read them.
+
+        Some read ``seq_idx``, others ``cu_seq_lens_q``; some none, and are wrong. A document that another continues, or
+        that lies on several ranks, has no words there.
+        """
+        starts = [0, *(segment.stop for segment in self.segments)]
+        edges = torch.tensor(starts, dtype=torch.int32, device=self.device)
+        lengths = edges[1:] - edges[:-1]
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device=self.device).repeat_interleave(lengths)
+        longest = max(stop - start for start, stop in itertools.pairwise(starts))
+        return {
+            "seq_idx": numbers[None],
+            "cu_seq_lens_q": edges,
+            "cu_seq_lens_k": edges,
+            "max_length_q": longest,
+            "max_length_k": longest,
         }
 
     def take(self, values: torch.Tensor) -> torch.Tensor:

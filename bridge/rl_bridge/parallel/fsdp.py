@@ -1,5 +1,6 @@
 """Fully sharded data parallelism (FSDP2): ZeRO-3, ZeRO-2, replicated groups of shards, one worker alone."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> N
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     # A transformers model takes token ids, which no cast may touch, and per-token numbers that must stay exact.
     cast_root = not isinstance(without_peft(model), PreTrainedModel)
-    for module in [*layers_of(model), model]:
+    places = _places(model)
+    # FSDP has one group for a parameter: what a layer shares with others stays in the rest, as do tied embeddings.
+    alone = [layer for layer in layers_of(model) if all(places[p] == count for p, count in _places(layer).items())]
+    for module in [*reversed(alone), model]:  # a layer within a layer first
         root = module is model
         policy = MixedPrecisionPolicy(
             param_dtype=config.param_dtype,
@@ -42,11 +46,22 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> N
             module.set_force_sum_reduction_for_comms(True)
 
 
+def _places(module: nn.Module) -> Counter[nn.Parameter]:
+    """In how many places of the module each parameter is."""
+    return Counter(p for part in module.modules() for p in part._parameters.values() if p is not None)
+
+
 def reshard(model: nn.Module) -> None:
     """Free all gathered weights: the parameters are then the sharded ones, whatever ran before."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def forget_pass(model: nn.Module) -> None:
+    """Begin anew after a pass that raised in its middle: else the next one would reduce no gradients."""
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
 
 
 def fsdp_parameters(model: nn.Module) -> list[Any]:

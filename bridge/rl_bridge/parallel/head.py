@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,13 @@ from transformers import PreTrainedModel
 
 from rl_bridge.parallel.fsdp import fsdp_parameters, reshard_without_backward
 from rl_bridge.parallel.layers import without_peft
-from rl_kernels import TokenLogprobs, linear_logprobs, linear_policy_loss
+from rl_bridge.weights.source import is_peft
+from rl_kernels import TokenLogprobs, linear_logprobs, linear_policy_loss, logits_logprobs
 
 _METHOD = "_token_logprobs_of_targets"
+
+HeadKind = Literal["linear", "logits"]
+"""Log-probabilities from hidden states and the output embeddings, or from the logits of the model's own forward."""
 
 
 class HeadOptions(NamedTuple):
@@ -44,7 +48,8 @@ def head_options(model: PreTrainedModel) -> HeadOptions:
     if scaling:
         # Granite and MiniCPM divide by it, HyperCLOVA X multiplies.
         scale *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
-    return HeadOptions(scale, getattr(config, "final_logit_softcapping", None))
+    caps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+    return HeadOptions(scale, next((cap for cap in caps if cap), None))
 
 
 def head_of(model: PreTrainedModel) -> Head:
@@ -57,14 +62,18 @@ def head_of(model: PreTrainedModel) -> Head:
     if module is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings: it is no causal language model")
     weight, bias = module.weight, getattr(module, "bias", None)
-    if not isinstance(weight, DTensor):
-        return Head(weight, bias, 0, None)
-    if any(record.sharded_param is weight for record in fsdp_parameters(model)):
+    if isinstance(weight, DTensor) and any(record.sharded_param is weight for record in fsdp_parameters(model)):
         # Gathered here, its gradient would be that of this rank's batch alone: FSDP must do it, and sum.
         raise ValueError(
             "FSDP has not gathered the output embeddings: call the model's own token_logprobs after "
             "fuse_linear_logprobs(model), fully_shard(model), register_fsdp_forward_method(model, 'token_logprobs')"
         )
+    if is_peft(model):
+        from rl_bridge.weights.lora import effective_weight
+
+        weight = effective_weight(module)
+    if not isinstance(weight, DTensor):
+        return Head(weight, bias, 0, None)
     mesh = weight.device_mesh
     if weight.placements != (Shard(0),):
         return Head(weight.full_tensor(), bias.full_tensor() if isinstance(bias, DTensor) else bias, 0, None)
@@ -83,6 +92,7 @@ def token_logprobs(
     mask: Tensor | None = None,
     allowed_tokens: Tensor | None = None,
     backend: str | None = None,
+    head: HeadKind = "linear",
     **forward_kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of ``targets[b, t]`` after ``ids[b, : t + 1]``, and the entropy there; the logits never exist.
@@ -100,6 +110,8 @@ def token_logprobs(
         mask: bool ``[B, T]``; where False nothing is computed beyond the hidden state, and results are 0.
         allowed_tokens: ids that a truncated sampler allowed, ``[B, T, S]``, with −1 for shorter sets.
         backend: of ``rl_kernels.linear_logprobs``.
+        head: "logits" for a model that does more to hidden states than a product, a scale and a cap: its own forward
+            gives the logits then, all at once.
         **forward_kwargs: of the model: attention_mask, position_ids, …
 
     Returns:
@@ -109,7 +121,7 @@ def token_logprobs(
         ValueError: a softcap for a model that has its own, a model without output embeddings.
     """
     options = {"temperature": temperature, "softcap": softcap, "mask": mask}
-    options |= {"allowed_tokens": allowed_tokens, "backend": backend}
+    options |= {"allowed_tokens": allowed_tokens, "backend": backend, "head": head}
     gathering = getattr(model, _METHOD, None)
     if gathering is None:
         found = of_targets(model, ids, targets, options, forward_kwargs)
@@ -155,14 +167,17 @@ def of_targets(
     Without ``rows`` the targets may be shorter than ``ids``.
     """
     options = dict(options)
-    loss, rows = options.pop("loss", None), options.pop("rows", None)
+    loss, rows, kind = (options.pop(name, None) for name in ("loss", "rows", "head"))
     inner = cast(PreTrainedModel, without_peft(model))
     scale, own = head_options(inner)
     if options["softcap"] is not None and own is not None:
         raise ValueError(
             f"{type(model).__name__} caps its logits at {own}: it takes no softcap of {options['softcap']} besides"
         )
-    trunk = inner.base_model(input_ids=ids, **{"use_cache": False, **forward_kwargs})
+    forward_kwargs = {"use_cache": False, **forward_kwargs}
+    if kind == "logits":
+        return _of_logits(inner, ids, targets, options, forward_kwargs)
+    trunk = inner.base_model(input_ids=ids, **forward_kwargs)
     hidden = trunk.last_hidden_state[:, : targets.shape[1]] if rows is None else rows(trunk.last_hidden_state)
     weight, bias, start, group = head_of(model)
     kind = hidden.device.type
@@ -177,6 +192,16 @@ def of_targets(
         return total.clone(), metrics
     found = linear_logprobs(hidden, weight, targets, **options)
     # FSDP2 hangs its hook on what leaves here, and warns of views: a change in place would go round it.
+    return TokenLogprobs(*(value.clone() for value in found))
+
+
+def _of_logits(
+    inner: PreTrainedModel, ids: Tensor, targets: Tensor, options: dict[str, Any], forward_kwargs: dict[str, Any]
+) -> TokenLogprobs:
+    """The same from the model's own logits, [B, T, V], which have its scale and its cap."""
+    # Not a call: FSDP's hooks of the root have run.
+    logits = inner.forward(input_ids=ids, **forward_kwargs).logits[:, : targets.shape[1]]
+    found = logits_logprobs(logits, targets, **{name: value for name, value in options.items() if name != "backend"})
     return TokenLogprobs(*(value.clone() for value in found))
 
 

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl_bridge.executors.world import alone
+
 if TYPE_CHECKING:
     from rl_bridge.engines.mesh import Mesh
     from rl_bridge.executors.host import Host
@@ -41,14 +43,13 @@ def make_mesh(host: "Host", slots: Sequence[int], layout: "Mesh") -> DeviceMesh 
     everyone = host.group(tuple(slots))
     assert everyone is not None
     rank_of = dict(zip(slots, dist.get_process_group_ranks(everyone), strict=True))
-    alone = _alone()
 
     def mesh_of(grid: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
         place = (grid == host.slot).nonzero()[0].tolist()
         groups: list[ProcessGroup] = []
         for dim in range(len(names)):
             line = grid[tuple(slice(None) if d == dim else i for d, i in enumerate(place))].tolist()
-            groups.append(host.group(tuple(line)) or alone)
+            groups.append(host.group(tuple(line)) or alone())
         ranks = torch.tensor([rank_of[slot] for slot in grid.flatten().tolist()]).view(grid.shape)
         return DeviceMesh.from_group(groups, host.device.type, ranks, mesh_dim_names=names)
 
@@ -72,11 +73,4 @@ def one_rank_mesh(device_type: str) -> DeviceMesh:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo" if device_type == "cpu" else None, store=store, rank=0, world_size=1)
     ranks = torch.tensor([dist.get_rank()]).view(1, 1, 1)
-    return DeviceMesh.from_group([_alone()] * 3, device_type, ranks, mesh_dim_names=MODEL_DIMS)
-
-
-def _alone() -> ProcessGroup:
-    """A group of this process, for the dimensions of size 1."""
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    assert isinstance(group, ProcessGroup)
-    return group
+    return DeviceMesh.from_group([alone()] * 3, device_type, ranks, mesh_dim_names=MODEL_DIMS)

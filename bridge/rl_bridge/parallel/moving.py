@@ -10,9 +10,10 @@ from rl_bridge.weights.meta_parameters import replace_parameters
 
 
 def materialize(model: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
-    """Give every parameter an uninitialised tensor on ``device``, sharded ones their share; returns old → new.
+    """Give parameters on "meta" uninitialised tensors on ``device``, sharded ones their share; returns old → new.
 
-    With "meta" the memory is freed. Parameters that FSDP offloads go to the host instead of ``device``.
+    With ``device`` "meta" the memory of all parameters is freed. Those that FSDP offloads go to the host instead of
+    ``device``.
     """
     reshard(model)
     records = fsdp_parameters(model)

@@ -1,96 +1,146 @@
-"""Tensor parallelism: the matrices of a layer cut over ranks that work on the same rows."""
+"""Tensor parallelism: the matrices of a layer cut over ranks that work on the same rows, by transformers' plans."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.collectives import Concatenate, SumGradients, SumValues
+from rl_bridge.parallel import styles
+from rl_bridge.parallel.styles import CUTS, EXPERTS, SharedInput
+from rl_bridge.parallel.tensor_plans import FAMILIES, WHOLE, plan_of
 from rl_bridge.weights.source import is_peft
 
-# Their attention and MLP use their input for cut matrices alone, which the sum of the input's gradients relies on.
-FAMILIES = ("llama", "qwen2", "qwen3")
+_ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.")
+_HEADS = re.compile(r"(\w+_)?num_(\w+_)?(attention|key_value)_heads(_per_layer)?")
+
+
+class _Cut(NamedTuple):
+    """What a plan names: a module, or a parameter by itself."""
+
+    name: str
+    target: Any
+    style: str
 
 
 def cut_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the layers' matrices by transformers' own plan, embedding and head by the vocabulary; all in place.
+    """Cut the layers' matrices by their plan, embedding and head by the vocabulary; all in place.
 
-    Cut parameters become DTensors over ``mesh``. A vocabulary that the ranks do not divide stays whole on each of them.
+    Cut parameters become DTensors over ``mesh``, each rank with a rectangle. Of a mixture's experts each rank holds
+    equally many, whole. A vocabulary that the ranks do not divide stays whole on each of them.
 
     Args:
-        model: a Llama, Qwen2 or Qwen3, or a module that holds one; on the meta device or with its weights.
+        model: of one of ``FAMILIES``, or a module that holds such a model; on the meta device or with its weights.
         mesh: the dimension "tensor" of a model's mesh.
 
     Raises:
-        ValueError: another model, or one with LoRA adapters; attention heads, key-value heads or widths that the ranks
-            do not divide.
+        ValueError: another model, one with LoRA adapters, or with parameters that its plan does not know; attention
+            heads, key-value heads, rows, columns or experts that the ranks do not divide. Nothing is cut then.
     """
     if is_peft(model):
         raise ValueError(f"LoRA adapters have no tensor-parallel plan: train them with tensor=1, not {mesh.size()}")
-    found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.base_model is m]
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no tensor-parallel plan; there are plans for {', '.join(FAMILIES)}"
-        )
-    for trunk in found:
-        _check_sizes(trunk, mesh.size())
-    heads = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
-    tied = [_is_tied(holder) for holder in heads]
-    for trunk in found:
-        _cut_layers(trunk, mesh)
-        _cut_embedding(trunk, mesh)
-    for holder, was_tied in zip(heads, tied, strict=True):
-        _cut_head(holder, mesh, tied=was_tied)
+    trunks = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.base_model is m]
+    if not trunks:
+        raise ValueError(_no_plan(model))
+    plans = [_cuts(trunk, mesh.size()) for trunk in trunks]
+    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
+    tied = [_is_tied(holder) for holder in holders]
+    # A head that is more than a matrix stays whole, and so does the embedding whose weights it has.
+    matrices = [type(holder.get_output_embeddings()) is nn.Linear for holder in holders]
+    whole = [h.get_input_embeddings() for h, t, matrix in zip(holders, tied, matrices, strict=True) if t and not matrix]
+    for trunk, cuts in zip(trunks, plans, strict=True):
+        _cut_layers(trunk, cuts, mesh)
+        if trunk.get_input_embeddings() not in whole:
+            _cut_embedding(trunk, mesh)
+    for holder, was_tied, matrix in zip(holders, tied, matrices, strict=True):
+        if matrix:
+            _cut_head(holder, mesh, tied=was_tied)
 
 
-def _check_sizes(trunk: PreTrainedModel, ranks: int) -> None:
-    config = trunk.config
-    if config.model_type not in FAMILIES or not config.base_model_tp_plan:
-        raise ValueError(
-            f"{type(trunk).__name__} has no tensor-parallel plan; there are plans for {', '.join(FAMILIES)}"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % ranks:
-            raise ValueError(
-                f"{type(trunk).__name__}: {name} is {getattr(config, name)}, which {ranks} tensor ranks do not divide"
-            )
+def _no_plan(model: nn.Module) -> str:
+    return f"{type(model).__name__} has no tensor-parallel plan; there are plans for {', '.join(sorted(FAMILIES))}"
 
 
-def _cut_layers(trunk: PreTrainedModel, mesh: DeviceMesh) -> None:
-    group, sharing, plan = mesh.get_group(), set(), trunk.config.base_model_tp_plan or {}
-    for name, module in list(trunk.named_modules()):
-        style = plan.get(re.sub(r"\.\d+\.", ".*.", name))
-        if style == "colwise":
-            _cut(module, mesh, {"weight": 0, "bias": 0})
-            _run(module, _columns)
-            sharing.add(name.rpartition(".")[0])
-        elif style == "rowwise":
-            _cut(module, mesh, {"weight": 1})
-            _run(module, partial(_rows, group=group))
-        elif style == "replicated_with_grad_allreduce":
-            _run(module, partial(_shared, group=group, forward=module.forward))
-        elif style == "embedding_rowwise" and module is trunk.get_input_embeddings():
+def _cuts(trunk: PreTrainedModel, ranks: int) -> list[_Cut]:
+    """All cuts of a model without its head; raises ValueError where one of them is impossible."""
+    if trunk.config.model_type not in FAMILIES:
+        raise ValueError(_no_plan(trunk))
+    cuts = list(_planned(trunk))
+    for name, size in [*_heads(trunk, cuts), *_sizes(cuts)]:
+        if size % ranks:
+            raise ValueError(f"{type(trunk).__name__}: {name} is {size}, which {ranks} tensor ranks do not divide")
+    _require_known_parameters(trunk, cuts)
+    return cuts
+
+
+def _planned(trunk: PreTrainedModel) -> Iterator[_Cut]:
+    plan = plan_of(trunk.config)
+    for name, target in [*trunk.named_modules(), *trunk.named_parameters()]:
+        generic = re.sub(r"\.\d+(?=\.)", ".*", name)
+        style = plan.get(generic)
+        if style is None or plan.get(generic.rpartition(".")[0]) == EXPERTS:
+            continue  # experts are cut by their number, not each of them
+        if style == "embedding_rowwise" and target is trunk.get_input_embeddings():
             continue  # ``_cut_embedding`` does, tied or not; some versions of transformers name it where it is tied
-        elif style is not None:
+        if style not in (CUTS.keys() | {EXPERTS} if isinstance(target, nn.Module) else {"colwise"}):
             raise ValueError(f"{type(trunk).__name__}: the plan's style {style!r} for {name} is not known")
-    for name in sharing:
-        # One sum for all matrices that read the input, instead of one each.
-        hook = partial(_sum_input_gradients, group=group)
-        trunk.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+        yield _Cut(name, target, style)
+
+
+def _heads(trunk: PreTrainedModel, cuts: list[_Cut]) -> Iterator[tuple[str, int]]:
+    """The numbers of heads that the ranks must divide: a width that they divide may still cut through a head."""
+    if any(cut.style == "colwise" and _ATTENTION.search(cut.name) for cut in cuts):
+        for name, value in trunk.config.to_dict().items():
+            if _HEADS.fullmatch(name):
+                yield from ((name, heads) for heads in (value if isinstance(value, list) else [value]) if heads)
+
+
+def _sizes(cuts: list[_Cut]) -> Iterator[tuple[str, int]]:
+    for name, target, style in cuts:
+        if style == EXPERTS:
+            yield f"the number of experts of {name}", target.num_experts
+        elif not isinstance(target, nn.Module):
+            yield f"the length of {name}", len(target)
+        else:
+            for parameter, dim in CUTS[style].items():
+                if getattr(target, parameter, None) is not None:
+                    side = "columns" if dim else "rows"
+                    yield f"the number of {side} of {name}.{parameter}", getattr(target, parameter).shape[dim]
+
+
+def _require_known_parameters(trunk: PreTrainedModel, cuts: list[_Cut]) -> None:
+    """Raises ValueError for a parameter of which the plan does not say whether it works on a cut activation."""
+    planned = {cut.name for cut in cuts}
+    for reader in {cut.name.rpartition(".")[0] for cut in cuts if cut.style == "colwise"}:
+        for name, _ in trunk.get_submodule(reader).named_parameters(reader):
+            holders = {name[: dot.start()] for dot in re.finditer(r"\.", name)}
+            if not planned & (holders | {name}) and not any(holder.rpartition(".")[2] in WHOLE for holder in holders):
+                raise ValueError(f"{type(trunk).__name__}: the tensor-parallel plan does not know {name}")
+
+
+def _cut_layers(trunk: PreTrainedModel, cuts: list[_Cut], mesh: DeviceMesh) -> None:
+    inputs: dict[str, SharedInput] = {}
+    for name, target, style in cuts:
+        holder, _, own = name.rpartition(".")
+        parent = trunk.get_submodule(holder)
+        if isinstance(target, nn.Module):
+            if holder not in inputs:
+                inputs[holder] = SharedInput(parent, mesh.get_group())
+            rotary = getattr(trunk.config, "qk_rope_head_dim", 0)
+            styles.apply_style(style, target, mesh, inputs[holder], rotary)
+        else:
+            styles.cut_parameters(parent, mesh, {own: 0})
+            styles.run(parent, partial(styles.with_local_parameters, forward=parent.forward))
 
 
 def _cut_embedding(trunk: PreTrainedModel, mesh: DeviceMesh) -> None:
     embedding: Any = trunk.get_input_embeddings()
     if embedding.weight.shape[0] % mesh.size() == 0:
-        _cut(embedding, mesh, {"weight": 0})
-        _run(embedding, partial(_embed, group=mesh.get_group()))
+        styles.cut_parameters(embedding, mesh, {"weight": 0})
+        styles.run(embedding, partial(styles.embed, group=mesh.get_group(), forward=embedding.forward))
 
 
 def _is_tied(model: Any) -> bool:
@@ -103,66 +153,5 @@ def _cut_head(model: PreTrainedModel, mesh: DeviceMesh, *, tied: bool) -> None:
         return
     if tied:
         head.weight = model.get_input_embeddings().weight
-    _cut(head, mesh, {"weight": 0, "bias": 0})
-    _run(head, partial(_logits, group=mesh.get_group()))
-
-
-def _cut(module: nn.Module, mesh: DeviceMesh, dims: dict[str, int]) -> None:
-    """Replace parameters by DTensors that are cut along a dimension; every rank has the whole value already."""
-    for name, dim in dims.items():
-        parameter = getattr(module, name, None)
-        if parameter is not None and not isinstance(parameter, DTensor):
-            cut = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
-            setattr(module, name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-
-
-def _run(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = partial(forward, module)
-
-
-def _local(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _columns(module: Any, x: Tensor) -> Tensor:
-    """This rank's outputs."""
-    return functional.linear(x, _local(module.weight), _local(module.bias))  # pyright: ignore[reportArgumentType]
-
-
-def _rows(module: Any, x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """All outputs, of which this rank's inputs make a part."""
-    total = SumValues.apply(functional.linear(x, module.weight.to_local()), group)
-    return total if module.bias is None else total + module.bias
-
-
-def _shared(module: Any, *args: Any, group: dist.ProcessGroup, forward: Callable[..., Any]) -> Any:
-    """A module whose whole parameters work on this rank's heads."""
-    whole = dict(module._parameters)
-    module._parameters.update({name: SumGradients.apply(p, group) for name, p in whole.items() if p is not None})
-    try:
-        return forward(*args)
-    finally:
-        module._parameters.update(whole)
-
-
-def _sum_input_gradients(module: nn.Module, args: Any, kwargs: Any, *, group: dist.ProcessGroup) -> Any:
-    if "hidden_states" in kwargs:
-        return args, kwargs | {"hidden_states": SumGradients.apply(kwargs["hidden_states"], group)}
-    return (SumGradients.apply(args[0], group), *args[1:]), kwargs
-
-
-def _embed(module: Any, ids: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Vectors of the tokens whose rows this rank holds, zero for the others; summed over the ranks."""
-    weight = module.weight.to_local()
-    local = ids - dist.get_rank(group) * len(weight)
-    others = (local < 0) | (local >= len(weight))
-    padding = None if module.padding_idx is None else module.padding_idx - dist.get_rank(group) * len(weight)
-    if padding is not None and not 0 <= padding < len(weight):
-        padding = None
-    mine = functional.embedding(local.masked_fill(others, 0), weight, padding)
-    return SumValues.apply(mine.masked_fill(others[..., None], 0.0), group)
-
-
-def _logits(module: Any, hidden: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Logits of the whole vocabulary on every rank."""
-    return Concatenate.apply(_columns(module, SumGradients.apply(hidden, group)), group)
+    styles.cut_parameters(head, mesh, {"weight": 0, "bias": 0})
+    styles.run(head, partial(styles.logits, group=mesh.get_group()))

@@ -30,6 +30,25 @@ def token_values(model: PreTrainedModel, ids: Tensor, **forward_kwargs: Any) -> 
     return values
 
 
+def scored_places(model: PreTrainedModel, ids: Tensor, lengths: Tensor) -> Tensor:
+    """Where the classifiers of transformers read a row's score: at its last token that is not the model's padding.
+
+    Args:
+        model: whose configuration names the pad token. Without one it is the last token.
+        ids: [B, T], rows with padding of any kind on the right.
+        lengths: [B] tokens of each row.
+
+    Returns:
+        [B]; 0 of a row of padding alone.
+    """
+    places = torch.arange(ids.shape[1], device=ids.device)
+    counted = places < lengths[:, None]
+    pad = model.config.get_text_config().pad_token_id
+    if pad is not None:
+        counted = counted & (ids != pad)
+    return (places * counted).amax(1)
+
+
 def of_ids(model: PreTrainedModel, ids: Tensor, forward_kwargs: dict[str, Any]) -> Tensor:
     """What ``token_values`` does once the weights are gathered."""
     inner: Any = without_peft(model)

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import InferenceEngine
+from rl_bridge.messages import given
 from rl_bridge.rewards import Rewards
 from rl_bridge.rollout.asynchronous.admission import Admission
 from rl_bridge.rollout.asynchronous.rollout_pump import Pace
@@ -41,12 +42,19 @@ class AsynchronousOptions:
 
     def __post_init__(self) -> None:
         """Refuse what does not go together."""
-        if self.max_staleness < 0 or min(self.tokens_beside or 1, self.round_tokens, self.rollout_workers or 1) < 1:
-            raise ValueError(f"counts must be ≥ 1 and max_staleness ≥ 0, got {self}")
+        counts = (self.tokens_beside, self.round_tokens, self.rollout_workers)
+        if self.max_staleness < 0 or any(count is not None and count < 1 for count in counts):
+            raise ValueError(
+                "counts must be ≥ 1 and max_staleness ≥ 0, got "
+                f"{given(self, 'max_staleness', 'tokens_beside', 'round_tokens', 'rollout_workers')}"
+            )
         if not self.on:
             others = [name for name in ("partial", "tokens_beside", "request_seconds") if getattr(self, name)]
             if others or not self.deterministic or self.window > 1:
-                raise ValueError(f"without max_staleness nothing runs ahead, got {self}")
+                raise ValueError(
+                    "without max_staleness nothing runs ahead, got "
+                    f"{given(self, 'partial', 'tokens_beside', 'request_seconds', 'deterministic', 'window')}"
+                )
         elif self.deterministic and self.window > 1:
             raise ValueError("a window lets prompts pass each other as they come: it needs deterministic=False")
         else:

@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
+from rl_bridge.data.arithmetic import arithmetic_rows
 from rl_bridge.data.examples import Example, examples_of
 from rl_bridge.data.pairs import Comparison, read_comparisons
 from rl_bridge.models.checks import check_rows
 from rl_bridge.models.encoding import encode_completion
 from rl_bridge.models.source import ModelSource
-from rl_bridge.pipelines.training import TrainingOptions, load_model
+from rl_bridge.pipelines.training import TrainingOptions, load_model, remark_on_shared, split
 from rl_bridge.tracking.fingerprints import of_rows
-from rl_bridge.trainers.modules.comparison_loss import UNMATCHED, ComparisonLoss
+from rl_bridge.tracking.options import require_used
+from rl_bridge.trainers.modules.comparison_loss import REWARD_LOSSES, UNMATCHED, ComparisonLoss
 from rl_bridge.trainers.preference import PreferenceConfig
 from rl_bridge.trainers.reward_model import RewardModelConfig
 
@@ -38,6 +39,11 @@ class ComparisonOptions(TrainingOptions):
         if (self.epochs is not None and not self.epochs > 0) or (self.max_length is not None and self.max_length < 2):
             raise ValueError(f"need epochs > 0 and max_length ≥ 2, got {self.epochs} and {self.max_length}")
 
+    def require_steps(self, config: PreferenceConfig | RewardModelConfig, part: str) -> None:
+        """Refuse a number of steps beside the number of epochs."""
+        if self.epochs is not None:
+            require_used(config, ("steps",), f"beside --epochs {self.epochs}", part=part)
+
     def steps_for(self, rows: int, config: PreferenceConfig | RewardModelConfig) -> int:
         """Updates for so many rows: the configured steps, or what the epochs take, the last one rounded up."""
         return config.steps if self.epochs is None else math.ceil(self.epochs * rows / config.rows_per_step)
@@ -49,6 +55,8 @@ class ComparisonData:
 
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
+    templated: bool
+    """Whether the chat template has rendered any of the rows."""
     pad_token_id: int
     examples: list[Example]
     held_out: list[Example]
@@ -68,6 +76,7 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     return ComparisonData(
         source=source,
         tokenizer=tokenizer,
+        templated=options.apply_chat_template and any(_has_roles(row) for part in parts for row in part),
         pad_token_id=tokenizer.pad_token_id,
         examples=examples,
         held_out=held_out,
@@ -75,13 +84,19 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     )
 
 
+def _has_roles(row: Comparison) -> bool:
+    return not all(isinstance(text, str) for text in (row.prompt, *row.completions))
+
+
 def load_comparisons(options: ComparisonOptions) -> tuple[list[Comparison], list[Comparison]]:
     """Rows to train on and rows held out."""
     rows = addition() if options.data is None else read_comparisons(options.data)
     if options.eval_data is not None:
-        return rows, read_comparisons(options.eval_data)
+        held_rows = read_comparisons(options.eval_data)
+        remark_on_shared(*((repr(replace(row, where="")) for row in part) for part in (rows, held_rows)))
+        return rows, held_rows
     named = [{"prompt": row.prompt, "row": row} for row in rows]
-    train, held_out = split_rows(named, options.held_out, options.seed)
+    train, held_out = split(options, named)
     return [row["row"] for row in train], [row["row"] for row in held_out]
 
 
@@ -101,9 +116,9 @@ def addition() -> list[Comparison]:
 def fingerprints_of(
     options: ComparisonOptions, train: Sequence[Comparison], held_out: Sequence[Comparison]
 ) -> dict[str, str]:
-    """Of the rows, wherever they were read from, and of the chat template."""
+    """Of the rows, wherever they were read from, of the model and of the chat template."""
     parts = ([{**vars(row), "where": ""} for row in rows] for rows in (train, held_out))
-    return {"data": of_rows(*parts)} | options.template_fingerprint()
+    return {"data": of_rows(*parts)} | options.fingerprints()
 
 
 def load_model_for(
@@ -129,7 +144,9 @@ def encoded(
     Raises:
         ValueError: all rows are too long; or as ``examples_of`` and ``check_rows`` do.
     """
-    encode = partial(encode_completion, tokenizer, apply_chat_template=options.apply_chat_template)
+    # A reward is read where a classifier of transformers reads it: at the end of what the template writes.
+    to_end = loss.name in REWARD_LOSSES
+    encode = partial(encode_completion, tokenizer, apply_chat_template=options.apply_chat_template, to_end=to_end)
     examples = examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)
     longest = math.inf if options.max_length is None else options.max_length
     kept = [example for example in examples if max(len(t.tokens) for t in example.completions) <= longest]

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import rl_fn
+from rl_bridge.messages import given
 from rl_bridge.trainers.policy_inputs.controlled import Coefficients, Controlled, constraint
 from rl_fn import Objective, components
 
@@ -101,8 +102,9 @@ def controlled(
         ValueError: see ``ControlOptions.controller``.
     """
     for name, options in (("KL", kl), ("entropy", entropy)):
-        if options.kind is None and options != ControlOptions():
-            raise ValueError(f"{name} control has options and no kind: {options}")
+        if options.kind is None and options != (default := ControlOptions()):
+            changed = given(options, *(n for n, value in vars(options).items() if value != getattr(default, n)))
+            raise ValueError(f"{name} control has options and no kind: {changed}")
     terms: dict[str, Controlled] = {}
     if kl.kind is not None:
         if objective.kl is None and objective.reward_kl is None:

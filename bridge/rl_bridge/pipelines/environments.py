@@ -17,12 +17,14 @@ from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.models.source import ModelSource
 from rl_bridge.models.turns import TurnTemplate
 from rl_bridge.rewards import RewardOptions, Rewards, load
+from rl_bridge.rewards.sources import named
 from rl_bridge.rollout.asynchronous.talks import Talking
 from rl_bridge.rollout.conversation import Limits
 from rl_bridge.rollout.inprocess import stop_tokens
-from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.tracking.options import MAY_CHANGE, require_used
 from rl_bridge.trainers.policy_config import SamplingOptions
 from rl_bridge.trainers.policy_inputs.sampling import Complete, completions
+from rl_bridge.user_files import content_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,20 @@ class EnvironmentOptions(RewardOptions):
     answer takes longer than ``environment_timeout``. 0: threads, which nothing can end while Python code loops."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that leave no turn."""
+        """Refuse limits that leave no turn, and what nothing would read."""
+        super().__post_init__()
         if self.max_turns < 1 or not self.environment_timeout > 0 or self.environment_processes < 0:
             raise ValueError(
                 "need max_turns ≥ 1, environment_timeout > 0 and environment_processes ≥ 0, got "
                 f"{self.max_turns}, {self.environment_timeout} and {self.environment_processes}"
             )
+        if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
+            raise ValueError(f"max_trajectory_tokens must be at least 1, got {self.max_trajectory_tokens}")
+        if self.environment is None:
+            names = ("max_turns", "max_trajectory_tokens", "environment_timeout", "environment_processes")
+            require_used(self, names, "without --environment")
+            if any(rest == "environment" for _, rest in map(named, self.reward)):
+                raise ValueError("the reward environment is what --environment gives, and there is none")
 
     def rewards(self) -> Rewards:
         """The named rewards, or the environment's own."""
@@ -106,11 +116,11 @@ class EnvironmentOptions(RewardOptions):
             processes=self.environment_processes,
         )
 
-    def fingerprints(self) -> dict[str, str]:
-        """The environment's text, which a resumed run compares."""
+    def environment_fingerprint(self) -> dict[str, str]:
+        """Of the environment's file and what it imports, which a resumed run compares."""
         if self.environment is None:
             return {}
-        path = Path(self.environment.rpartition(":")[0])
-        text = path.read_bytes() if path.is_file() else self.environment.encode()
-        name = self.environment.rpartition(":")[2]
-        return {"environment": hashlib.sha256(name.encode() + b"\0" + text).hexdigest()[:16]}
+        file, _, name = self.environment.rpartition(":")
+        path = Path(file)
+        content = content_of(path) if path.is_file() else self.environment
+        return {"environment": hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:16]}

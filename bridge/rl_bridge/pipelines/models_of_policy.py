@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.models.loading import pretrained
@@ -29,6 +30,18 @@ def critic_source(
     trunk = source if warm is None else PretrainedSource(str(warm))
     pad = tokenizer.pad_token_id
     return ValueSource(trunk, pad_token=pad if isinstance(pad, int) else None)
+
+
+def require_critic(options: CriticOptions) -> None:
+    """Refuse a folder that is no value model, before a run begins.
+
+    Raises:
+        ValueError: no such model, another head, or weights that do not fit.
+    """
+    if options.model is not None:
+        source = PretrainedValueSource(options.model)
+        with torch.device("meta"):
+            source.check(source.empty())
 
 
 def teacher_source(name: str, tokenizer: PreTrainedTokenizerBase) -> ModelSource:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 
 import rl_fn
+from rl_bridge.messages import given
 from rl_bridge.pipelines.terms import AggregationOptions, CorrectionOptions, EntropyOptions, KLOptions, with_terms
 from rl_fn import components
 
@@ -34,7 +35,14 @@ class ObjectiveOptions:
         shared = {option.name for option in fields(ObjectiveOptions)}
         constants = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in shared}
         terms = {name: getattr(self, name) for name in ("kl", "entropy", "correction", "aggregation")}
-        objective = with_terms(getattr(rl_fn.recipes, self.algorithm)(**constants), terms)
+        try:
+            objective = with_terms(getattr(rl_fn.recipes, self.algorithm)(**constants), terms)
+        except ValueError as error:
+            # A constant may have another name in the part of the objective that refuses its value.
+            defaults = {option.name: option.default for option in fields(self)}
+            if changed := [name for name, value in constants.items() if value != defaults[name]]:
+                raise ValueError(f"{error} ({self.algorithm} with {given(self, *changed)})") from error
+            raise
         if self.dynamic_sampling is not None:
             sampling = objective.dynamic_sampling or components.DynamicSampling()
             objective = objective.replace(dynamic_sampling=sampling if self.dynamic_sampling else None)

@@ -1,5 +1,6 @@
 """Where a pipeline's engines live: options of the command line, and the engines themselves, one function each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Self, TypeVar
@@ -18,6 +19,8 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.rollouts import RolloutOptions
 from rl_bridge.session import current_executor, init
 from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.tracking.run import Run
+from rl_bridge.tracking.signals import remarks, tell
 from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import PolicyModule
@@ -41,6 +44,13 @@ class MeshOptions:
     sequence: int = 1
     """Workers that the tokens of the same rows are cut over."""
 
+    def __post_init__(self) -> None:
+        """Refuse an axis without a rank."""
+        for axis in ("replicate", "shard", "tensor", "sequence"):
+            ranks = getattr(self, axis)
+            if ranks is not None and ranks < 1:
+                raise ValueError(f"every axis of a mesh has at least one rank, got {axis} {ranks}")
+
     def of(self, workers: int) -> Mesh:
         """The mesh of ``workers`` workers.
 
@@ -54,7 +64,8 @@ class MeshOptions:
         shard = max(1, workers // others) if self.shard is None else self.shard
         mesh = Mesh(replicate=self.replicate, shard=shard, tensor=self.tensor, sequence=self.sequence)
         if mesh.size != workers:
-            raise ValueError(f"{mesh} is of {mesh.size} workers, and there are {workers}")
+            shape = " × ".join(f"{name} {size}" for name, size in vars(mesh).items())
+            raise ValueError(f"the mesh of {shape} is of {mesh.size} workers, and there are {workers}")
         return mesh
 
 
@@ -70,6 +81,7 @@ class PlacementOptions:
 
     def start(self) -> Executor:
         """The executor of the run. Under torchrun it is made in rank 0 alone: the other ranks serve until it ends."""
+        remarks()  # of a run that ended before it had a record
         if self.executor == "auto" and self.workers is None:
             return current_executor()
         return init(None if self.executor == "auto" else self.executor, workers=self.workers)
@@ -93,7 +105,7 @@ class Engines:
         source: ModelSource,
         parallel: ParallelConfig,
         *,
-        run: str,
+        run: str = "",
         trained: ModelSource | None = None,
         take_turns: bool = False,
     ) -> None:
@@ -108,6 +120,10 @@ class Engines:
         self.rollout_workers: int | None = None
         """Slots that the rollout has to itself. None: it is in every slot, and so is all else."""
         self._made: list[Engine] = []
+        self.notes: list[str] = []
+        """Of the engines made so far: where rows lie otherwise than asked for, and why."""
+        self.tell: Callable[[str], None] = tell
+        """Gets each of the notes once."""
         self._turns = Turns() if take_turns else None
 
     def __enter__(self) -> Self:
@@ -117,6 +133,10 @@ class Engines:
         for engine in self._made:
             if engine.slots:
                 engine.release()
+
+    def serve(self, run: Run) -> None:
+        """Make the engines of this run, which gets their notes: before it there is nothing to make."""
+        self._run, self.tell = run.folder.name, run.note
 
     def supervised(self, optimizer: OptimizerConfig, *, updates: int, scoring: ScoringConfig) -> TrainEngine:
         """The engine of the warm start."""
@@ -190,6 +210,10 @@ class Engines:
         engine = TrainEngine(factory, executor=self.executor, name=f"{self._run}/{name}")
         alone = [made for made in self._made if self.rollout_workers and isinstance(made, InferenceEngine)]
         self._made.append(engine.build(mesh=self.mesh, not_colocate_with=alone))
+        for note in engine.call("notes"):
+            if note not in self.notes:
+                self.notes.append(note)
+                self.tell(note)
         return self._taking_turns(engine)
 
     def _taking_turns(self, engine: AnEngine) -> AnEngine:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rl_fn
 from rl_bridge.atomic import write_json
+from rl_bridge.data.rows import answered_row, policy_row
 from rl_bridge.data.stream import RowStream
 from rl_bridge.executors import Executor
 from rl_bridge.memory.profiler import profiled
@@ -20,7 +21,7 @@ from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.asynchronous import AsynchronousOptions
 from rl_bridge.pipelines.control import ControlOptions, controlled
 from rl_bridge.pipelines.environments import EnvironmentOptions
-from rl_bridge.pipelines.models_of_policy import CriticOptions, critic_source, teacher_source
+from rl_bridge.pipelines.models_of_policy import CriticOptions, critic_source, require_critic, teacher_source
 from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm
 from rl_bridge.pipelines.rollouts import RolloutOptions
 from rl_bridge.pipelines.training import (
@@ -30,10 +31,12 @@ from rl_bridge.pipelines.training import (
     load_rows,
     prepare_processes,
 )
+from rl_bridge.plots import spared
 from rl_bridge.rewards import Reward, Rewards, load
+from rl_bridge.rewards.sources import named
 from rl_bridge.tracking.fingerprints import of_rows
 from rl_bridge.tracking.intervals import confidence_interval
-from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.tracking.options import MAY_CHANGE, require_used
 from rl_bridge.tracking.run import open_run
 from rl_bridge.trainers.evaluation import Evaluator, evaluate
 from rl_bridge.trainers.modules.fused import require_token_local
@@ -42,6 +45,7 @@ from rl_bridge.trainers.policy import train_policy
 from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.policy_inputs.archive import Archive
 from rl_bridge.trainers.policy_inputs.completion_log import CompletionLog
+from rl_bridge.trainers.policy_inputs.controlled import Coefficients
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, require_objective
 from rl_bridge.trainers.policy_inputs.sampling import Complete, Sampler
 from rl_bridge.trainers.sft import WarmStart, train_sft
@@ -72,14 +76,15 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     fused_loss: bool = False
     """The head computes each logit once in an update, not twice: for losses in which no token reads another one."""
     track_kl: bool = True
-    """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass."""
+    """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass. It is
+    of the completions that an update computes, which without a KL or entropy term are those with an advantage."""
     samples_every: int = field(default=10, metadata=MAY_CHANGE)
     """Steps from one line of completions.jsonl to the next, 0 for none: what ``rl-fn report`` shows of each token."""
     samples_kept: int = field(default=4, metadata=MAY_CHANGE)
     """Completions of each such step that are kept."""
 
     def __post_init__(self) -> None:
-        """Refuse a policy that the completions were not sampled from."""
+        """Refuse a policy that the completions were not sampled from, and what nothing would read."""
         super().__post_init__()
         EnvironmentOptions.__post_init__(self)
         if self.samples_every < 0 or self.samples_kept < 1:
@@ -103,7 +108,35 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
                 "rollouts that run ahead of training have --asynchronous.request-seconds and no limits of a step, got "
                 f"{self.rollout.budget()}"
             )
+        if self.asynchronous.on and self.policy.sampling_rounds > 1:
+            raise ValueError(
+                "rollouts that run ahead of training do not go with --policy.sampling-rounds "
+                f"{self.policy.sampling_rounds}: rewards would decide what may be drawn ahead"
+            )
         self.asynchronous.admission(self.policy)
+        if not self.samples_every:
+            require_used(self, ("samples_kept",), "with --samples-every 0")
+        objective = self.objective_and_coefficients()[0]
+        require_objective(objective, self.policy)
+        if objective.value is None:
+            names = [option.name for option in fields(self.critic)]
+            require_used(self.critic, names, f"with {objective.name}, which has no critic", part="critic")
+        if "teacher_logprobs" not in objective.required_rollout_fields:
+            require_used(self, ("teacher",), f"with {objective.name}, which learns from no teacher")
+        elif self.teacher is None:
+            raise ValueError(f"{objective.name} learns from a teacher: give --teacher MODEL")
+
+    def objective_and_coefficients(self) -> tuple[rl_fn.Objective, Coefficients]:
+        """The objective with its terms, and what sets their coefficients from step to step."""
+        return controlled(self.objective.build(), self.kl_control, self.entropy_control, self.completions)
+
+    def models(self) -> dict[str, str | None]:
+        """The critic's and the teacher's besides."""
+        return super().models() | {"critic's model": self.critic.model, "teacher": self.teacher}
+
+    def fingerprints(self) -> dict[str, str]:
+        """The environment's besides."""
+        return super().fingerprints() | self.environment_fingerprint()
 
     @property
     def completions(self) -> int:
@@ -132,14 +165,9 @@ def run_policy(pipeline: PolicyPipeline) -> dict[str, Any]:
 def prepare(pipeline: PolicyPipeline, executor: Executor) -> rl_fn.Objective:
     """Threads and seeds of the processes, and the objective: what comes before a model is made."""
     prepare_processes(pipeline, executor)
-    objective, _ = controlled(
-        pipeline.objective.build(), pipeline.kl_control, pipeline.entropy_control, pipeline.completions
-    )
-    require_objective(objective, pipeline.policy)
+    objective, _ = pipeline.objective_and_coefficients()
     if pipeline.fused_loss:
         require_token_local(objective)
-    if "teacher_logprobs" in objective.required_rollout_fields and pipeline.teacher is None:
-        raise ValueError(f"{objective.name} learns from a teacher: give --teacher MODEL")
     return objective
 
 
@@ -157,24 +185,24 @@ def train_and_evaluate(
     rewards = reward if isinstance(reward, Rewards) else load(reward)
     rewards.try_on(train_rows, tokenizer)
     environment = pipeline.environments()
-    folder = pipeline.folder()
     # What the rows and the reward are, wherever their files lie now.
-    fingerprints = (
-        {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint}
-        | pipeline.fingerprints()
-        | pipeline.template_fingerprint()
-    )
+    fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
     drawing = pipeline.asynchronous.rollout_workers
     mesh = pipeline.mesh.of(len(executor.slots) - (drawing or 0))
-    engines = pipeline.engines(executor, mesh, source, folder.name)
+    engines = pipeline.engines(executor, mesh, source)
     engines.rollout_workers = drawing
     pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
     assert isinstance(pad, int)
     config = pipeline.policy
     objective, coefficients = controlled(objective, pipeline.kl_control, pipeline.entropy_control, pipeline.completions)
     teacher = None if pipeline.teacher is None else teacher_source(pipeline.teacher, tokenizer)
-    with closing(rewards), engines, open_run(folder, pipeline, fingerprints) as run, ExitStack() as running:
+    if objective.value is not None:
+        require_critic(pipeline.critic)
+    pipeline.rollout.factory(source, tokenizer, sleep=pipeline.offload == "phases")  # refuses what cannot be here
+    with closing(rewards), engines, open_run(pipeline, fingerprints) as run, ExitStack() as running:
         running.enter_context(profiled(run, executor, pipeline.memory))
+        engines.serve(run)
+        folder = run.folder
         run.keep_best("held_out")
         rollout = engines.rollout(tokenizer, pipeline.rollout)
         # Supervision has the data's own distribution for a target, which has no temperature.
@@ -185,10 +213,10 @@ def train_and_evaluate(
         train_sft(run, supervised, stream, lambda row: encode_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
         supervised.sync_weights(rollout)
         complete = pipeline.complete(rollout, environment)
-        before = run.cached_result("before", lambda: evaluate_both(complete, held_out, rewards, config))
+        before = run.cached_result("before", lambda: evaluate_both(complete, held_out, rewards, config, pipeline.seed))
         # The default reward is 1 or 0; the mean of another one is no accuracy.
-        named = "reward" if pipeline.reward or pipeline.environment else "accuracy"
-        run.print(f"held-out {named} before reinforcement learning: {before['greedy']['reward']:.3f}")
+        what = "reward" if pipeline.reward or pipeline.environment else "accuracy"
+        run.print(f"held-out {what} before reinforcement learning: {before['greedy']['reward']:.3f}")
         if not (folder / "samples.json").exists():
             write_samples(folder, before=before)
 
@@ -234,7 +262,7 @@ def train_and_evaluate(
             sampler,
             objective,
             config,
-            evaluator=Evaluator(complete, rewards, held_out, config, archive),
+            evaluator=Evaluator(complete, rewards, held_out, config, archive, seed=pipeline.seed),
             coefficients=coefficients,
             completions=CompletionLog(
                 folder,
@@ -246,16 +274,17 @@ def train_and_evaluate(
             seed=pipeline.seed,
         )
         if archive is not None:
-            archive.draw()
+            with spared("pareto.png"):
+                archive.draw()
         policy.sync_weights(rollout)  # a run resumed after its last step has made none
-        after = evaluate_both(complete, held_out, rewards, config)
+        after = evaluate_both(complete, held_out, rewards, config, pipeline.seed)
         save_pretrained(folder / "model", policy, tokenizer)
         if run.load_best({"policy": policy}) is not None:
             save_pretrained(folder / "best", policy, tokenizer)
         write_samples(folder, before=before, after=after)
         accuracy = before["greedy"]["reward"], after["greedy"]["reward"]
         summary = {
-            "result": "held-out {} {:.2f} → {:.2f}".format(named, *accuracy),
+            "result": "held-out {} {:.2f} → {:.2f}".format(what, *accuracy),
             "accuracy_before": before["greedy"]["reward"],
             "accuracy_after": after["greedy"]["reward"],
             "gain": confidence_interval(after["greedy"]["scores"], before["greedy"]["scores"]),
@@ -265,7 +294,7 @@ def train_and_evaluate(
             "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
             "objective": objective.explain(),
-            **common_summary(pipeline, source),
+            **common_summary(pipeline, source, engines),
         }
         run.finish(summary)
     return summary
@@ -278,12 +307,13 @@ def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]]) -> Non
 
 
 def evaluate_both(
-    complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig
+    complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig, seed: int
 ) -> dict[str, dict[str, Any]]:
     """Completions of held-out prompts, greedy and at the temperature of training."""
+    options: dict[str, Any] = {"scalar": config.scalar, "seed": seed}
     temperatures = {"sampled": config.sampling.temperature, "greedy": 0.0}
     found = {
-        name: evaluate(complete, rows, rewards, config.sampling, temperature=temperature, scalar=config.scalar)
+        name: evaluate(complete, rows, rewards, config.sampling, temperature=temperature, **options)
         for name, temperature in temperatures.items()
     }
     return {"greedy": found["greedy"], "sampled": found["sampled"]}
@@ -291,6 +321,7 @@ def evaluate_both(
 
 def rows_of(pipeline: PolicyPipeline) -> tuple[list[dict], list[dict]]:
     """Rows to train on and rows held out."""
-    answered = not (pipeline.reward or pipeline.environment) or pipeline.sft.steps
-    fields = ("prompt", "answer") if answered else ("prompt",)
-    return load_rows(pipeline, fields)
+    sources = pipeline.reward or (() if pipeline.environment else ("exact",))
+    compared = "exact" in [source for _, source in map(named, sources)]
+    fields = ("prompt", "answer") if compared or pipeline.sft.steps else ("prompt",)
+    return load_rows(pipeline, fields, answered_row if compared else policy_row)

@@ -11,7 +11,7 @@ from rl_bridge.models.loading import save_pretrained
 from rl_bridge.pipelines.comparisons import ComparisonOptions, accuracy_of, load_data
 from rl_bridge.pipelines.losses import LOSSES, PreferenceLoss
 from rl_bridge.pipelines.training import common_summary, prepare_processes
-from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.tracking.options import MAY_CHANGE, require_used
 from rl_bridge.tracking.run import open_run
 from rl_bridge.trainers.comparison_steps import with_reference
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
@@ -30,8 +30,12 @@ class PreferencePipeline(ComparisonOptions):
     """Score all rows with the reference once before training. False scores the rows of each step, beside the policy."""
 
     def __post_init__(self) -> None:
-        """Refuse models that would have to take turns within a step."""
+        """Refuse models that would have to take turns within a step, and what nothing would read."""
         super().__post_init__()
+        self.require_steps(self.preference, "preference")
+        if not self.loss.build().needs_reference:
+            without = f"with loss:{self.loss.loss}, which has no reference"
+            require_used(self, ("cache_reference",), without)
         if self.offload == "phases" and not self.cache_reference:
             raise ValueError("offload phases needs cache_reference: else policy and reference compute in every step")
 
@@ -44,9 +48,9 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
     data = load_data(pipeline, loss)
     examples, held_out, pad, scoring = data.examples, data.held_out, data.pad_token_id, pipeline.scoring()
     config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))
-    folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
-    engines = pipeline.engines(executor, mesh, data.source, folder.name)
-    with engines, open_run(folder, pipeline, data.fingerprints) as run, profiled(run, executor, pipeline.memory):
+    engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), data.source)
+    with engines, open_run(pipeline, data.fingerprints) as run, profiled(run, executor, pipeline.memory):
+        engines.serve(run)
         reference = engines.completion_scorer(scoring) if loss.needs_reference else None
         if reference is not None:
             held_out = with_reference(held_out, reference, pad)
@@ -70,7 +74,7 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
         )
         after = evaluate()
         best = run.load_best({"policy": policy})
-        save_pretrained(folder / "model", policy, data.tokenizer)
+        save_pretrained(run.folder / "model", policy, data.tokenizer)
         summary = {
             "result": accuracy_of(after),
             "before": before,
@@ -81,7 +85,7 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
             "rows": len(examples),
             "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
-            **common_summary(pipeline, data.source),
+            **common_summary(pipeline, data.source, engines),
         }
         run.finish(summary)
     return summary

@@ -8,6 +8,7 @@ from rl_bridge.data.examples import batch_of
 from rl_bridge.data.stream import RowStream
 from rl_bridge.memory.profiler import profiled
 from rl_bridge.models.loading import save_pretrained
+from rl_bridge.models.padding import pad_with_no_end
 from rl_bridge.models.values import ValueSource
 from rl_bridge.pipelines.comparisons import ComparisonOptions, accuracy_of, load_data
 from rl_bridge.pipelines.losses import REWARD_MODEL_LOSSES, RewardLoss
@@ -25,6 +26,12 @@ class RewardModelPipeline(ComparisonOptions):
     reward_model: RewardModelConfig = RewardModelConfig()
     loss: RewardLoss = field(default_factory=REWARD_MODEL_LOSSES["bradley_terry"])
 
+    def __post_init__(self) -> None:
+        """Refuse constants that the loss does not take, and what nothing would read."""
+        super().__post_init__()
+        self.require_steps(self.reward_model, "reward_model")
+        self.loss.build()
+
 
 def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
@@ -32,12 +39,15 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
     prepare_processes(pipeline, executor)
     loss = pipeline.loss.build()
     data = load_data(pipeline, loss)
-    pad = data.pad_token_id
+    read = (t.tokens for example in (*data.examples, *data.held_out) for t in example.completions)
+    pad = pad_with_no_end(data.tokenizer, data.source, read)
+    if not data.templated:
+        data.tokenizer.chat_template = None  # whoever reads the folder is to render what was trained on
     source = ValueSource(data.source, pad_token=pad)
     config = replace(pipeline.reward_model, steps=pipeline.steps_for(len(data.examples), pipeline.reward_model))
-    folder, mesh = pipeline.folder(), pipeline.mesh.of(len(executor.slots))
-    engines = pipeline.engines(executor, mesh, source, folder.name)
-    with engines, open_run(folder, pipeline, data.fingerprints) as run, profiled(run, executor, pipeline.memory):
+    engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), source)
+    with engines, open_run(pipeline, data.fingerprints) as run, profiled(run, executor, pipeline.memory):
+        engines.serve(run)
         model = engines.reward_model(pipeline.optimizer, loss, updates=config.steps, scoring=pipeline.scoring())
         run.keep_best("held_out_loss", "min")
         evaluate = partial(evaluate_reward_model, model, loss, batch_of(data.held_out, pad))
@@ -45,7 +55,7 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
         train_reward_model(run, model, stream, loss, config, evaluate=evaluate, pad_token_id=pad)
         found = evaluate()
         best = run.load_best({"model": model})
-        save_pretrained(folder / "model", model, data.tokenizer)
+        save_pretrained(run.folder / "model", model, data.tokenizer)
         summary = {
             "result": accuracy_of(found),
             "after": found,
@@ -55,7 +65,7 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
             "rows": len(data.examples),
             "held_out": len(data.held_out),
             "seconds": round(run.seconds, 1),
-            **common_summary(pipeline, source),
+            **common_summary(pipeline, source, engines),
         }
         run.finish(summary)
     return summary

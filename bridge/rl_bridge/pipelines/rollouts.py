@@ -9,6 +9,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.budget import Budget
+from rl_bridge.messages import given
 from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.inprocess import Precision
@@ -46,7 +47,10 @@ class RolloutOptions:
     def budget(self) -> dict[str, Any]:
         """The limits of a step, as the methods of an engine have them."""
         limits = {"seconds": self.step_seconds, "request_seconds": self.request_seconds, "tokens": self.step_tokens}
-        Budget(**limits)  # type: ignore[arg-type]
+        try:
+            Budget(**limits)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{error} ({given(self, 'step_seconds', 'request_seconds', 'step_tokens')})") from error
         return {name: value for name, value in limits.items() if value is not None}
 
     @property

@@ -19,7 +19,7 @@ from rl_bridge.models.loading import save_pretrained
 from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
 from rl_bridge.tracking.fingerprints import of_rows
-from rl_bridge.tracking.options import MAY_CHANGE
+from rl_bridge.tracking.options import MAY_CHANGE, require_used
 from rl_bridge.tracking.run import open_run
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.sft import SFTConfig, held_out_nll, train_sft
@@ -50,7 +50,9 @@ class SFTPipeline(TrainingOptions):
         super().__post_init__()
         if (self.epochs is not None and not self.epochs > 0) or (self.max_length is not None and self.max_length < 2):
             raise ValueError(f"need epochs > 0 and max_length ≥ 2, got {self.epochs} and {self.max_length}")
-        if self.epochs is None and self.sft.steps < 1:
+        if self.epochs is not None:
+            require_used(self.sft, ("steps",), f"beside --epochs {self.epochs}", part="sft")
+        elif self.sft.steps < 1:
             raise ValueError(f"need sft.steps ≥ 1, got {self.sft.steps}")
 
     def steps_for(self, rows: int) -> int:
@@ -67,16 +69,17 @@ def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
     train, left_out = encoded(pipeline, source, tokenizer, train_rows)
     held_out, held_left_out = encoded(pipeline, source, tokenizer, held_rows)
     config = replace(pipeline.sft, steps=pipeline.steps_for(len(train)))
-    folder = pipeline.folder()
     mesh = pipeline.mesh.of(len(executor.slots))
-    engines = pipeline.engines(executor, mesh, source, folder.name)
+    engines = pipeline.engines(executor, mesh, source)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     batch = collate(held_out, pad)
-    fingerprints = {"data": of_rows(train_rows, held_rows)} | pipeline.template_fingerprint()
-    with engines, open_run(folder, pipeline, fingerprints) as run, profiled(run, executor, pipeline.memory):
+    fingerprints = {"data": of_rows(train_rows, held_rows)} | pipeline.fingerprints()
+    with engines, open_run(pipeline, fingerprints) as run, profiled(run, executor, pipeline.memory):
+        engines.serve(run)
+        folder = run.folder
         if left_out or held_left_out:
-            run.print(f"{left_out} rows and {held_left_out} held-out rows are longer than {pipeline.max_length} tokens")
+            run.note(f"{left_out} rows and {held_left_out} held-out rows are longer than {pipeline.max_length} tokens")
         run.keep_best("held_out_nll", "min")
         policy = engines.supervised(pipeline.optimizer, updates=config.steps, scoring=pipeline.scoring())
         before = run.cached_result("before", lambda: held_out_nll(policy, batch))
@@ -86,7 +89,8 @@ def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
         best = run.load_best({"policy": policy})
         save_pretrained(folder / "model", policy, tokenizer)
         summary = {
-            "result": f"held-out nll {before:.3f} → {after:.3f}; {folder / 'model'} has the best, {best:.3f}",
+            "result": f"held-out nll {before:.3f} → {after:.3f}; {folder / 'model'} has the "
+            + ("last: no step had one" if best is None else f"best, {best:.3f}"),
             "nll_before": before,
             "nll_after": after,
             "nll_best": best,
@@ -95,7 +99,7 @@ def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
             "held_out": len(held_out),
             "left_out": left_out + held_left_out,
             "seconds": round(run.seconds, 1),
-            **common_summary(pipeline, source),
+            **common_summary(pipeline, source, engines),
         }
         run.finish(summary)
     return summary

@@ -1,8 +1,9 @@
 """What every training pipeline shares: the options, and how rows, model and processes are made from them."""
 
+import os
 import platform
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -17,16 +18,18 @@ from rl_bridge.data.reading import read_rows
 from rl_bridge.data.rows import policy_row
 from rl_bridge.engines import Mesh
 from rl_bridge.executors import Executor
+from rl_bridge.messages import given
 from rl_bridge.models.freezing import FreezingSource
 from rl_bridge.models.loading import new_for_rows, pretrained
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.source import ModelSource, PretrainedSource
 from rl_bridge.models.templates import read_template, use_template
 from rl_bridge.parallel.checkpointing import Activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
-from rl_bridge.tracking.fingerprints import of_rows
-from rl_bridge.tracking.options import MAY_CHANGE, RunOptions
+from rl_bridge.tracking.fingerprints import of_folder, of_rows
+from rl_bridge.tracking.options import MAY_CHANGE, RunOptions, require_used
+from rl_bridge.tracking.signals import remark, tell
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import ScoringConfig
 
@@ -40,16 +43,20 @@ class LoRAOptions:
     alpha: float | None = None
     """The adapters' scale is alpha / rank. None is twice the rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Ends of module names; all-linear is every linear layer but the output embeddings."""
+    """Ends of module names, as q_proj, and of weights with their module, as experts.down_proj. all-linear is every
+    linear layer but the output embeddings and what chooses the experts of a mixture."""
     use_rslora: bool = False
     """The scale is alpha / √rank."""
 
     def __post_init__(self) -> None:
         """Refuse a rank or a scale that no adapter has, and constants without a rank."""
         if self.rank < 0 or not (self.alpha is None or self.alpha > 0) or not self.target_modules:
-            raise ValueError(f"need rank ≥ 0, alpha > 0 and target_modules, got {self}")
-        if not self.rank and self.alpha is not None:
-            raise ValueError(f"lora.alpha {self.alpha} needs a lora.rank of at least 1")
+            raise ValueError(
+                f"need rank ≥ 0, alpha > 0 and target_modules, got {given(self, 'rank', 'alpha', 'target_modules')}"
+            )
+        if not self.rank:
+            names = ("alpha", "target_modules", "use_rslora")
+            require_used(self, names, "without a --lora.rank of at least 1", part="lora")
 
     def of(self, source: ModelSource, seed: int) -> ModelSource:
         """The source with adapters, or itself."""
@@ -101,16 +108,26 @@ class TrainingOptions(RunOptions, PlacementOptions):
     """CPU threads of each worker; None takes torch's default."""
 
     def __post_init__(self) -> None:
-        """Refuse counts below 1, two policies of activations, and a chat template that nothing would read."""
+        """Refuse counts below 1, two policies of activations, and what nothing would read."""
         super().__post_init__()
+        self.scoring()
         if self.gradient_checkpointing and self.activations not in ("keep", "full"):
             raise ValueError(f"gradient_checkpointing is activations full: it excludes {self.activations}")
         if self.chat_template is not None and self.model is None:
             raise ValueError(f"chat_template {self.chat_template} needs a model: a new one has texts for prompts")
+        for option in ("model", "data", "eval_data"):
+            if getattr(self, option) == "":
+                raise ValueError(f"{option} names a file, a folder or an id of the hub, and is empty")
+        if self.chat_template == Path():
+            raise ValueError("chat_template names a file, and is empty or the working directory")
         for option in ("held_out", "threads"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ValueError(f"{option} must be at least 1, got {value}")
+        if self.threads is not None and self.threads > (most := max(1024, os.cpu_count() or 1)):
+            raise ValueError(f"threads must be at most {most}, got {self.threads}")
+        if self.eval_data is not None:
+            require_used(self, ("held_out",), f"beside --eval-data {self.eval_data}, whose rows are all held out")
 
     def scoring(self, temperature: float = 1.0) -> ScoringConfig:
         """How the models of this run compute probabilities; supervision has no temperature but 1."""
@@ -123,11 +140,17 @@ class TrainingOptions(RunOptions, PlacementOptions):
             dtype=self.dtype,
         )
 
-    def template_fingerprint(self) -> dict[str, str]:
-        """Of the chat template's text, which a resumed run compares, wherever its file lies now."""
-        if self.chat_template is None:
-            return {}
-        return {"chat template": of_rows([{"text": read_template(self.chat_template)}])}
+    def models(self) -> dict[str, str | None]:
+        """Folders or hub ids of the models that the run begins with, by what they are to it."""
+        return {"model": self.model}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of the models' files and of the chat template's text, wherever they lie now: a resumed run compares them."""
+        named = {what: name for what, name in self.models().items() if name is not None}
+        found = {what: of_folder(PretrainedSource(name).folder(), tell) for what, name in named.items()}
+        if self.chat_template is not None:
+            found["chat template"] = of_rows([{"text": read_template(self.chat_template)}])
+        return found
 
     def parallel(self) -> ParallelConfig:
         """Recomputation and offloading of the trained models."""
@@ -146,8 +169,8 @@ class TrainingOptions(RunOptions, PlacementOptions):
             chosen.empty()  # what is wrong shows before workers are made
         return chosen
 
-    def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str) -> Engines:
-        """What makes the engines of the run ``run``, with these options."""
+    def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str = "") -> Engines:
+        """What makes the engines of a run, with these options."""
         trained, turns = self.trained(source), self.offload == "phases"
         return Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, take_turns=turns)
 
@@ -163,8 +186,45 @@ def load_rows(
     else:
         rows = read_rows(options.data, fields=fields, check=check)
     if options.eval_data is not None:
-        return rows, read_rows(options.eval_data, fields=fields, check=check)
-    return split_rows(rows, options.held_out, options.seed)
+        held_out = read_rows(options.eval_data, fields=fields, check=check)
+        remark_on_shared(map(_said, rows), map(_said, held_out))
+        return rows, held_out
+    return split(options, rows)
+
+
+def split(options: TrainingOptions, rows: Sequence[dict]) -> tuple[list[dict], list[dict]]:
+    """(Rows to train on, ``options.held_out`` rows held out), of prompts that differ.
+
+    Rows that are left out are counted, and so are too few to train on.
+
+    Raises:
+        ValueError: the rows have too few prompts.
+    """
+    source = options.data or "two-digit addition"
+    try:
+        train, held_out = split_rows(rows, options.held_out, options.seed)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}: give a smaller --held-out, or --eval-data FILE") from error
+    if left_out := len(rows) - len(train) - len(held_out):
+        remark(f"{source}: {left_out} of {len(rows)} rows are left out: their prompts are those of held-out rows")
+    if len(train) < len(held_out):
+        remark(
+            f"{source}: {len(train)} rows are trained on and {len(held_out)} held out: a smaller --held-out, or "
+            "--eval-data FILE, leaves more to train on"
+        )
+    return train, held_out
+
+
+def remark_on_shared(trained: Iterable[str], held_out: Iterable[str]) -> None:
+    """Count the rows of --eval-data that are trained on."""
+    known, rows = set(trained), list(held_out)
+    if both := sum(row in known for row in rows):
+        remark(f"{both} of {len(rows)} rows of --eval-data are rows of --data: they are no held-out rows")
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    """The row without its place."""
+    return repr({name: value for name, value in row.items() if name != "_where"})
 
 
 def load_model(options: TrainingOptions, rows: Sequence[dict]) -> tuple[ModelSource, PreTrainedTokenizerBase]:
@@ -214,9 +274,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
-def common_summary(options: TrainingOptions, source: ModelSource) -> dict[str, Any]:
+def common_summary(options: TrainingOptions, source: ModelSource, engines: Engines) -> dict[str, Any]:
     """The part of a summary that every run has."""
     return {
+        "notes": engines.notes,
         "seed": options.seed,
         "parameters": parameters_of(source),
         "trained_parameters": trainable_parameters_of(options.trained(source)),

@@ -12,6 +12,7 @@ from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax
 from rl_bridge.models.source import ModelSource
+from rl_bridge.tracking.intervals import over_units
 from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.weights.compressed_tensors import tensors_of
 from rl_bridge.weights.quantized import BLOCK, LAYOUTS, Precision, Quantize, precision_map
@@ -30,8 +31,13 @@ class RolloutErrors(NamedTuple):
     """Of the log-probabilities that tokens were sampled with, against the trainer's own: μ and π."""
 
     tokens: int
+    prompts: int
+    """Prompts that the tokens are of: what there are that many of, since the tokens of a prompt are alike."""
     mean: float
-    """Of |log π − log μ|, in nats."""
+    """Of |log π − log μ| over all tokens, in nats."""
+    low: float | None
+    """With ``high``, the mean's 95 % interval over prompts and draws; None for fewer than three prompts."""
+    high: float | None
     largest: float
     k3: float
     """Estimate of KL(μ‖π), in nats a token."""
@@ -91,9 +97,17 @@ def rollout_errors(
     gap = (logprobs - batch.rollout_logprobs)[batch.mask]
     metrics: Any = from_jax(rl_fn.mismatch_metrics)(logprobs, batch.rollout_logprobs, batch.mask)
     ratio = gap.exp()
+    prompt = torch.tensor([trajectory.group for trajectory in trajectories])
+    nobody = torch.zeros(len(prompts), dtype=torch.float64)
+    apart = (logprobs - batch.rollout_logprobs).abs().where(batch.mask, 0.0).double().sum(-1)
+    sums, counts = nobody.index_add(0, prompt, apart), nobody.index_add(0, prompt, batch.mask.double().sum(-1))
+    interval = over_units(sums.tolist(), counts.tolist())
     return RolloutErrors(
         tokens=len(gap),
+        prompts=len(prompts),
         mean=float(gap.abs().mean()),
+        low=interval["low"],
+        high=interval["high"],
         largest=float(gap.abs().max()),
         k3=float(metrics.k3),
         effective_sample_share=float(metrics.effective_sample_share),

@@ -10,6 +10,7 @@ import yaml
 
 from rl_bridge.atomic import replacing, write_json
 from rl_bridge.rollout.vllm.flashrl import FUNCTIONS, read_configs, setting_of
+from rl_bridge.terminal import say
 
 CONFIG = Path("~/.flashrl_config.yaml")
 
@@ -65,7 +66,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         raise ValueError("profile --fn int8 compares with the model before quantisation: give --model")
     found = profile(arguments.model, arguments.quantized, arguments.fn)
     write_json(arguments.output, found)
-    print("\n".join([*table(found), f"profile written to {arguments.output}"]))
+    say("\n".join([*table(found), f"profile written to {arguments.output}"]))
     return 0
 
 
@@ -74,7 +75,9 @@ def _setup(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("fn", "model", "profile")}
     entry = {name: value for name, value in given.items() if value is not None}
     for column in arguments.columns:
-        name, _, value = column.partition("=")
+        name, sign, value = column.partition("=")
+        if not sign:
+            raise ValueError(f"expected NAME=VALUE, got {column!r}")
         entry[name] = yaml.safe_load(value)
     setting_of(entry, "setup")
     if arguments.profile is not None and "weights" not in json.loads(Path(arguments.profile).read_text()):
@@ -83,7 +86,7 @@ def _setup(arguments: argparse.Namespace) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_text(yaml.safe_dump({"configs": [*configs, entry]}, sort_keys=False))
-    print(f"{path}: {len(configs) + 1} data-parallel ranks in turn; export FLASHRL_CONFIG={path}")
+    say(f"{path}: {len(configs) + 1} data-parallel ranks in turn; export FLASHRL_CONFIG={path}")
     return 0
 
 
@@ -107,10 +110,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     )
     if arguments.json is not None:
         write_json(arguments.json, found)
-    print("\n".join(lines(found)))
+    say("\n".join(lines(found)))
     above = arguments.most is not None and found.get("rollout", {}).get("mean", 0.0) > arguments.most
     if above:
-        print(f"the mean log-probability error is above {arguments.most:g} nats")
+        say(f"the mean log-probability error is above {arguments.most:g} nats")
     return int(above)
 
 

@@ -13,6 +13,7 @@ from rl_bridge.models.loading import pretrained
 from rl_bridge.models.source import ModelSource
 from rl_bridge.quantize.budget import rollout_errors, weight_errors
 from rl_bridge.rollout.inprocess import InProcessRollout
+from rl_bridge.tracking.intervals import LEAST
 
 
 def verify(
@@ -70,9 +71,13 @@ def lines(found: dict[str, Any]) -> list[str]:
         told.append("quantiser error        none: no weight has codes")
     if rollout is None:
         return [*told, "log-probability error  not measured: no engine sampled"]
+    low, high, prompts = rollout["low"], rollout["high"], rollout["prompts"]
+    few = f"no interval from {prompts} prompts, it takes {LEAST}"
+    interval = few if low is None else f"95 % [{low:.4f}, {high:.4f}] over prompts"
     return [
         *told,
-        f"log-probability error  {rollout['mean']:.4f} nats in the mean of {rollout['tokens']} tokens, at most "
+        f"log-probability error  {rollout['mean']:.4f} nats in the mean of {rollout['tokens']} tokens of "
+        f"{prompts} prompts ({interval}), at most "
         f"{rollout['largest']:.4f}; KL {rollout['k3']:.2e}",
         f"truncation rate        {rollout['truncated_share']:.3%} of tokens at cap {found['cap']:g}; "
         f"{rollout['masked_share']:.3%} outside 0.5 … 5; effective sample {rollout['effective_sample_share']:.3f}",

@@ -8,6 +8,7 @@ from pathlib import Path
 from rl_bridge.report.page import write_report
 from rl_bridge.report.reading import FILES, SUMMARY
 from rl_bridge.report.studies import is_study
+from rl_bridge.terminal import say
 from rl_bridge.tracking.records import METRICS
 
 
@@ -19,7 +20,7 @@ def run(words: Sequence[str]) -> int:
     if arguments.watch is None:
         _write(folders, output, arguments.title, None)
         return 0
-    if arguments.watch <= 0:
+    if not 0 < arguments.watch < float("inf"):
         raise ValueError(f"--watch takes seconds above 0, got {arguments.watch:g}")
     return _watch(folders, output, arguments.title, arguments.watch)
 
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _write(folders: Sequence[Path], output: Path, title: str | None, reload_seconds: float | None) -> None:
     size = write_report(folders, output, title=title, reload_seconds=reload_seconds)
-    print(f"{output}: {size / 1e6:.2f} MB", flush=True)
+    say(f"{output}: {size / 1e6:.2f} MB", flush=True)
 
 
 def _watch(folders: Sequence[Path], output: Path, title: str | None, every: float) -> int:

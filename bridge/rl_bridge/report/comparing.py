@@ -7,9 +7,8 @@ from rl_bridge.report.curves import order, section_of
 from rl_bridge.report.grouping import Group
 from rl_bridge.report.reading import RunFiles
 from rl_bridge.report.series import Column, columns_of, short
-from rl_bridge.tracking.intervals import confidence_interval
+from rl_bridge.tracking.intervals import over_seeds
 
-RESAMPLES = 2000
 COMPARED = ("Outcome", "Policy", "Rollouts", "Speed")
 WINDOW = 10
 """A metric of every step is its mean over the last tenth of the steps, 1/WINDOW."""
@@ -18,8 +17,8 @@ WINDOW = 10
 def comparison(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dict[str, Any] | None:
     """The metrics of a stage that all groups have, at the last step that all runs have; None for a single group.
 
-    Each group has the mean over its runs with the bootstrap interval, where it has several runs; and its difference to
-    the first group, paired by seed, where they have at least two seeds in common.
+    Each group has the mean over its runs and its difference to the first group, paired by seed, where they have two
+    seeds or more in common. Both have Student's interval from three runs on.
     """
     records = [[record for record in run.records if record["stage"] == stage] for run in runs]
     if len(groups) < 2 or not all(records):
@@ -60,11 +59,11 @@ def _of_groups(
         own = [_final(columns[run], name) for run in group.runs]
         entry: dict[str, Any] = {"mean": short(sum(own) / len(own)), "runs": len(own)}
         if len(own) > 1:
-            entry |= _ends(confidence_interval(own, [0.0] * len(own), resamples=RESAMPLES))
+            entry |= _ends(over_seeds(own))
         common = [seed for seed in values[0] if place and seed is not None and seed in values[place]]
         if len(common) > 1:
             pairs = [values[place][seed] for seed in common], [values[0][seed] for seed in common]
-            paired = confidence_interval(*pairs, resamples=RESAMPLES)
+            paired = over_seeds(*pairs)
             entry["difference"] = {"mean": short(paired["mean"]), "seeds": len(common), **_ends(paired)}
         found.append(entry)
     return found

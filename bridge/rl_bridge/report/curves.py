@@ -10,15 +10,17 @@ from rl_bridge.report.reading import RunFiles
 from rl_bridge.report.series import (
     CLOCKS,
     Column,
-    band,
     buckets,
     clocks_of,
     columns_of,
+    ends_of,
     packed,
     short,
+    smoothed,
     thinned,
     thinned_clock,
 )
+from rl_bridge.tracking.intervals import LEAST, student
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Outcome": ("held_out", "reward", "accuracy", "pass@", "loss", "nll", "margin"),
@@ -27,10 +29,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "learning_rate", "reward_kl", "skipped",
     ),
     "Critic": ("critic", "value", "explained"),
-    "Rollouts": ("tokens", "turns", "errors", "mismatch", "corrected", "staleness", "versions", "aborted"),
+    "Rollouts": ("tokens", "turns", "errors", "mismatch", "corrected", "staleness", "versions", "aborted", "truncated"),
     "Speed": ("tokens_per_second", "step_seconds", "trainer_idle_seconds", "rollout_idle_seconds"),
 }  # fmt: skip
 """Title → how the names of its metrics begin, in the order of the page."""
+
+
+BEFORE = {("policy", "held_out"): "accuracy_before"}
+"""Stage and metric → the entry of summary.json that has its value before the stage."""
 
 
 def section_of(name: str) -> str:
@@ -79,6 +85,11 @@ def _stage(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dic
                     for place, group in several.items()
                     if (made := _band([columns[run].get(name) for run in group.runs], shared[place])) is not None
                 },
+                "before": {
+                    run: value
+                    for run, files in enumerate(runs)
+                    if (value := short(files.summary.get(BEFORE.get((stage, name), "")))) is not None
+                },
             }
             for name in shown
         ],
@@ -86,7 +97,7 @@ def _stage(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dic
 
 
 def _line(name: str, columns: Mapping[str, Column], parts: Sequence[range]) -> dict[str, Any]:
-    line = packed(thinned(columns[name], parts))
+    line: dict[str, Any] = packed(thinned(columns[name], parts)) | _mean(columns[name], parts)
     ends = {end: columns.get(f"{name}_{end}") for end in ("low", "high")}
     for end, column in ends.items():
         if column is not None and not parts:
@@ -125,9 +136,11 @@ def _band(columns: Sequence[Column | None], shared: Sequence[Sequence[int]]) -> 
     if not whole.any():
         return None
     made = np.full((3, values.shape[1]), np.nan)
-    made[:, whole] = band(values[:, whole])
+    made[:, whole] = student(values[:, whole])
     mean, low, high = ([short(float(x)) for x in _first_of_parts(row)] for row in made)
-    line = packed(mean)
+    line: dict[str, Any] = packed(mean) | _mean([short(float(x)) for x in made[0]], buckets(values.shape[1]))
+    if len(columns) < LEAST:
+        return line
     places = line.get("at", range(len(mean)))
     return {**line, "low": [low[place] for place in places], "high": [high[place] for place in places]}
 
@@ -135,6 +148,16 @@ def _band(columns: Sequence[Column | None], shared: Sequence[Sequence[int]]) -> 
 def _first_of_parts(row: np.ndarray) -> np.ndarray:
     parts = buckets(len(row))
     return row if not parts else row[[place for part in parts for place in (part[0], part[-1])]]
+
+
+def _mean(column: Column, parts: Sequence[range]) -> dict[str, Column]:
+    """``mean``: the running mean of the whole column at the points that are drawn, where there are enough."""
+    smooth = smoothed(column)
+    if smooth is None:
+        return {}
+    drawn, means = thinned(column, parts), ends_of(smooth, parts)
+    kept = packed(drawn).get("at", range(len(drawn)))
+    return {"mean": [short(means[place]) for place in kept]}
 
 
 def _there(column: Column | None) -> bool:

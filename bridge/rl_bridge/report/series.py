@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
+from rl_bridge.tracking.smoothing import running_mean
 
 CLOCKS = ("step", "tokens", "seconds", "version")
 ABOUT = {"stage", "step", "run", "attempt", "time", "seconds", "weights_version", "optimizer_step", "trained_tokens"}
@@ -105,15 +105,34 @@ def packed(column: Column) -> dict[str, Any]:
     return {"y": [column[place] for place in there], "at": there}
 
 
-def band(rows: np.ndarray, *, level: float = 0.95, resamples: int = 2000) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean over runs of [R, T], and its bootstrap interval: ``tracking.intervals`` at each time, the same draws."""
-    draws = np.random.default_rng(0).integers(len(rows), size=(resamples, len(rows)))
-    # How often each resample has each run.
-    counts = np.stack([(draws == run).sum(1) for run in range(len(rows))], 1) / len(rows)
-    unique, times = np.unique(counts, axis=0, return_counts=True)
-    means = np.repeat(unique @ rows, times, axis=0)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return rows.mean(0), low, high
+def smoothed(column: Column) -> Column | None:
+    """The running mean at each place that has a value, over all values of the column; None for few of them.
+
+    What is drawn of a long column are its extremes: a mean of those would be none of the column.
+    """
+    there = [place for place, value in enumerate(column) if value is not None]
+    means = running_mean([value for value in column if value is not None])
+    if means is None:
+        return None
+    found: Column = [None] * len(column)
+    for place, mean in zip(there, means.tolist(), strict=True):
+        found[place] = mean
+    return found
+
+
+def ends_of(column: Column, parts: Sequence[range]) -> Column:
+    """First and last value of each part, at the times of ``thinned_clock``. Without parts, the column itself.
+
+    >>> ends_of([1.0, 9.0, 3.0, None, 4.0, 2.0], [range(0, 3), range(3, 6)])
+    [1.0, 3.0, 4.0, 2.0]
+    """
+    if not parts:
+        return column
+    found: Column = []
+    for part in parts:
+        there = [value for place in part if (value := column[place]) is not None]
+        found += [there[0], there[-1]] if there else [None, None]
+    return found
 
 
 def _is_number(value: Any) -> bool:

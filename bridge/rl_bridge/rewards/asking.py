@@ -1,13 +1,13 @@
 """One reward function asked about trajectories: every value is checked, every error names the reward and the row."""
 
 import math
-from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.errors import RewardError, RowFailed
-from rl_bridge.rewards.protocols import Protocol, calls, protocol_of
+from rl_bridge.rewards.protocols import OF_LISTS, Protocol, calls, protocol_of
+from rl_bridge.user_files import the_users_code
 
 FLOAT32 = 3.4028234663852886e38
 """Rewards become float32 tensors: a larger one would be infinite."""
@@ -18,12 +18,22 @@ class Asked:
     """A function under a name. A function that returns a dictionary gives several rewards, by its keys."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], protocol: Protocol | None = None, *, title: str | None = None
+        self,
+        name: str,
+        function: Callable[..., Any],
+        protocol: Protocol | None = None,
+        *,
+        title: str | None = None,
+        apart: bool = False,
     ) -> None:
-        """``protocol`` None: what the function's parameters show. ``title``: its name in messages, else its own."""
+        """``protocol`` None: what the function's parameters show. ``title``: its name in messages, else its own.
+
+        ``apart``: a function of lists looks at each trajectory by itself, as any other does.
+        """
         self.name, self.function = name, function
         self.title = title or getattr(function, "__name__", None) or name
         self.protocol: Protocol = protocol_of(function, self.title) if protocol is None else protocol
+        self.apart = apart or self.protocol not in OF_LISTS
 
     def score(self, trajectories: Sequence[Trajectory]) -> Iterator[Values]:
         """The values of each trajectory by name, in order.
@@ -32,14 +42,17 @@ class Asked:
             RewardError: the function raises, exits, or returns what is no finite number, or not one a trajectory.
         """
         results = calls(self.function, self.protocol, trajectories)
-        whole = self.protocol in ("batch", "trl")
+        whole = self.protocol in OF_LISTS
         for trajectory in trajectories[:1] if whole else trajectories:
             try:
-                value = next(results)
+                with the_users_code():
+                    value = next(results)
             except RowFailed as error:
                 failed = trajectories[error.place]
                 raise RewardError(f"{self.on(failed)} failed: {error}{said(failed)}") from error
-            except (Exception, SystemExit, CancelledError) as error:
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:
                 where = self.on_all(trajectories) if whole else self.on(trajectory)
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 raise RewardError(f"{where} raised {reason}{'' if whole else said(trajectory)}") from error
@@ -87,6 +100,8 @@ class Asked:
     def _values(self, value: Any, trajectory: Trajectory) -> Values:
         if isinstance(value, Mapping) and self.protocol == "verl":
             value = value.get("score")  # the rest is for its log
+        if isinstance(value, Mapping) and not value:
+            raise RewardError(f"{self.on(trajectory)} returned {{}}, expected a number a name{said(trajectory)}")
         if isinstance(value, Mapping):
             return {str(name): self._number(one, trajectory) for name, one in value.items()}
         return {self.name: self._number(value, trajectory)}

@@ -13,6 +13,9 @@ class EnvironmentReward:
     before, has none.
     """
 
+    apart = False
+    """Whether an environment gives rewards is seen in a whole call."""
+
     def __init__(self, name: str = "environment") -> None:
         self.name = name
         self._gives = False

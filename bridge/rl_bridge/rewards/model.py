@@ -15,10 +15,11 @@ MICRO_BATCH_TOKENS = 16384
 
 
 class RewardModel:
-    """A reward of a whole batch: the number that a ``*ForSequenceClassification`` of one label gives the last token.
+    """A reward of a whole batch: the number that a ``*ForSequenceClassification`` of one label gives a conversation.
 
-    Conversations are encoded as in training (``encode_row``): by the model's own chat template; contents are
-    concatenated where it has none.
+    It is transformers' own number, whoever trained the model: of the conversation up to the assistant's last message,
+    as the model's chat template renders it to its end, read at the last token that is not the padding of config.json.
+    Contents are concatenated, each turn with its end token, where the tokenizer has no template.
     """
 
     def __init__(self, name: str, *, micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> None:
@@ -53,7 +54,7 @@ class RewardModel:
 
         from rl_bridge.data.micro_batches import micro_batches
         from rl_bridge.data.token_batch import collate
-        from rl_bridge.parallel.values import token_values
+        from rl_bridge.parallel.values import scored_places, token_values
 
         model, pad = self._loaded(), self._tokenizer.pad_token_id
         assert isinstance(pad, int)
@@ -63,7 +64,8 @@ class RewardModel:
             for part in micro_batches(batch, self._tokens):
                 inside = part.batch.to(model.device)
                 values = token_values(model, inside.tokens)
-                found[part.places] = values.gather(1, inside.lengths[:, None] - 1)[:, 0].cpu()
+                last = scored_places(model, inside.tokens, inside.lengths)
+                found[part.places] = values.gather(1, last[:, None])[:, 0].cpu()
         return found.tolist()
 
     def close(self) -> None:
@@ -86,7 +88,8 @@ class RewardModel:
 
         row = {"messages": list(trajectory.messages)}
         try:
-            encoded = encode_row(self._tokenizer, row, apply_chat_template=bool(self._tokenizer.chat_template))
+            template = bool(self._tokenizer.chat_template)
+            encoded = encode_row(self._tokenizer, row, apply_chat_template=template, to_end=True)
             self._fits.require_tokens(encoded.tokens)
             return encoded
         except ValueError as error:

@@ -11,12 +11,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.asking import Values, said
 from rl_bridge.rewards.errors import RewardError
-from rl_bridge.rewards.protocols import Protocol
+from rl_bridge.rewards.protocols import OF_LISTS, Protocol
 
 START = 60.0
 """Seconds for Python to start and to import the function's file, beside the time limit of a call."""
@@ -25,7 +25,7 @@ START = 60.0
 class AskedElsewhere:
     """As ``Asked``, with a limit of ``seconds`` for each result. A function that hangs or dies takes nothing with it.
 
-    The process begins with the first call and begins anew after it was ended.
+    The process begins with ``begin`` or the first call, and begins anew after it was ended.
     """
 
     def __init__(self, name: str, source: str | Callable[..., Any], protocol: Protocol | None, seconds: float) -> None:
@@ -43,7 +43,24 @@ class AskedElsewhere:
                 f"reward {self.title} cannot run in a process of its own, which a time limit needs: {error}; "
                 "take a function of a module, or FILE.py:function"
             ) from error
+        self._source = f": {source}" if isinstance(source, str) else ""
+        self._protocol = protocol
         self._process: _Process | None = None
+
+    @property
+    def apart(self) -> bool:
+        """As of ``Asked``; False before the process has said what the function's parameters show."""
+        return self._protocol is not None and self._protocol not in OF_LISTS
+
+    def begin(self) -> Self:
+        """Load the function in its process, and see what is wrong with it.
+
+        Raises:
+            FileNotFoundError, ValueError: as ``load_reward`` does, and for parameters that show no protocol.
+            RewardError: the file did not load within ``START`` and the limit, or ended its process.
+        """
+        self._running()
+        return self
 
     def score(self, trajectories: Sequence[Trajectory]) -> Iterator[Values]:
         """The values of each trajectory by name, in order.
@@ -84,13 +101,16 @@ class AskedElsewhere:
             if kind == "error":
                 self.close()
                 raise value
+            self._protocol = value
         return self._process
 
     def _next(self, process: "_Process", seconds: float, trajectory: Trajectory | None) -> tuple[str, Any]:
         if not process.connection.poll(seconds):
             self.close()
-            doing, words = ("did not end", said(trajectory)) if trajectory else ("could not be loaded", "")
-            raise RewardError(f"{self._on(trajectory)} {doing} within {seconds:g} s{words}")
+            if trajectory is not None:
+                raise RewardError(f"{self._on(trajectory)} did not end within {seconds:g} s{said(trajectory)}")
+            limits = f"{START:g} s to start and the limit of {self.seconds:g} s"
+            raise RewardError(f"{self._on(None)} could not be loaded within {seconds:g} s ({limits}){self._source}")
         try:
             return pickle.loads(process.connection.recv_bytes())
         except (EOFError, OSError):

@@ -15,6 +15,12 @@ Reward = Callable[..., Any]
 Protocol = Literal["batch", "completion", "messages", "trl", "verl"]
 """``reward(trajectories)``; ``(completion, row)``; RL2's ``(messages, answer)``; TRL's and verl's keyword arguments."""
 ALL = get_args(Protocol)
+OF_LISTS: tuple[Protocol, ...] = ("batch", "trl")
+"""One call has all trajectories, which the function may compare."""
+_FORMS = (
+    "(completion, row), (messages, answer), (trajectories) for a whole batch, (prompts, completions, columns of the "
+    "data by name) as TRL's or (data_source, solution_str, ground_truth, extra_info) as verl's"
+)
 _NOT_COLUMNS = {"prompt", "prompts", "completion", "completions", "completion_ids", "_where"}
 
 
@@ -25,12 +31,40 @@ def protocol_of(function: Reward, name: str) -> Protocol:
     ('messages', 'batch')
 
     Raises:
-        ValueError: they show none.
+        ValueError: they show none, or the function could not be called by the one that they show; with its file.
     """
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a function written in C, there may be none
-        parameters = ()
+        signature = None
+    found = None if signature is None else _shown(signature)
+    if signature is not None and found is not None and _takes(signature, found):
+        return found
+    code = getattr(function, "__code__", None)
+    where = "" if code is None else f"{code.co_filename}: "
+    has = "has parameters that cannot be read" if signature is None else f"is {name}{signature}"
+    raise ValueError(
+        f"{where}the reward {name} {has}; a reward takes {_FORMS}: else say how it is called, with reward_protocol, "
+        f"one of {', '.join(ALL)}"
+    )
+
+
+def _takes(signature: inspect.Signature, protocol: Protocol) -> bool:
+    """Whether a call of the protocol fits. Which columns TRL's keywords may name shows with the first row."""
+    try:
+        if protocol == "trl":
+            signature.bind_partial(completions=None)
+        elif protocol == "verl":
+            signature.bind(**dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info")))
+        else:
+            signature.bind(*[None] * (1 if protocol == "batch" else 2))
+    except TypeError:
+        return False
+    return True
+
+
+def _shown(signature: inspect.Signature) -> Protocol | None:
+    parameters = signature.parameters.values()
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.kind is not p.VAR_POSITIONAL]
     needed = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -43,10 +77,7 @@ def protocol_of(function: Reward, name: str) -> Protocol:
         return "batch"
     if len(needed) == 2:
         return "messages" if needed[0] == "messages" or needed[1] == "answer" else "completion"
-    raise ValueError(
-        f"reward {name} takes the parameters {', '.join(names) or 'that cannot be read'}: say how it is called, "
-        f"with reward_protocol, one of {', '.join(ALL)}"
-    )
+    return None
 
 
 def calls(function: Reward, protocol: Protocol, trajectories: Sequence[Trajectory]) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,11 @@ class NamedReward(Protocol):
 
     name: str
 
+    @property
+    def apart(self) -> bool:
+        """Whether the values of a trajectory depend on no other of the call, so that a call may have any of them."""
+        ...
+
     def score(self, trajectories: Sequence[Trajectory]) -> Iterator[dict[str, float]]:
         """The values of each trajectory by name, in order; raises RewardError with the row."""
         ...
@@ -34,8 +39,10 @@ class Rewards:
     A function may return several under names of its own: ``names`` has them after ``try_on`` or the first ``score``.
     """
 
-    def __init__(self, rewards: Sequence[NamedReward], weights: Sequence[float] = (), *, fingerprint: str = "") -> None:
-        """``weights`` in the order of the names; none are all 1. ``fingerprint``: of the functions' text."""
+    def __init__(
+        self, rewards: Sequence[NamedReward], weights: Sequence[float] = (), *, fingerprint: Callable[[], str] = str
+    ) -> None:
+        """``weights`` in the order of the names; none are all 1. ``fingerprint``: of what the rewards are made of."""
         self._rewards = tuple(rewards)
         self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
         self._tried = False
@@ -59,9 +66,14 @@ class Rewards:
         return self._weights or (1.0,) * len(self.names)
 
     @property
+    def apart(self) -> bool:
+        """Whether every reward scores each trajectory by itself."""
+        return all(reward.apart for reward in self._rewards)
+
+    @property
     def fingerprint(self) -> str:
-        """Changes where a reward's text, name or weight does: a resumed run compares it."""
-        return hashlib.sha256(repr((self._fingerprint, self._weights)).encode()).hexdigest()[:16]
+        """Changes where a reward's files, name or weight do: a resumed run compares it."""
+        return hashlib.sha256(repr((self._fingerprint(), self._weights)).encode()).hexdigest()[:16]
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The trajectories with ``rewards``: one float for each of ``names``. ``row`` and ``messages`` must be filled.

@@ -22,7 +22,7 @@ def serve(connection: Connection) -> None:
     except (ValueError, FileNotFoundError) as error:
         connection.send_bytes(pickle.dumps(("error", error)))
         return
-    connection.send_bytes(pickle.dumps(("ready", None)))
+    connection.send_bytes(pickle.dumps(("ready", asked.protocol)))
     while True:
         trajectories = pickle.loads(connection.recv_bytes())
         try:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,14 @@ from rl_bridge.rewards.process import AskedElsewhere
 from rl_bridge.rewards.protocols import Protocol, Reward
 from rl_bridge.rewards.rewards import NamedReward, Rewards, with_rows
 from rl_bridge.rewards.verifiable import exact_match
+from rl_bridge.rewards.waiting import watched
+from rl_bridge.tracking.fingerprints import of_folder, of_function
+from rl_bridge.tracking.options import MAY_CHANGE, require_used
+from rl_bridge.user_files import content_of
 
 Source = str | Reward
-# What a run's fingerprint covers. The package of this mark imports torch, which a reward's own process does without.
-MAY_CHANGE = {"resume": "may change"}
+NO_FILES = ("http", "https", "judge", "model")
+"""What stands before the colon of a reward that is no function of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +35,23 @@ class RewardOptions:
 
     reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
     """``FILE.py:function``, ``model:FOLDER`` (a trained reward model), ``judge:FILE.toml`` (a model that judges over
-    HTTP) or ``http://…`` (a reward model's server); several with names: ``right=a.py:right style=judge:style.toml``.
-    ``environment`` is the conversation's own. None compares the completion with the row's ``answer`` (``exact``)."""
+    HTTP) or ``http://…`` (a reward model's server, with limits as ``#timeout=5&retries=0``); several with names:
+    ``right=a.py:right style=judge:style.toml``. ``environment`` is the conversation's own. None compares the completion
+    with the row's ``answer`` (``exact``)."""
     reward_weights: tuple[float, ...] = ()
     """One a reward, in the order of their names; none are all 1."""
     reward_protocol: Protocol | None = None
     """How the functions are called, where their parameters do not show it."""
     reward_timeout: float | None = field(default=None, metadata=MAY_CHANGE)
     """Seconds for one result of a reward function, which then runs in a process of its own."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is for functions where there are none."""
+        if self.reward_timeout is not None and not self.reward_timeout > 0:
+            raise ValueError(f"reward_timeout must be > 0 seconds, got {self.reward_timeout}")
+        kinds = [str(source).partition(":")[0] for _, source in map(named, self.reward)]
+        if all(kind in (*NO_FILES, "exact", "environment") for kind in kinds):
+            require_used(self, ("reward_protocol", "reward_timeout"), "without a reward FILE.py:function")
 
     def rewards(self) -> Rewards:
         """The rewards, loaded. Raises ValueError or FileNotFoundError where one is not there."""
@@ -67,11 +81,13 @@ def load(
     given = [sources] if isinstance(sources, str) or callable(sources) else list(sources) or ["exact"]
     loaded, marks = [], []
     for source in given:
-        name, rest = _named(source)
+        name, rest = named(source)
         name = name or ("reward" if len(given) == 1 and rest != "environment" else _own_name(rest))
         loaded.append(_load(name, rest, protocol, timeout))
-        marks.append((name, _fingerprint(rest)))
-    return Rewards(loaded, weights, fingerprint=repr((marks, protocol)))
+        marks.append((name, rest))
+    return Rewards(
+        loaded, weights, fingerprint=lambda: repr(([(name, _fingerprint(rest)) for name, rest in marks], protocol))
+    )
 
 
 def score(
@@ -95,14 +111,36 @@ def _load(name: str, source: Source, protocol: Protocol | None, timeout: float |
     if isinstance(source, str):
         kind, _, rest = source.partition(":")
         if kind in ("http", "https"):
-            return Asked(name, RemoteRewardModel(server=Server(url=source)), "batch", title=name)
+            return Asked(name, _remote(source), "batch", title=name)
         if kind == "judge":
-            return Asked(name, Judge.of_file(Path(rest)), "batch", title=name)
+            return Asked(name, Judge.of_file(Path(rest)), "batch", title=name, apart=True)
         if kind == "model":
             return Asked(name, RewardModel(rest), "batch", title=name)
-    function = load_reward(source) if isinstance(source, str) else source
-    here = Asked(name, function, protocol)  # what its parameters do not show is said before a process is made
+        if timeout is not None:
+            # A file that hangs or ends its process when it is loaded does so there alone.
+            return AskedElsewhere(name, source, protocol, timeout).begin()
+        with watched(lambda: f"{source} to be loaded"):
+            return Asked(name, load_reward(source), protocol)
+    # What its parameters do not show is said before a process is made.
+    here = Asked(name, source, protocol, apart=isinstance(source, Judge))
     return here if timeout is None else AskedElsewhere(name, source, here.protocol, timeout)
+
+
+def _remote(source: str) -> RemoteRewardModel:
+    """The server of an address; what stands behind # are its limits, which are not sent: #timeout=5&retries=0."""
+    url, _, words = source.partition("#")
+    kinds = {"timeout": float, "wait": float, "retries": int, "concurrency": int, "batch": int}
+    given: dict[str, Any] = {}
+    for word in filter(None, words.split("&")):
+        option, _, value = word.partition("=")
+        try:
+            given[option] = kinds[option](value)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"behind the # of a reward's address stand {', '.join(kinds)}, as #timeout=5&retries=0, got {word!r}"
+            ) from None
+    batch = {"batch": given.pop("batch")} if "batch" in given else {}
+    return RemoteRewardModel(server=Server(url=url, **given), **batch)
 
 
 def reward_models(sources: Sequence[Source]) -> list[str]:
@@ -111,11 +149,12 @@ def reward_models(sources: Sequence[Source]) -> list[str]:
     >>> reward_models(["right=exact", "learned=model:runs/judged/model"])
     ['runs/judged/model']
     """
-    rests = [rest for _, rest in map(_named, sources) if isinstance(rest, str)]
+    rests = [rest for _, rest in map(named, sources) if isinstance(rest, str)]
     return [rest.removeprefix("model:") for rest in rests if rest.startswith("model:")]
 
 
-def _named(source: Source) -> tuple[str, Source]:
+def named(source: Source) -> tuple[str, Source]:
+    """The name that a source was given, or nothing, and the source."""
     match = re.fullmatch(r"([A-Za-z_]\w*)=(.+)", source, re.DOTALL) if isinstance(source, str) else None
     return ("", source) if match is None else (match[1], match[2])
 
@@ -130,14 +169,19 @@ def _own_name(source: Source) -> str:
 
 
 def _fingerprint(source: Source) -> str:
+    """Of what the source is, wherever it lies now: changed where a value of it may."""
     if not isinstance(source, str):
-        return f"{getattr(source, '__module__', '')}.{getattr(source, '__qualname__', type(source).__qualname__)}"
+        return of_function(source)
     kind, _, rest = source.partition(":")
-    files = {"model": Path(rest) / "config.json", "judge": Path(rest)}
-    if kind in (*files, "http", "https"):
-        name, file = f"{kind} {Path(rest).name}", files.get(kind)
-    else:  # a function of a file, which may have been moved since
-        path, _, name = source.rpartition(":")
-        file = Path(path)
-    text = file.read_bytes() if file is not None and file.is_file() else b""
-    return f"{name} {hashlib.sha256(text).hexdigest()}"
+    if kind == "model":
+        # Not at the top: a reward's own process needs no torch.
+        from rl_bridge.models.source import PretrainedSource
+        from rl_bridge.tracking.signals import tell
+
+        return f"model {of_folder(PretrainedSource(rest).folder(), tell)}"
+    if kind == "judge":
+        return f"judge {hashlib.sha256(Path(rest).read_bytes()).hexdigest()}"
+    if kind in ("http", "https"):
+        return f"{kind} {Path(urllib.parse.urlsplit(source).path).name}"
+    path, _, name = source.rpartition(":")
+    return f"{name} {content_of(Path(path))}" if path else name

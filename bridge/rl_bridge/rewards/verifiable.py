@@ -10,4 +10,6 @@ def exact_match(completion: str, row: Mapping[str, Any]) -> float:
     >>> exact_match(" 95", {"answer": "95"}), exact_match("96", {"answer": "95"})
     (1.0, 0.0)
     """
+    if isinstance(row["answer"], Mapping | list | tuple):
+        raise ValueError(f"answer must be text or a number to be compared, got {row['answer']!r}")
     return float(completion.strip() == str(row["answer"]).strip())

@@ -2,8 +2,8 @@
 
 import inspect
 import itertools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -13,89 +13,183 @@ from rl_bridge.parallel.attention.plan import segments_of
 from rl_bridge.parallel.attention.register import NAME
 from rl_bridge.rollout.packed_step import PackedStep, packs
 from rl_bridge.rollout.row_cache import RowCache
+from rl_bridge.rollout.time_steps import TimeSteps
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+STATES = ("linear_attention", "conv", "mlp", "moe")
+"""Kinds of layers without attention: they keep rows apart by themselves."""
+CACHES = ("past_key_values", "cache_params")
+"""Names that models have for their cache."""
+
+
+class Arrangement(NamedTuple):
+    """The attention that the model is called with, and which rows of unlike length share a call.
+
+    The fewer rows share a call, the fewer ways there are to be wrong.
+    """
+
+    attention: str = NAME
+    read_packed: bool = True
+    """Sequences are read as one packed row. If not, those of one length are read together."""
+    step_together: bool = True
+    """All rows get their token in one call, with a mask a row. If not, rows of one length get theirs together."""
+    give_positions: bool = True
+    """If not, the model counts positions itself, which is right for rows of one length alone."""
 
 
 class CachedModel:
     """The model's logits after the last token of rows that have lengths of their own."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, arrangement: Arrangement | None = None) -> None:
         """The cache is empty.
 
+        ``arrangement`` is what the model is known to compute right in; None: what its signature and its layers promise.
+
         Raises:
-            NotImplementedError: for a model that keeps anything but keys and values of its tokens, or whose attention
-                takes no mask a row.
+            NotImplementedError: for a model that has no cache of transformers' kind, or whose attention takes no mask a
+                row.
         """
         self._model, self._cache = model, RowCache()
-        self._windows = _windows(model)
-        self._packed: PackedStep | Literal[False] | None = None
         self._implementation = str(model.config._attn_implementation)
         if self._implementation not in (NAME, "sdpa", "eager"):
             raise NotImplementedError(
                 f"decoding needs the attention {NAME}, sdpa or eager, and the model has {self._implementation}"
             )
+        takes = inspect.signature(model.forward).parameters
+        cache = next((name for name in CACHES if name in takes), None)
+        if cache is None or model.config.is_encoder_decoder:
+            why = "is no decoder" if cache else f"takes no {' or '.join(CACHES)}"
+            raise _refused(model, why)
+        self._cache_name, self._takes = cache, takes
+        self._windows = _windows(model)
+        self._time_steps = TimeSteps(model)
+        arrangement = arrangement or Arrangement()
+        self._give_positions = arrangement.give_positions and "position_ids" in takes
+        apart = not self._windows or (self._give_positions and (self._implementation == NAME or _is_plain(model)))
+        self._together = arrangement.step_together and apart
+        self._read_packed = arrangement.read_packed and self._can_read_packed()
+        self._packed: PackedStep | Literal[False] | None = None
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """What is done."""
+        return Arrangement(self._implementation, self._read_packed, self._together, self._give_positions)
 
     def read(self, sequences: Sequence[Sequence[int]], of_rows: Sequence[int], first: int, room: int) -> torch.Tensor:
         """Logits [rows, V] of new rows after the sequences ``of_rows`` numbers, each of which is computed once.
 
         The rows lie from ``first`` on, with room for this many tokens each.
+
+        Raises:
+            NotImplementedError: for a model that keeps states elsewhere than in its cache.
         """
         self._cache.reserve(first + len(of_rows), room)
         # Sequences of one length beside each other share a call of attention.
         order = sorted(range(len(sequences)), key=lambda n: len(sequences[n]))
-        parts = [order] if self._packs(len(sequences[order[-1]])) else _of_one_length(order, sequences)
-        logits = [self._read(part, sequences, of_rows, first) for part in parts]
+        logits = self._read_in_one_row(order, sequences, of_rows, first)
+        if logits is None:
+            parts = _of_one_length(order, sequences)
+            logits = torch.cat([self._read(part, sequences, of_rows, first)[:, -1] for part in parts])
+        if getattr(self._model, "_is_stateful", False) and not self._cache.has_states:
+            raise _refused(self._model, "keeps its states elsewhere than in its cache")
         place = torch.tensor(order).argsort()
-        return torch.cat(logits)[place[torch.tensor(of_rows)].to(self._model.device)]
+        return logits[place[torch.tensor(of_rows)].to(self._model.device)]
 
     def add(self, tokens: torch.Tensor, columns: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Logits [B, V] after one more token of each of the first B rows, at these columns.
 
         ``lengths``: of the rows with the token, on the host.
         """
-        used = max(lengths)
-        self._cache.reserve(len(lengths), used)
-        self._cache.adding(columns, used)
-        if self._packed is None:
-            # Made here: a row that ends with its first token needs none.
-            self._packed = PackedStep(self._model, len(lengths), self._windows) if packs(self._model) else False
-        masks = self._masks(columns, used)
-        if self._packed:
-            return self._packed.logits(tokens, columns, self._cache, masks)
-        return self._forward(tokens[:, None], columns[:, None], attention_mask=masks)[:, -1]
+        self._cache.reserve(len(lengths), max(lengths))
+        with self._time_steps.limited():
+            return self._add(tokens, columns, lengths)
 
     def move(self, to: Sequence[int], rows: Sequence[int], used: int) -> None:
         """Copy rows to the places of others."""
         device = self._model.device
         self._cache.move(torch.tensor(to, device=device), torch.tensor(rows, device=device), used)
 
-    def _packs(self, longest: int) -> bool:
-        """Whether sequences can lie one behind another in one row, each seeing itself alone."""
-        return self._implementation == NAME and all(w is None or longest <= w for w in self._windows.values())
+    def _add(self, tokens: torch.Tensor, columns: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """All rows in one call, or those of one length."""
+        if min(lengths) == max(lengths) or self._together:
+            return self._add_together(tokens, columns, lengths)
+        logits = None
+        order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+        for _, run in itertools.groupby(order, key=lambda row: lengths[row]):
+            rows = torch.tensor(list(run), device=tokens.device)
+            self._cache.adding(rows, columns[rows], lengths[int(rows[0])])
+            some = self._forward(tokens[rows, None], columns[rows, None], attention_mask=None)[:, -1]
+            self._cache.finish()
+            logits = some.new_empty((len(lengths), some.shape[-1])) if logits is None else logits
+            logits[rows] = some
+        assert logits is not None
+        return logits
+
+    def _add_together(self, tokens: torch.Tensor, columns: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """All rows in one call."""
+        used, unlike = max(lengths), min(lengths) < max(lengths)
+        # "rl_fn" asks the model what each row sees, the others are told.
+        asked = self._implementation == NAME
+        self._cache.adding(len(lengths), columns, used, columns if unlike and asked else None)
+        if self._packed is None:
+            # Made here: a row that ends with its first token needs none.
+            able = self._together and packs(self._model)
+            self._packed = PackedStep(self._model, len(lengths), list(self._windows)) if able else False
+        if self._packed:
+            return self._packed.logits(tokens, columns, self._cache, self._masks(columns, used))
+        masks = self._masks(columns, used) if unlike and not asked and self._windows else None
+        return self._forward(tokens[:, None], columns[:, None], attention_mask=masks)[:, -1]
+
+    def _can_read_packed(self) -> bool:
+        """Whether the model may be one that holds sequences in one row apart, by an attention plan."""
+        options = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in self._takes.values())
+        known = {FULL, SLIDING} >= set(_kinds(self._model)) and not getattr(self._model, "_is_stateful", False)
+        return self._implementation == NAME and options and known and self._give_positions
+
+    def _read_in_one_row(
+        self, order: Sequence[int], sequences: Sequence[Sequence[int]], of_rows: Sequence[int], first: int
+    ) -> torch.Tensor | None:
+        """Logits [sequences, V] of sequences of unlike length, one behind another; None: the model cannot read so."""
+        shortest, longest = len(sequences[order[0]]), len(sequences[order[-1]])
+        if not self._read_packed or shortest == longest:
+            return None
+        lengths = [len(sequences[n]) for n in order]
+        plan = AttentionPlan(segments_of(lengths, [None] * len(order)), self._model.device, None)
+        logits = self._read(order, sequences, of_rows, first, plan)[0]
+        if self._cache.mixed or len(plan.layers) < self._cache.written:
+            # A layer has seen all sequences as one. What was written is written again.
+            self._read_packed = False
+            return None
+        return logits
 
     def _read(
-        self, part: Sequence[int], sequences: Sequence[Sequence[int]], of_rows: Sequence[int], first: int
+        self,
+        part: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        of_rows: Sequence[int],
+        first: int,
+        plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """Logits [sequences of the part, V]; keys and values go to the rows of these sequences."""
+        """Logits [sequences of the part, 1, V], or [1, sequences, V] with a plan; keys and values go to their rows."""
         lengths = torch.tensor([len(sequences[n]) for n in part])
         starts = lengths.cumsum(0) - lengths
         tokens = torch.tensor([token for n in part for token in sequences[n]], device=self._model.device)
         positions = _counted(lengths).to(tokens.device)
         number = {n: place for place, n in enumerate(part)}
-        rows = [(first + row, number[n]) for row, n in enumerate(of_rows) if n in number]
-        row, of_row = torch.tensor(rows).T
+        rows = torch.tensor([(number[n], first + row) for row, n in enumerate(of_rows) if n in number])
+        of_row, row = rows.T
         columns = _counted(lengths[of_row])
         source = starts[of_row].repeat_interleave(lengths[of_row]) + columns
         row = row.repeat_interleave(lengths[of_row])
-        self._cache.reading(*(x.to(tokens.device) for x in (source, row, columns)))
-        if int(lengths[0]) == int(lengths[-1]):
+        states = None if plan else rows.to(tokens.device)
+        source, row, columns = (x.to(tokens.device) for x in (source, row, columns))
+        self._cache.reading(source, row, columns, states)
+        if plan is None:
             shape = len(part), int(lengths[0])
-            return self._forward(tokens.view(shape), positions.view(shape), attention_mask=None)[:, -1]
-        plan = AttentionPlan(segments_of(lengths.tolist(), [None] * len(part)), tokens.device, None)
+            return self._forward(tokens.view(shape), positions.view(shape), attention_mask=None)
         last = (starts + lengths - 1).to(tokens.device)
         options = {"attention_mask": None, "attention_plan": plan}
-        return self._forward(tokens[None], positions[None], keep=last, **options)[0]
+        return self._forward(tokens[None], positions[None], keep=last, **options)
 
     def _masks(self, columns: torch.Tensor, used: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """What each row's new token sees of the first ``used`` columns, [B, 1, 1, used], for each kind of layer."""
@@ -116,8 +210,13 @@ class CachedModel:
         self, tokens: torch.Tensor, positions: torch.Tensor, keep: int | torch.Tensor = 1, **options: Any
     ) -> torch.Tensor:
         """Logits [N, kept tokens, V]."""
-        cached = {"past_key_values": self._cache, "use_cache": True}
-        return self._model(input_ids=tokens, position_ids=positions, logits_to_keep=keep, **cached, **options).logits
+        options |= {self._cache_name: self._cache, "use_cache": True}
+        if self._give_positions:
+            options["position_ids"] = positions
+        if "logits_to_keep" in self._takes:
+            return self._model(input_ids=tokens, logits_to_keep=keep, **options).logits
+        logits = self._model(input_ids=tokens, **options).logits
+        return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
 
 
 def _counted(lengths: torch.Tensor) -> torch.Tensor:
@@ -130,16 +229,28 @@ def _of_one_length(order: Sequence[int], sequences: Sequence[Sequence[int]]) -> 
     return [list(run) for _, run in itertools.groupby(order, key=lambda n: len(sequences[n]))]
 
 
-def _windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """The window of each kind of attention layer; None: a token sees all before it."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    takes = inspect.signature(model.forward).parameters
-    lacking = [argument for argument in ("position_ids", "past_key_values", "logits_to_keep") if argument not in takes]
-    if lacking or model.config.is_encoder_decoder or getattr(model, "_is_stateful", False):
-        why = f"does not take {', '.join(lacking)}" if lacking else "is no decoder of keys and values alone"
-        raise NotImplementedError(f"cannot sample from {name}: it {why}")
+def _refused(model: PreTrainedModel, why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"cannot sample from {type(model).__name__} in this process, since it {why}: sample with vLLM "
+        "(--rollout.backend vllm)"
+    )
+
+
+def _kinds(model: PreTrainedModel) -> Iterable[str]:
+    """Of each layer; one with attention beside its states is of the attention's kind."""
+    config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING]
-    if getattr(config, "attention_chunk_size", None) is not None or not {FULL, SLIDING} >= set(kinds):
-        raise NotImplementedError(f"cannot sample from {name}: its layers are {', '.join(sorted(set(kinds)))}")
-    return {kind: window if kind == SLIDING else None for kind in sorted(set(kinds))}
+    return [FULL if kind == "hybrid" else kind for kind in kinds]
+
+
+def _windows(model: PreTrainedModel) -> dict[str, int | None]:
+    """The window of each kind of attention layer. A token without a window sees all before it."""
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    return {kind: window if kind == SLIDING else None for kind in sorted({*_kinds(model)} - {*STATES})}
+
+
+def _is_plain(model: PreTrainedModel) -> bool:
+    """Whether every token sees all before it in every layer, as far as the configuration says."""
+    fields = vars(model.config.get_text_config(decoder=True))
+    return {*_kinds(model)} <= {FULL, *STATES} and not any("window" in name and fields[name] for name in fields)

@@ -8,6 +8,7 @@ from rl_bridge.data.requests import Message, RequestId
 from rl_bridge.data.spans import GIVEN, Span, spans_of_turn
 from rl_bridge.data.trajectory import FinishReason, Trajectory
 from rl_bridge.environments.base import Step
+from rl_bridge.messages import given
 from rl_bridge.models.turns import TurnTemplate, UnusableTemplate
 
 
@@ -41,7 +42,10 @@ class Limits:
     def __post_init__(self) -> None:
         """Refuse what leaves no turn."""
         if self.max_turns < 1 or self.turn_tokens < 1 or (self.all_tokens is not None and self.all_tokens < 2):
-            raise ValueError(f"max_turns and turn_tokens must be ≥ 1 and all_tokens ≥ 2 or None, got {self}")
+            raise ValueError(
+                "max_turns and turn_tokens must be ≥ 1 and all_tokens ≥ 2 or None, got "
+                f"{given(self, 'max_turns', 'turn_tokens', 'all_tokens')}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.cached_model import CachedModel
+from rl_bridge.models.rotary import rotary_bound
+from rl_bridge.rollout.cached_model import Arrangement, CachedModel
 from rl_bridge.rollout.stop_texts import CompletionText, StopTexts
 from rl_bridge.rollout.token_sampler import draw
+from rl_kernels.sampling import Workspace
 
 
 class Drawn(NamedTuple):
@@ -67,30 +69,40 @@ class Decoder:
         texts: StopTexts | None = None,
         max_rows: int = 1024,
         read_tokens: int = 8192,
+        arrangement: Arrangement | None = None,
     ) -> None:
         """Nothing is computed yet.
 
         Args:
-            model: a causal LM with attention alone, full or with a sliding window.
+            model: a causal LM with a cache of transformers' kind: attention, full or with windows, convolutions,
+                linear attention, state spaces.
             sampling: temperature and truncation; the number of tokens is ``add``'s.
             stop: ids that end a row when they are drawn.
             texts: texts that end a row when they are complete.
             max_rows: rows that run together; others wait. That bounds the memory of keys and values.
             read_tokens: tokens of added sequences that one forward pass reads, or one sequence.
+            arrangement: what ``check_decoder(model)`` found to be right; None: what the model's layers promise.
 
         Raises:
-            NotImplementedError: for a model that keeps anything but keys and values of its tokens.
+            NotImplementedError: for a model that has no such cache.
             ValueError: for no rows or no tokens.
         """
         if max_rows < 1 or read_tokens < 1:
             raise ValueError(f"max_rows and read_tokens must be ≥ 1, got {max_rows} and {read_tokens}")
-        self._model, self._sampling, self._stop = CachedModel(model), sampling, frozenset(stop)
+        self._model, self._sampling, self._stop = CachedModel(model, arrangement), sampling, frozenset(stop)
         self._texts = texts or None
         self._max_rows, self._read_tokens = max_rows, read_tokens
+        self._bound, self._name = rotary_bound(model), type(model).__name__
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
         # Of each running row: seed, number of its next draw, tokens in the cache, last token.
         self._state = torch.empty((4, 0), dtype=torch.int64, device=model.device)
+        self._work = Workspace()
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Which rows share a call of the model."""
+        return self._model.arrangement
 
     @property
     def running(self) -> int:
@@ -127,11 +139,18 @@ class Decoder:
             greedy: the row draws the most likely tokens, however the others are sampled.
 
         Raises:
-            ValueError: for no tokens, or a limit below 1.
+            ValueError: for no tokens, a limit below 1, or a row that could become longer than the model's rotary
+                frequencies hold for (``rl_bridge.models.rotary``).
         """
         if not tokens or limit < 1 or drawn < 0:
             raise ValueError(
                 f"a row needs tokens, limit ≥ 1 and drawn ≥ 0, got {len(tokens)} tokens, limit {limit}, drawn {drawn}"
+            )
+        if self._bound is not None and len(tokens) + limit > self._bound:
+            raise ValueError(
+                f"a row of {len(tokens)} tokens that may draw {limit} more can be longer than {self._bound} tokens, "
+                f"from where on {self._name} changes the rotary frequencies of all rows of a call: take shorter "
+                "prompts, or a smaller max_new_tokens (max_tokens of conversations)"
             )
         row = _Row(key, tuple(tokens), seed, drawn, limit, greedy=greedy)
         if self._texts is not None:
@@ -196,7 +215,8 @@ class Decoder:
         """Draw a token for all rows from ``first`` on; those that end leave."""
         state = self._state[:, first:]
         rows = self._rows[first:]
-        sampled = draw(logits, state[0], state[1], self._sampling)
+        with self._work:
+            sampled = draw(logits, state[0], state[1], self._sampling)
         if greedy := [place for place, row in enumerate(rows) if row.greedy]:
             most_likely = draw(logits[greedy], state[0, greedy], state[1, greedy], self._sampling.greedily())
             sampled.tokens[greedy], sampled.logprobs[greedy] = most_likely.tokens, most_likely.logprobs

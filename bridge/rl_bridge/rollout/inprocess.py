@@ -9,8 +9,8 @@ from rl_bridge.data.requests import SamplingParams
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
 from rl_bridge.models.source import ModelSource
-from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.rollout.asynchronous.worker import Advancing
+from rl_bridge.rollout.checked_decoder import check_decoder
 from rl_bridge.rollout.conversing import Conversing
 from rl_bridge.rollout.decoder import Decoder
 from rl_bridge.rollout.generating import Generating
@@ -37,9 +37,16 @@ class InProcessRollout(Advancing, Generating, Conversing):
         """The model begins with the source's weights. Rows beyond ``max_batch_rows`` wait: that bounds the KV cache.
 
         With ``precision`` "int8" the linear layers but the head compute in int8, and a sync to here quantises.
+
+        Raises:
+            NotImplementedError: rows of this model that are drawn together are not what each would be alone
+                (``rl_bridge.rollout.checked_decoder``).
         """
         with torch.device("meta"):
             self._model = source.empty().eval().requires_grad_(False)
+        config = self._model.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False  # a loss of training, which transformers cannot compute beside a cache
         source.load(self._model)
         self._map: Through | None = None
         if precision == "int8":
@@ -47,14 +54,15 @@ class InProcessRollout(Advancing, Generating, Conversing):
             quantize_linears(self._model, self._map)
         self._weights = _Weights(self._model)
         self._tokenizer = tokenizer
-        use_rl_fn_attention(self._model)
+        self._arrangement = check_decoder(self._model)
         self._stop = stop_tokens(self._model, tokenizer)
         self._max_batch_rows = max_batch_rows
 
     def decoder(self, sampling: SamplingParams) -> Decoder:
         """An empty decoder with the weights as they are; it holds good until they change."""
         texts = StopTexts(self._tokenizer, sampling.stop)
-        return Decoder(self._model, sampling, stop=self._stop, texts=texts, max_rows=self._max_batch_rows)
+        options = {"max_rows": self._max_batch_rows, "arrangement": self._arrangement}
+        return Decoder(self._model, sampling, stop=self._stop, texts=texts, **options)
 
     def weight_receiver(self) -> ModuleReceiver:
         """What a sync to here fills."""

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from rl_bridge.atomic import replacing
+from rl_bridge.plots import Figure
+from rl_bridge.tracking.smoothing import running_mean
 
 PANELS = (
     "reward",
@@ -58,11 +59,10 @@ def draw_curves(
 
 
 def _curve(axis: Any, points: np.ndarray, colour: str, label: str) -> None:
-    """The raw points faintly, their running mean over a twentieth of them boldly."""
-    window = max(1, len(points) // 20)
-    if window > 1:
+    """The raw points faintly, their running mean boldly, as the report has them."""
+    smooth = running_mean(points[:, 1].tolist())
+    if smooth is not None:
         axis.plot(points[:, 0], points[:, 1], color=colour, alpha=0.25, linewidth=0.8)
-        smooth = np.convolve(points[:, 1], np.ones(window) / window, mode="valid")
-        axis.plot(points[window - 1 :, 0], smooth, color=colour, label=label)
+        axis.plot(points[:, 0], smooth, color=colour, label=label)
     else:
         axis.plot(points[:, 0], points[:, 1], color=colour, marker="o", markersize=3, label=label)

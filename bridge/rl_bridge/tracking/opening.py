@@ -10,9 +10,10 @@ from rl_bridge.atomic import sweep, write_json
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.tracking import lock
 from rl_bridge.tracking.comparison import differences, options_of
-from rl_bridge.tracking.lock import RunLock
+from rl_bridge.tracking.lock import RunLock, require_own_files
 from rl_bridge.tracking.provenance import write_provenance
 from rl_bridge.tracking.recorder import Recorder
+from rl_bridge.tracking.scrubbing import scrubbed
 from rl_bridge.tracking.signals import tell
 
 
@@ -44,15 +45,17 @@ def begin_or_resume(
     Raises:
         ValueError: see ``Run``.
     """
-    if not (resume or anyway):
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            raise ValueError(f"{folder} exists: go on with --resume, or give this run another --name") from None
+    new = not (resume or anyway)
+    if new:
+        folder.mkdir(parents=True, exist_ok=True)
+        _require_empty(folder)
     elif not _is_run(folder):
         raise ValueError(f"{folder} has no checkpoint to resume from: there is no such run")
+    require_own_files(folder)
     held = RunLock(folder)
     try:
+        if new:  # another process may have had the lock a moment ago
+            _require_empty(folder)
         return _open(folder, config, checkpointer, fingerprints, held, resume=resume or anyway, anyway=anyway)
     except BaseException:
         held.release()
@@ -71,7 +74,7 @@ def _open(
 ) -> Opened:
     path = checkpointer.latest() if resume else None
     state = None if path is None else checkpointer.read(path)
-    identity = {"options": options_of(config), "fingerprints": dict(fingerprints)}
+    identity = {"options": scrubbed(options_of(config)), "fingerprints": dict(fingerprints)}
     changes = [] if state is None else _changes(state, identity)
     if changes and not anyway:
         raise ValueError(
@@ -86,7 +89,7 @@ def _open(
     recorder = Recorder(folder, None if state is None else state["record"], again=resume, repair=anyway)
     try:
         if path is None or changes:
-            write_json(folder / "config.json", asdict(config))
+            write_json(folder / "config.json", scrubbed(asdict(config)))
         if changes:
             tell(f"going on with other options: {'; '.join(changes)}")
             recorder.note({"step": recorder.logged, "changed": changes})
@@ -106,6 +109,11 @@ def _changes(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]
         if before.get(name) != now.get(name)
     ]
     return [*differences(state["options"], identity["options"]), *others]
+
+
+def _require_empty(folder: Path) -> None:
+    if {path.name for path in folder.iterdir()} - {lock.NAME}:
+        raise ValueError(f"{folder} exists: go on with --resume, or give this run another --name")
 
 
 def _is_run(folder: Path) -> bool:

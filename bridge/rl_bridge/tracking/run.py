@@ -1,8 +1,9 @@
 """One run in one folder: steps that are logged, shown, checkpointed, stopped by a signal and taken up again."""
 
 import json
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -15,11 +16,14 @@ from rl_bridge.tracking.exporters.live import Exporters, LiveExport
 from rl_bridge.tracking.opening import Opened, begin_or_resume
 from rl_bridge.tracking.options import RunOptions
 from rl_bridge.tracking.recorder import Recorder
-from rl_bridge.tracking.signals import Stopped, StopRequest, tell
+from rl_bridge.tracking.signals import Stopped, StopRequest, remarks, tell
 from rl_bridge.tracking.skips import Skips, whose
 
 SHOWN = {"reward": "reward", "nll": "nll", "loss": "loss", "accuracy": "accuracy", "kl": "KL", "entropy": "entropy"}
 SHOWN |= {"clip_fraction": "clip"}
+NARROW = 120
+"""Columns below which the progress line has no bar: its numbers say more."""
+NARROW_BAR, NARROW_BAR_TAKES = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]", 38
 
 
 class Stateful(Protocol):
@@ -50,10 +54,10 @@ class Run:
     ) -> None:
         """``resume`` goes on from the newest whole checkpoint, or begins again if the run was killed before its first.
 
-        A new run's folder must not exist yet. ``fingerprints``: name → hash of what the run depends on besides its
-        options, such as its data. ``resume_anyway`` resumes with other options and fingerprints too, and without
-        records that are damaged. ``keep``: newest checkpoints that stay. ``stop_after_skips``: see ``log``. ``live``:
-        trackers that get the record while the run goes on.
+        A new run's folder is empty or does not exist yet. ``fingerprints``: name → hash of what the run depends on
+        besides its options, such as its data. ``resume_anyway`` resumes with other options and fingerprints too, and
+        without records that are damaged. ``keep``: newest checkpoints that stay. ``stop_after_skips``: see ``log``.
+        ``live``: trackers that get the record while the run goes on.
 
         Raises:
             ValueError: another process has the folder, there is nothing to resume, or the checkpoint was made with
@@ -79,6 +83,7 @@ class Run:
         self.after_step: Callable[[int], Mapping[str, float]] | None = None
         """Called with a record's number before it is written: more metrics of it, such as its memory."""
         self._bar: tqdm | None = None
+        self._room = NARROW
         self._stage, self._updated = "", None
         self._step_started = 0.0
 
@@ -117,17 +122,32 @@ class Run:
 
         A checkpoint holds the ``state`` of everything named. A stage that the resumed checkpoint has behind it yields
         nothing; the one it was made in takes its state back and goes on with the next step.
+
+        Raises:
+            ValueError: the engines' hosts do not share the run's folder.
         """
         first = 0
         if stage in self._finished:
             return
         self._stage, self._updated = stage, _updated(state)
+        self._checkpointer.require_shared(_split(state)[0])
         if self._resumed is not None and stage == self._resumed["stage"]:
             first = self._resumed["step_of_stage"]
             self._restore(state)
         else:
             self._first_update = self._version()
-        self._bar = tqdm(total=total, initial=first, desc=stage, unit="step", dynamic_ncols=True, mininterval=0.5)
+        columns = shutil.get_terminal_size().columns
+        narrow = columns < NARROW
+        self._room = columns - NARROW_BAR_TAKES if narrow else columns
+        self._bar = tqdm(
+            total=total,
+            initial=first,
+            desc=stage,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5,
+            bar_format=NARROW_BAR if narrow else None,
+        )
         for step in range(first, total):
             self._step_started = time.monotonic()
             yield step
@@ -173,7 +193,7 @@ class Run:
             shown |= {"skipped": str(self._skips.total)} if self._skips.total else {}
             if "tokens_per_second" in record:
                 shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
-            self._bar.set_postfix(shown, refresh=False)
+            self._bar.set_postfix(fitting(shown, self._room), refresh=False)
 
     def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
         """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
@@ -194,6 +214,18 @@ class Run:
         """Print a line without breaking the progress bar."""
         tell(text)
 
+    def note(self, text: str) -> None:
+        """Print a line and keep it in the record."""
+        tell(text)
+        self._recorder.note({"step": self._recorder.logged, "note": text})
+
+    def keep_remarks(self, texts: Sequence[str]) -> None:
+        """Keep lines that were printed before there was a record, unless an earlier session has them there."""
+        before = self._recorder.notes()
+        for text in texts:
+            if text not in before:
+                self._recorder.note({"step": self._recorder.logged, "note": text})
+
     def cached_result(self, name: str, compute: Callable[[], Any]) -> Any:
         """A result that is computed once in a run's life. Its checkpoints keep it."""
         if name not in self._cached:
@@ -205,6 +237,8 @@ class Run:
         """Write summary.json and draw the curves, once the last checkpoint is on the disk."""
         self._checkpointer.wait()
         self._recorder.finish(summary)
+        model = [f"model: {self.folder / 'model'}"] if (self.folder / "model").exists() else []
+        tell("; ".join([f"run: {self.folder}", *model, f"to look at it: rl-fn report {self.folder}"]))
 
     def _save(self, stage: str, step: int, state: Mapping[str, Engine | Stateful]) -> None:
         engines, others = _split(state)
@@ -258,10 +292,29 @@ class Run:
         return f"{'no checkpoint was written yet' if path is None else f'the newest checkpoint is {path}'}; {again}"
 
 
-def open_run(folder: Path, pipeline: RunOptions, fingerprints: Mapping[str, str]) -> Run:
-    """The run of a pipeline in ``folder``, with the options that all pipelines share."""
-    return Run(
-        folder,
+def fitting(shown: Mapping[str, str], room: int) -> dict[str, str]:
+    """The entries that fit into so many characters, from the first one on; a line that is cut off says something else.
+
+    >>> fitting({"reward": "0.641", "KL": "0.141", "entropy": "0.301"}, 24)
+    {'reward': '0.641', 'KL': '0.141'}
+    """
+    found: dict[str, str] = {}
+    for name, value in shown.items():
+        room -= len(f"{name}={value}, ")
+        if room < 0:
+            break
+        found[name] = value
+    return found
+
+
+def open_run(pipeline: RunOptions, fingerprints: Mapping[str, str]) -> Run:
+    """The run of a pipeline in a folder of its own, with the options that all pipelines share.
+
+    What was remarked about its inputs is in its record.
+    """
+    live = pipeline.live_export()
+    run = Run(
+        pipeline.folder(),
         pipeline,
         fingerprints=fingerprints,
         resume=pipeline.resume,
@@ -269,8 +322,10 @@ def open_run(folder: Path, pipeline: RunOptions, fingerprints: Mapping[str, str]
         checkpoint_every=pipeline.checkpoint_every,
         keep=pipeline.keep_checkpoints,
         stop_after_skips=pipeline.stop_after_skips,
-        live=pipeline.live_export(),
+        live=live,
     )
+    run.keep_remarks(remarks())
+    return run
 
 
 def _split(state: Mapping[str, Engine | Stateful]) -> tuple[dict[str, Engine], dict[str, Stateful]]:

@@ -12,6 +12,10 @@ _WORDS = {"secret", "secrets", "password", "passwd", "passphrase", "pwd", "crede
 _WORDS |= {"authorization", "cookie", "bearer", "dsn", "jwt", "netrc", "signature"}
 _PAIRS = {("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("account", "key"), ("ssh", "key")}
 _PAIRS |= {("connection", "string"), ("encryption", "key"), ("signing", "key"), ("write", "key"), ("license", "key")}
+_VARIABLE = {"key", "keys", "token", "tokens", "pat", "sig"}
+"""Words that make a variable of the environment, or a part of an address, a secret."""
+_MARKS = {"bos", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "think", "unk"}
+"""What stands before ``token`` where it is one of a vocabulary."""
 _SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk|pk|rk)-[\w-]{16,}|\bgh[opusr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
     r"|\bglpat-[\w-]{16,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bxox[abeoprs]-[\w-]{10,}|\bAIza[\w-]{30,}"
@@ -20,6 +24,7 @@ _SHAPES = re.compile(
     flags=re.DOTALL,
 )
 _USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s'\"<>]+@", flags=re.IGNORECASE)
+_QUERY = re.compile(r"([?&;])([\w.~%-]+)=([^&;\s'\"<>#]+)")
 _BEARER = re.compile(r"\b(bearer|basic|token)(:?\s+)[\w.~+/=-]{12,}", flags=re.IGNORECASE)
 _NAMED = re.compile(r"([\w.-]+)\s*[=:]\s*")
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s&;,'\"]+")
@@ -33,10 +38,24 @@ def is_secret_name(name: str) -> bool:
     >>> [is_secret_name(name) for name in ("HF_TOKEN", "wandb.apiKey", "max_tokens", "pad_token_id", "learning_rate")]
     [True, True, False, False, False]
     """
-    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    words = _words_of(name)
     pairs = set(itertools.pairwise(words))
     # max_tokens counts tokens and pad_token_id is one: a name that ends in the word says that its value is a secret.
-    return bool(_WORDS.intersection(words) or _PAIRS & pairs or words[-1:] == ["token"])
+    is_token = words[-1:] == ["token"] and _MARKS.isdisjoint(words[-2:-1])
+    return bool(_WORDS.intersection(words) or _PAIRS & pairs or is_token)
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether a variable of the environment, or a part of an address, holds what is not to be shown.
+
+    >>> [is_secret_variable(name) for name in ("VLLM_ADMIN_KEY", "HF_PAT", "OMP_NUM_THREADS")]
+    [True, True, False]
+    """
+    return is_secret_name(name) or not _VARIABLE.isdisjoint(_words_of(name))
+
+
+def _words_of(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
 def scrubbed_text(text: str, values: Iterable[str] = ()) -> str:
@@ -48,6 +67,7 @@ def scrubbed_text(text: str, values: Iterable[str] = ()) -> str:
     for value in values:
         text = text.replace(value, HIDDEN)
     text = _USER.sub(rf"\1{HIDDEN}@", text)
+    text = _QUERY.sub(lambda m: f"{m[1]}{m[2]}={HIDDEN if is_secret_variable(m[2]) else m[3]}", text)
     text = _SHAPES.sub(HIDDEN, text)
     text = _BEARER.sub(rf"\1\2{HIDDEN}", text)
     parts, place = [], 0
@@ -98,7 +118,7 @@ def environment_secrets() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _secrets_of(environment: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    found = {value for name, value in environment if is_secret_name(name)}
+    found = {value for name, value in environment if is_secret_variable(name)}
     for _, value in environment:
         found.update(part for user in re.findall(r"://([^/\s@]+)@", value) for part in user.split(":", 1)[1:])
     return tuple(sorted((value for value in found if len(value) >= _SHORTEST), key=lambda value: (-len(value), value)))

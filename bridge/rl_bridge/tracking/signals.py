@@ -4,7 +4,7 @@ import errno
 import signal
 from typing import Any, Self
 
-from tqdm import tqdm
+from rl_bridge.terminal import escaped
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -15,6 +15,14 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, message: str, name: str, number: int) -> None:
         super().__init__(message)
         self.name, self.number = name, number
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second signal came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 class StopRequest:
@@ -37,7 +45,7 @@ class StopRequest:
     def _interrupt(self, number: int, _: object) -> None:
         """Finish the step and stop there; a second signal does not wait."""
         if self.number is not None:
-            raise KeyboardInterrupt
+            raise StoppedAtOnce(number)
         self.number = number
         again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
         tell(f"stopping after this step ({again} to stop at once)")
@@ -46,7 +54,26 @@ class StopRequest:
 def tell(text: str) -> None:
     """Print a line without breaking a progress bar. A terminal that hung up or a pipe that closed stops no run."""
     try:
-        tqdm.write(text)
+        # Not at the top: the commands that need no extra have no tqdm.
+        from tqdm import tqdm
+
+        tqdm.write(escaped(text))
     except OSError as gone:
         if gone.errno not in (errno.EIO, errno.EPIPE):
             raise
+
+
+_remarks: list[str] = []
+
+
+def remark(text: str) -> None:
+    """``tell`` something about a run's inputs before there is a run: its record keeps the line, too."""
+    tell(text)
+    _remarks.append(text)
+
+
+def remarks() -> list[str]:
+    """What was remarked since the last call, each once."""
+    found = list(dict.fromkeys(_remarks))
+    _remarks.clear()
+    return found

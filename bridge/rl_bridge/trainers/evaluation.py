@@ -29,9 +29,13 @@ def evaluate(
     *,
     temperature: float = 0.0,
     scalar: ScalarOptions | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read."""
-    trajectories = scored(complete, rewards, rows, replace(sampling, temperature=temperature).params())
+    """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read.
+
+    ``seed``: the run's. It is the same in all evaluations of a run, so that before and after draw by the same numbers.
+    """
+    trajectories = scored(complete, rewards, rows, replace(sampling, temperature=temperature).params(seed=seed))
     matrix = reward_matrix(trajectories, rewards.names, 1)
     scores = (scalar or ScalarOptions()).combine(matrix, rewards.weights)[:, 0].tolist()
     named = dict(zip(rewards.names, matrix.mean((0, 2)).tolist(), strict=True))
@@ -44,15 +48,15 @@ def evaluate(
 
 
 def pass_rates(
-    complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig
+    complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig, *, seed: int = 0
 ) -> dict[str, dict[str, float]]:
     """pass@k of each k of ``config.pass_at``, with its interval over the rows: {"pass@4": {"mean", "low", "high", …}}.
 
     A completion passes with a reward of at least ``config.correct_reward``. ``config.pass_samples`` completions of each
-    row are drawn as for training.
+    row are drawn as for training, by the run's ``seed``.
     """
     samples = config.pass_samples or max(config.pass_at)
-    trajectories = scored(complete, rewards, rows, config.sampling.params(n=samples))
+    trajectories = scored(complete, rewards, rows, config.sampling.params(n=samples, seed=seed))
     earned = config.scalar.combine(reward_matrix(trajectories, rewards.names, samples), rewards.weights)
     correct = (earned >= config.correct_reward).sum(1, dtype=torch.int32)
     total = torch.full_like(correct, samples)
@@ -68,9 +72,16 @@ class Evaluator:
     """Evaluates every so many steps and after the last one; several rewards go into the archive."""
 
     def __init__(
-        self, complete: Complete, rewards: Rewards, rows: Sequence[dict], config: PolicyConfig, archive: Archive | None
+        self,
+        complete: Complete,
+        rewards: Rewards,
+        rows: Sequence[dict],
+        config: PolicyConfig,
+        archive: Archive | None,
+        *,
+        seed: int = 0,
     ) -> None:
-        self._complete, self._rewards, self._rows = complete, rewards, rows
+        self._complete, self._rewards, self._rows, self._seed = complete, rewards, rows, seed
         self._config, self.archive = config, archive
 
     def due(self, step: int) -> bool:
@@ -80,10 +91,12 @@ class Evaluator:
     def metrics(self, step: int) -> dict[str, float]:
         """What the record of a step shows of the present weights."""
         config = self._config
-        found = evaluate(self._complete, self._rows, self._rewards, config.sampling, scalar=config.scalar)
+        found = evaluate(
+            self._complete, self._rows, self._rewards, config.sampling, scalar=config.scalar, seed=self._seed
+        )
         named = {"held_out": interval(found["scores"])}
         if config.pass_at:
-            named |= pass_rates(self._complete, self._rows, self._rewards, config)
+            named |= pass_rates(self._complete, self._rows, self._rewards, config, seed=self._seed)
         metrics = {name: values["mean"] for name, values in named.items()} | {"held_out": found["reward"]}
         metrics |= {f"{name}_{end}": values[end] for name, values in named.items() for end in ("low", "high")}
         if self.archive is not None:

@@ -15,6 +15,9 @@ from rl_bridge.trainers.policy_inputs.sampling import Sampler, without_signal
 from rl_bridge.trainers.policy_inputs.updates import Updates
 from rl_fn import Objective
 
+MANY = 0.5
+"""A share of completions without an end that a user should hear of."""
+
 
 @collector_waits()
 def train_policy(
@@ -44,6 +47,7 @@ def train_policy(
     state |= {"coefficients": coefficients} if coefficients else {}
     state |= {} if evaluator.archive is None else {"archive": evaluator.archive}
     replaced = Replaced(engines)
+    warned, idle = False, 0
     for step in run.steps("policy", config.steps, state=state):
         sampler.begin_step(engines)
         sampled = sampler.sample(step)
@@ -53,7 +57,9 @@ def train_policy(
         terms = coefficients.values()
         batch, computed, counted = inputs.advantages(batch, sampled, terms)
         if not bool(computed.any()):
-            run.print(f"step {step}: {without_signal(sampled)}")
+            idle += 1
+            if idle.bit_count() == 1:  # the 1st, 2nd, 4th … of this session: not a line each
+                run.print(f"step {step}: {without_signal(sampled)}" + (f"; {idle} such steps" if idle > 1 else ""))
 
         phase_ended()
         metrics = sampled.metrics() | {"informative": float(computed.float().mean())}
@@ -62,6 +68,11 @@ def train_policy(
         metrics |= updates.make(step, batch, computed, counted, terms, watched)
         if completions is not None and watched is not None:
             completions.write(step, sampled, batch, watched, updates.watched())
+        if not warned and metrics["truncated"] >= MANY:
+            warned = True
+            limit = f"--policy.sampling.max-new-tokens {config.sampling.max_new_tokens}"
+            share = f"{metrics['truncated']:.0%} of the completions were cut at {limit}"
+            run.print(f"step {step}: {share}: their rewards are of beginnings. The metric truncated has what follows")
         if warning := updates.mismatch.warning(metrics):
             run.print(warning)
         coefficients.update(metrics)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from rl_bridge.data.requests import SamplingParams
+from rl_bridge.messages import given
+from rl_bridge.tracking.options import require_used
 from rl_bridge.trainers.policy_inputs.scalar import ScalarOptions
 
 
@@ -42,7 +44,8 @@ class PolicyConfig:
     on those of the first."""
     scalar: ScalarOptions = ScalarOptions()
     overlong_buffer: int | None = None
-    """DAPO's penalty of long completions: it grows to 1 over the last so many of ``max_new_tokens``."""
+    """DAPO's penalty of long completions: it grows to 1 over the last so many of ``max_new_tokens``; of a conversation
+    the longest turn counts."""
     correct_reward: float = 1.0
     """The reward from which on a completion is correct: for pass@k, and for losses that read what is (VAPO)."""
     critic_warmup: int = 0
@@ -60,9 +63,19 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be counted, sampled or estimated."""
-        counts = (self.steps, self.prompts_per_step, self.responses_per_prompt, self.updates_per_step)
-        if min(*counts, self.evaluate_every, self.sampling_rounds, *self.pass_at) < 1 or self.critic_warmup < 0:
-            raise ValueError(f"counts must be ≥ 1, got {self}")
+        counted = ("steps", "prompts_per_step", "responses_per_prompt", "updates_per_step", "evaluate_every")
+        if min(*(getattr(self, name) for name in counted), self.sampling_rounds, *self.pass_at) < 1:
+            raise ValueError(f"counts must be ≥ 1, got {given(self, *counted, 'sampling_rounds', 'pass_at')}")
+        if self.critic_warmup < 0:
+            raise ValueError(f"critic_warmup must be ≥ 0, got {self.critic_warmup}")
+        if self.critic_warmup >= self.steps:
+            raise ValueError(
+                f"critic_warmup={self.critic_warmup} of {self.steps} steps: the policy would never be updated"
+            )
+        if not self.pass_at:
+            require_used(self, ("pass_samples",), "without --policy.pass-at", part="policy")
+        if not self.recompute_old_logprobs:
+            require_used(self, ("least_effective_share",), "without --policy.recompute-old-logprobs", part="policy")
         if self.pass_samples is not None and self.pass_samples < max(self.pass_at, default=1):
             raise ValueError(f"pass_samples={self.pass_samples} is too few for pass_at={self.pass_at}")
         if not 0 <= self.least_effective_share <= 1:

@@ -8,6 +8,7 @@ from rl_bridge.data.pair_batch import PairBatch
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.memory.collecting import collector_waits, phase_ended
+from rl_bridge.messages import given
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.comparison_steps import BatchStatistics, accumulate, held_out_metrics, statistics_of
 from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
@@ -26,7 +27,10 @@ class PreferenceConfig:
     def __post_init__(self) -> None:
         """Refuse counts that train nothing, and a mean that does not move."""
         if min(self.steps, self.rows_per_step, self.evaluate_every) < 1 or not 0 <= self.shift_momentum < 1:
-            raise ValueError(f"counts must be ≥ 1 and shift_momentum in [0, 1), got {self}")
+            raise ValueError(
+                "counts must be ≥ 1 and shift_momentum in [0, 1), got "
+                f"{given(self, 'steps', 'rows_per_step', 'evaluate_every', 'shift_momentum')}"
+            )
 
 
 @collector_waits()

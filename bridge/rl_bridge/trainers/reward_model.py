@@ -8,6 +8,7 @@ from rl_bridge.data.pair_batch import PairBatch
 from rl_bridge.data.stream import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.memory.collecting import collector_waits, phase_ended
+from rl_bridge.messages import given
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.comparison_steps import accumulate, held_out_metrics
 from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
@@ -24,7 +25,7 @@ class RewardModelConfig:
     def __post_init__(self) -> None:
         """Refuse counts that train nothing."""
         if min(self.steps, self.rows_per_step, self.evaluate_every) < 1:
-            raise ValueError(f"counts must be ≥ 1, got {self}")
+            raise ValueError(f"counts must be ≥ 1, got {given(self, 'steps', 'rows_per_step', 'evaluate_every')}")
 
 
 @collector_waits()

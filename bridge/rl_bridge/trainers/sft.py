@@ -9,6 +9,7 @@ from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.memory.collecting import collector_waits, phase_ended
+from rl_bridge.messages import given
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import mean
@@ -26,7 +27,10 @@ class SFTConfig:
     def __post_init__(self) -> None:
         """Refuse counts that train nothing."""
         if min(self.rows_per_step, self.evaluate_every) < 1 or self.steps < 0:
-            raise ValueError(f"need rows_per_step ≥ 1, evaluate_every ≥ 1 and steps ≥ 0, got {self}")
+            raise ValueError(
+                "need rows_per_step ≥ 1, evaluate_every ≥ 1 and steps ≥ 0, got "
+                f"{given(self, 'rows_per_step', 'evaluate_every', 'steps')}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,11 @@ class WarmStart:
     steps: int = 0
     rows_per_step: int = 256
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-3, warmup=50)
+
+    def __post_init__(self) -> None:
+        """Refuse counts that cannot be."""
+        if self.steps < 0 or self.rows_per_step < 1:
+            raise ValueError(f"need steps ≥ 0 and rows_per_step ≥ 1, got {given(self, 'steps', 'rows_per_step')}")
 
 
 @collector_waits()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_bridge.terminal import say
 from rl_bridge.tuning.objectives import Goal, parse_constraint, parse_goal
 from rl_bridge.tuning.options import TrainerOptions, corners, options_of, read_space, words_of
 from rl_bridge.tuning.pruning import Pruning
@@ -64,13 +65,19 @@ def parser() -> argparse.ArgumentParser:
     add("--startup-trials", type=int, help="random ones before a sampler learns (a quarter)")
     add("--trials", type=int, default=20, help="assignments that are tried")
     add("--seeds", type=int, default=1, help="repetitions of each, with --seed 0, 1, …")
+    add("--confirm", type=int, default=0, metavar="N", help="at the end the best trial runs again with N fresh seeds")
     add("--first-seed", type=int, default=0, help="the first of them")
-    add("--pruner", choices=("none", "paired", "asha"), default="none", help="stops hopeless trials early")
+    add(
+        "--pruner",
+        choices=("none", "paired", "asha"),
+        default="none",
+        help="stops hopeless trials early; paired needs 3 seeds",
+    )
     add(
         "--prune-after", type=int, default=1, metavar="STEPS", help="no trial is stopped before; the first rung of asha"
     )
     add("--prune-factor", type=int, default=3, help="asha: one of so many trials goes on")
-    add("--prune-pairs", type=int, default=4, help="paired: evaluations in common, at least")
+    add("--prune-pairs", type=int, default=4, help="paired: evaluations in common of each seed, at least")
     add("--prune-margin", type=float, default=0.0, help="paired: a trial may be worse by so much")
     add("--parallel", type=int, default=1, help="processes at a time")
     add("--devices", default="", help="for CUDA_VISIBLE_DEVICES of the processes in turn: 0,1")
@@ -93,7 +100,7 @@ def _tune(trainer: str, words: list[str], made: argparse.ArgumentParser) -> int:
     domains, rest = _split(words)
     own, fixed = made.parse_known_args(rest)
     default = cli.load(cli.TRAINERS[trainer].default)
-    default = default if isinstance(default, type) else default()
+    default = default if isinstance(default, type) else default(fixed)
     options = options_of(default)
     for word in fixed:
         if word.startswith("--"):
@@ -139,6 +146,7 @@ def _tune(trainer: str, words: list[str], made: argparse.ArgumentParser) -> int:
         time_limit=own.time_limit,
         retries=own.retries,
         pruning=pruning,
+        confirm=own.confirm,
     )
     study = Study(
         own.output / own.name,
@@ -149,9 +157,9 @@ def _tune(trainer: str, words: list[str], made: argparse.ArgumentParser) -> int:
         places(own.parallel, devices=own.devices.split(",") if own.devices else (), pin=own.pin),
         own.grace,
     )
-    run_study(study, resume=own.resume)
-    print("\n".join(write_report(study.folder)))
-    return 0
+    events = run_study(study, resume=own.resume)
+    say("\n".join(write_report(study.folder)))
+    return 0 if any(event["kind"] == "told" and event["status"] == "complete" for event in events) else 1
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -219,5 +227,5 @@ def _report(words: list[str]) -> int:
     made.add_argument("--json", action="store_true", help="print report.json")
     own = made.parse_args(words)
     lines = write_report(own.study)
-    print(json.dumps(json.loads((own.study / "report.json").read_text()), indent=2) if own.json else "\n".join(lines))
+    say(json.dumps(json.loads((own.study / "report.json").read_text()), indent=2) if own.json else "\n".join(lines))
     return 0

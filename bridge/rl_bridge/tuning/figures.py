@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 from rl_bridge.atomic import replacing
+from rl_bridge.plots import Figure, colormaps, spared
 from rl_bridge.tuning.importance import position
 
 Report = Mapping[str, Any]
@@ -19,11 +18,13 @@ def draw(found: Report, folder: Path) -> list[Path]:
     """Write ``history.png``, ``slices.png`` … as far as there is something to show; returns the files."""
     files = []
     for name, figure in FIGURES.items():
-        made = figure(found)
-        if made is not None:
-            files.append(folder / f"{name}.png")
-            with replacing(files[-1]) as temporary:
-                made.savefig(temporary, format="png", dpi=110)
+        file = folder / f"{name}.png"
+        with spared(str(file)):
+            made = figure(found)
+            if made is not None:
+                with replacing(file) as temporary:
+                    made.savefig(temporary, format="png", dpi=110)
+                files.append(file)
     return files
 
 
@@ -46,7 +47,8 @@ def history(found: Report) -> Figure | None:
         values = [trial["values"][goal["name"]] for trial in part]
         if values:
             means = np.array([value["mean"] for value in values])
-            ends = np.abs(np.array([[value["low"], value["high"]] for value in values]).T - means)
+            # Too few seeds have no interval: None becomes NaN, which has no bar.
+            ends = np.abs(np.array([[value["low"], value["high"]] for value in values], np.float64).T - means)
             numbers = [trial["number"] for trial in part]
             axis.errorbar(numbers, means, yerr=ends, fmt="o", color=colour, markersize=4, capsize=2, label=label)
     if kept:

@@ -27,7 +27,7 @@ def importance(
     if len(complete) < LEAST:
         return {"shares": {}, "method": METHOD, "reason": f"{len(complete)} complete trials, {LEAST} are needed"}
     if importlib.util.find_spec("sklearn") is None:
-        return {"shares": {}, "method": METHOD, "reason": "scikit-learn is not installed: pip install 'rl-fn[tune]'"}
+        return {"shares": {}, "method": METHOD, "reason": "scikit-learn is not installed: pip install '.[tune]'"}
     ensemble: Any = importlib.import_module("sklearn.ensemble")
     inspection: Any = importlib.import_module("sklearn.inspection")
     inputs = np.array([[position(p, trial["assignment"]) for p in space] for trial in complete])

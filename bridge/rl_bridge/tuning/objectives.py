@@ -1,5 +1,6 @@
 """What a study is about: goals, constraints, and their values in a run's record."""
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -7,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from rl_bridge.tracking.intervals import confidence_interval
 
 REDUCTIONS = ("last", "best", "mean", "sum", "max", "min")
 Points = dict[int, float]
@@ -92,6 +91,10 @@ def parse_constraint(text: str) -> Constraint:
         raise ValueError(f"constraint {text!r}: {error}") from None
 
 
+class MissingGoal(ValueError):
+    """A run has come to its end and has no such metric."""
+
+
 def history(records: Sequence[Mapping[str, Any]], metric: str) -> Points:
     """Step → value, of the last stage that has the metric."""
     having = [r for r in records if isinstance(r.get(metric), int | float)]
@@ -102,7 +105,8 @@ def value_of(goal: Goal, records: Sequence[Mapping[str, Any]], summary: Mapping[
     """The goal's value in a run that has ended.
 
     Raises:
-        ValueError: neither records nor summary have it, or it is not finite.
+        MissingGoal: neither records nor summary have it; the message has the nearest names.
+        ValueError: it is not finite.
     """
     if goal.metric == "tokens":
         values = [float(sum(r.get("trained_tokens", 0) for r in records))]
@@ -112,7 +116,9 @@ def value_of(goal: Goal, records: Sequence[Mapping[str, Any]], summary: Mapping[
         values = list(history(records, goal.metric).values()) or _of_summary(goal.metric, summary)
     if not values:
         known = sorted({name for r in records for name, value in r.items() if isinstance(value, float)})
-        raise ValueError(f"no record and no summary has {goal.metric}; records have {', '.join(known)}")
+        near = difflib.get_close_matches(goal.metric, [*known, *summary, "tokens", "seconds"], n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise MissingGoal(f"no record and no summary has {goal.metric}{hint} Records have {', '.join(known)}")
     value = goal.reduced(values)
     if not math.isfinite(value):
         raise ValueError(f"{goal.name} is {value}")
@@ -124,11 +130,6 @@ def _of_summary(metric: str, summary: Mapping[str, Any]) -> list[float]:
     for part in metric.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return [float(value)] if isinstance(value, int | float) else []
-
-
-def interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean over seeds with its 95 % bootstrap interval; one seed has no interval but itself."""
-    return confidence_interval(values, [0.0] * len(values))
 
 
 def front(rows: Sequence[Sequence[float]], maximize: Sequence[bool]) -> list[bool]:

@@ -11,6 +11,8 @@ from rl_bridge.tuning.space import Assignment, Choice, Parameter, Space, Value, 
 
 OWN = ("seed", "name", "output", "resume", "resume-anyway")
 """Options of a trainer that the study sets itself."""
+_SHORT = {"lr": "learning-rate", "bs": "prompts-per-step", "epoch": "epochs", "wd": "weight-decay", "gpus": "mesh"}
+"""What other programs call an option."""
 JOINT = "+"
 """``a+b`` with the values ``1+2,3+4`` sets two options together."""
 
@@ -44,10 +46,49 @@ class TrainerOptions:
             raise ValueError(f"--{name} is the study's own: it cannot be searched")
         if name in self.recipes or name in self.kinds or self.of_recipe(name) is not None:
             return
-        known = [*self.recipes, *self.kinds, *(o for r in self.recipes.values() for names in r.values() for o in names)]
-        near = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.5)
+        near = self.near(name)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"the trainer has no option --{name}{hint}")
+
+    def near(self, name: str) -> list[str]:
+        """Options with a name like this one."""
+        known = [*self.recipes, *self.kinds, *(o for r in self.recipes.values() for names in r.values() for o in names)]
+        head, dot, last = name.rpartition(".")
+        wanted = f"{head}{dot}{_SHORT.get(last, last)}"
+        return difflib.get_close_matches(wanted, dict.fromkeys(known), n=3, cutoff=0.5)
+
+    def no_recipe(self, word: str) -> bool:
+        """Whether a word of a command line has the form of a recipe, and there is none of that name."""
+        holder, colon, recipe = _dashed(word).partition(":")
+        return bool(colon) and holder in self.recipes and recipe not in self.recipes[holder]
+
+    def unknown(self, words: Sequence[str]) -> list[str]:
+        """A phrase for each of a command line's words that is no recipe and no option, or that of another recipe."""
+        known = {*self.kinds, *(o for r in self.recipes.values() for names in r.values() for o in names)}
+        taken = dict(self.defaults) | {
+            holder: recipe
+            for holder, colon, recipe in (_dashed(word).partition(":") for word in words)
+            if colon and recipe in self.recipes.get(holder, {})
+        }
+        found = []
+        for word in map(_dashed, words):
+            holder, _, recipe = word.partition(":")
+            if self.no_recipe(word):
+                near = [f"{holder}:{name}" for name in difflib.get_close_matches(recipe, self.recipes[holder])]
+                found.append(_did_you_mean(word, near))
+            elif word.startswith("--"):
+                name = word[2:].partition("=")[0]
+                head, dot, last = name.rpartition(".")
+                if not known & {name, f"{head}{dot}{last.removeprefix('no-')}"} and name not in ("help", *OWN):
+                    found.append(_did_you_mean(f"--{name}", [f"--{near}" for near in self.near(name)]))
+                elif (of_recipe := self.of_recipe(name)) is not None and taken.get(of_recipe[0]) not in of_recipe[1]:
+                    able = ", ".join(f"{of_recipe[0]}:{recipe}" for recipe in sorted(of_recipe[1]))
+                    found.append(f"--{name} is of {able}; here it is {of_recipe[0]}:{taken.get(of_recipe[0])}")
+        return found
+
+
+def _did_you_mean(word: str, near: Sequence[str]) -> str:
+    return f"{word}: did you mean {' or '.join(near)}?" if near else f"there is no {word}"
 
 
 def options_of(config: Any) -> TrainerOptions:

@@ -1,15 +1,20 @@
 """Which trial is hopeless before its end: pairs of equal seed and step against the incumbent; successive halving."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_bridge.tracking.intervals import confidence_interval
+import numpy as np
+
+from rl_bridge.messages import given
+from rl_bridge.tracking.intervals import LEAST, student
 from rl_bridge.tuning.objectives import Points
 
 Curves = Mapping[int, Points]
 """Seed → step → loss of one trial."""
+WRONG = 0.05
+"""paired: the most equal trials that are stopped, over all looks and whichever trial is the best."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Pruning:
     least_steps: int = 1
     """No trial is stopped before this step."""
     pairs: int = 4
-    """paired: evaluations that both trials have, at least."""
+    """paired: evaluations of each seed that both trials have, at least."""
     margin: float = 0.0
     """paired: a trial may be worse by so much."""
     factor: int = 3
@@ -32,7 +37,10 @@ class Pruning:
     def __post_init__(self) -> None:
         """Refuse counts that stop nothing or everything."""
         if self.least_steps < 1 or self.pairs < 2 or self.factor < 2 or self.margin < 0:
-            raise ValueError(f"need least_steps ≥ 1, pairs ≥ 2, factor ≥ 2 and margin ≥ 0, got {self}")
+            raise ValueError(
+                "need least_steps ≥ 1, pairs ≥ 2, factor ≥ 2 and margin ≥ 0, got "
+                f"{given(self, 'least_steps', 'pairs', 'factor', 'margin')}"
+            )
 
     def verdict(
         self, trial: Curves, incumbent: Curves | None, others: Mapping[int, Curves], steps: Mapping[int, int]
@@ -43,26 +51,44 @@ class Pruning:
         its curve has when not each step is measured.
         """
         if self.kind == "paired" and incumbent is not None:
-            return self._paired(trial, incumbent)
+            return self._paired(trial, incumbent, others)
         return self._halved(trial, others, steps) if self.kind == "asha" else None
 
-    def _paired(self, trial: Curves, incumbent: Curves) -> str | None:
-        """The trial is worse than the incumbent by more than noise, in the later half of what both have.
+    def _paired(self, trial: Curves, incumbent: Curves, others: Mapping[int, Curves]) -> str | None:
+        """The trial is worse than the incumbent by more than chance, in the later half of what both have.
 
-        Pairs of one run are not independent, so that the interval is narrower than one over many seeds would be.
+        Each seed is one number, the mean of its differences: what follows one another in a run is not independent. The
+        looks are at fixed counts of evaluations, each twice the one before, and share ``WRONG`` as 1/2, 1/4, …; the
+        incumbent is the best of several, which one looks like by chance, so that each share is divided by how many
+        could be it. Both are sums of probabilities: they bound the equal trials that are stopped.
         """
-        mine, best = [], []
-        for seed, points in trial.items():
-            common = sorted(step for step in points if step in incumbent.get(seed, {}))
-            late = common[len(common) // 2 :] if common and common[-1] + 1 >= self.least_steps else []
-            mine += [points[step] for step in late]
-            best += [incumbent[seed][step] for step in late]
-        if len(mine) < self.pairs:
+        seeds = [seed for seed in incumbent if seed in trial]
+        if len(seeds) < max(LEAST, len(incumbent)):
             return None
-        found = confidence_interval(mine, best, resamples=2000)
-        if found["low"] <= self.margin:
-            return None
-        return f"worse than the best trial by {found['mean']:.4g} [{found['low']:.4g}, {found['high']:.4g}]"
+        common = [sorted(trial[seed].keys() & incumbent[seed].keys()) for seed in seeds]
+        rivals = max(1, sum(curves.keys() >= incumbent.keys() for curves in others.values()))
+        for look, count in enumerate(self._looks(common)):
+            late = [steps[count // 2 : count] for steps in common]
+            differences = np.array(
+                [
+                    np.mean([trial[seed][step] - incumbent[seed][step] for step in steps])
+                    for seed, steps in zip(seeds, late, strict=True)
+                ]
+            )
+            # One side of an interval with that much on both.
+            mean, low, high = student(differences, level=1 - WRONG * 0.5**look / rivals)
+            if low > self.margin:
+                return f"worse than the best trial by {mean:.4g} [{low:.4g}, {high:.4g}] over {len(seeds)} seeds"
+        return None
+
+    def _looks(self, common: list[list[int]]) -> Iterator[int]:
+        """Counts of evaluations that every seed has: the least that may decide, and each twice the one before."""
+        there, count = min(map(len, common)), self.pairs
+        while count <= there and min(steps[count - 1] for steps in common) + 1 < self.least_steps:
+            count += 1
+        while count <= there:
+            yield count
+            count *= 2
 
     def _halved(self, trial: Curves, others: Mapping[int, Curves], steps: Mapping[int, int]) -> str | None:
         """The trial is not among the best 1/factor of those that have come as far, at the last rung of a seed.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.atomic import write_json
-from rl_bridge.tracking.intervals import confidence_interval
+from rl_bridge.tracking.intervals import LEAST, over_seeds
 from rl_bridge.tuning.importance import importance
 from rl_bridge.tuning.journal import JOURNAL, Event, read_journal
 from rl_bridge.tuning.objectives import front, volume
@@ -30,8 +30,8 @@ def summary_of(events: Sequence[Event]) -> dict[str, Any]:
     """The report as plain data: ``study``, ``trials``, ``best``, ``front``, ``importance``, ``counts``.
 
     A trial has ``number``, ``assignment``, ``status``, ``reason``, ``values`` (goal → mean, low, high, seeds),
-    ``feasible``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its interval, and
-    ``against_second`` its paired difference to the second.
+    ``feasible``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its interval,
+    ``against_second`` its paired difference to the second, and ``confirmed`` what it came to with fresh seeds.
     """
     study = {name: value for name, value in events[0].items() if name != "kind"}
     seconds: dict[int, float] = {}
@@ -43,6 +43,8 @@ def summary_of(events: Sequence[Event]) -> dict[str, Any]:
     found = {"study": study, "trials": trials, **_best(study["goals"], trials), **_front(study["goals"], trials)}
     found["importance"] = importance(study["space"], study["goals"], trials)
     statuses = [trial["status"] for trial in trials]
+    if found["best"] is not None:
+        found["best"] |= _confirmed(found["best"], events)
     return found | {"counts": {status: statuses.count(status) for status in dict.fromkeys(statuses)}}
 
 
@@ -74,8 +76,17 @@ def _best(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) -> 
     if len(ordered) > 1:
         second = ordered[1]
         pair = best["values"][goal]["seeds"], second["values"][goal]["seeds"]
-        found["against_second"] = {"trial": second["number"], **confidence_interval(*pair)}
+        found["against_second"] = {"trial": second["number"], **over_seeds(*pair)}
     return {"best": found}
+
+
+def _confirmed(best: Mapping[str, Any], events: Sequence[Event]) -> dict[str, Any]:
+    """The best trial's goal over the seeds that it was not chosen by, those of them that came to their end."""
+    of_best = [event for event in events if event.get("trial") == best["trial"]]
+    fresh = {seed for event in of_best if event["kind"] == "confirming" for seed in event["seeds"]}
+    ended = [event for event in of_best if event["kind"] == "ended" and event["seed"] in fresh]
+    values = [event["values"][best["goal"]] for event in ended if event["status"] == "complete"]
+    return {"confirmed": {**over_seeds(values), "seeds": values}} if values else {}
 
 
 def _front(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -105,15 +116,15 @@ def lines_of(found: Mapping[str, Any], folder: Path) -> list[str]:
         lines.append("no trial came to its end within the constraints")
     else:
         seeds = len(best["seeds"])
-        band = (
-            f" [{best['low']:.4g}, {best['high']:.4g}] over {seeds} seeds" if seeds > 1 else ", one seed: no interval"
-        )
-        lines.append(f"best: trial {best['trial']}, {best['goal']} {best['mean']:.4g}{band}")
+        lines.append(f"best: trial {best['trial']}, {best['goal']} {_over(best)}")
         chosen = found["trials"][best["trial"]]["assignment"]
         lines += [f"  {name} {value}" for name, value in chosen.items()]
         if seeds > 1 and (second := best.get("against_second")):
-            pair = f"{second['mean']:+.4g} [{second['low']:+.4g}, {second['high']:+.4g}]"
-            lines.append(f"against the second, trial {second['trial']}, seed by seed: {pair}")
+            lines.append(f"against the second, trial {second['trial']}, seed by seed: {_over(second, '+')}")
+        if confirmed := best.get("confirmed"):
+            lines.append(f"with fresh seeds: {best['goal']} {_over(confirmed)}")
+        elif sum(trial["status"] == "complete" for trial in found["trials"]) > 1:
+            lines.append("the best of several looks better than it is: --confirm N runs it with N fresh seeds")
     if found["front"]:
         numbers = ", ".join(map(str, found["front"]["trials"]))
         lines.append(f"Pareto front: trials {numbers}; hypervolume {found['front']['hypervolume']:.4g}")
@@ -121,6 +132,14 @@ def lines_of(found: Mapping[str, Any], folder: Path) -> list[str]:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in found["importance"]["shares"].items())
         lines.append(f"importance: {shares}")
     return [*lines, f"report and figures: {folder / REPORT}"]
+
+
+def _over(values: Mapping[str, Any], sign: str = "") -> str:
+    """A mean with its interval and how many seeds they are of."""
+    count = values["count"] if "count" in values else len(values["seeds"])
+    over = "one seed" if count == 1 else f"{count} seeds"
+    mean, low, high = (None if values[end] is None else f"{values[end]:{sign}.4g}" for end in ("mean", "low", "high"))
+    return f"{mean}, of {over}: no interval" if low is None or count < LEAST else f"{mean} [{low}, {high}] over {over}"
 
 
 def write_report(folder: Path) -> list[str]:

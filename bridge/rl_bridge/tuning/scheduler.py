@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rl_bridge.messages import given
+from rl_bridge.tracking.intervals import LEAST, over_seeds
 from rl_bridge.tuning.journal import Event
-from rl_bridge.tuning.objectives import Constraint, Goal, Points, interval
+from rl_bridge.tuning.objectives import Constraint, Goal, MissingGoal, Points
 from rl_bridge.tuning.pruning import Pruning
 from rl_bridge.tuning.samplers.protocol import Result, Sampler
 from rl_bridge.tuning.space import Assignment
@@ -16,7 +18,8 @@ from rl_bridge.tuning.state import Key, State, Trial
 class Plan:
     """What a study does. ``slots``: processes at a time. ``time_limit``: seconds of a process, None for no limit.
 
-    ``retries``: how often a repetition goes on whose process something outside of the study killed.
+    ``retries``: how often a repetition goes on whose process something outside of the study killed. ``confirm``: seeds
+    that no trial had, with which the best trial runs again at the end.
     """
 
     goals: tuple[Goal, ...]
@@ -27,13 +30,21 @@ class Plan:
     time_limit: float | None = None
     retries: int = 2
     pruning: Pruning = Pruning()
+    confirm: int = 0
 
     def __post_init__(self) -> None:
         """Refuse counts below 1, and pruning by one goal of several."""
-        if min(self.trials, self.seeds, self.slots) < 1 or self.retries < 0 or not self.goals:
-            raise ValueError(f"need trials, seeds and slots of at least 1, a goal, and retries ≥ 0, got {self}")
+        if min(self.trials, self.seeds, self.slots) < 1 or min(self.retries, self.confirm) < 0:
+            raise ValueError(
+                "need trials, seeds and slots (--parallel) of at least 1, retries ≥ 0 and confirm ≥ 0, got "
+                f"{given(self, 'trials', 'seeds', 'slots', 'retries', 'confirm')}"
+            )
+        if not self.goals:
+            raise ValueError("a study needs at least 1 goal, got none")
         if self.pruning.kind != "none" and len(self.goals) > 1:
             raise ValueError(f"pruning compares one goal, got {', '.join(goal.name for goal in self.goals)}")
+        if self.pruning.kind == "paired" and self.seeds < LEAST:
+            raise ValueError(f"the pruner paired compares at least {LEAST} seeds, got {self.seeds}: give --seeds")
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,8 @@ class Scheduler:
         self._sampler, self._processes, self._records = sampler, processes, records
         self._write, self._report = write, report
         self._exhausted = self._closing = False
+        self.missing: str | None = None
+        """Why the study ended at its first run: the run has no such goal."""
         for event in events:
             self.state.fold(event)
         self._replay(self.state.calls(events))
@@ -179,6 +192,10 @@ class Scheduler:
                 about |= {"status": "complete", "reason": "", "values": self._records.values(ended.key)}
             except ValueError as error:
                 about |= {"status": "failed", "reason": str(error)}
+                # Where no run had the goal so far, the next one will hardly have it: its name is wrong.
+                if isinstance(error, MissingGoal) and not self.state.those("complete"):
+                    self.missing = str(error)
+                    self.close()
         elif one.stopping is not None:
             about |= one.stopping
         elif ours:
@@ -209,7 +226,11 @@ class Scheduler:
         if self.plan.pruning.kind == "none":
             return
         best, curves = self.incumbent(), None
-        running = dict.fromkeys(key.trial for key, one in self.state.those("running") if one.stopping is None)
+        running = dict.fromkeys(
+            key.trial
+            for key, one in self.state.those("running")
+            if one.stopping is None and self.state.trials[key.trial].told is None
+        )
         for number in running:
             if curves is None:
                 curves = {trial.number: self._curves(trial) for trial in self.state.trials}
@@ -222,7 +243,9 @@ class Scheduler:
                         self._stop(key, "pruned", reason)
 
     def _curves(self, trial: Trial) -> dict[int, Points]:
-        return {s: self._records.curve(Key(trial.number, s)) for s, one in trial.repetitions.items() if one.attempts}
+        """Of the seeds that every trial has."""
+        started = [seed for seed, one in trial.repetitions.items() if one.attempts and seed < self.plan.seeds]
+        return {seed: self._records.curve(Key(trial.number, seed)) for seed in started}
 
     def _leave_out(self, trial: Trial) -> None:
         """One failed or pruned repetition decides about its trial: the others are not worth their time."""
@@ -247,7 +270,7 @@ class Scheduler:
         event["reason"] = next((one.reason for one in ones if one.status == status), "")
         if status == "complete":
             each = {name: [one.values[name] for one in ones] for name in ones[0].values}
-            found = {name: interval(values) for name, values in each.items()}
+            found = {name: over_seeds(values) for name, values in each.items()}
             mean = {name: band["mean"] for name, band in found.items()}
             event["values"] = {name: {**band, "seeds": each[name]} for name, band in found.items()}
             event["losses"] = [goal.loss(mean[goal.name]) for goal in self.plan.goals]
@@ -258,6 +281,16 @@ class Scheduler:
         self._record(**event)
         self._sampler.tell(trial.number, trial.assignment, result_of(event))
 
+    def _confirm(self) -> None:
+        """When all trials are told, the best one gets seeds on which nothing was chosen."""
+        best = self.incumbent()
+        ended = self._exhausted or len(self.state.trials) >= self.plan.trials
+        if best is None or not ended or any(trial.told is None for trial in self.state.trials):
+            return
+        wanted = range(self.plan.seeds, self.plan.seeds + self.plan.confirm)
+        if fresh := [seed for seed in wanted if seed not in best.repetitions]:
+            self._record(kind="confirming", trial=best.number, seeds=fresh)
+
     def _fill(self, now: float) -> None:
         used = {one.slot for _, one in self.state.those("running")}
         for slot in (slot for slot in range(self.plan.slots) if slot not in used):
@@ -267,8 +300,11 @@ class Scheduler:
                 assignment = self._sampler.ask(number)
                 if assignment is None:
                     self._exhausted = True
-                    return
-                self._record(kind="asked", trial=number, assignment=dict(assignment))
+                else:
+                    self._record(kind="asked", trial=number, assignment=dict(assignment))
+                    waiting = self.state.those("waiting")
+            if not waiting:
+                self._confirm()
                 waiting = self.state.those("waiting")
             if not waiting:
                 return

@@ -113,7 +113,7 @@ class Space:
                     raise ValueError(f"{parameter.name} depends on {parameter.when[0]}, which is no choice before it")
             seen[parameter.name] = parameter
         if not seen:
-            raise ValueError("there is nothing to search")
+            raise ValueError("there is nothing to search: give a --space.OPTION DOMAIN")
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self.parameters)

@@ -77,6 +77,8 @@ class State:
                 self.repetition(event).stopping = {"status": event["status"], "reason": event["reason"]}
             case "ended":
                 self._end(event)
+            case "confirming":
+                self.trials[event["trial"]].repetitions |= {seed: Repetition() for seed in event["seeds"]}
             case "told":
                 self.trials[event["trial"]].told = event
 

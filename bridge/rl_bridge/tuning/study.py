@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rl_bridge.tracking.lock import RunLock
+from rl_bridge.tracking.lock import RunLock, require_own_files
 from rl_bridge.tracking.signals import Stopped, StopRequest, tell
 from rl_bridge.tuning.journal import JOURNAL, Event, Journal
 from rl_bridge.tuning.records import RunRecords
@@ -39,7 +39,7 @@ def run_study(study: Study, *, resume: bool = False) -> list[Event]:
     """Run a study to its end; returns the events of its journal.
 
     Raises:
-        ValueError: the folder exists and is not to be resumed, has another study, or is in use.
+        ValueError: the folder exists and is not to be resumed, has another study or a link in it, or is in use.
         Stopped: a signal came; all processes have ended, and the study can go on.
     """
     folder = study.folder
@@ -50,6 +50,7 @@ def run_study(study: Study, *, resume: bool = False) -> list[Event]:
             raise ValueError(f"{folder} exists: go on with --resume, or give this study another --name") from None
     elif not folder.is_dir():
         raise ValueError(f"there is no study in {folder} to resume")
+    require_own_files(folder)
     lock = RunLock(folder)
     try:
         journal = Journal(folder / JOURNAL)
@@ -83,7 +84,9 @@ def _to_its_end(journal: Journal, study: Study) -> None:
     past = journal.events[1:]
     scheduler = Scheduler(plan, study.sampler(), processes, records, journal.append, past, report=tell)
     stop = StopRequest()
-    bar = tqdm(total=plan.trials * plan.seeds, desc="tune", unit="run", dynamic_ncols=True, mininterval=0.5)
+    bar = tqdm(
+        total=plan.trials * plan.seeds + plan.confirm, desc="tune", unit="run", dynamic_ncols=True, mininterval=0.5
+    )
     try:
         with stop, bar:
             scheduler.recover(time.time())
@@ -98,6 +101,8 @@ def _to_its_end(journal: Journal, study: Study) -> None:
     finally:
         # Nothing is left after an error or a second signal.
         processes.kill()
+    if scheduler.missing is not None:
+        raise ValueError(f"{scheduler.missing}. The study ended at this run; give another one its own --name")
     if stop.number is not None and closing:
         done = sum(trial.told is not None for trial in scheduler.state.trials)
         raise Stopped(f"stopped after {done} of {plan.trials} trials", study.folder.name, stop.number)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rl_bridge.models.filling import require_fit
 from rl_bridge.models.source import ModelSource, PretrainedSource
-from rl_bridge.models.stored_tensors import INDEX, ONE_FILE, SafetensorsFolder
+from rl_bridge.models.stored_tensors import INDEX, ONE_FILE
 from rl_bridge.weights.quantized import BLOCK, LAYOUTS, Precision, Quantize, precision_map
 from rl_bridge.weights.source import module_tensors
 from rl_bridge.weights.through import Through
@@ -97,7 +97,7 @@ def write_checkpoint(
 def tensors_of(source: ModelSource, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a source under the model's names, tied ones once; ``model`` is its ``empty()``, without values."""
     if isinstance(source, PretrainedSource):
-        stored = SafetensorsFolder.of_folder(source.folder())
+        stored = source.stored()
         for target, names in require_fit(model, stored).items():
             present = next(name for name in names if name in stored.shapes)
             yield names[0], stored.read(present, (slice(None),) * target.dim())

@@ -1,11 +1,11 @@
 """Weights of peft models: merged while they are sent, never in place, or the adapter's own tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch.distributed.tensor import DTensor
@@ -24,6 +24,7 @@ _CONFIGURATION = (
     "bias",
     "fan_in_fan_out",
     "target_modules",
+    "target_parameters",
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
@@ -68,12 +69,12 @@ class PeftSource:
         layers = _lora_layers(wrapped)
         saved = {n: m for n, m in wrapped.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
         for path, tensor in module_tensors(wrapped):
-            owner, layer = _owner(path, layers)
-            if layer is not None:
-                rest = path.removeprefix(f"{owner}.")
-                if rest.startswith("base_layer."):
-                    adapted = rest == "base_layer.weight" and bool(_active(layer))
-                    yield f"{owner}.{rest.removeprefix('base_layer.')}", tensor, layer if adapted else None
+            around = _around(path, layers)
+            if around:
+                name, rest = _unwrapped(path, around)
+                if name is not None:
+                    adapting = [x for x in around.values() if _parameter_name(x) == rest and _active(x)]
+                    yield name, tensor, adapting[0] if adapting else None
                 continue
             owner, wrapper = _owner(path, saved)
             if wrapper is None:
@@ -103,6 +104,29 @@ def merged(weight: torch.Tensor, layer: LoraLayer) -> torch.Tensor:
     return DTensor.from_local(
         total, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
+
+
+def effective_weight(layer: Any) -> torch.Tensor:
+    """The weight that a layer's output has, W + Σ scaling · B A, with its graph; of a plain layer W.
+
+    For code that takes a layer's weight instead of calling the layer.
+
+    Raises:
+        NotImplementedError: an active adapter that is no plain LoRA, has dropout at work, or lies in shards.
+    """
+    weight, training = layer.weight, layer.training
+    if not isinstance(layer, LoraLayer) or layer.merged or not (active := _active(layer)):
+        return weight
+    special = [a for a in active if a in layer.lora_variant or layer.lora_bias.get(a)]
+    dropping = [a for a in active if training and getattr(layer.lora_dropout[a], "p", 0.0)]
+    if special or dropping or isinstance(weight, DTensor):
+        raise NotImplementedError(
+            f"a {type(layer).__name__} whose weight is taken has adapters {active}: they need to be plain LoRA, "
+            "without dropout (use eval()) and without tensor parallelism; or leave this layer out of the targets"
+        )
+    with torch.autocast(weight.device.type, enabled=False):
+        deltas = [layer.get_delta_weight(adapter) for adapter in active]  # type: ignore[operator]
+        return weight + sum(delta.to(weight.dtype) for delta in deltas)
 
 
 def _is_factor(name: str, adapter: str) -> bool:
@@ -155,7 +179,6 @@ def _lora_layers(wrapped: torch.nn.Module) -> dict[str, LoraLayer]:
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in wrapped.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    sharing = {name: shared for shared in names.values() for name in shared}
     for name, layer in wrapped.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
@@ -166,10 +189,13 @@ def _lora_layers(wrapped: torch.nn.Module) -> dict[str, LoraLayer]:
             raise NotImplementedError(f"{name!r}: adapters {special} are no plain LoRA (DoRA, a bias, or the like)")
         if layer.merged:
             raise ValueError(f"{name!r}: adapters {layer.merged_adapters} are merged into the base: unmerge them")
-        tied = sharing[f"{name}.base_layer.weight"]
-        if active and len(tied) > 1:
+        base: Any = layer.get_base_layer()
+        weight = getattr(base, _parameter_name(layer), None)
+        if weight is None or (active and getattr(base, "groups", 1) > 1):
+            raise NotImplementedError(f"{name!r}: an adapter of a {type(base).__name__} cannot be merged")
+        if active and len(tied := names[weight]) > 1:
             raise ValueError(f"{name!r} has an adapter and a tied weight, merged all would change: {tied}")
-        layers[name] = layer
+        layers[plain_name(name)] = layer
     return layers
 
 
@@ -177,6 +203,28 @@ def _active(layer: LoraLayer) -> list[str]:
     if layer.disable_adapters:
         return []
     return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
+
+
+def _parameter_name(layer: LoraLayer) -> str:
+    """The weight of the base layer that the adapter is for."""
+    return layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+
+
+def _around(path: str, layers: dict[str, LoraLayer]) -> dict[str, LoraLayer]:
+    """The LoRA layers that a tensor lies in, the outermost first: those of several weights of one module are nested."""
+    places = [place for place, character in enumerate(path) if character == "."]
+    return {path[:place]: layers[path[:place]] for place in places if path[:place] in layers}
+
+
+def _unwrapped(path: str, around: Iterable[str]) -> tuple[str | None, str]:
+    """A tensor's name in the model without LoRA layers, and within its own module; None for an adapter's factor."""
+    plain, passed = "", 0
+    for owner in around:
+        if not f"{path}.".startswith(f"{owner}.base_layer."):
+            return None, ""
+        plain += path[passed : len(owner)]
+        passed = len(owner) + len(".base_layer")
+    return plain + path[passed:], path[passed + 1 :]
 
 
 def _owner(path: str, modules: dict[str, Any]) -> tuple[str, Any]:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from rl_bridge.engines.base import Engine
 
 logger = logging.getLogger(__name__)
-_ROUNDS = 3
+_ROUNDS = 4
+"""Two looks at an engine, and two at a fresh one in its place."""
+
+
+class Proved(NamedTuple):
+    """Of all workers: what failed in each engine that was replaced by one with the new weights, proved as well.
+
+    ``not_compared``: tensors that an engine does not show, or not in a known order; its samples alone speak for them.
+    """
+
+    replaced: tuple[str, ...]
+    not_compared: int
 
 
 def wants_proof(target: "Engine") -> bool:
@@ -33,13 +44,10 @@ def require_scores(source: "Engine", target: "Engine") -> None:
         )
 
 
-def prove(source: "Engine", target: "Engine", version: int) -> tuple[str, ...]:
+def prove(source: "Engine", target: "Engine", version: int) -> Proved:
     """Carry the weights that came into the target's engines, and compare samples with the source's scores.
 
     The source's model stays cut as it is: it scores one short row.
-
-    Returns:
-        For each engine that failed on the way and was replaced by one with these weights, proved as well: what failed.
 
     Raises:
         WeightSyncError: an engine did not get to these weights, or too many updates in a row needed a fresh engine;
@@ -58,7 +66,7 @@ def prove(source: "Engine", target: "Engine", version: int) -> tuple[str, ...]:
         raise WeightSyncError(f"{title}: the engine went back to its last proved weights\n" + "\n".join(replaced))
     if replaced:
         logger.warning("%s: the engine was replaced by one with these weights, proved\n%s", title, "\n".join(replaced))
-    return replaced
+    return Proved(replaced, sum(attempt.not_compared for attempt in attempts))
 
 
 def _scores(source: "Engine", sequences: Mapping[tuple[int, ...], Sequence[int]]) -> dict[tuple[int, ...], Any]:

@@ -11,7 +11,7 @@ from rl_bridge.weights.bits import checksum
 from rl_bridge.weights.buckets import Claim
 from rl_bridge.weights.manifest import Manifest
 from rl_bridge.weights.parts import Part, inside, local, overlap, part_of, volume
-from rl_bridge.weights.source import is_peft, module_tensors
+from rl_bridge.weights.source import in_charge_of, is_peft, module_tensors
 
 
 class Arrival(NamedTuple):
@@ -185,9 +185,10 @@ _receivers: WeakKeyDictionary[torch.nn.Module, ModuleReceiver] = WeakKeyDictiona
 
 
 def receiver_of(module: Any) -> WeightReceiver:
-    """The receiver of an engine's module; a plain module's is made at its first sync, at version 0."""
-    if isinstance(module, ReceivesWeights):
-        return module.weight_receiver()
+    """The receiver of an engine's module; one that nothing is in charge of gets one at its first sync, at version 0."""
+    owner = in_charge_of(module)
+    if isinstance(owner, ReceivesWeights):
+        return owner.weight_receiver()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{type(module).__name__} takes no weights: it is no torch module and has no weight_receiver()")
     if module not in _receivers:

@@ -9,6 +9,7 @@ import torch
 if TYPE_CHECKING:
     from peft import PeftModel
 
+_IN_CHARGE = "_rl_bridge_in_charge"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -68,10 +69,26 @@ class ModuleSource:
 
 def source_of(module: Any) -> WeightSource:
     """The source of an engine's module: what the module says, a peft model's, or the module's own tensors."""
-    if isinstance(module, SendsWeights):
-        return module.weight_source()
+    owner = in_charge_of(module)
+    if isinstance(owner, SendsWeights):
+        return owner.weight_source()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{type(module).__name__} sends no weights: it is no torch module and has no weight_source()")
+    return own_source(module)
+
+
+def put_in_charge(owner: Any, module: torch.nn.Module) -> None:
+    """Let ``owner`` say what a module sends and takes that does not say so itself."""
+    vars(module)[_IN_CHARGE] = owner
+
+
+def in_charge_of(module: Any) -> Any:
+    """What was put in charge of a module, or else the module."""
+    return vars(module).get(_IN_CHARGE, module) if isinstance(module, torch.nn.Module) else module
+
+
+def own_source(module: torch.nn.Module) -> WeightSource:
+    """A peft model's weights, or the module's own tensors."""
     if is_peft(module):
         from rl_bridge.weights.lora import PeftSource
 

@@ -35,7 +35,7 @@ class SyncReport(NamedTuple):
     """What a sync did: ``nbytes`` of the whole tensors as sent, ``seconds`` with the comparison of both ends.
 
     ``replaced``: for each engine behind the target that failed on the way, and was replaced by one with these weights,
-    what failed.
+    what failed. ``not_compared``: tensors of such engines that were not compared with what was sent.
     """
 
     version: int
@@ -45,6 +45,7 @@ class SyncReport(NamedTuple):
     buckets: int
     seconds: float
     replaced: tuple[str, ...] = ()
+    not_compared: int = 0
 
 
 def sync_weights(

@@ -2,11 +2,12 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_kernels.backends import implementation
-from rl_kernels.sampling.cutoff import PARAMETERS, Parameters, allowed, greedy_is_top_1
+from rl_kernels.sampling.cutoff import PARAMETERS, Parameters, allowed, greedy_is_top_1, key_value
 
 
 class SampledTokens(NamedTuple):
@@ -113,15 +114,33 @@ def sample(
 
 
 def _allowed_ids(logits: Tensor, temperature: Tensor, cutoff: Tensor, last: Tensor, count: Tensor) -> Tensor:
-    width = int(count.max()) if len(count) else 0
-    ids = torch.full((len(logits), width), -1, dtype=torch.int64, device=logits.device)
-    step = max(1, (1 << 22) // logits.shape[1])
+    if not len(count):
+        return logits.new_zeros((0, 0), dtype=torch.int64)
+    if logits.device.type == "cpu" and type(logits) is Tensor:
+        return _allowed_ids_cpu(logits, temperature, cutoff, last, count)
+    rows: list[Tensor] = []
+    step = max(1, (1 << 19) // logits.shape[1])
     for first in range(0, len(logits), step):
-        rows = slice(first, first + step)
-        inside = allowed(logits[rows].float() / temperature[rows, None], cutoff[rows], last[rows])
-        row, column = inside.nonzero(as_tuple=True)
-        before = count[rows].cumsum(0) - count[rows]
-        ids[first + row, torch.arange(len(row), device=row.device) - before[row]] = column
+        some = slice(first, first + step)
+        inside = allowed(logits[some].float() / temperature[some, None], cutoff[some], last[some])
+        rows += inside.nonzero()[:, 1].split(count[some].tolist())
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def _allowed_ids_cpu(logits: Tensor, temperature: Tensor, cutoff: Tensor, last: Tensor, count: Tensor) -> Tensor:
+    """With NumPy, which lists the places of a mask in a fifth of torch's time."""
+    numbers = count.tolist()
+    ids = torch.empty((len(numbers), max(numbers)), dtype=torch.int64)
+    for row, (value, heat, end, number) in enumerate(
+        zip(key_value(cutoff).numpy(), temperature, last.tolist(), numbers, strict=True)
+    ):
+        x = logits[row].float()
+        x = (x if heat == 1 else x / heat).numpy()
+        found = np.flatnonzero(x >= value)
+        if len(found) > number:  # ties past the last id, or −inf where nothing is cut off
+            found = found[(x[found] > value) | (found <= end)][:number]
+        ids[row, : len(found)] = torch.from_numpy(found)
+        ids[row, len(found) :] = -1
     return ids
 
 

@@ -1,7 +1,8 @@
 """PyTorch. A tile of the vocabulary is drawn by its mass, then a token of that tile. Together that is the distribution
 itself, with noise for some hundred tiles and one tile's tokens instead of the whole vocabulary.
 
-Rows that nothing is cut off are read in chunks that a cache holds. Only a search for a cutoff has large temporaries.
+Rows that nothing is cut off are read in chunks that a cache holds. A mask is of floats: a comparison that makes bools
+is not vectorised.
 """
 
 from typing import NamedTuple
@@ -10,12 +11,23 @@ import torch
 from torch import Tensor
 
 from rl_kernels.common.row_state import finite
-from rl_kernels.sampling.cutoff import EMPTY, Parameters, allowed, find, greedy_is_top_1, tile_width
+from rl_kernels.sampling.cutoff import (
+    EMPTY,
+    Cutoff,
+    Parameters,
+    Workspace,
+    allowed,
+    find,
+    greedy_is_top_1,
+    key_value,
+    tile_width,
+)
 from rl_kernels.sampling.philox import TILES, TOKENS, gumbel
 
-# Logits of a chunk. A search has a handful of temporaries of 8 bytes a logit, else there are two of 4 bytes.
-_CHUNK, _CACHED = 1 << 22, 1 << 17
+# Logits of a chunk. A search has some fifty small steps a chunk, and so larger ones.
+_CHUNK, _CACHED = 1 << 20, 1 << 17
 _NOTHING = float("-inf")
+_LEAST = torch.finfo(torch.float32).min
 
 
 class Sums(NamedTuple):
@@ -36,11 +48,17 @@ def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
     warm = bool((heat != 1).any())
     step = max(1, (_CHUNK if cuts else _CACHED) // logits.shape[-1])
     parts = []
+    work = Workspace.of_call(logits)
     for first in range(0, max(1, len(logits)), step):
         rows = slice(first, first + step)
         x = _scaled(logits[rows], heat[rows], warm)
-        full = sums(x)
-        parts.append((*full, *(_cut(x, count[rows], p[rows], log_min_p[rows]) if cuts else (*full, *_uncut(x)))))
+        tiles = _tiles(x, work)
+        full, e, weighted = _summed(tiles, work)
+        if cuts:
+            cutoff = find(x, count[rows], p[rows], log_min_p[rows], work)
+            parts.append((*full, *_cut(tiles, full, e, weighted, cutoff, work), cutoff.key, cutoff.last))
+        else:
+            parts.append((*full, *full, *_uncut(x)))
     joined = [torch.cat(column) for column in zip(*parts, strict=True)]
     full, truncated, (number, cutoff, last) = Sums(*joined[:3]), Sums(*joined[3:6]), joined[6:]
 
@@ -63,11 +81,29 @@ def _scaled(logits: Tensor, temperature: Tensor, warm: bool) -> Tensor:
     return logits.float() / temperature[:, None] if warm else logits.float()
 
 
-def _cut(x: Tensor, k: Tensor, p: Tensor, log_min_p: Tensor) -> tuple[Tensor, ...]:
-    """Sums of what is allowed, its number, the cutoff's key and id."""
-    cutoff, last = find(x, k, p, log_min_p)
-    inside = allowed(x, cutoff, last)
-    return *sums(x.masked_fill(~inside, _NOTHING)), inside.sum(-1), cutoff, last
+def _cut(tiles: Tensor, full: Sums, e: Tensor, weighted: Tensor, cutoff: Cutoff, work: Workspace) -> tuple[Tensor, ...]:
+    """Sums of what is allowed and its number, from the terms of the full sums, which are overwritten.
+
+    A tile with an allowed token has its maximum allowed: what is left of its terms are those of the allowed tokens.
+    """
+    value = key_value(cutoff.key)[:, None, None]
+    # −inf is never allowed.
+    inside = torch.ge(tiles, value.clamp(min=_LEAST), out=work("inside", tuple(tiles.shape), tiles))
+    if bool(cutoff.partial.any()):
+        some = cutoff.partial.nonzero()[:, 0]
+        mine, at_most = tiles[some], value[some]
+        ids = torch.arange(tiles[0].numel(), dtype=torch.float32, device=tiles.device).view(tiles.shape[1:])  # exact
+        early = torch.le(ids, cutoff.last[some, None, None].float(), out=torch.empty_like(mine))
+        ties = torch.eq(mine, at_most, out=torch.empty_like(mine))
+        inside[some] = mine.gt_(at_most).add_(ties.mul_(early))
+    number = inside.sum(-1)
+    none = number == 0
+    return (
+        full.maximum.masked_fill(none, _NOTHING),
+        e.mul_(inside).sum(-1).masked_fill_(none, 0.0),
+        weighted.mul_(inside).sum(-1).masked_fill_(none, 0.0),
+        number.sum(-1).long(),
+    )
 
 
 def _uncut(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,15 +116,27 @@ def _uncut(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def sums(x: Tensor) -> Sums:
     """Of rows x [R, V]; −inf excludes a token."""
-    width = tile_width(x.shape[-1])
-    if x.shape[-1] % width:
-        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % width), value=_NOTHING)
-    tiles = x.unflatten(1, (-1, width))
-    maximum = tiles.amax(-1)
-    shifted = tiles - finite(maximum)[..., None]
-    e = torch.exp(shifted)
+    work = Workspace()
+    return _summed(_tiles(x, work), work)[0]
+
+
+def _summed(tiles: Tensor, work: Workspace) -> tuple[Sums, Tensor, Tensor]:
+    """The sums, and their terms e^{x − maximum} and (x − maximum) e^{x − maximum} [R, T, W]."""
+    maximum, shape = tiles.amax(-1), tuple(tiles.shape)
+    shifted = torch.sub(tiles, finite(maximum)[..., None], out=work("weighted", shape, tiles))
+    e = torch.exp(shifted, out=work("terms", shape, tiles))
     # −inf · 0 would be NaN; e^−1000 is 0.
-    return Sums(maximum, e.sum(-1), shifted.clamp_(min=-1000.0).mul_(e).sum(-1))
+    weighted = shifted.clamp_(min=-1000.0).mul_(e)
+    return Sums(maximum, e.sum(-1), weighted.sum(-1)), e, weighted
+
+
+def _tiles(x: Tensor, work: Workspace) -> Tensor:
+    """Rows [R, V] as tiles [R, T, W], the last one filled up with −inf."""
+    width, size = tile_width(x.shape[-1]), x.shape[-1]
+    if size % width:
+        x, row = work("tiles", (len(x), size + -size % width), x), x
+        x[:, :size], x[:, size:] = row, _NOTHING
+    return x.unflatten(1, (-1, width))
 
 
 def merged(tiles: Sums) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,10 +27,12 @@ class Aggregation(Component):
         require(self.mode in aggregation.MODES, f"mode must be one of {aggregation.MODES}, got {self.mode!r}")
         remedy = "give the generation budget in tokens with seq-mean-token-sum-norm (Dr. GRPO), and with it only"
         normed = self.mode == "seq-mean-token-sum-norm"
+        given = f"mode {self.mode!r} and max_completion_length {self.max_completion_length}"
         fits = normed == (self.max_completion_length is not None)
-        require(fits, f"need a max_completion_length that fits the mode: {remedy}; got {self}")
-        x, mask = jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1), bool)
-        jax.eval_shape(lambda: Aggregation.__call__(self, x, mask, None))
+        require(fits, f"need a max_completion_length that fits the mode: {remedy}; got {given}")
+        # Shapes, for an array would start a backend where a module makes an objective as it is imported.
+        x, mask = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32), jax.ShapeDtypeStruct((1, 1, 1), jnp.bool_)
+        jax.eval_shape(lambda x, mask: Aggregation.__call__(self, x, mask, None), x, mask)
 
     def __call__(self, x: Array, mask: Array, segment_ids: Array | None) -> aggregation.Ratio:
         """Return the undivided aggregate."""

@@ -1,6 +1,6 @@
 """PPO, with a critic (PPO, VAPO) or with returns whitened over the batch in its place."""
 
-from rl_fn._numerics import Number
+from rl_fn._numerics import Number, present
 from rl_fn.objectives.components import (
     GAE,
     Aggregation,
@@ -83,7 +83,7 @@ def vapo(
 
     """
     clip = PPOClip(clip_low, clip_high)
-    loss = Sum((clip, PositiveExample(positive_coef))) if positive_coef else clip
+    loss = Sum((clip, PositiveExample(positive_coef))) if present(positive_coef) else clip
     return Objective(
         "vapo",
         LengthAdaptiveGAE(gamma, critic_lam, whiten, lam_alpha),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl_fn._numerics import Number
+from rl_fn._numerics import Number, present
 from rl_fn.objectives.components import (
     KL,
     Aggregation,
@@ -49,7 +49,7 @@ def grpo(
         GRPOAdvantage(scale, eps),
         PPOClip(clip_low, clip_high),
         Aggregation("seq-mean-token-mean"),
-        kl=KL("k3", kl_coef) if kl_coef else None,
+        kl=KL("k3", kl_coef) if present(kl_coef) else None,
     )
 
 

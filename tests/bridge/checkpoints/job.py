@@ -1,5 +1,6 @@
 """What the ranks of a job do: training that is killed and resumed, and states that move from mesh to mesh."""
 
+import gc
 import json
 import os
 import random
@@ -28,6 +29,8 @@ SIZES = {"hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 2, "nu
 
 class Learner(ParallelModule):
     """A tied language model, AdamW, a schedule. ``noise`` scales each rank's loss by a random number of its own."""
+
+    cuts_sequences = True  # it does not, and is not updated on such a mesh
 
     def __init__(self):
         super().__init__()
@@ -234,4 +237,5 @@ def restore(host, name):
 
 
 if __name__ == "__main__":
+    gc.freeze()  # the collections of engines that end need not look at what was imported
     globals()[sys.argv[1]](*sys.argv[2:])

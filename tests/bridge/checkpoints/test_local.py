@@ -20,6 +20,7 @@ from rl_bridge.checkpoints import (
 )
 from rl_bridge.checkpoints.random_states import random_states, set_random_states
 from rl_bridge.engines import TrainEngine
+from rl_bridge.engines.optimizers import room_for_states
 from tests.bridge.checkpoints.modules import Trained, draw, engine_of, names
 
 
@@ -77,18 +78,20 @@ def test_copies_of_an_earlier_stage_and_of_a_run_that_is_over_are_let_go_of(tmp_
     assert checkpointer.latest() == checkpointer.path(2)
 
 
-def test_a_fresh_optimiser_is_saved_as_one_without_updates():
+def test_a_place_for_what_a_checkpoint_may_hold_changes_neither_weights_nor_gradients():
     module = Trained()
     module.on_weights_materialized()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     module.row.grad = torch.ones_like(module.row)
-    state = copy.deepcopy(optimizer_state(module, module.optimizer)["state"])
-    assert state.keys() == {"first", "row"}
-    assert all(not value.any() for values in state.values() for value in values.values())
+    assert optimizer_state(module, module.optimizer)["state"] == {}
+    with room_for_states() as places:
+        state = copy.deepcopy(optimizer_state(module, module.optimizer)["state"])
+    assert state.keys() == {"first", "row"} and len(places) == 6
     assert torch.equal(module.row.grad, torch.ones_like(module.row)) and module.first.grad is None
     assert (module.optimizer.param_groups[0]["lr"], module.optimizer.param_groups[0]["weight_decay"]) == (0.1, 0.01)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     module.row.grad = None
+    load_optimizer_state(module, module.optimizer, {**optimizer_state(module, module.optimizer), "state": {}})
     fresh, losses = Trained(), []
     fresh.on_weights_materialized()
     for one in (module, fresh):

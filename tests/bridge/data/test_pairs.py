@@ -38,6 +38,7 @@ BAD = {
     "completions must be a list of at least two": {"prompt": "2", "completions": ["4"]},
     "label must be true or false": {"prompt": "2", "completion": "4", "label": "perhaps"},
     "margin must be a finite number, got 'inf'": {"prompt": "2", "chosen": "4", "rejected": "5", "margin": "inf"},
+    "margin must be a finite number, got True": {"prompt": "2", "chosen": "4", "rejected": "5", "margin": True},
     "chosen must begin with a message of the assistant": {"prompt": "2", "chosen": ASK, "rejected": "5"},
     "messages ends with the assistant's message": {"messages": [*ASK, FOUR], "chosen": "4", "rejected": "5"},
     "they are equal in 0 messages": {

@@ -1,6 +1,7 @@
 """Calls: order, errors, deadlines."""
 
 import os
+import signal
 import threading
 import time
 from concurrent.futures import wait
@@ -17,6 +18,10 @@ def add(host, x, y=0):
 
 def fail(host, what):
     raise what
+
+
+def size(host, batch):
+    return batch.numel()
 
 
 def pid(host):
@@ -106,6 +111,27 @@ def a_slot_runs_its_calls_one_at_a_time_in_order(executor):
 
 
 @scenario
+def calls_from_several_threads_run_one_at_a_time(executor):
+    """ENG-19: in one process, calls of three threads ran at the same time."""
+
+    def note(host):
+        seen = host.workers.setdefault("notes", [])
+        seen.append("begin")
+        time.sleep(0.01)
+        seen.append("end")
+
+    threads = [
+        threading.Thread(target=executor.call, args=(note, every(executor)), kwargs={"what": "note"}) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = executor.call(lambda host: host.workers.pop("notes"), every(executor), what="notes")
+    assert all(notes == ["begin", "end"] * 6 for notes in seen.values())
+
+
+@scenario
 def calls_from_several_threads_come_to_every_slot_in_one_order(executor):
     def note(host, number):
         host.workers.setdefault("notes", []).append(number)
@@ -153,6 +179,37 @@ def a_deadline_names_the_call_the_slots_and_where_they_are(executor):
     assert "policy.add" in str(behind) and "reward.score comes first" in str(behind)
     # The slot is late, not lost.
     assert executor.call(add, {slot: (1,)}, what="add", timeout=30) == {slot: (slot, 1)}
+
+
+@remote
+def a_process_that_reads_nothing_is_late_by_the_deadline_and_holds_up_nobody(executor):
+    """ENG-17: the driver waited in the kernel, no call to any slot could be submitted, and no deadline was kept."""
+    slot = last(executor)
+    stopped = executor.call(pid, every(executor), what="pid")[slot]
+    if stopped == os.getpid():
+        return
+    batch = torch.zeros(16 << 20)
+    os.kill(stopped, signal.SIGSTOP)
+    errors = []
+    try:
+        step = lambda: errors.append(raised(lambda: executor.call(size, {slot: (batch,)}, what="step", timeout=1.0)))  # noqa: E731
+        began = time.monotonic()
+        thread = threading.Thread(target=step)
+        thread.start()
+        time.sleep(0.1)
+        others = {other: (1,) for other in every(executor) if other != slot}
+        if others:
+            executor.call(add, others, what="add", timeout=0.8)
+        assert thread.is_alive() and not errors
+        behind = raised(lambda: executor.call(add, {slot: (1,)}, what="policy.add", timeout=0.2))
+        assert isinstance(behind, DeadlineExceeded) and "step comes first" in str(behind)
+        thread.join(30)
+        assert 0.9 < time.monotonic() - began < 15
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert isinstance(errors[0], DeadlineExceeded), errors
+    assert "step" in str(errors[0]) and "in 1 s" in str(errors[0]) and "it does not read" in str(errors[0])
+    assert executor.call(size, {slot: (batch,)}, what="size", timeout=60) == {slot: batch.numel()}
 
 
 @remote

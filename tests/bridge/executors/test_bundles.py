@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_bridge.executors.bundles import bundles, check_feasible
+from rl_bridge.executors.bundles import bundles, check_feasible, lacking
 
 NODES = {"10.0.0.1": {"CPU": 8, "GPU": 2, "memory": 1e9, "node:10.0.0.1": 1.0}, "10.0.0.2": {"CPU": 4, "fast_disk": 1}}
 
@@ -29,7 +29,9 @@ def test_no_slot_or_two_numbers_of_them_are_refused(workers, slots):
 
 
 def test_what_fits_is_fine():
-    check_feasible([{"GPU": 1, "CPU": 1}] * 2 + [{"CPU": 4, "fast_disk": 1}], NODES)
+    wanted = [{"GPU": 1, "CPU": 1}] * 2 + [{"CPU": 4, "fast_disk": 1}]
+    check_feasible(wanted, NODES)
+    assert lacking(wanted, NODES) == ""
 
 
 @pytest.mark.parametrize(

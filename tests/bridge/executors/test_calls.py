@@ -118,7 +118,7 @@ def test_an_exception_travels_with_its_traceback():
     try:
         inner()
     except ValueError as error:
-        found, text = decode_error(encode_error(error))
+        found, text, _ = decode_error(encode_error(error))
     assert isinstance(found, ValueError) and found.args == ("reward is NaN in row 3",)
     assert "in inner" in text and text.endswith("ValueError: reward is NaN in row 3\n")
 

@@ -1,6 +1,7 @@
 """A run whose worker fails ends in time, says why, and leaves no process behind."""
 
 import importlib.util
+import json
 
 import pytest
 
@@ -21,4 +22,4 @@ def drills():
 @pytest.mark.parametrize(("kind", "drill"), list(drills()))
 def test_a_failed_run_ends_with_its_cause_and_leaves_no_process(kind, drill):
     found = job(drill, kind)
-    assert found["passed"], found
+    assert found["passed"], json.dumps(found, indent=1).replace("\\n", "\n")

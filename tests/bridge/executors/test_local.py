@@ -33,3 +33,9 @@ def test_restart_forgets_workers_and_who_holds_slots():
     executor.restart()
     assert executor.call(lambda host: dict(host.workers), {0: ()}, what="workers") == {0: {}}
     assert executor.held == {}
+
+
+def test_a_call_from_inside_a_call_does_not_wait_for_itself():
+    executor = LocalExecutor("cpu")
+    outer = executor.submit(lambda host: executor.call(add, {0: (1,)}, what="inner"), {0: ()}, what="outer")
+    assert outer.result(10) == {0: {0: (0, 1)}}

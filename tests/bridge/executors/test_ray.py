@@ -1,6 +1,7 @@
 """The scenarios in real Ray actors, and what Ray alone does: places, clusters, restarts."""
 
 import os
+import re
 import signal
 import time
 
@@ -8,6 +9,7 @@ import pytest
 import ray
 
 from rl_bridge.executors import DeadlineExceeded, WorkerDied
+from rl_bridge.executors import ray as ray_executor
 from rl_bridge.executors.ray import RayExecutor
 from tests.bridge.executors.call_scenarios import add
 from tests.bridge.executors.jobs import run
@@ -46,7 +48,7 @@ def make():
     made = []
 
     def start(**options):
-        made.append(RayExecutor(**({"timeout": 60, "start_timeout": 60} | options)))
+        made.append(RayExecutor(**({"timeout": 150, "start_timeout": 60} | options)))
         return made[-1]
 
     yield start
@@ -91,11 +93,26 @@ def wait_until_free():
     assert free() == ALL
 
 
-def test_slots_that_will_never_be_there_are_refused(make):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": [{"GPU": 6, "CPU": 60}]}, r"slot 0 needs GPU: 6, CPU: 60, and no node has that; there is .*GPU: 2"),
+        ({"workers": 3}, r"3 slots need GPU: 3 in all"),
+    ],
+)
+def test_slots_that_are_not_there_are_waited_for_in_a_cluster_that_may_grow(make, caplog, options, message):
+    """ENG-22: a cluster that starts nodes when they are asked for was refused."""
+    with pytest.raises(DeadlineExceeded, match=r"no room for slots of .* in 1 s"):
+        make(**options, start_timeout=1)
+    assert re.search(message, caplog.text) and "waits 1 s for the cluster to grow" in caplog.text
+    wait_until_free()
+
+
+def test_slots_that_will_never_be_there_are_refused_in_a_cluster_of_our_own(monkeypatch, make):
+    monkeypatch.setattr(ray_executor, "_attach", lambda *_: True)
+    monkeypatch.setattr(ray_executor.ray, "shutdown", lambda: None)
     with pytest.raises(ValueError, match=r"slot 0 needs GPU: 6, CPU: 60, and no node has that; there is node .*GPU: 2"):
         make(slots=[{"GPU": 6, "CPU": 60}])
-    with pytest.raises(ValueError, match=r"3 slots need GPU: 3 in all"):
-        make(workers=3)
     wait_until_free()
 
 
@@ -136,6 +153,31 @@ import rl_bridge
 executor = rl_bridge.init("ray", slots=[{"CPU": 1}] * 2)
 print(executor.call(lambda host: host.slot, {0: (), 1: ()}, what="slots"))
 """
+
+IDLE = """
+import time
+import psutil
+import rl_bridge
+executor = rl_bridge.init("ray", slots=[{"CPU": 1}])
+
+def workers(host):
+    seen, end = set(), time.monotonic() + 2  # Ray ends those that nobody needs after a second
+    while time.monotonic() < end:
+        for process in psutil.Process().parent().children():
+            name = process.name() + " ".join(process.cmdline())
+            if "default_worker" in name or ("ray::" in name and "Agent" not in name):
+                seen.add(process.pid)
+    return len(seen)
+
+print("workers:", *executor.call(workers, {0: ()}, what="workers").values())
+"""
+
+
+def test_a_cluster_of_our_own_starts_no_process_in_advance(tmp_path):
+    """A worker that still looks for Ray's servers when a killed driver takes them along outlives the driver."""
+    (script := tmp_path / "script.py").write_text(IDLE)
+    code, output, left = run(0, str(script), torchrun=False, RAY_ADDRESS="")
+    assert (code, left) == (0, []) and "workers: 1\n" in output, output
 
 
 def test_a_script_attaches_to_a_running_cluster_and_leaves_it(cluster, tmp_path):

@@ -30,6 +30,37 @@ def test_the_default_is_local_and_made_once():
     assert rl_bridge.current_executor() is not executor
 
 
+PARTS = {
+    "RANK=0 WORLD_SIZE=2": "MASTER_ADDR is not set, MASTER_PORT is not set",
+    "RANK=0": "WORLD_SIZE is not set, MASTER_ADDR is not set, MASTER_PORT is not set",
+    "WORLD_SIZE=1 MASTER_ADDR=here MASTER_PORT=29500": "RANK is not set",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=here": "MASTER_PORT is not set",
+    "RANK=x WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=29500": "RANK=x is no whole number of at least 0",
+    "RANK=-1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=29500": "RANK=-1 is no whole number of at least 0",
+    "RANK=0 WORLD_SIZE=0 MASTER_ADDR=here MASTER_PORT=29500": "WORLD_SIZE=0 is no whole number of at least 1",
+    "RANK=3 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=29500": "RANK=3 is none of the ranks 0 to 1 of WORLD_SIZE=2",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=99999": "MASTER_PORT=99999 is above 65535",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=x": "MASTER_PORT=x is no whole number of at least 1",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 LOCAL_WORLD_SIZE=a": "LOCAL_WORLD_SIZE=a is no whole number",
+}
+
+
+@pytest.mark.parametrize("words", PARTS)
+def test_an_environment_of_half_a_rank_is_refused_with_what_is_wrong_usr_20(words, monkeypatch):
+    for word in words.split():
+        monkeypatch.setenv(*word.split("="))
+    with pytest.raises(ValueError, match="start all ranks with `torchrun") as refused:
+        rl_bridge.init()
+    assert words in str(refused.value) and PARTS[words] in str(refused.value)
+    assert rl_bridge.init("local").name == "local"
+
+
+def test_an_address_alone_makes_no_rank(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert rl_bridge.current_executor().name == "local"
+
+
 def test_init_makes_the_current_executor():
     executor = rl_bridge.init("local", workers=1, log_level="INFO")
     assert rl_bridge.current_executor() is executor
@@ -73,3 +104,12 @@ def test_importing_rl_bridge_loads_neither_torch_nor_ray():
 def test_another_name_is_no_attribute():
     with pytest.raises(AttributeError, match="no attribute 'engines_'"):
         rl_bridge.engines_  # noqa: B018
+
+
+@pytest.mark.parametrize("options", [{}, {"start_timeout": 7.0}])
+def test_how_long_a_start_may_take_is_the_user_s_to_say(monkeypatch, options):
+    """ENG-22: it was 300 seconds, whoever asked."""
+    made = []
+    monkeypatch.setattr(session, "TorchrunExecutor", lambda **given: made.append(given) or LocalExecutor("cpu"))
+    rl_bridge.init("torchrun", **options)
+    assert made == [{"timeout": 1800.0, "start_timeout": options.get("start_timeout", 300.0), "debug": None}]

@@ -1,14 +1,37 @@
-"""The scenarios in real torchrun jobs of 1, 2 and 4 ranks."""
+"""The scenarios in real torchrun jobs of 1, 2 and 4 ranks, and the end of one."""
 
+import atexit
 import json
+import signal
+import threading
+from unittest.mock import Mock
 
 import pytest
 
+from rl_bridge.executors import Slot, WorkerDied, torchrun
+from rl_bridge.executors.driver import RemoteExecutor
+from rl_bridge.executors.host import Host
+from rl_bridge.executors.own import Own
+from rl_bridge.executors.remote import Remote
+from rl_bridge.executors.torchrun import TorchrunExecutor
 from tests.bridge.executors.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
+def test_usr_20_a_rank_that_is_alone_says_whom_it_waits_for(monkeypatch):
+    monkeypatch.setattr(torchrun, "PATIENCE", 0.0)
+    for name, value in {"MASTER_ADDR": "here", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    said, words_seen = threading.Event(), []
+    monkeypatch.setattr(torchrun.logger, "warning", lambda words: (words_seen.append(words), said.set()))
+    with torchrun._told_while_waiting(0, 2, 300.0):
+        assert said.wait(60)
+    assert words_seen == ["rank 0 waits for all 2 ranks of its job at here:29500 (WORLD_SIZE=2), up to 300 s"]
+
+
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_every_scenario_under_torchrun(workers, tmp_path):
     result = tmp_path / "result.json"
     code, output, left = run(workers, "-m", "tests.bridge.executors.torchrun_suite", str(result))
@@ -18,3 +41,19 @@ def test_every_scenario_under_torchrun(workers, tmp_path):
     assert set(outcomes) == set(SCENARIOS)
     assert not (failed := {name: trouble for name, trouble in outcomes.items() if trouble}), "\n".join(failed.values())
     assert (code, left) == (0, []), output
+
+
+def test_a_death_that_is_known_at_exit_is_not_raised_again_there(monkeypatch):
+    """ENG-22: torchrun's signal came while the driver ended, "Exception ignored in atexit callback"."""
+    executor = TorchrunExecutor.__new__(TorchrunExecutor)
+    RemoteExecutor.__init__(executor, [Slot(0)], [Own(Host(0))], timeout=30)
+    executor._warned = True
+    monkeypatch.setattr(executor, "_workers", {1: Mock(spec=Remote, death=WorkerDied("slot 1 ended"))})
+    with pytest.raises(WorkerDied, match="slot 1 ended"):
+        executor._terminated(signal.SIGTERM, None)
+    monkeypatch.setattr(executor, "stop", lambda: executor._terminated(signal.SIGTERM, None))
+    monkeypatch.setattr(executor, "_stuck", lambda: False)
+    executor._at_exit()
+    monkeypatch.undo()
+    RemoteExecutor._end_workers(executor, 1.0)
+    atexit.unregister(executor._at_exit)

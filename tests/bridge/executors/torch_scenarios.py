@@ -1,5 +1,8 @@
 """What travels between processes, and collectives between them."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -58,6 +61,55 @@ def groups_are_made_by_their_members_in_any_order(executor):
         found = executor.call(named, every(executor, slots, "checkpoint"), what="named")
         assert set(map(str, found.values())) == {str((slots, True)) if count > 1 else "None"}
     assert isinstance(raised(lambda: executor.call(lambda host: host.group([]), {0: ()}, what="group")), ValueError)
+
+
+class Held(NamedTuple):
+    weight: object
+
+
+@dataclass
+class Report:
+    weight: object
+
+
+HOLDERS = {
+    "itself": lambda weight: weight,
+    "dictionary": lambda weight: {"layers": [{"weight": weight}]},
+    "named tuple": Held,
+    "dataclass": lambda weight: (1, Report([weight])),
+    "parameter": nn.Parameter,
+}
+
+
+def sharded_weight(host, slots, holder):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(host.group(slots), host.device.type)
+    weight = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
+    if holder == "full":
+        return weight.full_tensor()
+    # The driver's own slot hands its result over without a message: there it is alone with the first rank's.
+    if holder == "first":
+        whole = weight.redistribute(mesh, [Replicate()])
+        return {"weight": whole} if host.slot == slots[0] else None
+    return HOLDERS[holder](weight)
+
+
+@remote
+def a_dtensor_is_refused_by_name_with_the_way_on(executor):
+    """ENG-18: the driver compared such results with a collective that nobody else joined, and hung."""
+    slots = [slot.index for slot in executor.slots]
+    if len(slots) == 1:
+        return
+    for holder in (*HOLDERS, "first"):
+        step = lambda h=holder: executor.call(sharded_weight, every(executor, slots, h), what="step", timeout=60)  # noqa: E731
+        error = raised(step)
+        assert isinstance(error, TypeError) and not isinstance(error, TimeoutError), (holder, error)
+        for words in ("DTensor of shape [4, 2]", "full_tensor()", "to_local()"):
+            assert words in str(error), (holder, error)
+    found = executor.call(sharded_weight, every(executor, slots, "full"), what="step")
+    assert all(torch.equal(weight, torch.arange(8.0).view(4, 2)) for weight in found.values())
 
 
 class Layers(nn.Module):

@@ -33,7 +33,15 @@ FLOAT = {
         lax.pad(jnp.concatenate([x, x]), x[0, 0], ((-1, 1, 0), (1, -1, 1))),
     ),
     "flip": lambda x: (jnp.flip(x), jnp.flip(x, -1)),
-    "iota": lambda x: x * jnp.arange(x.shape[1], dtype=x.dtype) + lax.broadcasted_iota(x.dtype, x.shape, 0),
+    "iota": lambda x: (
+        x * jnp.arange(x.shape[1], dtype=x.dtype) + lax.broadcasted_iota(x.dtype, x.shape, 0),
+        # Held along one axis, whole in what takes no broadcasting: also where the other axis has one place or two.
+        *(
+            jnp.concatenate([x, lax.broadcasted_iota(x.dtype, (x.shape[0], n), axis)], 1)
+            for n in (1, 2)
+            for axis in (0, 1)
+        ),
+    ),
     "tile": lambda x: jnp.tile(x, (2, 3)),
     "repeat": lambda x: jnp.repeat(x, 2, axis=0),
     "triangle": lambda x: jnp.tril(x) + jnp.eye(x.shape[0], x.shape[1], dtype=x.dtype),

@@ -5,6 +5,7 @@ torchrun --nproc_per_node=2 -m tests.bridge.invariance.scenario torchrun OUTPUT 
 python -m tests.bridge.invariance.scenario ray OUTPUT [thorough]
 """
 
+import gc
 import itertools
 import json
 import pickle
@@ -203,6 +204,7 @@ def supervised_run(folder):
 
 def main(executor, output, extent="fast"):
     torch.set_num_threads(1)
+    gc.freeze()  # the collections of engines that end need not look at what was imported
     rl_bridge.init(executor, workers=2) if executor == "ray" else rl_bridge.init(executor)
     data = batch()
     results = {case: run(case, data) for case in cases(executor, extent)}

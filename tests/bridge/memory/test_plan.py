@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from rl_bridge.data.requests import SamplingParams
+from rl_bridge.memory import planning
 from rl_bridge.memory.grid import models, settings, workload
+from rl_bridge.memory.live import Peak
 from rl_bridge.memory.options import like, pipeline_of
-from rl_bridge.memory.planning import largest_micro_batch, measure, plan
+from rl_bridge.memory.planning import Plan, largest_micro_batch, measure, plan
 from rl_bridge.memory.rehearsal import Rehearsal
 from rl_bridge.memory.sizes import parse_bytes
 from rl_bridge.memory.steps import PHASES
@@ -45,6 +47,23 @@ def test_plan_within_five_percent_over_the_grid(model: str, setting: str):
     planned, measured = plan(pipeline, source, workload(model)), measure(pipeline, source, workload(model))
     for phase, peak in measured.phases.items():
         assert abs(planned.phases[phase].bytes / peak.bytes - 1) <= TOLERANCE, (phase, planned.phases[phase], peak)
+
+
+@pytest.mark.parametrize(("updates", "rows"), [(1, 16), (2, 16), (4, 16), (8, 16), (4, 6)])
+def test_the_micro_batch_that_is_proposed_is_smaller_than_an_update_s_share(monkeypatch, updates, rows):
+    """SURV-11: a larger one is never full, so that the first line of the advice would save nothing."""
+
+    def planned(pipeline, *_):
+        return Plan({"update": Peak(pipeline.micro_batch_tokens, {}, "")})
+
+    monkeypatch.setattr(planning, "plan", planned)
+    policy = replace(quickstart().policy, updates_per_step=updates)
+    pipeline = replace(quickstart(), policy=policy, micro_batch_tokens=10**6)
+    load = Workload(prompts=rows // 2, responses=2, prompt_tokens=3, new_tokens=3)
+    first = next(planning.knobs(pipeline, TinySource(vocabulary=20), load, planned(pipeline)))
+    share = -(-rows // updates) * load.row_tokens
+    assert first.option == f"--micro-batch-tokens {first.plan.bytes}"
+    assert load.row_tokens <= first.plan.bytes < share or share == load.row_tokens
 
 
 @pytest.mark.slow
@@ -116,9 +135,3 @@ def test_the_options_of_every_loss_come_back(loss: str):
 def test_what_is_no_amount_is_refused(text: str):
     with pytest.raises(ValueError, match="no amount of memory"):
         parse_bytes(text)
-
-
-def test_a_distillation_without_a_teacher_is_refused():
-    pipeline = replace(quickstart(), objective=objective_options("on_policy_distillation"))
-    with pytest.raises(ValueError, match="on_policy_distillation learns from a teacher"):
-        plan(pipeline, TinySource(vocabulary=20, hidden=16, layers=1, heads=2), SHORT)

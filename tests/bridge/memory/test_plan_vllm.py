@@ -246,7 +246,6 @@ BLOCK = 128 * 2 * 4 * 64 * 4
         ({"arguments": (f"kv_cache_memory_bytes={40 * BLOCK}",)}, (40 * BLOCK, 32 * BLOCK, True, 16)),
         ({"kv_cache_gib": None}, (32 * BLOCK, 32 * BLOCK, False, 16)),
         ({"precision": "bf16", "kv_cache_gib": 8 * BLOCK / 2**30}, (8 * BLOCK, 16 * BLOCK, True, 7)),
-        ({"arguments": ('kv_cache_dtype="fp8"',), "kv_cache_gib": None}, (8 * BLOCK, 8 * BLOCK, False, 16)),
         ({"arguments": ("block_size=32",), "kv_cache_gib": None}, (32 * BLOCK, 32 * BLOCK, False, 16)),
     ],
     ids=str,
@@ -272,7 +271,6 @@ def test_the_environment_of_a_cpu_says_how_large_the_cache_is(monkeypatch):
     ("options", "message"),
     [
         ({"kv_cache_gib": 2 * BLOCK / 2**30}, "has 1 blocks of 128 tokens, and one request of 256 tokens needs 2"),
-        ({"arguments": ('kv_cache_dtype="strange"',)}, "kv_cache_dtype 'strange' are not known"),
         ({"adapter_rank": 600}, "rank 512 at most, got adapter_rank=600"),
     ],
 )

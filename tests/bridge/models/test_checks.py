@@ -81,7 +81,7 @@ def test_rows_that_cannot_be_encoded_are_named_up_to_five(tmp_path):
     with pytest.raises(ValueError) as raised:
         check_rows(TinySource.for_tokenizer(tokenizer, **TINY), tokenizer, rows, supervised(tokenizer))
     message = str(raised.value)
-    assert message.startswith("a.jsonl, row 2: the chat template of this ") and "row 6: " in message
+    assert message.startswith("a.jsonl, row 2: the chat template of this ") and "row 6; " in message
     assert "row 7" not in message and message.endswith("and 2 more bad rows of 8")
 
 

@@ -3,10 +3,12 @@
 import re
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from rl_bridge.models.encoding import encode_prompt, encode_row
+from rl_bridge.models.encoding import encode_prompt, encode_row, special_ids
 from rl_bridge.models.templates import ChangedEarlierText, use_template
-from tests.bridge.models.chat_templates import CHATML, bytes_tokenizer, pieces_tokenizer
+from tests.bridge.models.chat_templates import CHATML, KINDS, bytes_tokenizer, pieces_tokenizer
 
 CHAT = [
     {"role": "user", "content": "1+1?"},
@@ -52,6 +54,26 @@ def test_each_turn_of_the_assistant_counts_with_its_end(tokenizers, kind):
         (0, True),
         (-1, False),
     }
+
+
+@pytest.mark.parametrize("kind", STABLE)
+def test_a_turns_end_that_is_an_added_token_and_no_named_one_ends_the_turn(tokenizers, kind):
+    """MUSA-6: as Phi-3's; the end of sequence is another token, and it is the padding too."""
+    named = tokenizers(kind)
+    added = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(named.backend_tokenizer.to_str()),
+        bos_token=named.bos_token,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        chat_template=named.chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+    found = encode_row(added, {"messages": CHAT})
+    assert drawn(added, found) == [turn.replace("<eos>", "<|endoftext|>") for turn in STABLE[kind]]
+    assert found.tokens.count(added.eos_token_id) == (kind == "roles")
+    if kind != "roles":
+        end = added.convert_tokens_to_ids(KINDS[kind][1])
+        assert end not in added.all_special_ids and end in special_ids(added)
 
 
 @pytest.mark.parametrize("kind", ["chatml", "llama3", "gemma"])

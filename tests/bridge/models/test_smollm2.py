@@ -1,3 +1,4 @@
+import copy
 import importlib.util
 import tomllib
 from pathlib import Path
@@ -6,6 +7,9 @@ import pytest
 import torch
 
 from rl_bridge.models import smollm2
+from rl_bridge.parallel.attention import use_rl_fn_attention
+from rl_bridge.parallel.attention.register import NAME
+from rl_bridge.parallel.probe import probe
 
 needs_model = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in (smollm2.PACKAGE, *smollm2.READERS)),
@@ -104,3 +108,14 @@ def test_knows_the_capital_of_france(loaded):
     tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(tokens)
     assert tokens[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.slow
+@needs_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_rounding_is_not_taken_for_an_error(loaded, dtype):
+    """In bfloat16 rounding moves a layer's gradient by as much as its norm: the arrangements are right all the same."""
+    model = copy.deepcopy(loaded[0]).to(dtype)
+    use_rl_fn_attention(model)
+    found = probe(model, exact=dtype == torch.float32)
+    assert (found.attention, found.packed, found.shared, dict(found.notes)) == (NAME, True, True, {})

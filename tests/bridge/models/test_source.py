@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rl_bridge.models import source as source_module
+from rl_bridge.models import reading
 from rl_bridge.models.filling import fill_computed_buffers
 from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.models.tiny import TinySource
@@ -152,14 +152,14 @@ def test_folders_without_readable_weights_are_refused(tmp_path):
 
 def test_a_hub_id_is_downloaded_and_a_failure_names_it(tmp_path, monkeypatch):
     folder, asked = folder_of(tmp_path, make("Llama")), []
-    monkeypatch.setattr(source_module, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
+    monkeypatch.setattr(reading, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
     assert_same(loaded(PretrainedSource("someone/a-model")), make("Llama"))
     assert set(asked) == {"someone/a-model"}
 
     def fail(name, **_):
         raise OSError("no network")
 
-    monkeypatch.setattr(source_module, "snapshot_download", fail)
+    monkeypatch.setattr(reading, "snapshot_download", fail)
     with pytest.raises(ValueError, match=r"no model can be loaded from 'someone/a-model': no network"):
         PretrainedSource("someone/a-model").empty()
 

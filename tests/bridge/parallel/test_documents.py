@@ -82,21 +82,23 @@ def outputs(model, ids, mask, packed, **options):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def assert_close(got, want, tolerance=3e-6):
+def assert_close(got, want, tolerance=1e-5):
+    """Float32 sums in another order differ by 1e-6 here and by 3.1e-6 on other processors."""
     assert (got[0] - want[0]).abs().max() < tolerance * want[0].abs().max()
     for name, gradient in want[1].items():
         assert (got[1][name] - gradient).abs().max() < tolerance * gradient.abs().max(), name
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_and_padded_are_the_same_numbers(name):
-    model = tiny(name)
+def test_packed_and_padded_are_the_same_numbers(name, dtype, tolerance):
+    model = tiny(name).to(dtype)
     ids, mask = batch(LENGTHS)
-    want = outputs(tiny(name, "sdpa"), ids, mask, False)
-    assert_close(outputs(model, ids, mask, False), want, 1e-7)
-    assert_close(outputs(model, ids, mask, True), want)
+    want = outputs(tiny(name, "sdpa").to(dtype), ids, mask, False)
+    assert_close(outputs(model, ids, mask, False), want, tolerance)
+    assert_close(outputs(model, ids, mask, True), want, tolerance)
     transformers_checkpointing(model)
-    assert_close(outputs(model.train(), ids, mask, True), want)
+    assert_close(outputs(model.train(), ids, mask, True), want, tolerance)
 
 
 @st.composite

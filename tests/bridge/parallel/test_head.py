@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from rl_bridge.parallel.head import token_logprobs
+from rl_bridge.parallel.head import head_of, token_logprobs
 from tests.bridge.parallel.one_step import VOCABULARY, make, token_ids
 
 CAP = 2.0
@@ -52,6 +54,21 @@ def test_two_softcaps_are_refused():
 def test_a_model_without_output_embeddings_is_refused():
     with pytest.raises(ValueError, match="LlamaModel has no output embeddings"):
         token_logprobs(make("Llama").model, token_ids(), token_ids())
+
+
+@pytest.mark.parametrize(("placement", "cut"), [(Shard(0), True), (Shard(1), False), (Replicate(), False)])
+def test_only_a_head_that_is_cut_by_words_stays_cut(placement, cut):
+    """Each rank has some words then, and the group the rest; of any other a rank needs the whole."""
+    model = make("Llama", tied=False)
+    weight = model.lm_head.weight.detach()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        shared = distribute_tensor(weight, init_device_mesh("cpu", (1,)), [placement])
+        model.lm_head.weight = torch.nn.Parameter(shared, requires_grad=False)
+        head = head_of(model)
+        assert (head.group is not None) == cut and torch.equal(head.weight, weight)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_what_is_masked_is_zero_and_takes_no_gradient():

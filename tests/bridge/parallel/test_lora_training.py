@@ -13,8 +13,12 @@ LAYOUTS = {
     "shard": ((1, 2, 1, 1), {}),
     "replicate, packed": ((2, 1, 1, 1), {"packing": True}),
     "sequence": ((1, 1, 2, 1), {}),
+    "mixture": ((1, 2, 1, 1), {"mixture": True}),
+    "mixture, recomputed": ((1, 2, 1, 1), {"mixture": True, "activations": "full"}),
     "recomputed": ((1, 2, 1, 1), {"activations": "full"}),
 }
+TARGETS = ["q_proj", "lm_head", "embed_tokens", "experts.gate_up_proj", "experts.down_proj", "gate.weight"]
+RESTORED = ("mixture", "recomputed")
 ROWS = 4
 
 
@@ -30,21 +34,31 @@ def batch():
     return TokenBatch(tokens, mask, lengths, torch.arange(ROWS), old_logprobs=old, advantages=advantages)
 
 
-def module_of(mesh, *, packing=False, activations="keep"):
+def source_of_model(mixture):
+    """A dense model with adapters of its linear layers, or a mixture with adapters of all kinds (MUSB-1, MUSB-2)."""
+    from rl_bridge.models.lora import LoRASource
+    from rl_bridge.models.source import StateSource
+    from rl_bridge.models.tiny import TinySource
+    from tests.bridge.models.lora_families import tiny
+
+    if mixture:
+        return LoRASource(StateSource(tiny("mixtral")), 4, 16.0, TARGETS, seed=5)
+    base = TinySource(vocabulary=20, hidden=16, layers=2, heads=4, key_value_heads=2, seed=3)
+    return LoRASource(base, 4, 16.0, seed=5)
+
+
+def module_of(mesh, *, packing=False, activations="keep", mixture=False):
     """As an engine makes it."""
     import rl_fn
     from rl_bridge.engines.lifecycle import torch_worker
-    from rl_bridge.models.lora import LoRASource
-    from rl_bridge.models.tiny import TinySource
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.trainers.modules.optimizer import OptimizerConfig
     from rl_bridge.trainers.modules.policy import PolicyModule
     from rl_bridge.trainers.modules.scoring import ScoringConfig
 
-    base = TinySource(vocabulary=20, hidden=16, layers=2, heads=4, key_value_heads=2, seed=3)
     make = partial(
         PolicyModule,
-        LoRASource(base, 4, 16.0, seed=5),
+        source_of_model(mixture),
         OptimizerConfig(learning_rate=1e-2, warmup=0, max_grad_norm=0.05),
         rl_fn.recipes.dapo(),
         updates=4,
@@ -67,7 +81,7 @@ def training(mesh, rows, options):
         metrics = module.train_step(mine, float(batch().mask.sum()))
         found |= {f"sum of {name} {step}": ratio.total for name, ratio in metrics.items()}
         graded = {name: whole(p.grad) for name, p in module.model.named_parameters() if p.grad is not None}
-        assert graded.keys() == {name for name, _ in module.model.named_parameters() if ".lora_" in name}
+        assert graded.keys() == {name for name, _ in module.model.named_parameters() if "lora_" in name}
         found |= {f"grad {step} {name}": gradient for name, gradient in graded.items()}
         found[f"norm {step}"] = torch.tensor(module.optimizer_step()["grad_norm"])
         merged = source_of(module.model).stream(adapter=False)
@@ -80,7 +94,7 @@ def training(mesh, rows, options):
 def restored(module, mesh, options):
     """Whether a new module with the checkpoint of this one makes the same next update."""
     twin, state = module_of(mesh, **options), module.checkpoint_state()
-    assert set(state["optimizer"]["state"]) == {name for name in state["model"] if ".lora_" in name}
+    assert set(state["optimizer"]["state"]) == {name for name in state["model"] if "lora_" in name}
     twin.load_checkpoint_state(state)
     for one in (module, twin):
         one.train_step(batch(), float(batch().mask.sum()))
@@ -96,7 +110,8 @@ def on_layouts(host):
         rows = slice(0, ROWS) if sizes[2] > 1 else slice(host.slot * 2, host.slot * 2 + 2)
         values, module = training(mesh, torch.arange(ROWS)[rows], options)
         found[name] = {key: value.numpy() for key, value in values.items()}
-    found["restored"] = restored(module, mesh, options)
+        if name in RESTORED:
+            found.setdefault("restored", []).append(restored(module, mesh, options))
     try:
         module_of(mesh_of(host, (1, 1, 1, 2)))
     except ValueError as error:
@@ -115,12 +130,13 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    return training(None, torch.arange(ROWS), {})[0]
+    return {mixture: training(None, torch.arange(ROWS), {"mixture": mixture})[0] for mixture in (False, True)}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_updates_are_those_of_one_process(ranks, alone, name):
-    sizes = LAYOUTS[name][0]
+    sizes, options = LAYOUTS[name]
+    alone = alone[options.get("mixture", False)]
     cut = sizes[2] == 1
     joined = {}
     for key in alone:
@@ -136,15 +152,19 @@ def test_updates_are_those_of_one_process(ranks, alone, name):
 
 
 def test_the_reference_moves(alone):
-    weights = [key.removeprefix("merged 0 ") for key in alone if key.startswith("merged 0 ")]
-    assert sum(not torch.equal(alone[f"merged 0 {key}"], alone[f"merged 1 {key}"]) for key in weights) == 14
-    assert all(float(alone[f"norm {step}"]) > 0.05 for step in (0, 1))
-    graded = {key: bool(value.any()) for key, value in alone.items() if key.startswith("grad")}
-    assert all(nonzero != key.startswith("grad 0") or "lora_B" in key for key, nonzero in graded.items())
+    for found, adapted in zip(alone.values(), (14, 10), strict=True):
+        weights = [key.removeprefix("merged 0 ") for key in found if key.startswith("merged 0 ")]
+        assert sum(not torch.equal(found[f"merged 0 {key}"], found[f"merged 1 {key}"]) for key in weights) == adapted
+        assert all(float(found[f"norm {step}"]) > 0.05 for step in (0, 1))
+        graded = {key: bool(value.any()) for key, value in found.items() if key.startswith("grad")}
+        begins = ("lora_B", "lora_embedding_A")
+        assert all(
+            nonzero != key.startswith("grad 0") or any(b in key for b in begins) for key, nonzero in graded.items()
+        )
 
 
 def test_a_checkpoint_goes_on_where_it_was(ranks):
-    assert [found["restored"] for _, found in ranks] == [True, True]
+    assert [found["restored"] for _, found in ranks] == [[True, True]] * 2
 
 
 def test_tensor_parallelism_is_refused(ranks):

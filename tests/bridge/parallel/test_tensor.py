@@ -4,10 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.distributed.tensor import DTensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rl_bridge.parallel.tensor import cut_matrices
+from tests.bridge.families import zoo
 from tests.bridge.parallel.one_step import make
+
+
+def refused(model, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        cut_matrices(model, SimpleNamespace(size=lambda: ranks))  # pyright: ignore[reportArgumentType]
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -15,16 +23,45 @@ from tests.bridge.parallel.one_step import make
     [
         ({}, 3, "num_attention_heads is 4, which 3 tensor ranks do not divide"),
         ({}, 4, "num_key_value_heads is 2, which 4 tensor ranks do not divide"),
-        ({"intermediate_size": 27}, 2, "intermediate_size is 27, which 2 tensor ranks do not divide"),
+        # The width of the keys is 8.
+        ({"num_key_value_heads": 1, "head_dim": 8}, 2, "num_key_value_heads is 1, which 2 tensor ranks do not divide"),
+        ({"intermediate_size": 27}, 2, "the number of rows of layers.0.mlp.gate_proj.weight is 27, which 2 tensor"),
     ],
 )
 def test_sizes_that_the_ranks_do_not_divide(changes, ranks, message):
-    model = make("Qwen2", **changes)
-    with pytest.raises(ValueError, match=f"Qwen2Model: {message}"):
-        cut_matrices(model, SimpleNamespace(size=lambda: ranks))  # pyright: ignore[reportArgumentType]
+    refused(make("Qwen2", **changes), ranks, f"Qwen2Model: {message}")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "ranks", "message"),
+    [
+        ("mixtral", {"num_local_experts": 3}, 2, "the number of experts of layers.0.mlp.experts is 3, which 2 tensor"),
+        ("phi3", {"intermediate_size": 27}, 2, r"the number of columns of layers.0.mlp.down_proj.weight is 27, which"),
+        ("laguna", {"num_attention_heads_per_layer": [2, 3]}, 2, "num_attention_heads_per_layer is 3, which 2 tensor"),
+    ],
+)
+def test_sizes_of_other_styles(family, changes, ranks, message, monkeypatch):
+    monkeypatch.setitem(zoo.OVERRIDES, family, zoo.OVERRIDES.get(family, {}) | changes)
+    zoo._config.cache_clear()
+    try:
+        model = zoo.tiny(family)
+    finally:
+        zoo._config.cache_clear()
+    refused(model, ranks, message)
+
+
+def test_a_parameter_that_the_plan_does_not_know():
+    model = make("Llama")
+    model.model.layers[1].self_attn.k_norm = nn.LayerNorm(4)
+    refused(model, 2, r"LlamaModel: the tensor-parallel plan does not know layers\.1\.self_attn\.k_norm\.weight")
+
+
+def test_a_style_that_is_not_known():
+    model = make("Llama")
+    model.config.base_model_tp_plan = {"layers.*.mlp": "sequence_parallel"}
+    refused(model.model, 2, r"LlamaModel: the plan's style 'sequence_parallel' for layers\.0\.mlp is not known")
 
 
 @pytest.mark.parametrize("model", [GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), nn.Linear(2, 2)])
-def test_a_model_without_a_plan(model):
-    with pytest.raises(ValueError, match=r"(GPT2Model|Linear) has no tensor-parallel plan; .*llama, qwen2, qwen3"):
-        cut_matrices(model, SimpleNamespace(size=lambda: 2))  # pyright: ignore[reportArgumentType]
+def test_a_model_without_a_plan(model: PreTrainedModel):
+    refused(model, 2, r"(GPT2Model|Linear) has no tensor-parallel plan; .*llama, .*qwen2, .*qwen3")

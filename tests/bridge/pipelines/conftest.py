@@ -9,6 +9,17 @@ from rl_bridge.models.tiny import tiny_qwen2
 from rl_bridge.tracking import recorder
 
 OPTIONS = {
+    # The quickstart's: those of a user's model are for larger ones.
+    "--policy.sampling.max-new-tokens": 5,
+    "--policy.updates-per-step": 2,
+    "--optimizer.learning-rate": 1.5e-4,
+    "--optimizer.decay": "linear",
+    "--optimizer.final": 0.2,
+    "--optimizer.beta2": 0.99,
+    "--sft.optimizer.learning-rate": 2e-3,
+    "--sft.optimizer.warmup": 50,
+    "--sft.optimizer.decay": "constant",
+    "--sft.optimizer.beta2": 0.99,
     "--sft.steps": 6,
     "--sft.rows-per-step": 16,
     "--policy.steps": 8,

@@ -6,18 +6,31 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+)
 
 import rl_fn
 from rl_bridge.cli import main
+from rl_bridge.data.trajectory import single_turn
+from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.loading import save_pretrained
+from rl_bridge.models.tiny import tiny_qwen2
 from rl_bridge.pipelines.losses import LOSSES, REWARD_MODEL_LOSSES, loss_options
 from rl_bridge.pipelines.preference import PreferencePipeline
+from rl_bridge.rewards import load
 from rl_bridge.tracking.run import Run
 from rl_bridge.trainers.modules.comparison_loss import PREFERENCE_LOSSES, REWARD_LOSSES, constants_of
+from tests.bridge.models.chat_templates import bytes_tokenizer
 from tests.bridge.pipelines.results import metrics
 
 ROOT = Path(__file__).parents[3]
@@ -117,6 +130,61 @@ def test_a_reward_model_learns_and_is_read_by_transformers(words, run_to_end, lo
     assert model.config.num_labels == 1 and model.score.weight.abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("rows", ["conversations", "texts"])
+def test_the_exported_folder_gives_the_run_s_own_loss_in_plain_transformers(words, run_to_end, tmp_path, rows):
+    """USR-3, MUS-1: a tokenizer that pads with the end of a turn; rows as its template renders them, or plain texts."""
+    source = bytes_tokenizer("chatml")
+    source.pad_token = source.eos_token
+    save_pretrained(tmp_path / "base", tiny_qwen2(source, hidden=16, layers=1, heads=2), source)
+    asked = [{"role": "user", "content": f"{a}+{b}?"} for a, b in SUMS]
+    chats = [
+        {
+            "prompt": [message] if rows == "conversations" else message["content"],
+            "chosen": str(a + b),
+            "rejected": f"{a + b + 1} the",
+        }
+        for message, (a, b) in zip(asked, SUMS, strict=True)
+    ]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(map(json.dumps, chats[:6])))
+    changes = {
+        "--model": tmp_path / "base",
+        "--eval-data": held_out,
+        "--held-out": 200,
+        "--optimizer.learning-rate": 0.05,
+    }
+    command = words("reward-model", "pairs", "rewards", "loss:bradley-terry", **changes)
+    Path(command[command.index("--data") + 1]).write_text("\n".join(map(json.dumps, chats)))
+    folder = run_to_end(command)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+    said = [
+        [message, {"role": "assistant", "content": row[side]}]
+        for message, row in zip(asked[:6], chats, strict=False)
+        for side in ("chosen", "rejected")
+    ]
+    if rows == "conversations":
+        texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in said]
+    else:
+        assert tokenizer.chat_template is None
+        texts = ["".join(message["content"] for message in messages) + tokenizer.eos_token for messages in said]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        rewards = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, 0].view(-1, 2)
+        alone = [model(input_ids=tokenizer(text, return_tensors="pt").input_ids).logits for text in texts]
+    torch.testing.assert_close(torch.cat(alone).view(-1, 2), rewards, rtol=0, atol=1e-5)
+    loss = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["best_loss"] == pytest.approx(float(loss), abs=1e-5)
+    assert abs(float(loss) - 0.693147) > 1e-3
+    read = [
+        replace(single_turn([3], [4], messages=tuple(m)), row=row) for row, m in zip(chats, said[::2], strict=False)
+    ]
+    found = [float(t.rewards["reward"]) for t in load(f"model:{folder / 'model'}").score(read)]
+    torch.testing.assert_close(torch.tensor(found), rewards[:, 0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("trainer", "form", "loss", "message"),
     [
@@ -183,3 +251,27 @@ def test_rows_that_are_longer_than_the_positions_are_refused_before_training(
     # "0+0=-0" and the end-of-sequence token.
     assert re.search(r"pairs\.jsonl, row \d+: the row has 7 tokens; the model has 5 positions", capsys.readouterr().err)
     assert not (tmp_path / "never").exists()
+
+
+def test_a_hybrid_begins_as_its_reference_and_the_record_says_that_rows_are_padded(words, run_to_end, tmp_path):
+    """ENG-1: by default the loss of a tiny LFM2 began at 0.69121 and its margin at 0.011."""
+    tokenizer = character_tokenizer("0123456789+-=")
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+        initializer_range=0.5,
+    )
+    save_pretrained(tmp_path / "lfm2", Lfm2ForCausalLM(config), tokenizer)
+    changes = {"--model": tmp_path / "lfm2", "--preference.steps": 1}
+    folder = run_to_end(words("preference", "pairs", "hybrid", "loss:dpo", **changes))
+    (record,) = [line for line in metrics(folder) if "stage" in line]
+    assert record["loss"] == pytest.approx(0.693147, rel=1e-5) and record["margin"] == pytest.approx(0, abs=1e-5)
+    (note,) = json.loads((folder / "summary.json").read_text())["notes"]
+    assert note.startswith("Lfm2ForCausalLM: each row has its own prefix, since shared rows would give other numbers")
+    assert note in [json.loads(line).get("note") for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -92,10 +92,14 @@ def test_a_conversation_that_was_cut_before_its_reward_has_none():
 
 def test_a_changed_environment_is_another_fingerprint(game):
     options = EnvironmentOptions(environment=f"{game}:Game")
-    before = options.fingerprints()
-    assert options.fingerprints() == before != EnvironmentOptions(environment=f"{game}:Fails").fingerprints()
+    before = options.environment_fingerprint()
+    assert (
+        options.environment_fingerprint()
+        == before
+        != EnvironmentOptions(environment=f"{game}:Fails").environment_fingerprint()
+    )
     game.write_text(GAME + "\n")
-    assert options.fingerprints() != before and EnvironmentOptions().fingerprints() == {}
+    assert options.environment_fingerprint() != before and EnvironmentOptions().environment_fingerprint() == {}
 
 
 @pytest.mark.parametrize("options", [{"max_turns": 0}, {"environment_timeout": 0.0}])

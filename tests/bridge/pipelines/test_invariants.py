@@ -86,6 +86,14 @@ def test_log_probabilities_kept_from_sampling_are_the_policy_s(setting, short, r
     assert second["kl"] > 1e-8  # after an update the policy has left its reference
 
 
+def test_the_reference_of_adapters_is_the_model_after_supervision_too(short, run_to_end):
+    """S38: the base alone is another policy, of which the KL of the first step would be."""
+    options = {"--lora.rank": 2, "--sft.optimizer.learning-rate": 0.1, "--sft.optimizer.warmup": 0}
+    records = metrics(run_to_end(short(**options, **{"--optimizer.learning-rate": 0.05, "--optimizer.warmup": 0})))
+    first, second = (record for record in records if record["stage"] == "policy")
+    assert abs(first["kl"]) < 1e-9 and second["kl"] > 1e-7
+
+
 def test_the_reference_is_the_policy_of_before_grpo_and_never_moves(traced, model_folder):
     _, trace = traced
     assert same(trace.reference_at_start, trace.policy_at_start)

@@ -23,6 +23,17 @@ def test_a_run_with_a_budget_of_tokens_trains_on_what_is_finished(tmp_path, argu
     assert all("7" not in sample["completion"][:-1] for sample in samples["after"]["sampled"])
 
 
+def test_usr_6_completions_that_are_cut_are_a_metric_and_a_warning(tmp_path, arguments, run_to_end, capsys):
+    (tmp_path / "reward.py").write_text(REWARD)
+    short = {"--policy.steps": 2, "--sft.steps": 0, "--policy.sampling.max-new-tokens": 1}
+    run = run_to_end(arguments("cut", **short, **{"--reward": f"{tmp_path / 'reward.py'}:even_digits"}))
+    shares = [record["truncated"] for record in metrics(run)]
+    drawn = sum(record["truncated"] * 16 for record in metrics(run))
+    assert len(shares) == 2 and all(0.5 <= share <= 1 for share in shares) and drawn == int(drawn)
+    said = capsys.readouterr().out
+    assert said.count("of the completions were cut at --policy.sampling.max-new-tokens 1") == 1
+
+
 def test_limits_of_a_step_go_with_no_rollouts_ahead(arguments, capsys):
     with pytest.raises(SystemExit):
         main(arguments("never", **{"--rollout.step-tokens": 60, "--asynchronous.max-staleness": 1}))

@@ -20,6 +20,8 @@ from rl_fn import components
 
 
 def built(*words):
+    if "objective:on_policy_distillation" in words:
+        words = (*words, "--teacher", "some/model")
     return parse(quickstart(), words, prog="rl-fn train policy").objective.build()
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -160,24 +161,34 @@ MISTAKES = {
     "form": ({"--reward": "absent"}, "a reward is named FILE.py:function, got 'absent'"),
     "model": ({"--model": "no/such/folder/here"}, "no model can be loaded from 'no/such/folder/here'"),
     "held out": ({"--held-out": 9000}, "cannot hold out 9000 distinct prompts of 8100 rows"),
-    "group": ({"--policy.responses-per-prompt": 1}, "a group needs responses_per_prompt ≥ 2"),
-    "teacher": ({}, "on_policy_distillation learns from a teacher: give --teacher MODEL"),
-    "rounds": ({"--policy.sampling-rounds": 2}, "grpo has none"),
-    "warm-up": ({"--policy.critic-warmup": 1}, "critic_warmup=1: dapo has no critic"),
-    "mean": ({"--objective.aggregation.mode": "prompt-mean"}, "prompt-mean cannot be trained with"),
-    "control": ({"--kl-control.target": 0.1}, "KL control has options and no kind"),
-    "terms": ({"--objective.kl.estimator": "k1"}, "the objective has no KL penalty: give --objective.kl.coef"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_makes_no_folder(tmp_path, arguments, capsys, mistake):
     changes, message = MISTAKES[mistake]
-    algorithm = {"teacher": ["objective:on_policy_distillation"], "rounds": ["objective:grpo"]}.get(mistake, [])
-    assert main(arguments("run", *algorithm, **changes)) == 1
+    assert main(arguments("run", **changes)) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("rl-fn: error: ") and message in last
     assert list(tmp_path.iterdir()) == []
+
+
+LACKING = {
+    "critic": (["objective:ppo", "--critic.model", "MODEL"], None, "has no linear head|has one label"),
+    "vllm": (["--rollout.backend", "vllm"], "vllm", "backend vllm needs vLLM in this environment"),
+    "openenv": (["--environment", "http://127.0.0.1:9"], "openenv", "an OpenEnv server needs its client"),
+}
+
+
+@pytest.mark.parametrize("what", LACKING)
+def test_usr_15_what_a_run_lacks_is_found_before_it_has_a_folder(tmp_path, arguments, data, model_folder, capsys, what):
+    words, package, message = LACKING[what]
+    if package is not None and find_spec(package) is not None:
+        pytest.skip(f"{package} is here")
+    given = [str(model_folder) if word == "MODEL" else word for word in words]
+    assert main(arguments("run", *given, **{"--data": data, "--held-out": 2})) == 1
+    assert re.search(message, capsys.readouterr().err.strip().splitlines()[-1])
+    assert leftovers(tmp_path) == [] and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -186,6 +197,12 @@ def test_a_mistake_is_one_line_and_makes_no_folder(tmp_path, arguments, capsys, 
         (["--softcap", "5"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),
         (["--dtype", "bfloat16"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),
         (["--micro-batch-tokens", "0"], "micro_batch_tokens > 0"),
+        (["--policy.responses-per-prompt", "1"], "a group needs responses_per_prompt ≥ 2"),
+        (["objective:on_policy_distillation"], "on_policy_distillation learns from a teacher: give --teacher MODEL"),
+        (["--policy.critic-warmup", "1"], "critic_warmup=1: dapo has no critic"),
+        (["--objective.aggregation.mode", "prompt-mean"], "prompt-mean cannot be trained with"),
+        (["--kl-control.target", "0.1"], "KL control has options and no kind"),
+        (["--objective.kl.estimator", "k1"], "the objective has no KL penalty: give --objective.kl.coef"),
         (["--policy.stepz", "1"], "policy.stepz"),
         (["--policy.steps", "many"], "many"),
     ],
@@ -205,4 +222,4 @@ def test_the_command_itself(capsys):
     assert main([]) == main(["--help"]) == main(["-h"]) == 0
     assert capsys.readouterr().out.count("usage: rl-fn train {") == 3
     assert main(["train", "everything"]) == 2
-    assert "unknown command 'train everything'" in capsys.readouterr().out
+    assert "unknown command train 'everything'" in capsys.readouterr().err

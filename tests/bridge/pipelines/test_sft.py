@@ -93,7 +93,7 @@ def by_hand(folder, row):
 def test_a_run_lowers_the_loss_and_exports_its_best_model(words, tmp_path, rows):
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(conversation(9, 3)) + "\n")
-    folder = ended(words("run", **{"--eval-data": held, "--sft.steps": 7}))
+    folder = ended(words("run", **{"--eval-data": held, "--held-out": 100, "--sft.steps": 7}))
     log, found = metrics(folder), summary(folder)
     assert [line["step"] for line in log if "held_out_nll" in line] == [1, 3, 5, 6]
     measured = [line["held_out_nll"] for line in log if "held_out_nll" in line]
@@ -169,7 +169,7 @@ def test_weights_in_host_memory_change_nothing(words):
         (("--max-length", 3), "all of 34 rows are longer than max_length 3"),
         (("--sft.steps", 0), "need sft.steps ≥ 1, got 0"),
         (("--sft.rows-per-step", 0), "need rows_per_step ≥ 1"),
-        (("--lora.alpha", 3.0), "lora.alpha 3.0 needs a lora.rank of at least 1"),
+        (("--lora.alpha", 3.0), "--lora.alpha 3.0 has no effect without a --lora.rank of at least 1"),
         (("--epochs", 0.0), "need epochs > 0"),
         (("--offload", "never"), "invalid choice"),
         (("--held-out", 0), "held_out must be at least 1, got 0"),
@@ -186,11 +186,13 @@ def test_options_that_cannot_be_are_refused(words, capsys, more, message):
 
 
 def test_epochs_and_lengths(words):
-    folder = ended(words("epochs", "--epochs", 1.5, "--max-length", 15))
+    folder = ended(words("epochs", "--epochs", 1.5, "--max-length", 15, **{"--sft.steps": 200}))
     found = summary(folder)
     # 34 rows are left to train on; a conversation of two digits in the first number is longer than 15 tokens.
     assert found["left_out"] > 0 and found["rows"] + found["left_out"] + found["held_out"] == 40
-    assert found["steps"] == -(-3 * found["rows"] // 16) == len(metrics(folder))
+    note, *records = metrics(folder)
+    assert note["note"].endswith("held-out rows are longer than 15 tokens")
+    assert found["steps"] == -(-3 * found["rows"] // 16) == len(records)
 
 
 def test_contents_can_be_concatenated(words):

@@ -17,13 +17,16 @@ ENGINE = {"--rollout.backend": "vllm", "--rollout.vllm.kv-cache-gib": 0.02, "--r
 TRUNCATED = {"--policy.sampling.top-k": 12, "--policy.sampling.top-p": 0.95, "--policy.sampling.min-p": 0.02}
 
 
+def model_of(folder, heads):
+    """Heads of 32 are the smallest that vLLM computes on a CPU."""
+    tokenizer = character_tokenizer("0123456789+-=")
+    save_pretrained(folder, tiny_qwen2(tokenizer, hidden=32 * heads, layers=1, heads=heads), tokenizer)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """Heads of 32 are the smallest that vLLM computes on a CPU."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = character_tokenizer("0123456789+-=")
-    save_pretrained(folder, tiny_qwen2(tokenizer, hidden=32, layers=1, heads=1), tokenizer)
-    return folder
+    return model_of(tmp_path_factory.mktemp("models") / "tiny", heads=1)
 
 
 @pytest.fixture
@@ -66,6 +69,18 @@ def test_actors_of_ray_with_an_engine_each_end_as_one_process_does(tmp_path, wor
     one = run_to_end(["train", "policy", *words("one")])
     in_a_process(words("two", "--executor", "ray", "--workers", "2"), timeout=250)
     assert_same_run(tmp_path / "two", one)
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_tensor_ranks_samples_what_is_trained(tmp_path, words):
+    model = model_of(tmp_path / "two_heads", heads=2)
+    more = {"--model": model, "--policy.steps": 2, "--rollout.vllm.tensor-parallel-size": 2}
+    in_a_process(words("ranks", "--policy.recompute-old-logprobs", **TRUNCATED, **more), timeout=250)
+    records = [record for record in metrics(tmp_path / "ranks") if record["stage"] == "policy"]
+    assert [record["weights_version"] for record in records] == [3, 4]
+    for record in records:
+        assert record["mismatch/probability_gap_max"] < 1e-5, record
+        assert (record["weights/engine_replaced"], record["weights/not_compared"]) == (0, 0)
 
 
 @pytest.mark.slow

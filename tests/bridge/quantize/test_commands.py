@@ -85,7 +85,7 @@ def test_a_smoothed_checkpoint_is_told(command, folder, new_model, tmp_path):
 
 
 def test_verify_measures_the_budget(command, folder, tmp_path):
-    (tmp_path / "prompts.txt").write_text("1+1=\n12+34=\n\n")
+    (tmp_path / "prompts.txt").write_text("1+1=\n12+34=\n7*8=\n\n")
     words = ("verify", "-m", folder, "--prompts", tmp_path / "prompts.txt", "--tokens", 16, "--samples", 8)
     status, out, _ = command(*words, "--json", tmp_path / "budget.json", "--most", 1)
     assert status == 0
@@ -97,10 +97,13 @@ def test_verify_measures_the_budget(command, folder, tmp_path):
     assert 0.001 < weights["mean"] <= weights["largest"] < 0.02
     assert 0 < rollout["mean"] < rollout["largest"] < 0.5
     assert 0.9 < rollout["effective_sample_share"] <= 1
-    assert 2 * 8 <= rollout["tokens"] <= 2 * 8 * 16
+    assert 3 * 8 <= rollout["tokens"] <= 3 * 8 * 16
+    assert 0 < rollout["low"] < rollout["mean"] < rollout["high"]
+    assert f"of 3 prompts (95 % [{rollout['low']:.4f}, {rollout['high']:.4f}] over prompts)" in out
+    (tmp_path / "prompts.txt").write_text("1+1=\n12+34=\n")
     status, out, _ = command(*words, "--most", rollout["mean"] / 2)
     assert status == 1
-    assert "the mean log-probability error is above" in out
+    assert "the mean log-probability error is above" in out and "no interval from 2 prompts, it takes 3" in out
 
 
 def test_errors_of_weights_by_precision(folder):

@@ -23,11 +23,11 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Two groups of two seeds, with text that would break a page that trusts it."""
+    """Two groups of three seeds, fewer have no interval; with text that would break a page that trusts it."""
     folder = tmp_path_factory.mktemp("runs")
     other = {"optimizer": {"learning_rate": 0.5}}
-    runs = [write_run(folder / f"a{seed}", seed=seed) for seed in (0, 1)]
-    runs += [write_run(folder / f"b{seed}", seed=seed, shift=0.2, config=other) for seed in (0, 1)]
+    runs = [write_run(folder / f"a{seed}", seed=seed) for seed in (0, 1, 2)]
+    runs += [write_run(folder / f"b{seed}", seed=seed, shift=0.2, config=other) for seed in (0, 1, 2)]
     with (runs[0] / "metrics.jsonl").open("a") as stream:
         stream.write(json.dumps({"step": 40, "changed": [NAUGHTY], "run": "a", "attempt": 1, "time": 1.0}) + "\n")
     write_lines(runs[1] / "memory.jsonl", memory_lines(steps=3))
@@ -69,6 +69,20 @@ def test_the_pointer_and_the_keys_read_values(page, file):
     assert page.run("document.querySelector('#curves .tip').innerText").startswith("step 19")
     page.key("Escape")
     assert page.run("document.querySelector('#curves .tip').hidden") is True
+
+
+def test_two_seeds_have_a_mean_and_no_interval(page, tmp_path):
+    runs = [write_run(tmp_path / f"a{seed}", seed=seed) for seed in (0, 1)]
+    write_report(runs, tmp_path / "r.html")
+    page.errors.clear()
+    page.open(tmp_path / "r.html", 1440)
+    page.run("document.querySelector('#curves .plot').focus()")
+    page.key("Home")
+    tip = page.run("document.querySelector('#curves .tip').innerText")
+    assert tip.startswith("step 9") and "mean of 2" in tip
+    assert not any(word in tip for word in ("…", "null", "NaN", "undefined"))
+    assert page.run("/NaN|Infinity|undefined/.test(document.getElementById('curves').innerHTML)") is False
+    assert page.errors == []
 
 
 def choose(page, label, value):

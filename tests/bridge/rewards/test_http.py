@@ -1,15 +1,18 @@
 """A judge and a reward model behind a real server, which misbehaves."""
 
 import re
+import signal
 import socket
 import threading
 import time
 
 import pytest
 
+from rl_bridge.data.requests import SamplingParams
 from rl_bridge.rewards import RewardError, load
 from rl_bridge.rewards.http import NoReply, Server
 from rl_bridge.rewards.judge import Judge, RemoteRewardModel
+from rl_bridge.rollout.served.openai import OpenAIEndpoint
 from tests.bridge.rewards.batches import rows, trajectories, values
 from tests.bridge.rewards.servers import said, serving
 
@@ -116,6 +119,38 @@ def test_a_server_that_takes_too_long(header):
         assert time.monotonic() - start < 5 and len(asked) == 2
 
 
+@pytest.mark.parametrize("asks", ["a judge", "an endpoint"])
+def test_no_end_waits_for_a_server_that_hangs(asks):
+    """Neither does the call that is interrupted, nor the process: Python joins every thread that is no daemon."""
+    go = threading.Event()
+    before = set(threading.enumerate())
+    interrupt = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+
+    def reply(path, payload, number):
+        if number == 2:
+            interrupt.start()
+        go.wait(30)
+        return 200, {}, {}
+
+    with serving(reply) as (url, asked):
+        start = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                if asks == "a judge":
+                    values(load(judge(url, timeout=30, concurrency=2)), *"abc")
+                else:
+                    endpoint = OpenAIEndpoint(url=url, model="m", api="completions", concurrency=2)
+                    endpoint.complete(["a", "b", "c"], SamplingParams(n=1, max_new_tokens=2))
+            taken = time.monotonic() - start
+            left = [thread for thread in set(threading.enumerate()) - before if thread.name.endswith("request")]
+        finally:
+            go.set()
+        for thread in left:
+            thread.join(30)
+        assert taken < 10 and len(asked) == 2, "the third has not begun"
+        assert len(left) == 2 and all(thread.daemon for thread in left)
+
+
 def test_nobody_listens():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -147,7 +182,7 @@ def test_replies_without_a_score_name_the_row(body, message):
 
 def test_a_template_that_reads_a_column_that_no_row_has():
     with pytest.raises(
-        RewardError, match=r"row 1 failed: the template reads \{solution\}, and the row has \['_where', 'a"
+        RewardError, match=r"row 1 failed: the judge's template reads \{solution\}, and the row has \['_where', 'a"
     ):
         values(load(judge("http://127.0.0.1:9", template="{prompt} {solution}")), "a")
 
@@ -172,7 +207,20 @@ def test_several_requests_wait_at_a_time():
         ("url = 'a'\nmodel = 'x'\ntemplate = ''", r"style\.toml: a server's url begins with http:// or https://"),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nscore = '('", "score is not a regular expression"),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nscore = 'a'", "score must have one group, the number, got 'a'"),
-        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmaximum = 0", "maximum must be > 0, got 0"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmaximum = 0", "maximum must be > 0, .* got maximum=0"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmaximum = 'x'", "maximum must be a number, got 'x'"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmissing = nan", "missing must be finite, got nan"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nwait = nan", "wait ≥ 0"),
+        (
+            "url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmax_tokens = true",
+            "max_tokens must be a whole number, got True",
+        ),
+        (
+            "url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmax_tokens = 2.5",
+            "max_tokens must be a whole number, got 2.5",
+        ),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nretries = nan", "retries and concurrency must be whole"),
+        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nconcurrency = 2.5", "retries and concurrency must be whole"),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\ntimeout = 'x'", r"style\.toml: "),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nretries = -1", "retries ≥ 0"),
     ],
@@ -211,6 +259,31 @@ def test_a_remote_reward_model_scores_batches():
 def test_a_remote_reward_model_that_returns_nonsense(body, message):
     with serving(lambda path, payload, number: (200, body, {})) as (url, _), pytest.raises(RewardError, match=message):
         values(load(url), "a", "b")
+
+
+def test_usr_20_the_limits_of_an_address_stand_behind_it_and_are_not_sent():
+    made = load("http://127.0.0.1:9/score?k=1#timeout=0.5&retries=2&concurrency=3&wait=0&batch=4")
+    model = made._rewards[0].function
+    limits = Server(url="http://127.0.0.1:9/score?k=1", timeout=0.5, retries=2, concurrency=3, wait=0.0)
+    assert model == RemoteRewardModel(server=limits, batch=4)
+    assert made.fingerprint == load("http://127.0.0.1:9/score").fingerprint
+    for words, wrong in (("timeout=x", "timeout=x"), ("tries=1", "tries=1"), ("batch=0", "batch must be at least 1")):
+        with pytest.raises(ValueError, match=wrong):
+            load(f"http://127.0.0.1:9/#{words}")
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///x", "http://a b/", "http://a:x/", "http://[::1/", "http://a\n/"])
+def test_usr_20_an_address_that_is_none_is_refused_at_once(url):
+    with pytest.raises(ValueError, match="a server's url is http://HOST:PORT/PATH; this one"):
+        load(url)
+
+
+def test_usr_8_a_reply_has_a_bound_of_bytes_and_is_not_asked_for_again():
+    with serving(lambda path, payload, number: (200, b" " * 5000, {})) as (url, asked):
+        with pytest.raises(NoReply, match="replied with more than 4000 bytes"):
+            Server(url=url, largest=4000).post({})
+        assert len(asked) == 1
+    assert Server(url="http://a").largest == 1 << 26
 
 
 def test_limits_are_limits():

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from rl_bridge.rewards import RewardError, load
+from rl_bridge.rewards import RewardError, load, process
+from rl_bridge.rewards.process import AskedElsewhere
 from tests.bridge.rewards.batches import trajectories, values
 from tests.processes import gone
 
@@ -72,11 +73,12 @@ def pids(file):
 
 
 def test_values_come_from_one_process_which_is_not_this_one(rewards, file):
+    before = len(pids(file))
     data = [{"prompt": "a", "answer": "1"}] * 2
     assert [t.rewards["reward"] for t in rewards.score(trajectories("a", "bb", data=data))] == [2.0, 4.0]
     assert data == [{"prompt": "a", "answer": "1"}] * 2
     assert values(rewards, "ccc") == [6.0]
-    assert len(set(pids(file))) == 1 and os.getpid() not in pids(file)
+    assert len(set(pids(file)[before:])) == 1 and os.getpid() not in pids(file)
 
 
 @pytest.mark.parametrize(
@@ -84,19 +86,49 @@ def test_values_come_from_one_process_which_is_not_this_one(rewards, file):
     [
         ("exit", "reward score on problems.jsonl, row 2 raised SystemExit: 0; completion 'exit'"),
         ("nan", "reward score on problems.jsonl, row 2 returned nan, expected a finite number; completion 'nan'"),
-        ("_exit", "reward score on problems.jsonl, row 2 ended its process with exit status 0; completion '_exit'"),
+        ("_exit", r"reward score on problems.jsonl, row 2 raised SystemExit: os\._exit\(0\); completion '_exit'"),
         ("segfault", "reward score on problems.jsonl, row 2 ended its process by SIGSEGV; completion 'segfault'"),
         ("hang", r"reward score on problems.jsonl, row 2 did not end within 2 s; completion 'hang'"),
     ],
 )
 def test_what_goes_wrong_names_the_row_and_the_next_batch_is_scored(rewards, file, completion, message):
-    start = time.monotonic()
+    start, before = time.monotonic(), len(pids(file))
     with pytest.raises(RewardError, match=message):
         values(rewards, "a", completion, "b")
     assert time.monotonic() - start < 10
-    if completion in ("_exit", "segfault", "hang"):
-        assert all(gone(pid) for pid in pids(file))
+    if completion in ("segfault", "hang"):
+        assert all(gone(pid) for pid in pids(file)[before:])
     assert values(rewards, "a") == [2.0]
+
+
+@pytest.mark.parametrize("end", ["a caller that stops", "Ctrl-C", "an error of the caller"])
+def test_results_that_nobody_took_are_nobody_s(file, end):
+    """SURV-9: however a batch ends, the next one gets its own values."""
+    asked = AskedElsewhere("reward", f"{file}:score", None, 2.0)
+    values_of = asked.score(trajectories("a", "bb", "ccc"))
+    first = next(values_of)
+    if end == "a caller that stops":
+        values_of.close()
+    else:
+        error = KeyboardInterrupt if end == "Ctrl-C" else LookupError
+        with pytest.raises(error):
+            values_of.throw(error())
+    try:
+        later = list(asked.score(trajectories("dddd", "eeeee")))
+        assert (first, later) == ({"reward": 2.0}, [{"reward": 8.0}, {"reward": 10.0}])
+    finally:
+        asked.close()
+
+
+def test_the_limit_of_a_result_begins_when_the_file_is_there(tmp_path):
+    """SURV-10: neither Python's start nor the imports of the file count."""
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(2.5)\ndef score(completion, row):\n    return 1.0\n")
+    rewards = load(f"{file}:score", timeout=2.0)
+    try:
+        assert values(rewards, "a", "b") == [1.0, 1.0]
+    finally:
+        rewards.close()
 
 
 def test_a_whole_batch_has_the_limit_too(file):
@@ -110,7 +142,7 @@ def test_a_whole_batch_has_the_limit_too(file):
 
 
 def test_a_signature_or_a_file_that_is_wrong_shows_when_it_is_loaded(file, tmp_path):
-    with pytest.raises(ValueError, match="reward odd takes the parameters that cannot be read: say how it is called"):
+    with pytest.raises(ValueError, match=r"\.py: the reward odd is odd\(.*a reward takes \(completion, row\)"):
         load(f"{file}:odd", timeout=1.0)
     with pytest.raises(ValueError, match=r"has no function 'absent'"):
         load(f"{file}:absent", timeout=1.0)
@@ -118,6 +150,42 @@ def test_a_signature_or_a_file_that_is_wrong_shows_when_it_is_loaded(file, tmp_p
         load(f"{file}:score", timeout=0)
     with pytest.raises(ValueError, match=r"reward .* cannot run in a process of its own, which a time limit needs"):
         load(lambda completion, row: 1.0, timeout=1.0)
+
+
+def test_usr_8_a_file_that_hangs_or_leaves_when_it_is_loaded_does_so_in_its_own_process(tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text("import os\nos._exit(0)\n")
+    with pytest.raises(ValueError, match=r"mine.py cannot be loaded: SystemExit: os\._exit\(0\)"):
+        load(f"{file}:score", timeout=1.0)
+    file.write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr(process, "START", 0.5)
+    with pytest.raises(RewardError, match=r"reward score could not be loaded within 0\.6 s"):
+        load(f"{file}:score", timeout=0.1)
+
+
+def test_usr_8_a_function_in_this_process_cannot_end_it_unseen_nor_move_it(tmp_path):
+    """USR-7 too: a reward that calls os.chdir leaves the run where it is."""
+    place, file = os.getcwd(), tmp_path / "mine.py"
+    (tmp_path / "there").mkdir()
+    there = str(tmp_path / "there")
+    file.write_text(
+        f"import os\nos.chdir({there!r})\ndef score(completion, row):\n    os.chdir({there!r})\n"
+        "    if completion == 'leave':\n        os._exit(0)\n"
+        "    if completion == 'fork':\n        child = os.fork() or os._exit(3)\n"
+        "        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "    return float(os.getcwd() == " + repr(there) + ")\n"
+    )
+    rewards = load(f"{file}:score")
+    assert os.getcwd() == place and values(rewards, "a") == [1.0] and os.getcwd() == place
+    with pytest.raises(RewardError, match=r"reward score on .* raised SystemExit: os\._exit\(0\)"):
+        values(rewards, "leave")
+    assert os.getcwd() == place
+    elsewhere = load(f"{file}:score", timeout=20.0)  # a fork of this process would be one of JAX's threads
+    assert values(elsewhere, "fork") == [3.0]
+    elsewhere.close()
+    file.write_text("import os\nos._exit(0)\n")
+    with pytest.raises(ValueError, match=r"mine.py cannot be loaded: SystemExit: os\._exit\(0\)"):
+        load(f"{file}:score")
 
 
 def test_the_process_ends_with_the_run_that_was_killed(file):

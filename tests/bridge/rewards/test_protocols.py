@@ -111,10 +111,30 @@ def test_a_verl_row_has_its_truth_under_reward_model():
     assert load(reward).score(trajectories("x", data=[row]))[0].rewards == {"reward": 1.0}
 
 
-@pytest.mark.parametrize("function", [lambda: 0.0, lambda a, b, c: 0.0, lambda *a: 0.0, max])
-def test_parameters_that_show_no_protocol(function):
-    with pytest.raises(ValueError, match=r"say how it is called, with reward_protocol, one of batch, completion, mes"):
-        load(function)
+NO_REWARDS = {
+    "": "()",
+    "a, b, c": "(a, b, c)",
+    "*a": "(*a)",
+    "completion, row, *, strict": "(completion, row, *, strict)",
+    "solution_str, wanted": "(solution_str, wanted)",
+    "solution_str, /": "(solution_str, /)",
+    "completions, /, answer": "(completions, /, answer)",
+}
+
+
+@pytest.mark.parametrize("parameters", NO_REWARDS)
+def test_parameters_that_show_no_protocol_usr_17(parameters, tmp_path):
+    """The file, the function and what it could have are named before anything is asked."""
+    file = tmp_path / "own.py"
+    file.write_text(f"def score({parameters}):\n    return 0.0\n")
+    with pytest.raises(ValueError, match=r"say how it is called, with reward_protocol, one of batch, co") as refused:
+        load(f"{file}:score")
+    assert f"{file}: the reward score is score{NO_REWARDS[parameters]}; a reward takes (co" in str(refused.value)
+
+
+def test_a_reward_without_a_signature_is_refused():
+    with pytest.raises(ValueError, match="the reward max has parameters that cannot be read; a reward takes"):
+        load(max)
 
 
 def test_the_protocol_may_be_said():
@@ -223,6 +243,38 @@ def test_exits_and_errors_name_the_row(asynchronous):
 
     with pytest.raises(RewardError, match=r"whole on .* row 1 to .* row 2 \(2 completions in one call\) raised K"):
         values(load(whole), "a", "b")
+
+
+class Leaves(BaseException):
+    """No Exception."""
+
+
+def switches(completion, row):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return 1.0
+
+
+def test_a_reward_cannot_change_how_torch_computes():
+    """USR-16: the next update failed with "element 0 of tensors does not require grad", and no word of the reward."""
+    values(load(switches), "a")
+    assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
+
+
+def test_a_reward_that_raises_what_is_no_exception_is_named():
+    """USR-16: a traceback of the whole driver."""
+
+    def leaves(completion, row):
+        raise Leaves("far away")
+
+    with pytest.raises(RewardError, match=r"reward leaves on .* raised Leaves: far away"):
+        values(load(leaves), "a")
+
+
+def test_a_reward_without_any_number_is_named():
+    """USR-16: `{}` was no reward, and the weighted sum failed later."""
+    with pytest.raises(RewardError, match=r"returned \{\}, expected a number a name"):
+        values(load(lambda completion, row: {}), "a")
 
 
 def test_a_reward_cannot_change_the_rows():

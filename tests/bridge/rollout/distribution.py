@@ -1,5 +1,14 @@
 import numpy as np
 
+HOSTILE = {"do_sample": True, "temperature": 0.3, "top_k": 2, "top_p": 0.3, "min_p": 0.5, "repetition_penalty": 1.5}
+HOSTILE |= {
+    "no_repeat_ngram_size": 2,
+    "suppress_tokens": [4, 5, 6, 7],
+    "begin_suppress_tokens": [8, 9],
+    "min_length": 9,
+}
+"""A folder's generation_config.json: none of it changes what is drawn."""
+
 
 def truncated(logits, temperature=1.0, top_k=None, top_p=None, min_p=None):
     """The distribution that is sampled, in float64 NumPy: temperature, top-k, top-p, min-p, each on what is left."""

@@ -27,9 +27,9 @@ class Row(NamedTuple):
 class SimulatedSampler:
     """Draws each token from the seed, its number and the tokens before it, as a model would; up to ``room`` rows."""
 
-    def __init__(self, vocabulary, eos, *, room=10**6, stop=0.3, clock=None, truncated=False):
+    def __init__(self, vocabulary, eos, *, room=10**6, stop=0.3, clock=None, truncated=False, stop_texts=()):
         self.vocabulary, self.eos, self.room, self.stop, self.clock = list(vocabulary), eos, room, stop, clock
-        self.truncated = truncated
+        self.truncated, self.ends = truncated, [eos, *stop_texts]
         self.queue, self.rows, self.added, self.together = [], [], [], []
 
     @property
@@ -54,7 +54,7 @@ class SimulatedSampler:
         found, left = [], []
         for row, tokens in self.rows:
             tokens.append(self.draw(row, tokens))
-            if tokens[-1] == self.eos or len(tokens) == row.limit:
+            if tokens[-1] in self.ends or len(tokens) == row.limit:
                 found.append(self.finished(row, tokens))
             else:
                 left.append((row, tokens))
@@ -82,7 +82,8 @@ class SimulatedSampler:
     def finished(self, row, tokens):
         logprobs = tuple(-0.5 - token / 1000 for token in tokens)
         allowed = tuple((token, token + 1) for token in tokens) if self.truncated else None
-        return Drawn(row.key, tuple(tokens), logprobs, allowed, "stop" if tokens[-1:] == [self.eos] else "length")
+        reason = "stop" if tokens and tokens[-1] in self.ends else "length"
+        return Drawn(row.key, tuple(tokens), logprobs, allowed, reason)
 
 
 class SimulatedSteps:

@@ -35,10 +35,10 @@ def openings(count, factory=Sum):
     ]
 
 
-def converse(count=12, *, factory=Sum, delay=lambda number: 0, limits=LIMITS, room=10**6, truncated=False):
+def converse(count=12, *, factory=Sum, delay=lambda number: 0, limits=LIMITS, room=10**6, **sampled):
     """The trajectories, and the sampler and steps that made them."""
     steps = SimulatedSteps(delay)
-    sampler = SimulatedSampler(DIGITS, EOS, room=room, clock=steps, truncated=truncated)
+    sampler = SimulatedSampler(DIGITS, EOS, room=room, clock=steps, **sampled)
     talks = Conversations(sampler, steps, TurnTemplate(TOKENIZER), limits, version=5)
     return talks.run(openings(count, factory)), sampler, steps
 
@@ -91,8 +91,10 @@ def test_what_is_known_of_each_token(truncated):
         assert t.loss_mask[-1], "nothing stands behind the policy's last word"
 
 
-def test_the_text_is_the_tokens_and_rewards_and_states_are_a_turn_s():
-    for t in converse(12)[0]:
+@pytest.mark.parametrize("stop_texts", [(), (2, 7)], ids=["the end's token", "texts too"])
+def test_the_text_is_the_tokens_and_rewards_and_states_are_a_turn_s(stop_texts):
+    """A stop text stays in the text, and the token that ends the turn comes behind it."""
+    for t in converse(12, stop_texts=stop_texts)[0]:
         words = [m["content"] for m in t.messages]
         assert [m["role"] for m in t.messages[:2]] == ["user", "assistant"]
         assert t.row["prompt"] == words[0] and t.turns == sum(m["role"] == "assistant" for m in t.messages)

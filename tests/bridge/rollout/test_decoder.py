@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -43,7 +41,6 @@ SMALL = {
     "eos_token_id": STOP,
 }
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-CHUNKED = ["full_attention", "full_attention", "chunked_attention"]
 FAMILIES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
@@ -183,18 +180,10 @@ def test_the_sets_of_a_truncated_sampler_are_recorded():
             np.testing.assert_allclose(drawn.logprobs[n], logprob, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("made", "reason"),
-    [
-        (lambda: BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)), "position_ids"),
-        (lambda: MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)), "Mamba"),
-        (lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, layer_types=CHUNKED)), "chunked_attention"),
-    ],
-    ids=["bloom", "mamba", "chunks"],
-)
-def test_models_that_keep_more_than_keys_and_values_are_refused(made, reason):
-    with pytest.raises(NotImplementedError, match=reason):
-        Decoder(made(), SAMPLING, stop=[])
+def test_models_without_a_cache_are_refused():
+    net = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(NotImplementedError, match=r"OpenAIGPTLMHeadModel .* takes no past_key_values .* vLLM"):
+        Decoder(net, SAMPLING, stop=[])
 
 
 def test_an_attention_without_masks_is_refused():

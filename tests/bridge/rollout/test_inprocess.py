@@ -10,12 +10,12 @@ from rl_bridge.data.budget import Budget, Spending
 from rl_bridge.data.requests import SamplingParams, requests_of
 from rl_bridge.data.token_batch import collate
 from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.source import StateSource, fill
+from rl_bridge.models.source import PretrainedSource, StateSource, fill
 from rl_bridge.models.stored_tensors import TensorsInHand
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
 from tests.bridge.data.trajectories import generate
-from tests.bridge.rollout.distribution import truncated
+from tests.bridge.rollout.distribution import HOSTILE, truncated
 
 EOS = 1
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54=", "0=", "12+34="]
@@ -83,6 +83,18 @@ def test_a_token_depends_on_seed_place_and_sample_alone(rollout):
     ]
     # The same prompt at two places, and the samples of one prompt, are sampled independently.
     assert len({tuple(c.sampled_tokens) for c in wanted[6:9] + wanted[15:18]}) > 3
+
+
+def test_a_folders_own_sampling_changes_nothing(rollout, model, tokenizer, tmp_path):
+    """S24: penalty, temperature, truncations and suppressed ids of generation_config.json, as in every engine."""
+    model.generation_config.update(**HOSTILE)
+    model.save_pretrained(tmp_path)
+    folder = InProcessRollout(PretrainedSource(str(tmp_path)), tokenizer)
+    for cuts in ({}, TRUNCATED, {"temperature": 0.0}):
+        sampling = replace(SAMPLING, **cuts)
+        for ours, wanted in zip(generate(folder, PROMPTS, sampling), generate(rollout, PROMPTS, sampling), strict=True):
+            assert ours.sampled_tokens == wanted.sampled_tokens
+            np.testing.assert_allclose(ours.logprobs, wanted.logprobs, atol=1e-5)
 
 
 def test_a_trajectory_depends_on_its_request_alone(rollout):

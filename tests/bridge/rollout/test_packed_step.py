@@ -1,12 +1,14 @@
 """Packed weights compute what the model's own forward does, and only where that is known."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rl_bridge.parallel.attention import use_rl_fn_attention
-from rl_bridge.rollout.cached_model import CachedModel
+from rl_bridge.rollout.cached_model import Arrangement, CachedModel
 from rl_bridge.rollout.packed_step import packs
 
 SMALL = {
@@ -95,3 +97,21 @@ def test_other_models_are_called_themselves(changed):
     assert not packs(model)
     with torch.autocast("cpu"):
         assert not packs(made("mistral"))
+
+
+class Narrow(MistralForCausalLM):
+    """Of a user's own: its forward takes nothing that it does not name."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+
+
+def test_no_more_is_arranged_than_was_found_right_and_the_model_takes():
+    model = made("llama with every bias")
+    for right in itertools.product((False, True), repeat=3):
+        read_packed, together, positions = right
+        done = CachedModel(model, Arrangement("rl_fn", *right)).arrangement
+        assert done[1:] == (read_packed and positions, together and positions, positions)
+    narrow = Narrow(MistralConfig(**SMALL, sliding_window=None))
+    use_rl_fn_attention(narrow)
+    assert CachedModel(narrow).arrangement[1:] == (False, True, True)

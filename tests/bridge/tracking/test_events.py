@@ -41,3 +41,16 @@ def test_events_that_cannot_grow_are_told_once_and_the_run_goes_on(tmp_path, cap
     assert said.count("no more TensorBoard events: [Errno 27] File too large; to catch up: `rl-fn export") == 1
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(STEPS))
+
+
+def test_a_figure_that_cannot_be_drawn_costs_no_run_usr_16(tmp_path, capsys, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("rl_bridge.tracking.recorder.draw_curves", broken)
+    with Run(tmp_path / "run", Config()) as run:
+        for step in run.steps("policy", 1, state={}):
+            run.log(step, {"reward": 1.0})
+        run.finish({"result": "well"})
+    assert "curves.png is not drawn: RuntimeError: no font" in capsys.readouterr().out
+    assert (tmp_path / "run" / "summary.json").is_file()

@@ -5,6 +5,7 @@ import itertools
 import json
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -16,7 +17,6 @@ from tensorboard.summary.writer import event_file_writer
 
 from rl_bridge import step_folders
 from rl_bridge.checkpoints import CheckpointError
-from rl_bridge.tracking import signals
 from rl_bridge.tracking.curves import draw_curves
 from rl_bridge.tracking.intervals import confidence_interval
 from rl_bridge.tracking.options import RunOptions
@@ -187,11 +187,11 @@ def test_a_terminal_that_is_gone_stops_no_run(tmp_path, code):
     def gone(*_):
         raise OSError(code, "gone")
 
-    with patch.object(signals.tqdm, "write", gone), pytest.raises(Stopped):
+    with patch("tqdm.tqdm.write", gone), pytest.raises(Stopped):
         go(tmp_path / "run", interrupt_at=("second", 1), interrupted_by=signal.SIGHUP)
     assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
     code = errno.ENOSPC
-    with patch.object(signals.tqdm, "write", gone), pytest.raises(OSError, match="gone"):
+    with patch("tqdm.tqdm.write", gone), pytest.raises(OSError, match="gone"):
         go(tmp_path / "other")
 
 
@@ -275,13 +275,15 @@ def test_a_fact_is_found_out_once_and_outlives_a_kill(tmp_path):
 
 
 def test_a_run_overwrites_no_other(tmp_path):
+    """USR-19: a folder is taken in the moment in which it is chosen."""
     options = RunOptions(output=tmp_path, name="run")
     assert options.folder() == tmp_path / "run"
     go(tmp_path / "run")
     assert options.folder() == tmp_path / "run-2"
-    (tmp_path / "run-2").mkdir()
     (tmp_path / "run-3").write_text("a file")
-    assert options.folder() == tmp_path / "run-4"
+    with ThreadPoolExecutor(8) as pool:
+        folders = set(pool.map(lambda _: options.folder(), range(8)))
+    assert folders == {tmp_path / f"run-{number}" for number in range(4, 12)}
     assert dataclasses.replace(options, resume=True).folder() == tmp_path / "run"
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="run exists: go on with --resume, or give this run another --name"):
@@ -318,3 +320,18 @@ def test_the_interval_covers_the_gain_and_only_as_often_as_it_says():
     for after, before in (([], []), ([1.0], [1.0, 0.0])):
         with pytest.raises(ValueError, match="need the same rows before and after"):
             confidence_interval(after, before)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 160])
+def test_the_progress_line_is_whole_at_any_width(columns, monkeypatch, tmp_path, capsys):
+    """TOOL-10: at 100 columns the line ended in "clip=0.000,", and the speed was never seen."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with Run(tmp_path / "run", Config()) as run:
+        for step in run.steps("policy", 20, state={}):
+            numbers = dict.fromkeys(("reward", "kl", "entropy", "clip_fraction"), 0.5)
+            run.log(step, numbers, tokens=1000)
+            line = str(run._bar)
+            assert len(line) <= columns, line
+        assert "reward=0.500" in line and ("clip=0.500" in line or columns < 100)
+        run.finish({"result": "held-out 0 → 1"})
+    assert f"run: {tmp_path / 'run'}; to look at it: rl-fn report {tmp_path / 'run'}" in capsys.readouterr().out

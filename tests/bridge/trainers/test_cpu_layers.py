@@ -78,7 +78,8 @@ def test_products_of_onednn_are_those_of_torch():
         x, weight, bias = torch.randn(rows, 600), torch.randn(500, 600), torch.randn(500)
         for other in (weight, torch.randn(600, 500).T):
             exact = (x.double() @ other.double().T + bias.double()).float()
-            np.testing.assert_allclose(product(x, other, bias), exact, atol=1e-4)
+            # The order of 600 terms is the processor's: 1.2e-4 was seen, one bfloat16 product is 0.1 off.
+            np.testing.assert_allclose(product(x, other, bias), exact, rtol=0, atol=4e-4)
 
 
 def test_a_swiglu_keeps_less_than_its_layers():

@@ -56,7 +56,7 @@ def pipeline_of(recipe, folder, teacher, **options):
         output=folder,
         policy=policy,
         optimizer=OPTIMIZER,
-        critic=CriticOptions(optimizer=OPTIMIZER),
+        critic=CriticOptions(optimizer=OPTIMIZER) if recipe in ("ppo", "vapo") else CriticOptions(),
         objective=options.pop("objective", None) or objective_options(recipe, **CONSTANTS.get(recipe, {})),
         teacher=teacher if needs_teacher else None,
         checkpoint_every=options.pop("checkpoint_every", 100),

@@ -74,4 +74,4 @@ def test_a_run_that_recomputes_old_logprobs_records_them():
     run, _, _ = run_loop(longest_is_best)
     assert ALARM not in run.records[0]
     with pytest.raises(ValueError, match="least_effective_share must be from 0 to 1, got 2"):
-        run_loop(longest_is_best, least_effective_share=2)
+        run_loop(longest_is_best, recompute_old_logprobs=True, least_effective_share=2)

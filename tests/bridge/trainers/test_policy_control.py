@@ -8,15 +8,17 @@ import pytest
 
 import rl_fn
 from rl_bridge.data.stream import RowStream
-from rl_bridge.data.trajectory import single_turn
+from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.pipelines.control import ControlOptions, controlled
 from rl_bridge.pipelines.objective import objective_options
+from rl_bridge.pipelines.policy import evaluate_both
 from rl_bridge.pipelines.terms import KLOptions
 from rl_bridge.rewards import load
-from rl_bridge.trainers.evaluation import pass_rates
+from rl_bridge.trainers.evaluation import Evaluator, pass_rates
 from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
 from rl_bridge.trainers.policy_inputs.archive import Archive
 from rl_bridge.trainers.policy_inputs.controlled import Coefficients, Controlled, constraint
+from rl_bridge.trainers.policy_inputs.rewards import overlong
 from rl_bridge.trainers.policy_inputs.sampling import Sampler, without_signal
 from rl_fn import components
 
@@ -89,6 +91,40 @@ def test_long_completions_are_penalised():
     sampled = sampler.sample(0)
     assert sampled.names == ("reward", "overlong") and sampled.matrix.shape == (3, 2, 4)
     assert bool((sampled.earned == 1).all()) and bool((sampled.rewards == 0.5).all())
+
+
+def conversation(*turns, between=3):
+    """Turns of so many drawn tokens, with an environment's words between them."""
+    mask = [False]
+    for place, drawn in enumerate(turns):
+        mask += [False] * (between if place else 0) + [True] * drawn
+    return Trajectory(
+        tokens=tuple(range(len(mask))),
+        loss_mask=tuple(mask),
+        logprobs=(0.0,) * len(mask),
+        weights_versions=tuple(0 if drawn else -1 for drawn in mask),
+        finish_reason="stop",
+        turns=len(turns),
+    )
+
+
+@pytest.mark.parametrize(("turns", "penalty"), [((4, 4, 4), 0.0), ((4, 7, 1), -0.5), ((8,), -1.0), ((2, 8), -1.0)])
+def test_a_conversation_is_penalised_for_the_turn_that_nears_its_limit(turns, penalty):
+    """MUS-3: max_new_tokens is of a turn. Words of an environment between two turns are no turn's (L12)."""
+    found = overlong([conversation(*turns), conversation(1)], 2, max_length=8, buffer=2)
+    assert found.tolist() == [[penalty, 0.0]]
+
+
+def test_the_seed_of_a_run_is_that_of_its_evaluations():
+    """MUSB-4: sampled evaluations and pass@k drew by seed 0 whatever --seed said."""
+    rewards, calls = load(lambda completion, row: 1.0), []
+    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4), pass_at=(1, 2))
+    for seed in (0, 5):
+        asked = Asked()
+        evaluate_both(asked, ROWS, rewards, config, seed)
+        Evaluator(asked, rewards, ROWS, config, None, seed=seed).metrics(0)
+        calls.append([own for _, own in asked.calls])
+    assert calls == [[0] * 4, [5] * 4]
 
 
 CONTROLLERS = {

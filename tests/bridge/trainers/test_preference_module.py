@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.pair_batch import stand_in_pair
+from rl_bridge.data.pair_batch import collate_comparisons, stand_in_pair
+from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import NeedParallel
 from rl_bridge.models.tiny import tiny_qwen2
 from rl_bridge.trainers.comparison_steps import accumulate
@@ -24,6 +25,8 @@ from tests.bridge.ready import ready
 
 ROWS = 7
 SIDES = {"pairs": 2, "triples": 3, "singles": 1}
+# Losses that twice the tokens of the same likelihood do not change.
+IN_TOKENS = ("orpo", "simpo", "dpo_norm", "ipo per token")
 STATISTICS = {"kl": 0.3, "delta": -0.2}
 ONE_PASS = ScoringConfig(micro_batch_tokens=10**6, share_prefixes=False)
 CUTS = [
@@ -126,6 +129,28 @@ def test_a_policy_equal_to_its_reference_has_reward_zero(module, name):
     assert metrics["chosen_reward"] == metrics["rejected_reward"] == 0.0
     if name in at_zero:
         assert metrics["loss"] == pytest.approx(at_zero[name], rel=1e-6) and metrics["accuracy"] == 0.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rewards_that_are_shown_are_per_token_where_the_loss_is(name):
+    """SURV-12: twice the tokens, each as likely as before, change the rewards if they change the loss, and not else."""
+    loss, generator = CASES[name], torch.Generator().manual_seed(1)
+    shape = ROWS, SIDES[loss.form]
+    lengths = torch.randint(1, 6, shape, generator=generator)
+    outputs, reference = (-lengths * torch.rand(shape, generator=generator) for _ in range(2))
+    shown, losses = [], []
+    for times in (1, 2):
+        rows = [[single_turn([2], [3] * n) for n in row] for row in (times * lengths).tolist()]
+        batch = collate_comparisons(rows, 0, desirable=[row % 2 == 0 for row in range(ROWS)])
+        batch = batch._replace(ref_logprobs=times * reference)
+        losses.append(loss(batch, times * outputs, {k: STATISTICS[k] for k in loss.statistics}))
+        watched = loss.watch(batch, times * outputs)
+        del watched["accuracy"]
+        shown.append([torch.where(counted, value, 0.0) for value, counted in watched.values()])
+    factor = 1.0 if torch.allclose(*losses, rtol=1e-4) else 2.0
+    assert factor == (1.0 if name in IN_TOKENS else 2.0)
+    for found, wanted in zip(*reversed(shown), strict=True):
+        torch.testing.assert_close(found, factor * wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dpo", "tpo", "kto"])

@@ -113,7 +113,8 @@ def test_a_reference_stays_where_it_was_made_and_has_no_optimiser(policy):
     assert torch.equal(other.token_logprobs(batch), before)
     for device in ("meta", "cpu"):
         other.move("weights", torch.device(device))
-        other.move("optimizer", torch.device(device))
+        with pytest.raises(ValueError, match="TokenScorer has no 'optimizer' to move; it has weights"):
+            other.move("optimizer", torch.device(device))
     with pytest.raises(ValueError, match="the weights here are incomplete: they were freed"):
         other.token_logprobs(batch)
 

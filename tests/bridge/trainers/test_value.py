@@ -146,7 +146,7 @@ def test_other_models_are_refused(tmp_path):
     two.save_pretrained(tmp_path / "two")
     with pytest.raises(ValueError, match=r"has one label, that in .* has 2"):
         PretrainedValueSource(str(tmp_path / "two")).empty()
-    with pytest.raises(ValueError, match="no value model can be loaded from"):
+    with pytest.raises(ValueError, match="no model can be loaded from"):
         PretrainedValueSource(str(tmp_path)).empty()
     with pytest.raises(ValueError, match="has no critic's loss"):
         critic(rl_fn.recipes.grpo())

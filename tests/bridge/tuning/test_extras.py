@@ -21,5 +21,5 @@ def test_a_missing_extra_is_named_in_one_line(name, tmp_path, monkeypatch, capsy
     output = tmp_path / "runs"
     assert cli.main([*command.split(), "--output", str(output)]) == 1
     said = capsys.readouterr().err
-    assert said == f"rl-fn: error: {library} is not installed: pip install 'rl-fn[{extra}]'\n"
+    assert said == f"rl-fn: error: {library} is not installed: pip install '.[{extra}]'\n"
     assert not output.exists()

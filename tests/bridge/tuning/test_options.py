@@ -118,3 +118,12 @@ def test_a_command_that_cannot_be_is_refused_before_a_folder_is_made(wrong, tmp_
     with pytest.raises(kind) as refused:
         run(["policy", *words, "--output", str(tmp_path / "runs")])
     assert message in str(refused.value) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("statuses", "exit_status"), [(["failed", "complete"], 0), (["failed", "pruned"], 1)])
+def test_a_study_without_a_complete_trial_exits_with_1(statuses, exit_status, monkeypatch, tmp_path):
+    """TOOL-8: it was 0 with every trial failed."""
+    events = [{"kind": "told", "trial": number, "status": status} for number, status in enumerate(statuses)]
+    monkeypatch.setattr("rl_bridge.tuning.study.run_study", lambda study, resume: events)
+    monkeypatch.setattr("rl_bridge.tuning.report.write_report", lambda folder: [])
+    assert run(["policy", "--space.policy.steps", "1..3", "--output", str(tmp_path)]) == exit_status

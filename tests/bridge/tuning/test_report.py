@@ -1,7 +1,9 @@
 """The report of a study as data, words and figures."""
 
+import itertools
 import json
 
+import numpy as np
 import pytest
 
 from rl_bridge.tuning.commands import run
@@ -69,7 +71,26 @@ def test_the_best_keeps_the_constraints_and_is_compared_with_the_second_seed_by_
     best = summary_of(events)["best"]
     assert (best["trial"], best["against_second"]["trial"]) == (7, 6)
     second = best["against_second"]
-    assert (second["low"], second["mean"]) == pytest.approx((1.0, 1.1)) and second["high"] > 1.2
+    # Differences 0.9 + {0, 0, 0.3}: mean 1.1, Student's t of two degrees of freedom 4.303.
+    half = 4.303 * np.std([1.0, 1.0, 1.3], ddof=1) / 3**0.5
+    assert [second[end] for end in ("low", "mean", "high")] == pytest.approx([1.1 - half, 1.1, 1.1 + half], abs=1e-4)
+
+
+def test_the_best_is_told_with_its_fresh_seeds(tmp_path):
+    """TOOL-6: without them the report says what its number is; with them it has another one, of those seeds alone."""
+    events = read_study(study(tmp_path / "study", GOALS[:1]))
+    told = "\n".join(lines_of(summary_of(events), tmp_path))
+    assert "the best of several looks better than it is: --confirm N" in told
+    events = [*events, {"kind": "confirming", "trial": 8, "seeds": [3, 4, 5, 6]}]
+    for seed, value in ((3, 7.0), (4, 7.1), (5, 7.2), (6, None)):
+        status = (
+            {"status": "failed", "values": {}} if value is None else {"status": "complete", "values": {"reward": value}}
+        )
+        events.append({"kind": "ended", "trial": 8, "seed": seed, "seconds": 2.0, **status})
+    found = summary_of(events)
+    assert found["best"]["confirmed"]["seeds"] == [7.0, 7.1, 7.2]
+    told = "\n".join(lines_of(found, tmp_path))
+    assert "with fresh seeds: reward 7.1 [6.852, 7.348] over 3 seeds" in told and "--confirm" not in told
 
 
 @pytest.mark.tools
@@ -136,7 +157,9 @@ def test_values_of_goals(goal, value):
 
 
 def test_a_goal_without_a_value_is_an_error_that_names_those_there_are():
-    with pytest.raises(ValueError, match="no summary has rewart; records have held_out, nll, reward"):
+    with pytest.raises(
+        ValueError, match=r"no summary has rewart; did you mean reward\? Records have held_out, nll, reward"
+    ):
         value_of(Goal("rewart", True), RECORDS, {})
     with pytest.raises(ValueError, match="reward is nan"):
         value_of(Goal("reward", True), [*RECORDS, {"stage": "policy", "step": 3, "reward": float("nan")}], {})
@@ -166,20 +189,75 @@ def verdict(pruning, trial, incumbent, others):
 
 def test_paired_pruning_compares_equal_seeds_and_steps():
     pruning = Pruning("paired", least_steps=4, pairs=4)
-    best = {0: line(1.0, -0.1), 1: line(1.5, -0.1)}
-    worse = {0: line(1.2, -0.1, range(8))}
-    assert verdict(pruning, worse, best, {}) == "worse than the best trial by 0.2 [0.2, 0.2]"
+    best = {seed: line(1.0 + seed, -0.1) for seed in range(3)}
+
+    def shifted(*by, steps=range(8)):
+        return {seed: line(1.0 + seed + shift, -0.1, steps) for seed, shift in enumerate(by)}
+
+    worse = shifted(0.2, 0.2, 0.2)
+    assert verdict(pruning, worse, best, {}) == "worse than the best trial by 0.2 [0.2, 0.2] over 3 seeds"
     # Seed 1 is worse than the incumbent's seed 0, and equal to its own.
-    assert verdict(pruning, {1: line(1.5, -0.1, range(8))}, best, {}) is None
-    assert verdict(pruning, {2: line(9.0, 0.0)}, best, {}) is None, "no seed in common"
-    assert verdict(pruning, {0: line(9.0, 0.0, range(3))}, best, {}) is None, "too early"
+    assert verdict(pruning, shifted(0, 0, 0), best, {}) is None
+    assert verdict(pruning, shifted(0.2, 0.2), best, {}) is None, "a seed has not begun"
+    assert verdict(pruning, {seed + 3: line(9.0, 0.0) for seed in range(3)}, best, {}) is None, "no seed in common"
+    assert verdict(pruning, shifted(9, 9, 9, steps=range(3)), best, {}) is None, "too early"
     assert verdict(pruning, worse, None, {}) is None
     assert verdict(Pruning("paired", least_steps=4, margin=0.25), worse, best, {}) is None
-    # Worse on average, but within the noise of the pairs.
-    noisy = {0: {step: value + (1.0 if step % 2 else -0.9) for step, value in best[0].items()}}
-    assert verdict(pruning, noisy, best, {}) is None
+    # Worse on average, but within what the seeds differ by; of more rivals the best one is better by chance.
+    assert verdict(pruning, shifted(0.9, -0.1, 0.3), best, {}) is None
+    near = shifted(0.18, 0.2, 0.22)
+    assert verdict(pruning, near, best, {0: best}) and not verdict(pruning, near, best, dict.fromkeys(range(20), best))
     # A slow start is forgiven: the later half counts.
-    assert verdict(pruning, {0: {s: v + (1 if s < 5 else 0) for s, v in line(1.0, -0.1).items()}}, best, {}) is None
+    slow = {seed: {s: v + (1 if s < 5 else 0) for s, v in points.items()} for seed, points in best.items()}
+    assert verdict(Pruning("paired", least_steps=10, pairs=10), slow, best, {}) is None
+
+
+def test_every_trial_that_could_be_the_best_makes_a_stop_harder():
+    pruning, needed = Pruning("paired"), []
+    best = {seed: line(1.0, 0.0) for seed in range(3)}
+    for rivals in (1, 2, 4, 8):
+        others = dict.fromkeys(range(rivals), best)
+        trials = ({seed: line(1.0 + 0.01 * (gap + seed), 0.0) for seed in range(3)} for gap in itertools.count())
+        needed.append(next(gap for gap, trial in enumerate(trials) if verdict(pruning, trial, best, others)))
+    assert needed == sorted(set(needed))
+
+
+EVALUATIONS, SEEDS_OF_A_TRIAL = 32, 3
+
+
+def curves_of(draw, trials):
+    """[trials, seeds, evaluations]: autocorrelation 0.5 within a run, as much spread between runs as within."""
+    noise = draw.normal(size=(trials, SEEDS_OF_A_TRIAL, EVALUATIONS)) * np.sqrt(0.75)
+    for place in range(1, EVALUATIONS):
+        noise[..., place] += 0.5 * noise[..., place - 1]
+    return noise + draw.normal(size=(trials, SEEDS_OF_A_TRIAL, 1))
+
+
+@pytest.mark.parametrize(("rivals", "worse", "least", "most"), [(1, 0, 0, 0.05), (8, 0, 0, 0.05), (1, 30, 0.8, 1)])
+def test_paired_pruning_stops_no_more_equal_trials_than_it_says(rivals, worse, least, most):
+    """TOOL-7: at most 5 % over all looks, against one trial and against the best of eight; hopeless ones it stops."""
+    draw, pruning, stopped = np.random.default_rng(7), Pruning("paired"), 0
+    studies = 300
+    for _ in range(studies):
+        *earlier, mine = curves_of(draw, rivals + 1)
+        points = [[dict(enumerate(run.tolist())) for run in trial] for trial in (*earlier, mine + worse)]
+        trials = [dict(enumerate(trial)) for trial in points]
+        best = int(np.argmin([trial[..., -8:].mean() for trial in earlier]))
+        stopped += verdict(pruning, trials[-1], trials[best], dict(enumerate(trials[:-1]))) is not None
+    # Three standard errors of a share of 5 %.
+    assert least <= stopped / studies <= most + 3 * (0.05 * 0.95 / studies) ** 0.5
+
+
+@pytest.mark.parametrize("factor", [2, 3, 4])
+def test_one_of_factor_trials_goes_on_rounded_up(factor):
+    """SURV-13: of every number of trials that have come to a rung, whether the factor divides it or not."""
+    pruning = Pruning("asha", least_steps=2, factor=factor)
+    for count in range(1, 12):
+        curves = {number: {0: line(float(number), 0.0, range(2))} for number in range(count)}
+        others = [{n: curve for n, curve in curves.items() if n != number} for number in range(count)]
+        go_on = [verdict(pruning, curves[number], None, others[number]) is None for number in range(count)]
+        wanted = count if count < factor else -(-count // factor)
+        assert go_on == [True] * wanted + [False] * (count - wanted)
 
 
 def test_successive_halving():

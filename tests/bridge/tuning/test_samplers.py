@@ -149,7 +149,7 @@ def test_unknown_samplers_and_missing_libraries_are_named(monkeypatch):
     with pytest.raises(ValueError, match="unknown sampler 'best'; there is random, grid, tpe"):
         make_sampler("best", SPACE, 0)
     if importlib.util.find_spec("hyperopt") is None:
-        with pytest.raises(ModuleNotFoundError, match=r"hyperopt is not installed: pip install 'rl-fn\[tune\]'"):
+        with pytest.raises(ModuleNotFoundError, match=r"hyperopt is not installed: pip install '\.\[tune\]'"):
             make_sampler("hyperopt", SPACE, 0)
 
 
@@ -216,3 +216,4 @@ def test_a_short_study_learns_before_it_ends(name):
 def test_at_least_one_trial_is_random():
     with pytest.raises(ValueError, match="startup must be at least 1, got 0"):
         make_sampler("tpe", SPACE, 0, startup=0)
+    assert make_sampler("random", SPACE, 0, startup=1) is not None

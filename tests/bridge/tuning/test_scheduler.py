@@ -1,13 +1,11 @@
 """The scheduler in a world of its own: thousands of orders of ends, kills, crashes, hangs and restarts, by seed."""
 
-import functools
 import random
 import zlib
 
 import pytest
 
-from rl_bridge.tuning import scheduler
-from rl_bridge.tuning.objectives import interval, parse_constraint, parse_goal
+from rl_bridge.tuning.objectives import MissingGoal, parse_constraint, parse_goal
 from rl_bridge.tuning.pruning import Pruning
 from rl_bridge.tuning.samplers.protocol import Result
 from rl_bridge.tuning.scheduler import Exit, Plan, Scheduler
@@ -122,21 +120,11 @@ class Remembering:
         self.calls = zlib.crc32(repr((number, assignment, result)).encode(), self.calls)
 
 
-@functools.cache
-def remembered(values):
-    return interval(values)
-
-
-@pytest.fixture(autouse=True)
-def quick_intervals(monkeypatch):
-    """The values of these studies are always the same, and a bootstrap takes as long as the rest of a study."""
-    monkeypatch.setattr(scheduler, "interval", lambda values: remembered(tuple(values)))
-
-
-def play(seed, *, pruning=NONE, trials=4, seeds=2, kills=True):
+def play(seed, *, pruning=NONE, trials=4, seeds=2, kills=True, confirm=0):
     """A study to its end, with as many restarts as it takes; returns the world and the folded state."""
     world = World(seed, slots=1 + seed % 3)
-    plan = Plan((GOAL,), (LIMITED,), trials + seed % 2, seeds, world.slots, time_limit=60, retries=50, pruning=pruning)
+    limits = {"time_limit": 60, "retries": 50, "pruning": pruning, "confirm": confirm}
+    plan = Plan((GOAL,), (LIMITED,), trials + seed % 2, seeds, world.slots, **limits)
     world.kills = 0 if kills else 6
     reports, world.left = [], {}
     for _ in range(50):
@@ -168,7 +156,7 @@ def test_no_order_of_kills_loses_or_repeats_a_trial(kind, studies):
     pruning = Pruning(kind, least_steps=2, pairs=2, factor=2)
     restarts, seen = 0, set()
     for seed in range(studies):
-        world, state = play(seed, pruning=pruning)
+        world, state = play(seed, pruning=pruning, seeds=3 if kind == "paired" else 2)
         restarts += world.kills
         told = [event for event in world.journal if event["kind"] == "told"]
         assert sorted(event["trial"] for event in told) == list(range(4))
@@ -288,3 +276,38 @@ def test_a_plan_that_cannot_be_is_refused(wrong):
 def test_pruning_by_several_goals_is_refused():
     with pytest.raises(ValueError, match="pruning compares one goal, got reward, kl"):
         Plan((GOAL, parse_goal("kl", maximize=False)), pruning=Pruning("asha"))
+    with pytest.raises(ValueError, match="compares at least 3 seeds, got 2: give --seeds"):
+        Plan((GOAL,), seeds=2, pruning=Pruning("paired"))
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_the_best_runs_again_with_fresh_seeds_however_often_the_tuner_is_killed(seed):
+    """TOOL-6: --confirm N, after all trials, of the best alone; no sampler hears of it."""
+    world, state = play(seed, confirm=2)
+    best = min((t for t in state.trials if t.told["status"] == "complete"), key=lambda t: t.told["losses"][0])
+    added = {t.number: sorted(t.repetitions)[2:] for t in state.trials}
+    assert added == {t.number: [2, 3] if t is best else [] for t in state.trials}
+    assert {best.repetitions[s].status for s in (2, 3)} == {"complete"} and world.kills
+    kinds = [event["kind"] for event in world.journal]
+    assert "told" not in kinds[kinds.index("confirming") :] and kinds.count("confirming") == 1
+
+
+def test_a_goal_that_the_first_run_does_not_have_ends_the_study():
+    """TOOL-8: what else runs is stopped, and nothing new is started; with a value somewhere the study goes on."""
+
+    class Misspelt(World):
+        def values(self, key):
+            raise MissingGoal("no record and no summary has rewart; did you mean reward?")
+
+    world = Misspelt(0, 2)
+    world.kills = 6
+    study = Scheduler(Plan((GOAL,), trials=5, slots=2), Remembering(5), world, world, world.write)
+    for _ in range(200):
+        if study.step(world.now):
+            break
+        world.advance()
+        if study.missing:
+            for key in list(world.running):
+                world.end(key, -15)
+    assert study.missing is not None and "did you mean reward?" in study.missing
+    assert len(study.state.trials) == 2 and not world.running

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rl_bridge.tracking.lock import RunLock
 from rl_bridge.tuning.journal import read_journal
+from rl_bridge.tuning.objectives import parse_goal
 from rl_bridge.tuning.report import read_study, summary_of
 from rl_bridge.tuning.state import Key
 from rl_bridge.tuning.study import run_study
@@ -203,3 +205,12 @@ def test_the_last_lines_of_a_log_without_progress_bars(tmp_path):
     (tmp_path / "log").write_text("a\nb\n 10%|#\r 20%|##\rdone\n\nValueError: no\n")
     assert last_lines(tmp_path / "log") == "b | done | ValueError: no"
     assert last_lines(tmp_path / "none") == ""
+
+
+def test_a_misspelt_goal_ends_the_study_at_its_first_trial(tmp_path):
+    """TOOL-8: with near names, and not after all trials have run."""
+    study = study_of(tmp_path / "study", trials=4, slots=1)
+    study = replace(study, plan=replace(study.plan, goals=(parse_goal("rewart", maximize=True),)))
+    with pytest.raises(ValueError, match=r"no record and no summary has rewart; did you mean reward\?"):
+        run_study(study)
+    assert [path.name for path in (tmp_path / "study/runs").iterdir()] == ["trial-0000-seed-0"]

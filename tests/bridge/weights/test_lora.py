@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rl_bridge.executors import LocalExecutor
+from rl_bridge.parallel.head import token_logprobs
 from rl_bridge.weights import EngineRef, WeightSyncError, checksum, receiver_of, source_of, sync_weights
 from tests.bridge.weights.engines import model
 
@@ -22,9 +23,17 @@ CONFIGS = {
 }
 
 
+def untied(seed):
+    made = model(seed)
+    made.lm_head.weight = torch.nn.Parameter(torch.randn(made.lm_head.weight.shape) * 0.3)
+    made.config.tie_word_embeddings = False
+    return made
+
+
 def adapted(seed, dtype=torch.float32, **config):
     """A peft model whose adapter is not the identity."""
-    made = get_peft_model(model(1, dtype), LoraConfig(r=4, lora_alpha=16, **config))
+    base = untied(1) if config.pop("untied", False) else model(1, dtype)
+    made = get_peft_model(base, LoraConfig(r=4, lora_alpha=16, **config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -94,6 +103,61 @@ def test_the_adapter_alone(config):
     names = [name for name, _ in source_of(policy).outline(adapter=True)]
     assert report.tensors == len(names)
     assert all(name.startswith("base_model.model.model.") and "default" not in name for name in names)
+
+
+def scores_are_its_own(policy):
+    ids = torch.arange(10)[None]
+    expected = policy(ids[:, :-1], use_cache=False).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(token_logprobs(policy, ids[:, :-1], ids[:, 1:])[0], expected, atol=2e-6, rtol=0)
+
+
+HEADS = {
+    "adapter": {"target_modules": ["lm_head", "v_proj"]},
+    "saved": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    "trunk alone": {"target_modules": ["v_proj"]},
+}
+
+
+@pytest.mark.parametrize("config", HEADS)
+def test_an_adapted_head_is_in_the_scores(config):
+    """MUSB-1, of a peft model that a user made."""
+    policy, rollout = adapted(0, **HEADS[config], untied=True), untied(2)
+    scores_are_its_own(policy)
+    run(policy, rollout)
+    torch.testing.assert_close(logits(rollout), logits(policy), atol=2e-6, rtol=0)
+    with policy.disable_adapter():
+        scores_are_its_own(policy)
+
+
+def test_an_adapted_head_that_no_weight_stands_for_is_refused():
+    for config in ({"use_dora": True}, {"lora_dropout": 0.5}):
+        policy = adapted(0, target_modules=["lm_head"], **config, untied=True).train()
+        with pytest.raises(
+            NotImplementedError, match=r"whose weight is taken has adapters \['default'\]: .*plain LoRA"
+        ):
+            scores_are_its_own(policy)
+
+
+class Convolved(torch.nn.Module):
+    def __init__(self, groups):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(4, 6, 3, groups=groups)
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+def test_convolutions_are_merged_or_refused():
+    torch.manual_seed(0)
+    plain, x = Convolved(1), torch.randn(2, 4, 9)
+    policy = get_peft_model(plain, LoraConfig(r=2, target_modules=["conv"], init_lora_weights=False))
+    expected = policy(x)
+    merged = dict(source_of(policy).stream(adapter=False))
+    torch.testing.assert_close(torch.func.functional_call(Convolved(1), merged, (x,)), expected, atol=2e-6, rtol=0)
+    with pytest.warns(UserWarning, match="groups > 1"):
+        grouped = get_peft_model(Convolved(2), LoraConfig(r=2, target_modules=["conv"]))
+    with pytest.raises(NotImplementedError, match="'conv': an adapter of a Conv1d cannot be merged"):
+        list(source_of(grouped).stream(adapter=False))
 
 
 @pytest.mark.parametrize("other", [{"lora_alpha": 8}, {"r": 2}, {"target_modules": ["v_proj"]}, {"use_rslora": True}])

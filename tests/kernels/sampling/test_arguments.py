@@ -44,11 +44,15 @@ def test_nan_is_refused(backend, temperature):
         sample(logits, temperature=temperature, seed=0, position=0, check=True, backend=backend)
 
 
-def test_an_infinite_logit_is_refused():
+@pytest.mark.parametrize("logit", [float("inf"), float("nan")])
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5}])
+def test_an_infinite_logit_is_refused_whatever_is_cut_off(cuts, logit):
     logits = LOGITS.clone()
-    logits[2, 0] = float("inf")
-    with pytest.raises(ValueError, match=r"\+inf .* in rows \[2\]"):
-        sample(logits, seed=0, position=0, check=True, backend="torch")
+    logits[2, 0] = logit
+    with pytest.raises(ValueError, match=r"NaN, \+inf .* in rows \[2\]"):
+        sample(logits, **cuts, seed=0, position=0, check=True, backend="torch")
+    unchecked = sample(logits, **cuts, seed=0, position=0, check=False, return_allowed_tokens=True, backend="torch")
+    assert unchecked.tokens[2] == -1 and unchecked.logprobs[2].isnan()
 
 
 @each_backend("sampling")

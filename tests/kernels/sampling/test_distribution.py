@@ -31,8 +31,8 @@ def exact(logits, *, temperature=1.0, top_k=None, top_p=None, min_p=None):
 
 @pytest.mark.parametrize(
     ("backend", "draws", "name"),
-    # Each truncation in Triton is held to torch's very tokens (test_backends.py).
-    [("torch", 100_000, name) for name in OPTIONS] + [("triton", 20_480, name) for name in ("temperature", "all")],
+    # Triton is held to torch's very tokens, with every truncation (test_backends.py).
+    [("torch", 50_000, name) for name in OPTIONS] + [("triton", 20_480, "temperature")],
 )
 def test_chi_square(monkeypatch, backend, draws, name):
     """Three tiles of 32. Cells with fewer than five expected draws are one cell."""

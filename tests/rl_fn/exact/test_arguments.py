@@ -35,6 +35,7 @@ def _add(legal: Range, message: str, **arguments: str) -> None:
 _add(UNIT, "must be in", discounted_returns="gamma", gae="gamma lam", td_lambda="gamma lam", n_step="gamma")
 _add(UNIT, "must be in", vtrace="gamma lam", retrace="gamma lam", clipped_importance_advantages="gamma clip_low")
 _add(UNIT, "must be", gkd="beta", top_k_distillation="beta", f_dpo="alpha", smooth_scales="alpha")
+_add(UNIT, "must be in", sppo="chosen_win_rate rejected_win_rate")
 _add(UNIT, "must be", clip_cov="fraction", kl_cov="fraction", high_entropy_mask="quantile")
 _add(INSIDE, "must be in", jensen_shannon="beta")
 _add(POSITIVE, "must be positive", length_adaptive_lambda="alpha", gpg_advantages="norm", dppo="threshold ratio_cap")

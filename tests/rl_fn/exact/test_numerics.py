@@ -160,3 +160,13 @@ def test_ids_at_the_ends_of_int32():
     for beyond in (ends[:1] - 1, ends[1:] + 1):
         with pytest.raises(ValueError, match="must fit into int32"):
             as_ids(beyond)
+
+
+def test_unsigned_ids_of_every_width_fit_where_the_message_says_that_they_do():
+    """CORE-13: x64 is the remedy that is named; with it the largest of 32 bits stays what it is."""
+    for dtype in (np.uint8, np.uint16, np.uint32):
+        largest = np.array([0, np.iinfo(dtype).max], dtype)
+        with jax.enable_x64(True):
+            assert as_ids(largest).tolist() == as_ids(jnp.asarray(largest)).tolist() == largest.tolist()
+    with pytest.raises(ValueError, match="int64 with jax_enable_x64"):
+        as_ids(largest)

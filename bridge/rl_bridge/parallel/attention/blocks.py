@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from rl_bridge.parallel.attention import exact
+
 Operation = Literal["cpu_flash", "cuda_flash", "cuda_efficient", "math"]
 OPS: Any = torch.ops.aten
 
@@ -20,7 +22,7 @@ def has_flash(device: torch.device) -> bool:
 
 
 def operation(q: torch.Tensor, v: torch.Tensor) -> Operation:
-    """The operation that computes blocks of such tensors. ``math`` takes anything, in memory Lq · Lk."""
+    """The operation that computes blocks of such tensors. ``math`` takes anything: ``exact`` computes it."""
     if q.shape[-1] != v.shape[-1]:
         return "math"
     if q.device.type == "cpu":
@@ -35,15 +37,22 @@ def operation(q: torch.Tensor, v: torch.Tensor) -> Operation:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention and its logsumexp, [B, H, Lq, D] and [B, H, Lq] (float32, or float64 for float64).
 
     q: [B, H, Lq, D]. k, v: [B, H / G, Lk, D]; G queries heads share a head of keys. No length is 0: the operations end
-    the process there. ``causal`` is for squares.
+    the process there. ``causal`` is for squares. ``softcap`` and ``mask``: of ``exact.forward``.
     """
     assert q.shape[2] > 0 and k.shape[2] > 0 and (not causal or q.shape[2] == k.shape[2]), (q.shape, k.shape, causal)
-    match operation(q, v):
+    match _operation(q, v, softcap, mask):
         case "cpu_flash":
             return OPS._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         case "cuda_flash":
@@ -53,8 +62,7 @@ def forward(
             out, lse, *_ = OPS._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
             return out, lse[:, :, : q.shape[2]]
         case "math":
-            probs, lse = _probabilities(q, k, causal, scale, None)
-            return _per_query_head(probs @ _wide(v)[:, :, None]).to(q.dtype), lse
+            return exact.forward(q, k, v, causal=causal, scale=scale, softcap=softcap, mask=mask)
 
 
 def backward(
@@ -67,12 +75,14 @@ def backward(
     *,
     causal: bool,
     scale: float,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The block's part of the gradients of q, k and v, where out and lse are those of all of the queries' blocks.
 
     grad, q, out: [B, H, Lq, D]. k, v: [B, H / G, Lk, D]. lse: [B, H, Lq].
     """
-    match operation(q, v):
+    match _operation(q, v, softcap, mask):
         case "cpu_flash":
             op = OPS._scaled_dot_product_flash_attention_for_cpu_backward
             return op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
@@ -93,7 +103,12 @@ def backward(
             dq, dk, dv, _ = op(grad, q, *wide, None, out, tiles, zero, zero, 0.0, wanted, causal, scale=scale)
             return dq, _summed(dk, k), _summed(dv, v)
         case "math":
-            return _math_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+            options = {"causal": causal, "scale": scale, "softcap": softcap, "mask": mask}
+            return exact.backward(grad, q, k, v, out, lse, **options)
+
+
+def _operation(q: torch.Tensor, v: torch.Tensor, softcap: float | None, mask: torch.Tensor | None) -> Operation:
+    return operation(q, v) if softcap is None and mask is None else "math"
 
 
 def _repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -103,48 +118,3 @@ def _repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _summed(grad: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Gradients of repeated heads, summed over the repeats."""
     return grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _per_key_head(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """[B, H, L, …] as [B, H / G, G, L, …]."""
-    return x.unflatten(1, (k.shape[1], -1))
-
-
-def _per_query_head(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(1, 2)
-
-
-def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, lse: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(score − logsumexp), [B, H / G, G, Lq, Lk], by the logsumexp of this block or a given one; and that one."""
-    scores = scale * (_per_key_head(_wide(q), k) @ _wide(k)[:, :, None].mT)
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
-    lse = _per_query_head(scores.logsumexp(-1)) if lse is None else lse
-    return torch.exp(scores - _per_key_head(lse, k)[..., None]), lse
-
-
-def _math_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    probs, _ = _probabilities(q, k, causal, scale, lse)
-    grad, out, queries = (_per_key_head(_wide(x), k) for x in (grad, out, q))
-    centred = grad @ _wide(v)[:, :, None].mT - (grad * out).sum(-1, keepdim=True)
-    dscores = scale * probs * centred
-    dq = _per_query_head(dscores @ _wide(k)[:, :, None])
-    dk, dv = (dscores.mT @ queries).sum(2), (probs.mT @ grad).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -6,7 +6,7 @@ Nothing is padded or moved: on a CPU the padding of documents of about one lengt
 import inspect
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -68,11 +68,14 @@ class Squares:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        scale: float,
+        **score: Any,
     ) -> None:
-        """Write attention to out [T, H, D] and its logsumexp to lse [T, H]. q: [T, H, D]; k, v: [T, H / G, D]."""
+        """Write attention to out [T, H, D] and its logsumexp to lse [T, H]. q: [T, H, D]; k, v: [T, H / G, D].
+
+        ``score``: how ``blocks.forward`` makes scores.
+        """
         for run in self.runs:
-            block_out, block_lse = blocks.forward(run.read(q), run.read(k), run.read(v), causal=True, scale=scale)
+            block_out, block_lse = blocks.forward(run.read(q), run.read(k), run.read(v), causal=True, **score)
             run.write(out, block_out)
             run.write(lse, block_lse)
 
@@ -81,11 +84,11 @@ class Squares:
         grad: torch.Tensor,
         saved: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
-        scale: float,
+        **score: Any,
     ) -> None:
         """Write the squares' part of the gradients to into = (dq, dk, dv), where saved = (q, k, v, out, lse)."""
         for run in self.runs:
-            parts = blocks.backward(run.read(grad), *(run.read(x) for x in saved), causal=True, scale=scale)
+            parts = blocks.backward(run.read(grad), *(run.read(x) for x in saved), causal=True, **score)
             for gradient, part in zip(into, parts, strict=True):
                 run.write(gradient, part)
 
@@ -93,11 +96,17 @@ class Squares:
         """Whether there is an operation that takes all of the squares."""
         return _ONE_CALL and blocks.operation(q, v) == "cuda_flash"
 
-    def in_one_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of all squares, [T, H, D], by an operation of CUDA that knows where they begin; differentiable."""
+    def in_one_call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+    ) -> torch.Tensor:
+        """Attention of all squares, [T, H, D], by an operation of CUDA that knows where they begin; differentiable.
+
+        With a window a query sees so many of the last keys of its square, its own among them.
+        """
         edges, longest = self.boundaries, self.longest
         q, k, v = (x.contiguous() for x in (q, k, v))
-        causal = {"window_size": (-1, 0), "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        before = -1 if window is None else window - 1
+        causal = {"window_size": (before, 0), "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         out = varlen_attn(q, k, v, edges, edges, longest, longest, **causal)
         assert isinstance(out, torch.Tensor)
         return out

@@ -3,13 +3,15 @@
 A packed sequence is a row of segments. A token attends to the earlier tokens of its own segment and to the whole of the
 segments that its segment continues (a completion continues its prompt, which several completions may share). Cut over
 the ranks of a sequence-parallel group this is always a set of causal squares, one for each stretch of a segment that a
-rank holds, and of full rectangles.
+rank holds, and of full rectangles. With a sliding window a token attends to the last ``window`` tokens of these, itself
+among them. That is a set of smaller squares and rectangles, and of triangles, which are causal squares read backwards.
 """
 
 import bisect
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 
 class Segment(NamedTuple):
@@ -36,11 +38,23 @@ class Rectangle(NamedTuple):
     k_stop: int
 
 
+class Triangle(NamedTuple):
+    """As many queries q_start … q_stop as keys k_start … k_stop; query number i attends to keys from number i on."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
+_Block = TypeVar("_Block", Rectangle, Triangle)
+
+
 class Exchange(NamedTuple):
     """One step of the ring: keys that a rank gets from another, and keys of its own that it gives to a third.
 
-    ``get`` are spans of the source's rows and ``give`` spans of the rank's own; either can be empty. The rectangles
-    count keys in the order in which they arrive.
+    ``get`` are spans of the source's rows and ``give`` spans of the rank's own; either can be empty. The rectangles and
+    triangles count keys in the order in which they arrive.
     """
 
     source: int
@@ -48,33 +62,35 @@ class Exchange(NamedTuple):
     rectangles: tuple[Rectangle, ...]
     destination: int
     give: tuple[Span, ...]
+    triangles: tuple[Triangle, ...] = ()
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The blocks that one rank computes. Every query lies in exactly one square."""
+    """The blocks that one rank computes. Every query lies in exactly one square and in at most one triangle."""
 
     tokens: int
     squares: tuple[Span, ...]
     rectangles: tuple[Rectangle, ...]
     exchanges: tuple[Exchange, ...]
+    triangles: tuple[Triangle, ...] = ()
 
     def pairs(self) -> int:
         """The number of (query, key) pairs: the work, up to a constant."""
-        rectangles = [*self.rectangles, *(r for exchange in self.exchanges for r in exchange.rectangles)]
-        return sum(pairs(square) for square in self.squares) + sum(map(pairs, rectangles))
+        others = [blocks for part in (self, *self.exchanges) for blocks in (*part.rectangles, *part.triangles)]
+        return sum(pairs(block) for block in (*self.squares, *others))
 
 
-def pairs(block: Span | Rectangle) -> int:
-    """The number of (query, key) pairs of a causal square or a rectangle.
+def pairs(block: Span | Rectangle | Triangle) -> int:
+    """The number of (query, key) pairs of a causal square, a rectangle or a triangle.
 
-    >>> pairs(Span(2, 5)), pairs(Rectangle(0, 2, 0, 4))
-    (6, 8)
+    >>> pairs(Span(2, 5)), pairs(Rectangle(0, 2, 0, 4)), pairs(Triangle(4, 6, 0, 2))
+    (6, 8, 3)
     """
-    if isinstance(block, Span):
-        length = block.stop - block.start
-        return length * (length + 1) // 2
-    return (block.q_stop - block.q_start) * (block.k_stop - block.k_start)
+    if isinstance(block, Rectangle):
+        return (block.q_stop - block.q_start) * (block.k_stop - block.k_start)
+    length = block.stop - block.start if isinstance(block, Span) else block.q_stop - block.q_start
+    return length * (length + 1) // 2
 
 
 def segments_of(lengths: Iterable[int], prefixes: Sequence[int | None] | None = None) -> tuple[Segment, ...]:
@@ -160,34 +176,88 @@ def _merged(rectangles: list[Rectangle]) -> tuple[Rectangle, ...]:
     return tuple(merged)
 
 
+def _within(q: Span, k: Span, distance: int, window: int | None) -> tuple[list[Rectangle], list[Triangle]]:
+    """What queries of a window see of keys before them, where ``distance`` is that of q.start from k.start.
+
+    The first queries see all of the keys. Each of the next sees one key less than the query before it, and the last
+    queries see none.
+
+    >>> _within(Span(4, 10), Span(0, 4), 4, 6)
+    ([Rectangle(q_start=4, q_stop=6, k_start=0, k_stop=4)], [Triangle(q_start=6, q_stop=9, k_start=1, k_stop=4)])
+    """
+    if window is None:
+        return [Rectangle(*q, *k)], []
+    rectangles, triangles = [], []
+    everything = min(q.stop, q.start + window - distance)
+    if q.start < everything:
+        rectangles.append(Rectangle(q.start, everything, *k))
+    start = max(q.start, everything)
+    stop = min(q.stop, q.start + window - distance + k.stop - k.start - 1)
+    if start < stop:
+        first = k.start + start - q.start + distance - window + 1
+        after = first + stop - start
+        triangles.append(Triangle(start, stop, first, after))
+        if after < k.stop:
+            rectangles.append(Rectangle(start, stop, after, k.stop))
+    return rectangles, triangles
+
+
+def _own(q: Span, window: int | None) -> tuple[list[Span], list[Rectangle], list[Triangle]]:
+    """What the tokens of a stretch see of the stretch: a square, or several that are no longer than the window."""
+    if window is None or q.stop - q.start <= window:
+        return [q], [], []
+    squares = [Span(start, min(start + window, q.stop)) for start in range(q.start, q.stop, window)]
+    rectangles, triangles = [], []
+    for before, square in itertools.pairwise(squares):
+        for found, into in zip(_within(square, before, window, window), (rectangles, triangles), strict=True):
+            into += found
+    return squares, rectangles, triangles
+
+
 def _blocks(
-    segments: Sequence[Segment], queries: Sequence[Span], keys: Sequence[Span]
-) -> tuple[tuple[Span, ...], tuple[Rectangle, ...]]:
-    """Squares and rectangles of the queries in some spans with the keys in others, as row numbers of both."""
-    squares, rectangles = [], []
+    segments: Sequence[Segment], queries: Sequence[Span], keys: Sequence[Span], window: int | None
+) -> tuple[tuple[Span, ...], tuple[Rectangle, ...], tuple[Triangle, ...]]:
+    """Blocks of the queries in some spans with the keys in others: squares, rectangles, triangles of row numbers."""
+    squares, rectangles, triangles = [], [], []
     starts = [segment.start for segment in segments]
+    origins = _origins(segments)
     key_rows = _rows(keys)
     for q_span, q_offset in _rows(queries):
         first, end = bisect.bisect_right(starts, q_span.start) - 1, bisect.bisect_left(starts, q_span.stop)
         for segment in segments[first:end]:
             q = _common(segment, q_span)
             assert q is not None
+            q_rows = Span(q.start + q_offset, q.stop + q_offset)
             if q_span in keys:
-                squares.append(Span(q.start + q_offset, q.stop + q_offset))
+                for found, into in zip(_own(q_rows, window), (squares, rectangles, triangles), strict=True):
+                    into += found
             before = [(segment, k_row) for k_row in key_rows if k_row[0].stop <= q_span.start]
             shared = [(ancestor, k_row) for ancestor in _ancestors(segments, segment) for k_row in key_rows]
             for attended, (k_span, k_offset) in [*before, *shared]:
                 k = _common(attended, k_span)
                 if k is not None:
-                    rows = (q.start + q_offset, q.stop + q_offset, k.start + k_offset, k.stop + k_offset)
-                    rectangles.append(Rectangle(*rows))
-    return tuple(squares), _merged(rectangles)
+                    k_rows = Span(k.start + k_offset, k.stop + k_offset)
+                    distance = q.start + origins[segment] - (k.start + origins[attended])
+                    for found, into in zip(
+                        _within(q_rows, k_rows, distance, window), (rectangles, triangles), strict=True
+                    ):
+                        into += found
+    return tuple(squares), _merged(rectangles), tuple(triangles)
 
 
-def _needed(rectangles: Iterable[Rectangle]) -> tuple[Span, ...]:
-    """The keys of some rectangles: disjoint spans, ascending."""
+def _origins(segments: Sequence[Segment]) -> dict[Segment, int]:
+    """What takes the number of a segment's token in the packed sequence to its position in its document."""
+    origins: dict[Segment, int] = {}
+    for segment in segments:
+        prefix = None if segment.prefix is None else segments[segment.prefix]
+        origins[segment] = (0 if prefix is None else origins[prefix] + prefix.stop) - segment.start
+    return origins
+
+
+def _needed(blocks: Iterable[Rectangle | Triangle]) -> tuple[Span, ...]:
+    """The keys of some blocks: disjoint spans, ascending."""
     spans: list[Span] = []
-    for start, stop in sorted((r.k_start, r.k_stop) for r in rectangles):
+    for start, stop in sorted((block.k_start, block.k_stop) for block in blocks):
         if spans and start <= spans[-1].stop:
             spans[-1] = Span(spans[-1].start, max(stop, spans[-1].stop))
         else:
@@ -195,18 +265,19 @@ def _needed(rectangles: Iterable[Rectangle]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _arrived(rectangle: Rectangle, needed: Sequence[Span]) -> Rectangle:
-    """The rectangle with its keys counted in the order in which the needed spans arrive."""
-    span, offset = next((s, o) for s, o in _rows(needed) if s.start <= rectangle.k_start < s.stop)
-    assert rectangle.k_stop <= span.stop
-    return rectangle._replace(k_start=rectangle.k_start + offset, k_stop=rectangle.k_stop + offset)
+def _arrived(block: _Block, needed: Sequence[Span]) -> _Block:
+    """The block with its keys counted in the order in which the needed spans arrive."""
+    span, offset = next((s, o) for s, o in _rows(needed) if s.start <= block.k_start < s.stop)
+    assert block.k_stop <= span.stop
+    return block._replace(k_start=block.k_start + offset, k_stop=block.k_stop + offset)
 
 
-def rank_plan(segments: Sequence[Segment], rank: int, ranks: int) -> RankPlan:
+def rank_plan(segments: Sequence[Segment], rank: int, ranks: int, window: int | None = None) -> RankPlan:
     """What one rank of a sequence-parallel group computes, and the keys that it gets and gives for that.
 
     Segments follow one another and fill the sequence, whose length 2 · ranks divides (on one rank, any length). At
-    step s a rank gets keys from rank − s, and only those that its queries attend to.
+    step s a rank gets keys from rank − s, and only those that its queries attend to. With a window a token attends to
+    keys at distances from 0 to window − 1 along its document: a segment, and before it what the segment continues.
 
     >>> rank_plan(segments_of([3, 5]), 0, 2).squares
     (Span(start=0, stop=2), Span(start=2, stop=4))
@@ -215,14 +286,19 @@ def rank_plan(segments: Sequence[Segment], rank: int, ranks: int) -> RankPlan:
     """
     if not segments:
         raise ValueError("a plan needs at least one segment: padding is a segment of its own")
+    if window is not None and window < 1:
+        raise ValueError(f"a token sees at least itself: a window is at least 1, got {window}")
     total = segments[-1].stop
     spans = [held(total, other, ranks) for other in range(ranks)]
-    squares, rectangles = _blocks(segments, spans[rank], spans[rank])
+    squares, rectangles, triangles = _blocks(segments, spans[rank], spans[rank], window)
     exchanges = []
     for step in range(1, ranks):
         source, destination = (rank - step) % ranks, (rank + step) % ranks
-        found = _blocks(segments, spans[rank], spans[source])[1]
-        get, give = _needed(found), _needed(_blocks(segments, spans[destination], spans[rank])[1])
-        arrived = tuple(_arrived(rectangle, get) for rectangle in found)
-        exchanges.append(Exchange(source, get, arrived, destination, give))
-    return RankPlan(sum(s.stop - s.start for s in spans[rank]), squares, rectangles, tuple(exchanges))
+        found = _blocks(segments, spans[rank], spans[source], window)[1:]
+        asked = _blocks(segments, spans[destination], spans[rank], window)[1:]
+        get, give = (_needed([*blocks[0], *blocks[1]]) for blocks in (found, asked))
+        arrived = tuple(_arrived(rectangle, get) for rectangle in found[0])
+        corners = tuple(_arrived(triangle, get) for triangle in found[1])
+        exchanges.append(Exchange(source, get, arrived, destination, give, corners))
+    tokens = sum(s.stop - s.start for s in spans[rank])
+    return RankPlan(tokens, squares, rectangles, tuple(exchanges), triangles)

@@ -1,18 +1,19 @@
-"""Attention of queries to keys that all of them see: many small rectangles in one call, not a call a rectangle.
+"""Attention of queries to keys before them: many small rectangles or triangles in one call, not a call each.
 
 The completions of 48 prompts are 48 rectangles. One by one, calls would cost a small model more than their numbers do.
 Rectangles of one width go together, their queries gathered and padded to the longest. Zeros in place of the padding's
-gradient keep it out of the backward pass.
+gradient keep it out of the backward pass. A triangle read backwards, the last query and the last key first, is a causal
+square: no block has a mask.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rl_bridge.parallel.attention import blocks
 from rl_bridge.parallel.attention.merge import merge_
-from rl_bridge.parallel.attention.plan import Rectangle, Span
+from rl_bridge.parallel.attention.plan import Rectangle, Span, Triangle
 
 # Queries of padding for each query, at most, and queries of padding in one call that are cheaper than another call.
 _PADDING, _FREE = 0.25, 256
@@ -30,12 +31,14 @@ class _Set(NamedTuple):
 class _Call(NamedTuple):
     """Rows of the queries [B, Q] and of the keys [B, K]; ``real`` are the places in B · Q that are no padding.
 
-    One set whose queries are neighbours is read where it lies: ``queries`` and ``keys`` are slices then.
+    One set whose queries are neighbours is read where it lies: ``queries`` and ``keys`` are slices then. ``causal``: a
+    query sees the keys up to its own place, as it does in a triangle that is read backwards.
     """
 
     queries: torch.Tensor | slice
     keys: torch.Tensor | slice
     real: torch.Tensor | None
+    causal: bool = False
 
     def read(self, x: torch.Tensor, where: torch.Tensor | slice) -> torch.Tensor:
         """Rows of [T, H, …] as [B, H, rows, …]."""
@@ -54,10 +57,14 @@ class _Call(NamedTuple):
 
 
 class Rectangles:
-    """Rectangles over the rows of tensors: queries of this rank, keys of this or another one."""
+    """Rectangles and triangles over the rows of tensors: queries of this rank, keys of this or another one."""
 
-    def __init__(self, rectangles: Iterable[Rectangle], device: torch.device) -> None:
+    def __init__(
+        self, rectangles: Iterable[Rectangle], device: torch.device, triangles: Iterable[Triangle] = ()
+    ) -> None:
+        """A query is in at most one of the triangles."""
         self.calls = [_call(sets, device) for sets in _together(_sets(rectangles))]
+        self.calls += [_backwards(alike, device) for alike in _of_about_one_size(triangles)]
 
     def forward(
         self,
@@ -65,13 +72,16 @@ class Rectangles:
         keys_values: Sequence[torch.Tensor],
         out: torch.Tensor,
         lse: torch.Tensor,
-        scale: float,
+        **score: Any,
     ) -> None:
-        """Take the rectangles' keys into out [T, H, D] and its logsumexp lse [T, H]. q: [T, H, D]; k, v: [T', H', D]"""
+        """Take the blocks' keys into out [T, H, D] and its logsumexp lse [T, H]. q: [T, H, D]; k, v: [T', H', D]
+
+        ``score``: how ``blocks.forward`` makes scores.
+        """
         k, v = keys_values
         for call in self.calls:
             block = (call.read(q, call.queries), call.read(k, call.keys), call.read(v, call.keys))
-            block_out, block_lse = (call.write(x) for x in blocks.forward(*block, causal=False, scale=scale))
+            block_out, block_lse = (call.write(x) for x in blocks.forward(*block, causal=call.causal, **score))
             rows = call.rows()
             if isinstance(rows, slice):
                 merge_(out[rows], lse[rows], block_out, block_lse)
@@ -85,9 +95,9 @@ class Rectangles:
         grad: torch.Tensor,
         saved: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
-        scale: float,
+        **score: Any,
     ) -> None:
-        """Add the rectangles' part of the gradients to into = (dq, dk, dv), where saved = (q, k, v, out, lse)."""
+        """Add the blocks' part of the gradients to into = (dq, dk, dv), where saved = (q, k, v, out, lse)."""
         q, k, v, out, lse = saved
         dq, dk, dv = into
         for call in self.calls:
@@ -98,7 +108,7 @@ class Rectangles:
                 upstream = upstream.masked_fill(padding.view(upstream.shape[0], 1, -1, 1), 0.0)
             keys = (call.read(x, call.keys) for x in (k, v))
             queries = [call.read(x, call.queries) for x in (q, out, lse)]
-            parts = blocks.backward(upstream, queries[0], *keys, *queries[1:], causal=False, scale=scale)
+            parts = blocks.backward(upstream, queries[0], *keys, *queries[1:], causal=call.causal, **score)
             _add(dq, call.rows(), call.write(parts[0]))
             where = call.keys if isinstance(call.keys, slice) else call.keys.flatten()
             for gradient, part in zip((dk, dv), parts[1:], strict=True):
@@ -154,6 +164,34 @@ def _call(sets: Sequence[_Set], device: torch.device) -> _Call:
     real = torch.cat([torch.arange(len(r)) + width * i for i, r in enumerate(rows)])
     padded = len(real) < queries.numel()
     return _Call(queries.to(device), keys.to(device), real.to(device) if padded else None)
+
+
+def _of_about_one_size(triangles: Iterable[Triangle]) -> list[list[Triangle]]:
+    """Triangles that one call takes, each padded to the largest."""
+    calls: list[list[Triangle]] = []
+    real = 0
+    for triangle in sorted(triangles, key=lambda t: t.q_stop - t.q_start):
+        size = triangle.q_stop - triangle.q_start
+        real += size
+        if calls and (len(calls[-1]) + 1) * size - real <= max(_FREE, _PADDING * real):
+            calls[-1].append(triangle)
+        else:
+            calls.append([triangle])
+            real = size
+    return calls
+
+
+def _backwards(triangles: Sequence[Triangle], device: torch.device) -> _Call:
+    """Padding comes last, where no query of a triangle sees it: the triangle's first query, and the first key."""
+    size = max(t.q_stop - t.q_start for t in triangles)
+    place = torch.arange(size)
+    queries, keys = (
+        torch.stack([(stop - 1 - place).clamp(min=start) for start, stop in spans])
+        for spans in ([(t.q_start, t.q_stop) for t in triangles], [(t.k_start, t.k_stop) for t in triangles])
+    )
+    real = torch.cat([torch.arange(t.q_stop - t.q_start) + size * i for i, t in enumerate(triangles)])
+    padded = len(real) < queries.numel()
+    return _Call(queries.to(device), keys.to(device), real.to(device) if padded else None, causal=True)
 
 
 def _index(spans: Sequence[Span]) -> torch.Tensor:

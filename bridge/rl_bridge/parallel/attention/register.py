@@ -4,21 +4,38 @@
     model(input_ids, **documents.forward_kwargs)
 
 The plan reaches the attention of every layer as a keyword argument of the model's call, so that no model is patched.
+What SDPA would drop without a word is computed, with a plan and without one, or refused by name.
 """
 
-import functools
+import inspect
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from rl_bridge.parallel.attention import plain
+from rl_bridge.parallel.attention.masks import PAD, LayerMask
 from rl_bridge.parallel.attention.ring import AttentionPlan
 
 NAME = "rl_fn"
-# What changes scores or probabilities otherwise than a plan says.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
+
+_SDPA = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"cache", "kwargs"}
+"""What SDPA computes."""
+_COMPUTED = frozenset({"softcap", "s_aux", "sliding_window"})
+"""What is computed here. Without a plan a sliding window is in the mask."""
+_HARMLESS = frozenset(
+    {
+        # Results, not what is computed.
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"),
+        *("logits_to_keep", "num_items_in_batch", "past_key_values", "cache_position"),
+        # The model has rotated its queries and keys by then.
+        *("position_ids", "position_embeddings"),
+    }
+)
+_KNOWN = _SDPA | _COMPUTED | _HARMLESS
+_PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "seq_idx"})
+"""Where documents begin: what a plan knows, and SDPA does not."""
 
 
 def attention(
@@ -31,62 +48,125 @@ def attention(
     attention_plan: AttentionPlan | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer: q [N, H, T, D], k and v [N, H / G, T, D] to [N, T, H, D].
+    """Attention of one layer: q [N, H, T, D], k [N, H / G, T, D] and v [N, H / G, T, Dv] to [N, T, H, Dv].
 
     Raises:
-        ValueError: with a plan, for what a plan cannot hold: a mask, a window shorter than a document, dropout, a
-            cache, or tensors that are not the plan's tokens.
+        ValueError: for an argument of the layer's call that would change results and is not computed here; with a plan,
+            for what a plan cannot hold: a mask, dropout, a cache, or tensors that are not the plan's tokens.
     """
-    if attention_plan is None:
-        if isinstance(attention_mask, functools.partial):
-            attention_mask = attention_mask()
-        return sdpa_attention_forward(module, q, k, v, attention_mask, **options)
-    _check_supported(module, q, k, attention_mask, attention_plan, options)
-    if torch.is_autocast_enabled(q.device.type):
-        # SDPA is among the operations that autocast lowers.
-        low = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(low), k.to(low), v.to(low)
-    scale = options.get("scaling")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return attention_plan.attend(q, k, v, scale)[None], None
+    _check_arguments(module, options, attention_plan)
+    if attention_plan is not None:
+        return _by_plan(module, q, k, v, attention_mask, attention_plan, options), None
+    mask = attention_mask
+    if isinstance(attention_mask, LayerMask):
+        # The mask says whether attention is causal, as it does in eager attention, and not the layer.
+        mask, options["is_causal"] = attention_mask.for_sdpa, attention_mask.causal
+    if options.get("softcap") is None and options.get("s_aux") is None:
+        return sdpa_attention_forward(module, q, k, v, mask, **options)
+    return _without_sdpa(module, q, k, v, mask, options), None
 
 
-def _check_supported(
-    module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, mask: Any, plan: AttentionPlan, options: dict[str, Any]
-) -> None:
+def _by_plan(
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Any,
+    plan: AttentionPlan,
+    options: dict[str, Any],
+) -> torch.Tensor:
     tokens = plan.rank_plan.tokens
     if q.shape[0] != 1 or q.shape[2] != tokens or k.shape[2] != tokens:
         raise ValueError(
             f"the plan is for one row of {tokens} tokens without a cache, got q {tuple(q.shape)} and k {tuple(k.shape)}"
         )
-    if isinstance(mask, functools.partial):
-        # Transformers' guess at documents, from position_ids: the plan knows better.
-        mask = mask.keywords.get("attention_mask")
-    if mask is not None:
-        raise ValueError("pass attention_mask=None with an attention plan: documents and padding are in the plan")
+    window = options.get("sliding_window")
+    if isinstance(mask, LayerMask):
+        # What the mask says counts, as it does in eager attention.
+        window = mask.window(plan.longest)
+    elif mask is not None:
+        raise ValueError(
+            f"pass attention_mask=None with an attention plan: documents and padding are in the plan, and a mask of"
+            f" {type(module).__name__}'s own is not. To train such a model, {PAD}"
+        )
     if options.get("dropout"):
         raise ValueError(f"attention by a plan has no dropout, got {options['dropout']}: set attention_dropout=0")
-    window = options.get("sliding_window")
-    if window is not None and window < plan.longest:
-        raise ValueError(f"attention by a plan has no sliding window: {window} < a document of {plan.longest} tokens")
+    if not _causal(module, options):
+        raise ValueError(f"attention by a plan is causal, and this layer's is not: {PAD}")
+    if options.get("position_bias") is not None:
+        raise ValueError(f"attention by a plan has no position_bias, which {type(module).__name__} has: {PAD}")
+    plan.layers.add(id(module))
+    q, k, v = (x[0].transpose(0, 1) for x in _lowered(q, k, v))
+    score = {"window": window, "softcap": options.get("softcap"), "sinks": _sinks(module, q, options)}
+    return plan.attend(q, k, v, _scale(q, options), **score)[None]
+
+
+def _without_sdpa(
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    name, causal = type(module).__name__, mask is None and q.shape[2] > 1 and _causal(module, options)
+    if options.get("dropout"):
+        raise ValueError(f"{name}: attention with sinks or a soft cap has no dropout: set attention_dropout=0")
+    if options.get("position_bias") is not None or (mask is not None and mask.requires_grad):
+        raise ValueError(f"{name}: attention with sinks or a soft cap has no position_bias and no mask that is learned")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"{name}: {q.shape[2]} queries after a cache, {k.shape[2]} keys in all, need a mask")
+    q, k, v = _lowered(q, k, v)
+    score = {"softcap": options.get("softcap"), "sinks": _sinks(module, q.transpose(1, 2), options)}
+    out = plain.attention(q, k, v, mask, causal=causal, scale=_scale(q, options), **score)
+    return out.transpose(1, 2)
+
+
+def _check_arguments(module: torch.nn.Module, options: dict[str, Any], plan: AttentionPlan | None) -> None:
+    for name, value in options.items():
+        if name in _KNOWN or value is None or (name in _PACKED and plan is not None):
+            continue
+        if name in _PACKED:
+            raise ValueError(
+                f"{type(module).__name__} got {name}: this attention keeps documents apart by position_ids that begin"
+                " again, or by an attention plan (Documents)"
+            )
+        raise ValueError(
+            f'{type(module).__name__} passes {name} to its attention, which "{NAME}" would drop without a word:'
+            ' its results would be wrong. model.set_attn_implementation("eager") computes it'
+        )
+
+
+def _causal(module: torch.nn.Module, options: dict[str, Any]) -> bool:
     causal = options.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise ValueError("attention by a plan is causal, and this layer's is not")
-    for name in _UNSUPPORTED:
-        if options.get(name) is not None:
-            raise ValueError(f"attention by a plan has no {name}")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
-def mask(**options: Any) -> Any:
-    """The mask that transformers passes to every layer: SDPA's, made only by the layers that need one.
+def _scale(q: torch.Tensor, options: dict[str, Any]) -> float:
+    scale = options.get("scaling")
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
-    Transformers guesses documents from position_ids and would make their [T, T] mask before any layer could say that a
-    plan holds the documents apart.
-    """
-    if options.get("attention_mask") is None and not options.get("allow_is_causal_skip", True):
-        return functools.partial(sdpa_mask, **options)
-    return sdpa_mask(**options)
+
+def _sinks(module: torch.nn.Module, q: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
+    """One of each head of q [*, H, D]."""
+    sinks = options.get("s_aux")
+    if sinks is not None and sinks.shape != q.shape[-2:-1]:
+        raise ValueError(f"{type(module).__name__} has sinks {tuple(sinks.shape)} for {q.shape[-2]} heads of attention")
+    return sinks
+
+
+def _lowered(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """SDPA is among the operations that autocast lowers."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    low = torch.get_autocast_dtype(kind)
+    return tuple(x.to(low) for x in tensors)
+
+
+def mask(**options: Any) -> LayerMask:
+    """The mask that transformers passes to every layer: SDPA's, made only by the layers that need one."""
+    return LayerMask(**options)
 
 
 def use_rl_fn_attention(model: PreTrainedModel) -> None:

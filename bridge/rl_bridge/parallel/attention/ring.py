@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from rl_bridge.parallel.attention.packed import Squares
 from rl_bridge.parallel.attention.plan import Exchange, RankPlan, Segment, Span, rank_plan
 from rl_bridge.parallel.attention.rectangles import Rectangles
+from rl_bridge.parallel.attention.sinks import sinks_gradient, with_sinks
 
 # Groups whose ranks have all spoken to one another.
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -29,24 +30,69 @@ class AttentionPlan:
         self, segments: Sequence[Segment], device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
         """The ranks of ``group``, the sequence-parallel group, give the same segments, in the same order."""
-        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        self.rank_plan: RankPlan = rank_plan(segments, rank, ranks)
+        self.segments = tuple(segments)
         self.group = group
         self.device = device
-        self.squares = Squares(self.rank_plan.squares, device)
-        self.rectangles = Rectangles(self.rank_plan.rectangles, device)
-        self.foreign = [Rectangles(exchange.rectangles, device) for exchange in self.rank_plan.exchanges]
-        self.longest = max(_document_lengths(segments))
+        self.longest = max(_document_lengths(segments), default=0)
+        self._blocks: dict[int | None, _Blocks] = {}
+        self.rank_plan: RankPlan = self._of_window(None).plan
         self.uses = 0
         """How many attention layers have followed this plan."""
+        self.layers: set[int] = set()
+        """``id`` of the modules that have: of the attention layers of a model."""
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of this rank's tokens, [T, H, D]. q: [T, H, D]; k, v: [T, H / G, D]."""
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of this rank's tokens, [T, H, Dv]. q: [T, H, D]; k: [T, H / G, D]; v: [T, H / G, Dv].
+
+        Args:
+            q: queries; k and v: keys and values.
+            k: see q.
+            v: see q.
+            scale: of the products of queries and keys, which gives scores.
+            window: a token sees so many of the last tokens of its document, itself among them; None: all of them.
+            softcap: a score z becomes softcap · tanh(z / softcap).
+            sinks: [H], a logit a head that takes a part of the probability; differentiable.
+        """
         self.uses += 1
-        if self.group is None and not self.rank_plan.rectangles and self.squares.go_in_one_call(q, v):
-            return self.squares.in_one_call(q, k, v, scale)
+        if window is not None and window >= self.longest:
+            window = None
+        one_call = self.group is None and softcap is None and sinks is None and not self.rank_plan.rectangles
+        if one_call:
+            squares = self._of_window(None).squares
+            if squares.go_in_one_call(q, v):
+                return squares.in_one_call(q, k, v, scale, window)
+        score = {"scale": scale, "softcap": softcap}
         with torch.autocast(q.device.type, enabled=False):
-            return _Attention.apply(q, k, v, self, scale)  # pyright: ignore[reportReturnType]
+            return _Attention.apply(q, k, v, sinks, self._of_window(window), score)  # pyright: ignore[reportReturnType]
+
+    def _of_window(self, window: int | None) -> "_Blocks":
+        if window not in self._blocks:
+            self._blocks[window] = _Blocks(self.segments, self.device, self.group, window)
+        return self._blocks[window]
+
+
+class _Blocks:
+    """The blocks of layers that have one window."""
+
+    def __init__(
+        self, segments: Sequence[Segment], device: torch.device, group: dist.ProcessGroup | None, window: int | None
+    ) -> None:
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self.group = group
+        self.plan = rank_plan(segments, rank, ranks, window)
+        self.squares = Squares(self.plan.squares, device)
+        self.others = Rectangles(self.plan.rectangles, device, self.plan.triangles)
+        self.foreign = [Rectangles(x.rectangles, device, x.triangles) for x in self.plan.exchanges]
 
 
 def _document_lengths(segments: Sequence[Segment]) -> list[int]:
@@ -104,9 +150,9 @@ def _return_gradients(
 class _Exchanges:
     """Keys and values of the other ranks, step by step. The first step is under way while own keys are computed."""
 
-    def __init__(self, plan: "AttentionPlan", *keys_values: torch.Tensor) -> None:
-        self.group, self.keys_values = plan.group, keys_values
-        self.exchanges = plan.rank_plan.exchanges
+    def __init__(self, blocks: _Blocks, *keys_values: torch.Tensor) -> None:
+        self.group, self.keys_values = blocks.group, keys_values
+        self.exchanges = blocks.plan.exchanges
         if self.group is not None:
             _connect(self.group, keys_values[0].device)
             self.first = _get_keys(self.exchanges[0], keys_values, self.group)
@@ -132,37 +178,62 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        of_heads: torch.Tensor | None,
+        blocks: _Blocks,
+        score: dict[str, Any],
     ) -> torch.Tensor:
-        exchanges = _Exchanges(plan, k, v)
-        own = plan.rank_plan
+        exchanges = _Exchanges(blocks, k, v)
+        own = blocks.plan
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        merged = exact if own.rectangles or own.exchanges else q.dtype
+        merged = exact if own.rectangles or own.triangles or own.exchanges else q.dtype
         out, lse = q.new_empty((*q.shape[:2], v.shape[2]), dtype=merged), q.new_empty(q.shape[:2], dtype=exact)
-        plan.squares.forward(q, k, v, out, lse, scale)
-        plan.rectangles.forward(q, (k, v), out, lse, scale)
-        for rectangles, (_, keys_values) in zip(plan.foreign, exchanges, strict=True):
-            rectangles.forward(q, keys_values, out, lse, scale)
+        blocks.squares.forward(q, k, v, out, lse, **score)
+        blocks.others.forward(q, (k, v), out, lse, **score)
+        for foreign, (_, keys_values) in zip(blocks.foreign, exchanges, strict=True):
+            foreign.forward(q, keys_values, out, lse, **score)
+        if of_heads is not None:
+            out, lse = with_sinks(out, lse, of_heads)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(q, k, v, out, lse, of_heads)
+        ctx.blocks, ctx.score = blocks, score
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, scale = ctx.plan, ctx.scale
-        q, k, v, out, lse = ctx.saved_tensors
-        exchanges = _Exchanges(plan, k, v)
-        dq, dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v))
-        plan.squares.backward(grad, (q, k, v, out, lse), (dq, dk, dv), scale)
-        plan.rectangles.backward(grad, (q, k, v, out, lse), (dq, dk, dv), scale)
-        for rectangles, (exchange, keys_values) in zip(plan.foreign, exchanges, strict=True):
-            foreign = [torch.zeros_like(x, dtype=lse.dtype) for x in keys_values]
-            rectangles.backward(grad, (q, *keys_values, out, lse), (dq, *foreign), scale)
-            for gradient, part in zip((dk, dv), _return_gradients(exchange, foreign, plan.group), strict=True):
-                _add_rows(gradient, exchange.give, part)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        with torch.autocast(grad.device.type, enabled=False):
+            return _gradients(grad, *ctx.saved_tensors, blocks=ctx.blocks, score=ctx.score)
+
+
+def _gradients(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    of_heads: torch.Tensor | None,
+    *,
+    blocks: _Blocks,
+    score: dict[str, Any],
+) -> tuple[torch.Tensor | None, ...]:
+    """Of all that ``_Attention.forward`` takes."""
+    exchanges = _Exchanges(blocks, k, v)
+    dq, dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v))
+    blocks.squares.backward(grad, (q, k, v, out, lse), (dq, dk, dv), **score)
+    blocks.others.backward(grad, (q, k, v, out, lse), (dq, dk, dv), **score)
+    for computed, (exchange, keys_values) in zip(blocks.foreign, exchanges, strict=True):
+        assert blocks.group is not None
+        foreign = [torch.zeros_like(x, dtype=lse.dtype) for x in keys_values]
+        computed.backward(grad, (q, *keys_values, out, lse), (dq, *foreign), **score)
+        for gradient, part in zip((dk, dv), _return_gradients(exchange, foreign, blocks.group), strict=True):
+            _add_rows(gradient, exchange.give, part)
+    dsinks = None if of_heads is None else sinks_gradient(grad, out, lse, of_heads)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
 def _rows(x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:

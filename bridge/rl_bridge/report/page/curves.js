@@ -4,20 +4,22 @@ const CLOCKS = [["step", "step"], ["tokens", "tokens trained on"], ["seconds", "
 
 function pointsOf(line, clock) {
   const places = line.at || line.y.map((_, place) => place);
-  return { x: places.map((place) => clock[place]), y: line.y, low: line.low, high: line.high };
+  return { x: places.map((place) => clock[place]), y: line.y, mean: line.mean, low: line.low, high: line.high };
 }
 function linesOf(stage, panel, clock, view) {
   const found = [];
   content.groups.forEach((group, place) => {
     if (!view.groups[place]) return;
     const mean = panel.bands[place];
-    if (mean) found.push({ label: `mean of ${group.runs.length}`, place, ...pointsOf(mean, stage.group_clocks[place][clock]) });
+    const levels = group.runs.map((run) => panel.before[run]).filter((value) => value !== undefined);
+    const before = levels.length === group.runs.length ? levels.reduce((sum, value) => sum + value, 0) / levels.length : null;
+    if (mean) found.push({ label: `mean of ${group.runs.length}`, place, before, ...pointsOf(mean, stage.group_clocks[place][clock]) });
     for (const run of group.runs) {
       const line = panel.lines[run];
       if (!line || (mean && !view.each)) continue;
       const points = pointsOf(line, stage.clocks[run][clock]);
       found.push(mean ? { label: content.runs[run].name, place, x: points.x, y: points.y, thin: true }
-        : { label: content.runs[run].name, place, ...points });
+        : { label: content.runs[run].name, place, before: panel.before[run] ?? null, ...points });
     }
   });
   if (content.groups.length > 1) found.forEach((line) => { if (!line.thin && line.label.startsWith("mean")) line.label = content.groups[line.place].short; });
@@ -67,7 +69,7 @@ function curvesSection() {
   build();
   let width = window.innerWidth;
   window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; redraw(); } });
-  const note = several ? el("p", { class: "soft small" }, "Bands are 95 % bootstrap intervals of the mean over runs that differ in their seed alone; of one run's held-out score, over its rows.") : null;
+  const note = several ? el("p", { class: "soft small" }, "Bands are 95 % intervals of the mean (Student's t) over three or more runs that differ in their seed alone; of one run's held-out score, bootstrap intervals over its rows.") : null;
   return section("curves", "Curves", el("div", { class: "controls" }, stages.length > 1 ? stage.node : null, clock.node,
     logX.node, logY.node, smooth.node, several ? each.node : null, filter), content.groups.length > 1 || several ? legend : null, note, panels);
 }

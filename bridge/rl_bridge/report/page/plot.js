@@ -1,5 +1,6 @@
 // One chart: lines and bands over an axis, with the values at the pointer or at the arrow keys.
-// A line is {label, place, x, y, low?, high?, thin?}; places give colour and dashes.
+// A line is {label, place, x, y, mean?, low?, high?, before?, thin?}; places give colour and dashes. mean is the running
+// mean of all that was recorded, of which x and y have the extremes; before is a level from before the first point.
 
 const HEIGHT = 190;
 
@@ -7,7 +8,7 @@ function extent(lines, names, positive) {
   let low = Infinity, high = -Infinity;
   for (const line of lines) {
     for (const name of names) {
-      for (const value of line[name] || []) {
+      for (const value of [line[name] ?? []].flat()) {
         if (value === null || (positive && value <= 0)) continue;
         if (value < low) low = value;
         if (value > high) high = value;
@@ -38,7 +39,7 @@ function area(line, x, y, positive, floor) {
 function draw(node, width, lines, options) {
   const positive = { x: options.logX, y: options.logY };
   const [xLow, xHigh] = extent(lines, ["x"], positive.x);
-  let [low, high] = extent(lines, ["y", "low", "high"], positive.y);
+  let [low, high] = extent(lines, ["y", "low", "high", "before"], positive.y);
   node.replaceChildren();
   node.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   if (!(low <= high) || !(xLow <= xHigh)) {
@@ -66,11 +67,15 @@ function draw(node, width, lines, options) {
   }
   for (const line of lines) {
     const style = { fill: "none", stroke: color(line.place), "stroke-linejoin": "round", "stroke-dasharray": line.thin ? null : DASHES[line.place % 8] };
-    const smooth = options.smooth && !line.thin && line.y.length > 40;
+    const smooth = smoothing(line, options);
+    if (typeof line.before === "number" && !(positive.y && line.before <= 0)) {
+      node.append(svg("line", { class: "before", x1: left, x2: right, y1: y(line.before), y2: y(line.before), stroke: color(line.place), "stroke-dasharray": "4 4", opacity: 0.6 },
+        svg("title", {}, `before: ${number(line.before)}`)));
+    }
     const raw = { ...style, "stroke-width": line.thin || smooth ? 1 : 1.8, opacity: line.thin || smooth ? 0.33 : 1 };
     if (smooth) raw["stroke-dasharray"] = null;
     node.append(svg("path", { d: path(line.x, line.y, x, y, positive), ...raw }));
-    if (smooth) node.append(svg("path", { d: path(line.x, smoothed(line.y), x, y, positive), ...style, "stroke-width": 2.2 }));
+    if (smooth) node.append(svg("path", { d: path(line.x, line.mean, x, y, positive), ...style, "stroke-width": 2.2 }));
     if (line.y.length <= 16) {
       line.x.forEach((at, place) => {
         const value = line.y[place];
@@ -82,6 +87,7 @@ function draw(node, width, lines, options) {
   }
   return { x, y, left, right, bottom, positive };
 }
+const smoothing = (line, options) => Boolean(options.smooth && !line.thin && line.mean);
 function nearest(line, at, x) {
   let best = -1, distance = Infinity;
   line.x.forEach((value, place) => {
@@ -101,7 +107,7 @@ function chart(title, lines, options) {
     const width = Math.max(240, figure.clientWidth - 20);
     drawn = draw(node, width, now, options());
     const main = now.filter((line) => !line.thin);
-    const ends = main.map((line) => line.y.findLast((value) => value !== null));
+    const ends = main.map((line) => (smoothing(line, options()) ? line.mean : line.y).findLast((value) => value !== null));
     last.textContent = ends.length === 1 ? number(ends[0]) : "";
     node.setAttribute("aria-label", `${title}: ${main.map((line, place) => `${line.label} ends at ${number(ends[place])}`).join(", ")}. Arrow keys read values.`);
     hide();

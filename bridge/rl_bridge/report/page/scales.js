@@ -34,15 +34,3 @@ function compact(value) {
   }
   return size > 0 && size < 1e-3 ? value.toExponential(1).replace(".0e", "e") : String(Number(value.toPrecision(4)));
 }
-// Mean of the points around each, as many as a twentieth of all; missing ones count nowhere.
-function smoothed(values) {
-  const half = Math.floor(values.length / 40);
-  if (half < 1) return values;
-  let sum = 0, count = 0, start = 0, end = 0;
-  return values.map((value, place) => {
-    const from = Math.max(0, place - half), to = Math.min(values.length, place + half + 1);
-    for (; end < to; end += 1) if (values[end] !== null) { sum += values[end]; count += 1; }
-    for (; start < from; start += 1) if (values[start] !== null) { sum -= values[start]; count -= 1; }
-    return value === null ? null : sum / count;
-  });
-}

@@ -6,7 +6,7 @@ function table(heads, rows, wide) {
       el("tbody", {}, rows)));
 }
 const numeric = (text) => el("th", { class: "number", scope: "col" }, text);
-const interval = (entry) => entry.low === undefined ? number(entry.mean) : `${number(entry.mean)} [${number(entry.low)}, ${number(entry.high)}]`;
+const interval = (entry) => (entry.low ?? null) === null ? number(entry.mean) : `${number(entry.mean)} [${number(entry.low)}, ${number(entry.high)}]`;
 
 function comparisonSection() {
   const stages = Object.entries(content.comparison).filter(([, found]) => found && found.rows.length);
@@ -16,7 +16,7 @@ function comparisonSection() {
     table(["metric", ...content.groups.map((group, place) => el("th", { class: "number", scope: "col" }, swatch(place), " ", shown(group.label)))],
       found.rows.map((row) => el("tr", {}, el("td", {}, words(row.name)), row.groups.map((entry) => el("td", { class: "number" }, interval(entry),
         entry.difference ? el("div", { class: "soft small" }, `Δ ${interval(entry.difference)}`) : null)))), true)]),
-    el("p", { class: "soft small" }, "A metric of every step is its mean over the last tenth of the steps; of few steps, its last value. Intervals are 95 % bootstrap intervals over the runs of a group; Δ is the difference to the first group, paired by seed. The intervals cover the choice of the seed, and with few seeds they are too narrow."));
+    el("p", { class: "soft small" }, "A metric of every step is its mean over the last tenth of the steps; of few steps, its last value. Intervals are 95 % intervals (Student's t) over the runs of a group, from three runs on; Δ is the difference to the first group, paired by seed. They cover the choice of the seed."));
 }
 
 const KINDS = { text: (text) => text, var: (text) => el("i", {}, text), code: (text) => el("code", {}, text),

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rl_bridge.messages import given
+
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
@@ -41,7 +43,10 @@ class Admission:
             ValueError: with the smallest ``max_staleness`` of this window.
         """
         if self.max_staleness < 0 or self.prompts_per_step < 1 or self.window < 1:
-            raise ValueError(f"need max_staleness ≥ 0, prompts_per_step ≥ 1 and window ≥ 1, got {self}")
+            raise ValueError(
+                "need max_staleness ≥ 0, prompts_per_step ≥ 1 and window ≥ 1, got "
+                f"{given(self, 'max_staleness', 'prompts_per_step', 'window')}"
+            )
         if self.ahead < 0:
             raise ValueError(
                 f"a window of {self.window} prompts, {self.prompts_per_step} a step, needs max_staleness ≥ "

@@ -1,10 +1,10 @@
 """The threads that let the pumps work: one commands the engine, one asks for rewards, the caller's own trains."""
 
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from rl_bridge.rollout.asynchronous.training_pump import TrainingPump
 from rl_bridge.rollout.asynchronous.worker import EngineDied
 
 logger = logging.getLogger(__name__)
+GRACE = 2.0
+"""Seconds that an end waits for what may never return: a reward, or anything where the run ends by an error."""
 
 
 class Driver:
@@ -26,7 +28,7 @@ class Driver:
         engine: Commanded,
         pump: RolloutPump,
         training: TrainingPump,
-        score: Callable[[Group], list[dict[str, float]]],
+        score: Callable[[Sequence[Group]], list[list[dict[str, float]]]],
         *,
         talks: Talks | None = None,
         patience: float = 3600.0,
@@ -35,10 +37,10 @@ class Driver:
     ) -> None:
         """The threads start at once.
 
-        ``score``: the rewards of each sample of a prompt; calls come one after another, from one thread. ``talks``:
-        the environments, where the pump's samples are conversations; they end with the driver. ``patience``: seconds
-        without any progress after which a wait fails. ``restarts``: of an engine, without a completion between them,
-        before its end is the run's.
+        ``score``: the rewards of each sample of the prompts that wait; calls come one after another, from one thread.
+        ``talks``: the environments, where the pump's samples are conversations; they end with the driver.
+        ``patience``: seconds without any progress after which a wait fails. ``restarts``: of an engine, without a
+        completion between them, before its end is the run's.
         """
         self.pump, self.training = pump, training
         self.idle = 0.0
@@ -52,12 +54,12 @@ class Driver:
         # A new thread begins with a number of threads of its own for torch: an engine in this process would compute
         # with another one than the engine was made with.
         self._threads = torch.get_num_threads()
-        self._rewards = ThreadPoolExecutor(1, "rl_bridge rewards")
         self._talks = talks
         self._threads_of = [threading.Thread(target=self._run, name="rl_bridge rollouts", daemon=True)]
         if talks is not None:
             self._threads_of += [threading.Thread(target=self._talk, name="rl_bridge environments", daemon=True)]
-        for thread in self._threads_of:
+        self._rewards = threading.Thread(target=self._reward, name="rl_bridge rewards", daemon=True)
+        for thread in (*self._threads_of, self._rewards):
             thread.start()
 
     def hold(self) -> None:
@@ -91,16 +93,20 @@ class Driver:
             self.training.trained()
 
     def close(self) -> None:
-        """End the threads, after what they are doing."""
+        """End the threads, after what they are doing. A reward that hangs is left behind, and holds no process.
+
+        So is everything where the caller ends by an error or an interrupt: that is not to wait.
+        """
         with self.changed:
             self._closed = True
             self.changed.notify_all()
-        # A reward without a time limit may never end: an error is not to wait for it.
-        self._rewards.shutdown(wait=self._error is None, cancel_futures=True)
         if self._talks is not None:
             self._talks.wake()
+        until = time.monotonic() + GRACE
+        fails = self._error is not None or sys.exc_info()[0] is not None
         for thread in self._threads_of:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()) if fails else None)
+        self._rewards.join(max(0.0, until - time.monotonic()))
 
     def _stands(self) -> bool:
         return self.pump.held or (not self._busy and self.pump.idle())
@@ -139,8 +145,6 @@ class Driver:
         with self.changed:
             while not self._closed:
                 command = self.pump.next(self._clock())
-                for group in self.pump.to_score():
-                    self._rewards.submit(self._reward, group)
                 if self._talks is not None and self.pump.has_to_ask:
                     self._talks.wake()
                 self._busy = command is not None
@@ -205,15 +209,27 @@ class Driver:
             talks.keep([(key, self.pump.ledger[key].beginnings) for key in undrawn])
             return not self._closed
 
-    def _reward(self, group: Group) -> None:
+    def _reward(self) -> None:
+        """Ask for rewards beside everything else."""
         try:
-            rewards = self._score(group)
-            with self.changed:
-                self.pump.scored(group.number, rewards)
-                self._progress += 1
-                self.changed.notify_all()
+            while groups := self._drawn():
+                rewards = self._score(groups)
+                with self.changed:
+                    for group, of_group in zip(groups, rewards, strict=True):
+                        self.pump.scored(group.number, of_group)
+                    self._progress += 1
+                    self.changed.notify_all()
         except BaseException as error:
             self._fail(error)
+
+    def _drawn(self) -> list[Group]:
+        """Wait for prompts that are to be scored; none at the end."""
+        with self.changed:
+            while not self._closed:
+                if groups := self.pump.to_score():
+                    return groups
+                self.changed.wait()
+        return []
 
     def _fail(self, error: BaseException) -> None:
         with self.changed:

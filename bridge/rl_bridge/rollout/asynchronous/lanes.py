@@ -51,7 +51,7 @@ class Lanes:
         # Workers need the tokens alone.
         rows = [row._replace(prompt=row.prompt.tokens) for row in command.rows]
         shares = [[row for row in rows if self._lane(row.key) == lane] for lane in range(lanes)]
-        return self._call("advance", [(share, self._sampling, command.steps) for share in shares])
+        return self._call("advance", [(share, self._sampling, command.steps, command.exactly) for share in shares])
 
     def restart(self) -> None:
         """Start what is behind the workers again."""

@@ -244,6 +244,10 @@ class Ledger:
         """No engine is to go on with it."""
         self._change(key, State.REWARDING, State.WAITING).reason = "abort"
 
+    def full(self, key: Key) -> None:
+        """Nothing may be drawn any more."""
+        self._change(key, State.REWARDING, State.WAITING).reason = "length"
+
     def scored(self, number: int, rewards: Sequence[dict[str, float]]) -> None:
         """The rewards of each sample of a prompt."""
         for place, (_, found) in enumerate(zip(self.groups[number].samples, rewards, strict=True)):

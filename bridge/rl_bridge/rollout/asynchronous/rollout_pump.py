@@ -1,9 +1,11 @@
 """The rollout pump: what an engine is to do next, from what is known of it. It does nothing itself."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rl_bridge.messages import given
 from rl_bridge.rollout.asynchronous.admission import Admission
 from rl_bridge.rollout.asynchronous.ledger import Group, Key, Ledger, State, Tokens, Turn
 
@@ -41,10 +43,12 @@ class Advance(NamedTuple):
 
     rows: tuple[Row, ...]
     steps: int
+    exactly: bool = False
+    """Whether no engine may draw on: what a version draws then depends on the commands, and on no time."""
 
 
 class Withdraw(NamedTuple):
-    """Take rows out unfinished."""
+    """Take rows out, finished or not."""
 
     keys: tuple[Key, ...]
 
@@ -78,11 +82,17 @@ class Pace:
     def __post_init__(self) -> None:
         """Refuse what is not the same each time under the name of determinism, and counts below 1."""
         if self.steps < 1 or self.limit < 1 or (self.rounds is not None and self.rounds < 1):
-            raise ValueError(f"steps, limit and rounds must be ≥ 1, got {self}")
+            raise ValueError(f"steps, limit and rounds must be ≥ 1, got {given(self, 'steps', 'limit', 'rounds')}")
         if self.seconds is not None and (self.deterministic or not self.seconds > 0):
-            raise ValueError(f"a limit of seconds must be > 0 and is not deterministic, got {self}")
+            raise ValueError(
+                "a limit of seconds (request_seconds) must be > 0 and is not deterministic, got "
+                f"{given(self, 'seconds', 'deterministic')}"
+            )
         if self.rounds is not None and not (self.partial and self.deterministic):
-            raise ValueError(f"rounds are of deterministic partial rollouts, got {self}")
+            raise ValueError(
+                "rounds (tokens_beside) are of deterministic partial rollouts, got "
+                f"{given(self, 'rounds', 'partial', 'deterministic')}"
+            )
         if self.partial and self.deterministic and self.rounds is None:
             raise ValueError("deterministic partial rollouts need the number of rounds beside a training step")
 
@@ -102,14 +112,15 @@ class RolloutPump:
         *,
         talks: bool = False,
         greedy: bool = False,
+        apart: bool = False,
     ) -> None:
         """``prompt``: of a number, with a seed for each of its samples; called once a prompt, in order.
 
         ``talks``: samples are conversations. An engine draws one turn after another, and environments answer beside.
-        ``greedy``: the last sample of each prompt is.
+        ``greedy``: the last sample of each prompt is. ``apart``: the rewards of a sample depend on no other sample.
         """
         self.ledger, self.admission, self.pace, self._prompt = ledger, admission, pace, prompt
-        self._talks, self._greedy = talks, greedy
+        self._talks, self._greedy, self._apart = talks, greedy, apart
         self._to_ask = list(ledger.keys(State.ASKING))
         self.version = -1
         """Of the policy that the engine holds."""
@@ -119,8 +130,15 @@ class RolloutPump:
         self._wanted = False
         self._pending: Command | None = None
         self._beside = 0
+        self._end_what_is_full()
         self._to_score = [group.number for group in ledger.groups.values() if group.all_in(State.REWARDING)]
         self._scoring = set(self._to_score)
+
+    def _end_what_is_full(self) -> None:
+        """Rows without room, which a checkpoint of an older version may have among the unfinished."""
+        for key in tuple(self.ledger.keys(State.WAITING)):
+            if self.ledger[key].room(self.pace.limit) < 1:
+                self.ledger.full(key)
 
     def hold(self) -> None:
         """The weights are to change as soon as the pace allows."""
@@ -171,7 +189,7 @@ class RolloutPump:
             # Which rows are drawn beside each other is not to depend on which environment is faster.
             return None
         rows = tuple(self._admit(now, begun=draining))
-        return Advance(rows, self.pace.steps) if rows or running else None
+        return Advance(rows, self.pace.steps, self.pace.rounds is not None) if rows or running else None
 
     def _may_stop(self, running: Sequence[Key]) -> bool:
         """Whether the weights may change here."""
@@ -292,9 +310,27 @@ class RolloutPump:
         return key[0] not in self.ledger.groups or self.ledger[key].beginnings != beginning
 
     def to_score(self) -> list[Group]:
-        """Prompts whose samples are all drawn, each told once."""
-        found, self._to_score = self._to_score, []
+        """What the rewards are to be asked about in one call: prompts whose samples are all drawn, each told once.
+
+        All that wait; in deterministic runs those of one step, so that a call has the same prompts in every run. Where
+        the rewards of samples are ``apart``, a call may have any prompts, and what is left to keep is their order, for
+        a function that counts or remembers: all that wait up to the first prompt that is not drawn.
+        """
+        found = sorted(self._to_score)
+        if self.pace.deterministic and self._apart:
+            unscored = (number for number, group in self.ledger.groups.items() if not group.all_in(State.READY))
+            found = list(itertools.takewhile(set(found).__contains__, unscored))
+        elif self.pace.deterministic:
+            of_step = [self._of_step(number) for number in found]
+            found = next((step for step in of_step if set(step) <= set(found)), [])
+        self._to_score = [number for number in self._to_score if number not in found]
         return [self.ledger.groups[number] for number in found]
+
+    def _of_step(self, number: int) -> list[int]:
+        """The prompts of the step that a prompt belongs to, where steps take them in order."""
+        count = self.admission.prompts_per_step
+        first = number - number % count
+        return list(range(first, first + count))
 
     def _look(self, number: int) -> None:
         if number not in self._scoring and self.ledger.groups[number].all_in(State.REWARDING):

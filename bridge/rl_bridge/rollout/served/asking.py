@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.rollout.vllm import probe
+from rl_bridge.rollout.vllm.held import Held
 
 
 class MalformedReply(RuntimeError):
@@ -79,6 +80,10 @@ class EngineServer(Protocol):
 
     def stamp(self, version: str) -> None:
         """Say this version of the weights that are there."""
+        ...
+
+    def held(self, folder: Path, adapter: Path | None) -> Held:
+        """What its workers hold, compared with the weights, or the adapter, in a folder."""
         ...
 
     def version(self) -> str: ...

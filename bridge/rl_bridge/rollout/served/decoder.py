@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.rollout.decoder import Drawn
@@ -46,13 +47,15 @@ class ServedDecoder:
         self._engine, self._sampling, self._stop = engine, sampling, frozenset(stop)
         self._texts = texts or None
         self._pieces = self._texts is not None
+        self._paused: list[_Row] = []
+        self.in_rounds = False
         self._rows: dict[str, _Row] = {}
         weakref.finalize(self, engine.forget, self._rows)
 
     @property
     def running(self) -> int:
         """Rows that were added and have not been returned."""
-        return len(self._rows)
+        return len(self._rows) + len(self._paused)
 
     @property
     def waiting(self) -> int:
@@ -83,11 +86,25 @@ class ServedDecoder:
             )
         text = None if self._texts is None else self._texts.begin(tokens[len(tokens) - said :])
         sampling = self._sampling.greedily() if greedy else self._sampling
-        self._ask(_Row(key, tuple(tokens), seed, drawn, min(limit, longest - len(tokens)), text, sampling))
+        self._go_on(_Row(key, tuple(tokens), seed, drawn, min(limit, longest - len(tokens)), text, sampling))
 
     def step(self) -> list[Drawn]:
         """The rows that have ended; waits a moment for one."""
         return self._drawn(self._engine.take(self._rows, 0.02))
+
+    def draw_in_rounds(self) -> None:
+        """From now on the engine draws in ``round`` alone, so that what is drawn depends on no time."""
+        self.in_rounds = True
+
+    def round(self, tokens: int) -> list[Drawn]:
+        """Draw so many tokens of every row, or up to its end; the rows that have ended. The engine has none of them."""
+        rows, self._paused = self._paused, []
+        for row in rows:
+            self._ask(row, tokens)
+        ended = []
+        while self._rows:
+            ended += self._drawn(self._engine.take(self._rows, 0.02))
+        return ended
 
     def count_tokens(self) -> None:
         """Let ``unfinished_tokens`` be known while rows are drawn: piece by piece."""
@@ -96,15 +113,24 @@ class ServedDecoder:
     @property
     def unfinished_tokens(self) -> int:
         """Tokens of the rows that have not ended, up to their last whole piece."""
-        return sum(len(row.tokens) for row in self._rows.values())
+        return sum(len(row.tokens) for row in (*self._rows.values(), *self._paused))
 
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
         """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
         names = [name for name, row in self._rows.items() if keys is None or row.key in keys]
-        return self._drawn(self._engine.withdraw(names), leave=True)
+        out = [row for row in self._paused if keys is None or row.key in keys]
+        self._paused = [row for row in self._paused if not (keys is None or row.key in keys)]
+        drawn = self._drawn(self._engine.withdraw(names), leave=True)
+        return drawn + [_whole(row, "abort") for row in out]
 
-    def _ask(self, row: _Row) -> None:
-        """The next request of a row."""
+    def _go_on(self, row: _Row) -> None:
+        if self.in_rounds:
+            self._paused.append(row)
+        else:
+            self._ask(row, PIECE if self._pieces else None)
+
+    def _ask(self, row: _Row, most: int | None) -> None:
+        """The next request of a row, of at most so many tokens."""
         had = row.tokens
         limit = row.limit - len(had)
         name = self._engine.submit(
@@ -112,7 +138,7 @@ class ServedDecoder:
             row.sampling,
             seed=row.seed,
             drawn=row.drawn + len(had),
-            limit=min(limit, PIECE) if self._pieces else limit,
+            limit=limit if most is None else min(limit, most),
             stop=self._stop,
         )
         self._rows[name] = row
@@ -129,16 +155,21 @@ class ServedDecoder:
             row.had.append(completion)
             if reason == "length" and len(row.tokens) < row.limit:
                 if not leave:
-                    self._ask(row)
+                    self._go_on(row)
                     continue
                 reason = "abort"
-            parts = row.had
-            allowed = [ids for part in parts for ids in part.allowed or ()]
-            versions = [version for part in parts for version in part.versions or ()]
-            logprobs = [value for part in parts for value in part.logprobs]
-            unsaid = any(part.tokens and part.versions is None for part in parts)
-            made.append(Drawn(row.key, row.tokens, logprobs, allowed or None, reason, None if unsaid else versions))
+            made.append(_whole(row, reason))
         return made
+
+
+def _whole(row: _Row, reason: Literal["stop", "length", "abort"]) -> Drawn:
+    """A row that leaves, with what all its requests drew."""
+    parts = row.had
+    allowed = [ids for part in parts for ids in part.allowed or ()]
+    versions = [version for part in parts for version in part.versions or ()]
+    logprobs = [value for part in parts for value in part.logprobs]
+    unsaid = any(part.tokens and part.versions is None for part in parts)
+    return Drawn(row.key, row.tokens, logprobs, allowed or None, reason, None if unsaid else versions)
 
 
 def _first(completion: Completion, count: int) -> Completion:

@@ -6,13 +6,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from rl_bridge.data.requests import SamplingParams
+from rl_bridge.http import Askers
 from rl_bridge.rollout.served.asking import Ask, Completion, EngineServer
 from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.vllm import probe
+from rl_bridge.rollout.vllm.held import Held
 
 logger = logging.getLogger(__name__)
 ABORTED = Completion([], [], None, [], "abort")
@@ -41,7 +44,7 @@ class ServedEngine:
         self._news = threading.Condition()
         self._death: ServerDied | None = None
         self._failure: Exception | None = None
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="engine request")
+        self._askers = Askers(at_once, "engine request")
         self.restarts = 0
         """Times that a dead server was started again."""
         self._in_a_row = 0
@@ -123,7 +126,7 @@ class ServedEngine:
         with self._news:
             self._running.clear()
         self.server.stop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._askers.close()
 
     # EngineClient.
 
@@ -157,6 +160,10 @@ class ServedEngine:
     def version(self) -> str:
         """What completions are stamped with."""
         return self.server.version()
+
+    def held(self, folder: Path, adapter: Path | None = None) -> Held:
+        """In every worker of the engine."""
+        return self.server.held(folder, adapter)
 
     def reset_prefix_cache(self) -> bool:
         """Blocks of running requests too."""
@@ -229,10 +236,10 @@ class ServedEngine:
     def _begin(self, ask: Ask) -> None:
         attempt = object()
         self._running[ask.name] = ask, attempt
-        self._futures[ask.name] = self._pool.submit(self._draw, self.server, ask, attempt)
+        self._futures[ask.name] = self._askers.submit(partial(self._draw, self.server, ask, attempt))
 
     def _draw(self, server: EngineServer, ask: Ask, attempt: object) -> None:
-        """In a thread of the pool: one attempt at one request."""
+        """In a thread of its own: one attempt at one request."""
         completion, death, failure = None, None, None
         try:
             completion = server.draw(ask)

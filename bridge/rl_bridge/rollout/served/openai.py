@@ -6,7 +6,6 @@ gives ids, and then trajectories can be made of them.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -15,11 +14,28 @@ import torch
 
 from rl_bridge.data.requests import Message, Prompt, Request, SamplingParams, requests_of
 from rl_bridge.data.trajectory import FinishReason, Trajectory, single_turn
-from rl_bridge.http import Server
+from rl_bridge.http import Askers, Server
 from rl_bridge.models.encoding import messages_of
+from rl_bridge.rollout.pinned import pinned, refuse_together, truncation
 from rl_bridge.rollout.served.asking import MalformedReply, field_of
 from rl_bridge.rollout.token_sampler import request_seeds
 
+EXTENSIONS = frozenset({"top_k", "min_p", "repetition_penalty"})
+"""Parameters of vLLM's and SGLang's servers that are not in OpenAI's protocol."""
+BESIDE_SAMPLING = frozenset(
+    {
+        "user",
+        "metadata",
+        "priority",
+        "request_id",
+        "cache_salt",
+        "service_tier",
+        "chat_template",
+        "chat_template_kwargs",
+    }
+    | {"add_generation_prompt", "continue_final_message", "add_special_tokens"}
+)
+"""Fields that change no draw of given prompt tokens; replies have these tokens."""
 REASONS: Mapping[Any, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -58,19 +74,34 @@ class OpenAIEndpoint:
     concurrency: int = 16
     extra: tuple[tuple[str, Any], ...] = ()
     """More fields of a request that this server knows."""
+    protocol_only: bool = False
+    """Send the parameters of OpenAI's protocol alone, for a server that refuses others. What the protocol lacks (top-k,
+    min-p, the repetition penalty) is then as such a server has it."""
+
+    def __post_init__(self) -> None:
+        """Refuse log-probabilities of a distribution that is not pinned.
+
+        Raises:
+            ValueError: ``token_ids`` with ``protocol_only``.
+        """
+        if self.token_ids and self.protocol_only:
+            raise ValueError("token_ids is an extension of vLLM: a server that knows it knows top_k and min_p too")
 
     def complete(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Text]]:
         """``sampling.n`` completions of each prompt.
 
-        ``top_k`` and ``min_p`` are no part of the protocol; they are sent as vLLM and SGLang call them.
+        Every parameter of sampling is sent, neutral where it is not asked for: a server takes what is not said from
+        its model's folder. ``top_k``, ``min_p`` and ``repetition_penalty`` are no part of the protocol; they are sent
+        as vLLM and SGLang call them (``protocol_only``).
 
         Raises:
             NoReply: naming the endpoint and the request.
-            ValueError: prompts that this API does not take.
+            ValueError: prompts that this API does not take, or truncations whose order on this server is not known.
             MalformedReply: a reply without what was asked for.
         """
         if not prompts:
             return []
+        self._require_sent(sampling)
         requests = requests_of(prompts, sampling.seed)
         seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
         calls = [
@@ -78,24 +109,27 @@ class OpenAIEndpoint:
             for request, row in zip(requests, seeds, strict=True)
             for number, seed in enumerate(row)
         ]
-        with ThreadPoolExecutor(max(1, min(self.concurrency, len(calls)))) as pool:
-            made = list(pool.map(lambda call: call(), calls))
+        with Askers(self.concurrency, "endpoint request") as askers:
+            made = [future.result() for future in [askers.submit(call) for call in calls]]
         return [made[start : start + sampling.n] for start in range(0, len(made), sampling.n)]
 
     def trajectories(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Trajectory]]:
         """The completions as trajectories of token ids, as the server drew them; of weights version 0.
 
         Raises:
-            ValueError: ``token_ids`` is off, texts stop a completion, or sampling is truncated: the protocol's
-                log-probabilities are those before truncation, of another distribution than was sampled from.
+            ValueError: ``token_ids`` is off, texts stop a completion, or sampling is truncated or changed by ``extra``:
+                the protocol's log-probabilities are those before, of another distribution than was sampled from.
         """
         if not self.token_ids:
             raise ValueError(
                 f"{self.url} returns text, and text encoded again may be other tokens than were drawn: set token_ids "
                 "(vLLM's return_token_ids), or take vLLM's or SGLang's own API (docs: rollouts.md)"
             )
-        cuts = sampling.top_k, sampling.min_p, None if sampling.top_p == 1 else sampling.top_p
-        if sampling.temperature != 1 or any(cut is not None for cut in cuts):
+        if changing := sorted({name for name, _ in self.extra} - BESIDE_SAMPLING):
+            raise ValueError(
+                f"extra has {', '.join(changing)}, which may change what is sampled; log-probabilities are those before"
+            )
+        if sampling.temperature != 1 or truncation(sampling):
             raise ValueError(
                 "OpenAI's protocol has no log-probabilities of the distribution that was sampled from, but at "
                 f"temperature 1 without truncation; got {sampling}"
@@ -131,16 +165,21 @@ class OpenAIEndpoint:
         )
         return self._with_tokens(text, reply, choice, f"{self.url}{path} ({what})") if self.token_ids else text
 
+    def _knows(self, name: str) -> bool:
+        return not self.protocol_only or name not in EXTENSIONS
+
+    def _require_sent(self, sampling: SamplingParams) -> None:
+        refuse_together(sampling, [("top_k", "top_p"), ("top_p", "min_p")], self.url)
+        if lost := [name for name in truncation(sampling) if not self._knows(name)]:
+            raise ValueError(f"OpenAI's protocol has no {lost[0]}, and protocol_only sends nothing else")
+
     def _request(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
         payload: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
-            "temperature": float(sampling.temperature),
+            **{name: value for name, value in pinned(sampling).items() if self._knows(name)},
             "seed": seed & 0x7FFFFFFF,
         }
-        for name in ("top_p", "top_k", "min_p"):
-            if getattr(sampling, name) is not None:
-                payload[name] = getattr(sampling, name)
         if sampling.stop:
             payload["stop"] = list(sampling.stop)
         ids = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], int)

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rl_bridge.rollout.root_cause import root_cause
+
 WATCHER = Path(__file__).with_name("watcher.py")
 
 
@@ -85,7 +87,9 @@ class ServerProcess:
     def tail(self, lines: int = 20) -> str:
         """The end of the log, for messages."""
         text = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
-        return f"the end of {self.log}:\n" + ("\n".join(text[-lines:]) or "(empty)")
+        cause = root_cause("\n".join(text[:-lines]))  # one in the end is seen there
+        first = "" if cause is None else f"the first error in its log: {cause}; "
+        return f"{first}the end of {self.log}:\n" + ("\n".join(text[-lines:]) or "(empty)")
 
     def stop(self) -> None:
         """End the process and all that it has started; returns when they are gone."""

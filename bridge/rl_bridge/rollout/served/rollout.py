@@ -1,7 +1,5 @@
 """Generation by an engine in a process of its own, or on another machine, that is asked over HTTP."""
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.engines.results import returns
-from rl_bridge.engines.worker import DATA_RANK
+from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
 from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout.asynchronous.worker import Advancing
 from rl_bridge.rollout.conversing import Conversing
@@ -23,10 +21,11 @@ from rl_bridge.rollout.served.asking import EngineServer
 from rl_bridge.rollout.served.decoder import ServedDecoder
 from rl_bridge.rollout.served.engine import ServedEngine
 from rl_bridge.rollout.served.process import ServerDied
-from rl_bridge.rollout.served.sglang import SGLangOptions, SGLangServer
+from rl_bridge.rollout.served.sglang import SGLangOptions, SGLangServer, require_one_order
 from rl_bridge.rollout.served.vllm import ServedOptions, VLLMServer
 from rl_bridge.rollout.stop_texts import StopTexts
-from rl_bridge.rollout.vllm.checkpoint import checkpoint
+from rl_bridge.rollout.temporary import TemporaryFolder
+from rl_bridge.rollout.vllm.checkpoint import checkpoint, require_updates
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import Tolerance
 from rl_bridge.rollout.vllm.updated import REPLACEMENTS, TakesProvedWeights, UpdatedEngine
@@ -65,11 +64,12 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         adapter_rank: int | None = None,
     ) -> None:
         with torch.device("meta"):
-            self._stop = stop_tokens(source.empty(), tokenizer)
+            model = source.empty()
+        require_updates(model)
+        self._stop = stop_tokens(model, tokenizer)
         self._tokenizer = tokenizer
-        home = Path(tempfile.mkdtemp(prefix="rl_fn-served-"))
-        self._sweep = weakref.finalize(self, shutil.rmtree, home, ignore_errors=True)
-        folder, self._map = checkpoint(source, precision, dtype, home)
+        self._folder = TemporaryFolder("served")
+        folder, self._map = checkpoint(source, precision, dtype, self._folder.path)
         self.engine = ServedEngine(open_server, folder, at_once=at_once, restarts=restarts)
         self._close = weakref.finalize(self, self.engine.close)
         self.longest = self.engine.limits().longest
@@ -104,7 +104,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
     def close(self) -> None:
         """End the server, if it is ours, and remove what was written for it."""
         self._close()
-        self._sweep()
+        self._folder.close()
         self.updated.receiver.copies.close()
 
 
@@ -126,7 +126,8 @@ class ServedRollout(_Served):
             TimeoutError: it did not reply in time.
         """
         served = served or ServedOptions()
-        options, own = (options or VLLMOptions()).of_rank(DATA_RANK.get())
+        options, own = (options or VLLMOptions()).of_build(TENSOR_PARALLEL_SIZE.get()).of_rank(DATA_RANK.get())
+        self.tensor_parallel_size = options.tensor_parallel_size
         self._connect(
             source,
             tokenizer,
@@ -176,3 +177,12 @@ class SGLangRollout(_Served):
             at_once=at_once,
             restarts=restarts,
         )
+
+    def decoder(self, sampling: SamplingParams) -> ServedDecoder:
+        """As of any server.
+
+        Raises:
+            ValueError: truncations that SGLang may take in another order.
+        """
+        require_one_order(sampling)
+        return super().decoder(sampling)

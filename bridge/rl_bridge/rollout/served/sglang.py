@@ -16,9 +16,11 @@ import torch
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.http import NoReply, Server
+from rl_bridge.rollout.pinned import pinned, refuse_together, truncation
 from rl_bridge.rollout.served.asking import Ask, Completion, MalformedReply, field_of
 from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.vllm import probe
+from rl_bridge.rollout.vllm.held import Held
 from rl_bridge.splitmix64 import logical_shift, mix, signed
 
 
@@ -140,6 +142,10 @@ class SGLangServer:
         except NoReply as error:
             raise self._explained(error) from error
 
+    def held(self, folder: Path, adapter: Path | None) -> Held:
+        """SGLang does not say."""
+        return Held(0, {}, {"all weights": "SGLang does not show what it holds"})
+
     def reset_prefix_cache(self) -> bool:
         """Whether the update that was last flushed the cache; SGLang refuses a flush while requests wait."""
         return self._loaded is not None
@@ -178,13 +184,10 @@ class SGLangServer:
 
 def request_of(ask: Ask) -> dict[str, Any]:
     """``GenerateReqInput`` of one request, as JSON."""
-    sampling, truncated = ask.sampling, _truncated(ask.sampling)
+    require_one_order(ask.sampling)
     fields: dict[str, Any] = {
         "max_new_tokens": ask.limit,
-        "temperature": float(sampling.temperature),
-        "top_k": -1 if sampling.top_k is None or not truncated else int(sampling.top_k),
-        "top_p": 1.0 if sampling.top_p is None or not truncated else float(sampling.top_p),
-        "min_p": 0.0 if sampling.min_p is None or not truncated else float(sampling.min_p),
+        **pinned(ask.sampling),
         "stop_token_ids": sorted(ask.stop),
         "ignore_eos": True,
         "skip_special_tokens": False,
@@ -199,7 +202,7 @@ def request_of(ask: Ask) -> dict[str, Any]:
         "return_logprob": True,
         "stream": False,
     }
-    if truncated:
+    if truncation(ask.sampling):
         payload |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return payload
 
@@ -224,7 +227,7 @@ def completion_of(reply: Any, ask: Ask, what: str) -> Completion:
     if ended != reason:
         raise MalformedReply(f"{what} ended by {ended!r} after {len(tokens)} tokens, the last {tokens[-1:]}")
     logprobs, allowed = [float(row[0]) for row in rows], None
-    if _truncated(ask.sampling):
+    if truncation(ask.sampling):
         masks = field_of(meta, "output_token_sampling_mask")
         logprobs = [float(value) for value in field_of(meta, "output_token_sampling_logprobs")]
         if not len(masks) == len(logprobs) == len(tokens):
@@ -244,6 +247,10 @@ def engine_seed(seed: int, drawn: int) -> int:
     return int(logical_shift(bits, 1)) & 0x7FFFFFFF
 
 
-def _truncated(sampling: SamplingParams) -> bool:
-    cuts = (sampling.top_k, sampling.min_p, None if sampling.top_p == 1 else sampling.top_p)
-    return sampling.temperature > 0 and any(value is not None for value in cuts)
+def require_one_order(sampling: SamplingParams) -> None:
+    """With FlashInfer and without min-p SGLang takes the mass of top-p before top-k has cut; then after it.
+
+    Raises:
+        ValueError: top-k with top-p.
+    """
+    refuse_together(sampling, [("top_k", "top_p")], "SGLang")

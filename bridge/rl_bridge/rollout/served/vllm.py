@@ -1,10 +1,7 @@
 """An engine of vLLM as a server process that this process starts and watches: tokens in, tokens out."""
 
 import json
-import shutil
 import sys
-import tempfile
-import weakref
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.http import NoReply, Server
+from rl_bridge.messages import given
+from rl_bridge.rollout.pinned import truncation
 from rl_bridge.rollout.served.asking import Ask, Completion, field_of
 from rl_bridge.rollout.served.blank import NAME, blank_adapter
 from rl_bridge.rollout.served.process import ServerProcess
 from rl_bridge.rollout.served.vllm_requests import completion_of, probe_of, sampling_fields
+from rl_bridge.rollout.temporary import TemporaryFolder
 from rl_bridge.rollout.vllm import probe
-from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf, truncation
+from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf
+from rl_bridge.rollout.vllm.held import Held
 from rl_bridge.rollout.vllm.in_server import EXTENSION
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.plugin import BACKEND, PROTOCOL, require_in_place
 from rl_bridge.rollout.vllm.probe import EngineLimits
+from rl_bridge.rollout.vllm.ranks import binding
 
 MAIN = "vllm.entrypoints.launchers.api_server.entry"
 """The module behind ``vllm serve``; the command itself does not find its own version in vLLM's build for CPUs."""
@@ -49,7 +51,10 @@ class ServedOptions:
     def __post_init__(self) -> None:
         """Refuse limits that limit nothing."""
         if min(self.start_seconds, self.request_seconds, self.control_seconds) <= 0 or self.restarts < 0:
-            raise ValueError(f"seconds must be > 0 and restarts ≥ 0, got {self}")
+            raise ValueError(
+                "seconds must be > 0 and restarts ≥ 0, got "
+                f"{given(self, 'start_seconds', 'request_seconds', 'control_seconds', 'restarts')}"
+            )
 
 
 class VLLMServer:
@@ -77,8 +82,8 @@ class VLLMServer:
             ValueError: its attention does not take the model's heads.
         """
         self.options, self.served = options, served
-        self.home = Path(tempfile.mkdtemp(prefix="rl_fn-vllm-"))
-        self._sweep = weakref.finalize(self, shutil.rmtree, self.home, ignore_errors=True)
+        self._folder = TemporaryFolder("vllm")
+        self.home = self._folder.path
         path = self.home / "socket"
         if options.adapter_rank is not None:
             blank_adapter(folder, self.home / BLANK)
@@ -91,7 +96,8 @@ class VLLMServer:
             [*command, *arguments(folder, path, options, served)],
             log,
             environment=({} if own is None else {"FLASHRL_CONFIG": own})
-            | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"},
+            | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+            | binding(options.tensor_parallel_size),
             name="vLLM's server",
         )
         try:
@@ -196,6 +202,11 @@ class VLLMServer:
         """What completions are stamped with."""
         return str(field_of(self.read("weight_info"), "weight_version"))
 
+    def held(self, folder: Path, adapter: Path | None) -> Held:
+        """In every worker of the engine."""
+        asked = {"method": "rl_fn_held", "args": [str(folder), None if adapter is None else str(adapter)]}
+        return Held.of_ranks(field_of(self.call("collective_rpc", asked), "results"))
+
     def reset_prefix_cache(self) -> bool:
         """Blocks of running requests too."""
         return bool(field_of(self.call("reset_prefix_cache?reset_running_requests=true"), "success"))
@@ -220,7 +231,7 @@ class VLLMServer:
     def stop(self) -> None:
         """End the process and remove its folder."""
         self.process.stop()
-        self._sweep()
+        self._folder.close()
 
     @property
     def _model(self) -> dict[str, str]:
@@ -273,6 +284,8 @@ def arguments(folder: Path, socket: Path, options: VLLMOptions, served: ServedOp
         "generation_config": "vllm",
         "seed": 0,
     }
+    if options.tensor_parallel_size > 1:
+        given["tensor_parallel_size"] = options.tensor_parallel_size
     if options.kv_cache_gib is not None:
         given["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
     if options.adapter_rank is not None:

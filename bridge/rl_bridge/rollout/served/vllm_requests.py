@@ -3,25 +3,24 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rl_bridge.rollout.pinned import pinned, truncation
 from rl_bridge.rollout.served.asking import Ask, Completion, MalformedReply, field_of
 from rl_bridge.rollout.vllm import probe
-from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf, truncation
+from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf
 
 
 def sampling_fields(ask: Ask) -> dict[str, Any]:
     """vLLM's ``SamplingParams`` of one request, as JSON: what ``vllm_sampling`` is for an engine in this process."""
     cuts = truncation(ask.sampling)
     return {
-        "temperature": float(ask.sampling.temperature),
-        "top_k": int(cuts.get("top_k", 0)),
-        "top_p": float(cuts.get("top_p", 1.0)),
-        "min_p": float(cuts.get("min_p", 0.0)),
+        **pinned(ask.sampling),
+        "min_p": 0.0,  # Draws cuts by min-p, behind top-p
         "max_tokens": ask.limit,
         "stop_token_ids": sorted(ask.stop),
         "ignore_eos": True,
         "logprobs": 0,
         "detokenize": False,
-        "extra_args": {EXTRA: list(DrawsOf(ask.seed, ask.drawn, bool(cuts)))},
+        "extra_args": {EXTRA: list(DrawsOf(ask.seed, ask.drawn, bool(cuts), cuts.get("min_p", 0.0)))},
     }
 
 

@@ -47,7 +47,12 @@ def expected_adapter(sent: Manifest, checkpoint: Mapping[str, TensorSpec], rank:
 
 def _require_plain(config: Mapping[str, Any], rank: int) -> None:
     plain = {"peft_type": ("LORA", "PeftType.LORA"), "use_dora": (False, None), "lora_bias": (False, None)}
-    plain |= {"bias": ("none", None), "modules_to_save": (None, []), "fan_in_fan_out": (False, None)}
+    plain |= {
+        "bias": ("none", None),
+        "modules_to_save": (None, []),
+        "target_parameters": (None, []),
+        "fan_in_fan_out": (False, None),
+    }
     for name, allowed in plain.items():
         value = config.get(name)
         if value not in allowed and getattr(value, "value", value) not in allowed:

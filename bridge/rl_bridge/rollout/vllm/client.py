@@ -12,12 +12,21 @@ from typing import Any, Protocol
 import torch
 
 from rl_bridge.rollout.vllm.draws import EXTRA, Draws, DrawsOf
+from rl_bridge.rollout.vllm.held import Held, held_by
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.plugin import PROTOCOL
 from rl_bridge.rollout.vllm.probe import Drawn, EngineLimits
 
 _ADAPTER = "rl_fn"
+DEATHS = 3
+"""Of engines in a row, without a request that ended in between."""
+
+
 logger = logging.getLogger(__name__)
+
+
+class RankDied(RuntimeError):
+    """A process of an engine is gone, and with it the engine: the message names the rank."""
 
 
 class EngineClient(Protocol):
@@ -60,6 +69,10 @@ class EngineClient(Protocol):
         """As the engine itself says."""
         ...
 
+    def held(self, folder: Path, adapter: Path | None = None) -> Held:
+        """What all workers hold, compared with the weights in ``folder``, or with the adapter that came last."""
+        ...
+
     def reset_prefix_cache(self) -> bool:
         """Whether the cache is empty now."""
         ...
@@ -80,12 +93,23 @@ class EngineClient(Protocol):
         ...
 
 
-def open_in_process(folder: Path, options: VLLMOptions, device: torch.device | None = None) -> "InProcessEngine":
-    """An engine in this process that takes weights; ``device`` as ``open_engine`` has it."""
+def open_in_process(
+    folder: Path, options: VLLMOptions, device: torch.device | None = None, draws: Draws | None = None
+) -> "InProcessEngine":
+    """An engine in this process that takes weights; ``device`` as ``open_engine`` has it, ``draws`` as ``opened``."""
     from rl_bridge.rollout.vllm.engine import close_engine
     from rl_bridge.rollout.vllm.opening import opened
 
-    return InProcessEngine(partial(opened, options, device, Draws()), close_engine, folder)
+    return InProcessEngine(partial(opened, options, device, draws or draws_of(options)), close_engine, folder)
+
+
+def draws_of(options: VLLMOptions) -> Draws:
+    """What works around the sampler of such an engine."""
+    if options.tensor_parallel_size == 1:
+        return Draws()
+    from rl_bridge.rollout.vllm.ranks import RankDraws
+
+    return RankDraws()
 
 
 def probe_sampling(*, max_tokens: int, seed: int, temperature: float) -> Any:
@@ -135,6 +159,9 @@ class InProcessEngine:
         self._unproved: list[Any] | None = None
         self._probes = 0
         self._adapter: Any = None
+        self._deaths = 0
+        self.on_death: Callable[[], None] | None = None
+        """Opens an engine in the place of one of which a rank died; None: the death is the caller's."""
         self.engine: Any = None
         self._open_from(folder)
         self.engine.set_weight_version("0")
@@ -159,9 +186,18 @@ class InProcessEngine:
         """As ``LLMEngine.step``; while an update is not proved, nothing."""
         if self._unproved is not None:
             return []
-        outputs, self._held = (self._held, []) if self._held else (self.engine.step(), [])
+        try:
+            outputs, self._held = (self._held, []) if self._held else (self.engine.step(), [])
+        except RankDied as death:
+            self._deaths += 1
+            if self.on_death is None or self._deaths > DEATHS:
+                raise
+            logger.warning("%s; the engine is replaced", death)
+            self.on_death()
+            return []
         for output in outputs:
             if output.finished:
+                self._deaths = 0
                 self._running.pop(output.request_id, None)
         return outputs
 
@@ -223,6 +259,11 @@ class InProcessEngine:
     def version(self) -> str:
         """What outputs are stamped with."""
         return str(self.engine.get_weight_version())
+
+    def held(self, folder: Path, adapter: Path | None = None) -> Held:
+        """In every worker of the engine."""
+        asked = (str(folder), None if adapter is None else str(adapter))
+        return Held.of_ranks(self.engine.collective_rpc(held_by, args=asked))
 
     def reset_prefix_cache(self) -> bool:
         """Blocks of running requests too: they are read again."""

@@ -1,20 +1,17 @@
 """Complete copies of the weights in folders that every process of the node sees, and from which an engine can start."""
 
-import fcntl
 import json
 import mmap
 import os
-import secrets
 import shutil
 import tempfile
-import time
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from rl_bridge.models.stored_tensors import ONE_FILE, SafetensorsFolder
+from rl_bridge.rollout.temporary import TemporaryFolder
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 
 _DTYPES = {
@@ -35,7 +32,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER_FILE = "adapter_model.safetensors"
 _SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "rl_fn-weights-"
 
 
 def header_of(folder: Path) -> dict[str, TensorSpec]:
@@ -123,13 +119,11 @@ class Copies:
         self.proved: Copy | None = None
         parent = _parent(2 * sum(spec.nbytes for spec in self.expected.values())) if root is None else root
         parent.mkdir(parents=True, exist_ok=True)
-        _sweep(parent)
-        self._root = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        self._root.mkdir()
-        lock = _locked(self._root)
-        assert lock is not None, "nobody else knows this folder"
+        # A server may be another user's.
+        folder = TemporaryFolder("weights", parent, private=False)
+        self._root, self.close = folder.path, folder.close
+        self._folder = folder
         self._made = 0
-        self.close = weakref.finalize(self, _remove, self._root, lock)
 
     def begin(self, manifest: Manifest) -> Copy:
         """An empty copy; one that was begun and never proved is removed."""
@@ -181,30 +175,3 @@ def _parent(nbytes: int) -> Path:
         if room.f_bavail * room.f_frsize > nbytes:
             return _SHARED_MEMORY
     return Path(tempfile.gettempdir())
-
-
-def _locked(folder: Path) -> int | None:
-    """A file whose lock says that the folder is in use; a process that ends loses the lock. None: another has it."""
-    file = os.open(folder / "in_use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    return file
-
-
-def _remove(folder: Path, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
-
-
-def _sweep(parent: Path) -> None:
-    """Remove the folders of processes that were killed. A folder younger than a minute may have no lock yet."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        try:
-            if time.time() - folder.stat().st_mtime < 60 or (lock := _locked(folder)) is None:
-                continue
-        except FileNotFoundError:
-            continue  # its owner removed it just now
-        _remove(folder, lock)

@@ -7,8 +7,9 @@ from typing import Any, Literal, Protocol
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.rollout.decoder import Drawn
+from rl_bridge.rollout.pinned import truncation
 from rl_bridge.rollout.stop_texts import StopTexts
-from rl_bridge.rollout.vllm.draws import Draws, truncation
+from rl_bridge.rollout.vllm.draws import Draws
 
 
 class Requests(Protocol):

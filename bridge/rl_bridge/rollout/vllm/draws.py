@@ -1,19 +1,21 @@
-"""What rl_bridge changes and reads where an engine of vLLM draws: random numbers by place, and the allowed tokens.
+"""What rl_bridge changes and reads where an engine of vLLM draws: random numbers by place, min-p last, allowed tokens.
 
 vLLM gives each seeded request a generator that goes on from draw to draw. A request that is read in pieces, or again
 after it was pre-empted, then depends on how the scheduler cut it, and on a CPU such a request ends the engine ("CPU
 Generator does not use offset"). Here the random numbers of a draw depend on the request's seed and the draw's number.
+
+vLLM cuts by min-p before top-k and top-p, which is another distribution than this library's order, top-k, top-p, min-p.
+So a request's min-p comes here beside its seed, and vLLM is told of none.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.splitmix64 import logical_shift, mix
 
 EXTRA = "rl_fn"
@@ -29,6 +31,18 @@ class DrawsOf(NamedTuple):
     """Number of the request's first draw: tokens that the policy drew before in this sequence."""
     truncated: bool
     """Whether the allowed tokens are recorded."""
+    min_p: float = 0.0
+    """Cut by it after top-k and top-p."""
+
+
+class _Row(NamedTuple):
+    """A row of the batch whose request is of this package."""
+
+    place: int
+    request_id: str
+    draws: DrawsOf
+    number: int
+    """Tokens that the request has drawn."""
 
 
 class Draws:
@@ -42,7 +56,7 @@ class Draws:
         self._others: dict[torch.device, torch.Generator] = {}
 
     def attach(self, engine: Any) -> None:
-        """Work in this engine from now on; what was recorded of another is forgotten.
+        """Work in this engine from now on. What an engine before it has drawn, and not yet given out, stays recorded.
 
         Raises:
             NotImplementedError: for an engine with another sampler than vLLM's first model runner has.
@@ -57,7 +71,6 @@ class Draws:
             raise NotImplementedError(
                 "draws are made repeatable in vLLM's first model runner; VLLM_USE_V2_MODEL_RUNNER=1 asks for another"
             )
-        self._allowed.clear()
         sampler.forward = partial(self._draw, sampler.forward)
 
     def take_allowed(self, request_id: str, count: int) -> list[array]:
@@ -66,49 +79,66 @@ class Draws:
         assert len(found) == count, f"{len(found)} draws of request {request_id} were seen, and it has {count} tokens"
         return found
 
+    def take_noted(self, request_id: str) -> list[array]:
+        """As ``take_allowed``, of however many draws; none where nothing was recorded."""
+        return self._allowed.pop(request_id, [])
+
     def forget(self, request_id: str) -> None:
         """Drop what was recorded of a request that ended otherwise."""
         self._allowed.pop(request_id, None)
 
     def _draw(self, forward: Callable[..., Any], logits: torch.Tensor, given: dict, top_k: Any, top_p: Any) -> Any:
-        """The sampler's own forward, with each row's generator at the draw's number."""
+        """The sampler's own forward, with each row's generator at the draw's number, and min-p behind top-p."""
+        rows = list(self._rows())
+        if any(row.draws.min_p for row in rows):
+            from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p  # pyright: ignore[reportMissingImports]
+
+            logits, top_k, top_p = _above_min_p(apply_top_k_top_p(logits, top_k, top_p), rows), None, None
         with _OwnNumbers(self._others):
-            output = forward(logits, self._seeded(logits.device, given), top_k, top_p)
-        self._note_allowed(output[1])
+            output = forward(logits, self._seeded(logits.device, given, rows), top_k, top_p)
+        self._note_allowed(output[1], rows)
         return output
 
-    def _seeded(self, device: torch.device, given: dict[int, torch.Generator]) -> dict[int, torch.Generator]:
-        generators, lengths = dict(given), self._runner.optimistic_seq_lens_cpu
-        places, states = [], []
-        for row, request_id in enumerate(self._rows()):
-            draws = self._draws(request_id)
-            if draws is not None:
-                number = draws.drawn + int(lengths[row]) - self._runner.requests[request_id].num_prompt_tokens
-                places.append(row)
-                states.append((draws.seed, number))
-        while len(self._generators) < len(places):
+    def _seeded(
+        self, device: torch.device, given: dict[int, torch.Generator], rows: list[_Row]
+    ) -> dict[int, torch.Generator]:
+        generators = dict(given)
+        states = [(row.draws.seed, row.draws.drawn + row.number) for row in rows]
+        while len(self._generators) < len(rows):
             self._generators.append(torch.Generator(device=device))
         seeds, numbers = torch.tensor(states, dtype=torch.int64).view(-1, 2).unbind(1)
         bits = logical_shift(mix(mix(seeds) + numbers), 1).tolist()
-        for row, generator, seed in zip(places, self._generators, bits, strict=False):
-            generators[row] = generator.manual_seed(seed)
+        for row, generator, seed in zip(rows, self._generators, bits, strict=False):
+            generators[row.place] = generator.manual_seed(seed)
         return generators
 
-    def _note_allowed(self, logprobs: torch.Tensor) -> None:
+    def _note_allowed(self, logprobs: torch.Tensor, rows: list[_Row]) -> None:
         discarded = self._runner.discard_request_mask.np
-        for row, request_id in enumerate(self._rows()):
-            draws = self._draws(request_id)
-            if draws is None or not draws.truncated or discarded[row]:
+        for row in rows:
+            if not row.draws.truncated or discarded[row.place]:
                 continue
-            ids = (logprobs[row] > float("-inf")).nonzero()[:, 0].int().cpu().numpy()
-            self._allowed.setdefault(external(request_id), []).append(array("i", ids.tobytes()))
+            ids = (logprobs[row.place] > float("-inf")).nonzero()[:, 0].int().cpu().numpy()
+            noted = self._allowed.setdefault(external(row.request_id), [])
+            # A request that began again, under a new adapter or in a fresh engine, has the sets of its own draws alone.
+            del noted[row.number :]
+            noted.append(array("i", ids.tobytes()))
 
-    def _rows(self) -> list[str]:
-        return self._runner.input_batch.req_ids
+    def _rows(self) -> Iterator[_Row]:
+        lengths = self._runner.optimistic_seq_lens_cpu
+        for place, request_id in enumerate(self._runner.input_batch.req_ids):
+            request = self._runner.requests[request_id]
+            draws = (request.sampling_params.extra_args or {}).get(EXTRA)
+            if draws is not None:
+                yield _Row(place, request_id, DrawsOf(*draws), int(lengths[place]) - request.num_prompt_tokens)
 
-    def _draws(self, request_id: str) -> DrawsOf | None:
-        given = (self._runner.requests[request_id].sampling_params.extra_args or {}).get(EXTRA)
-        return None if given is None else DrawsOf(*given)
+
+def _above_min_p(logits: torch.Tensor, rows: Iterable[_Row]) -> torch.Tensor:
+    """Logits over temperature, without what is less than min-p times as probable as the most probable."""
+    share = torch.zeros(len(logits))
+    for row in rows:
+        share[row.place] = row.draws.min_p
+    least = logits.amax(-1, keepdim=True) + share.log().to(logits.device)[:, None]
+    return logits.masked_fill(logits < least, float("-inf"))
 
 
 class _OwnNumbers(TorchFunctionMode):
@@ -139,15 +169,3 @@ def external(request_id: str) -> str:
     'policy-7'
     """
     return request_id.rpartition("-")[0]
-
-
-def truncation(sampling: SamplingParams) -> dict[str, float]:
-    """The steps of truncation that can cut something off; none where sampling is greedy.
-
-    >>> truncation(SamplingParams(max_new_tokens=1, top_p=1.0, min_p=0.1))
-    {'min_p': 0.1}
-    """
-    cuts = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-    if sampling.temperature == 0:
-        return {}
-    return {name: value for name, value in cuts.items() if value is not None and not (name == "top_p" and value == 1)}

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_bridge.rollout.vllm import keep_alive
+from rl_bridge.rollout.vllm.in_server import EXTENSION
 from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.own_classes import Changed, classes_kept, take
+from rl_bridge.rollout.vllm.ranks import BIND, Watch, binding, opening
 from rl_bridge.rollout.vllm.worlds import world_of_one
 
 WORLDS: WeakKeyDictionary[LLMEngine, list[dist.ProcessGroup]] = WeakKeyDictionary()
 """Torch's process group of each engine."""
 
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+WATCHES: WeakKeyDictionary[LLMEngine, Watch] = WeakKeyDictionary()
+"""Over the ranks of each engine that has several."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +78,38 @@ def open_engine(
     }
     if options.kv_cache_gib is not None:
         given["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
+    ranks = options.tensor_parallel_size
+    if ranks > 1:
+        given |= {
+            "tensor_parallel_size": ranks,
+            "distributed_executor_backend": "mp",
+            "worker_extension_cls": EXTENSION,
+        }
     if device is not None and device.type == "cuda":
-        given["device_ids"] = [device.index or 0]
+        given["device_ids"] = [(device.index or 0) * ranks + rank for rank in range(ranks)]
         given["enable_sleep_mode"] = options.sleep
     given |= options.engine_arguments() | arguments
-    if alone := {name: given[name] for name in PARALLEL if given.get(name, 1) != 1}:
-        raise ValueError(f"an engine in this process is of one process, got {alone}: start a server for more")
-    if parallel_state.model_parallel_is_initialized():
+    if ranks == 1 and parallel_state.model_parallel_is_initialized():
         raise ValueError("this process has an engine of vLLM already, and vLLM has room for one: close it first")
-    with _in_process(memory_given=options.kv_cache_gib is not None), world_of_one() as world:
+    memory_given = options.kv_cache_gib is not None
+    with (
+        _in_process(memory_given=memory_given, ranks=ranks),
+        world_of_one() as world,
+        classes_kept() as own,
+        opening() if ranks > 1 else nullcontext(),
+    ):
         try:
             engine = LLMEngine.from_engine_args(EngineArgs(**given))
         except BaseException:
-            _leave_groups()
+            if ranks == 1:
+                _leave_groups()
             raise
     WORLDS[engine] = world
     try:
+        if ranks == 1:
+            engine.collective_rpc(_take_classes, args=(own,))
+        else:
+            WATCHES[engine] = Watch(engine)
         _require(facts(engine), options)
     except BaseException:
         close_engine(engine)
@@ -97,15 +117,26 @@ def open_engine(
     return engine
 
 
+def _take_classes(worker: Any, own: Changed) -> None:
+    take(worker.model_runner.model, own)
+
+
 def close_engine(engine: LLMEngine) -> None:
     """Stop the engine and free its memory: weights, keys and values. A second call does nothing."""
     world = WORLDS.pop(engine, None)
     if world is None:
         return
+    watch = WATCHES.pop(engine, None)
+    if watch is not None:
+        watch.closing()
     with world_of_one():
         # vLLM ends with destroying the default group, which may be a trainer's.
         engine.engine_core.shutdown()
-        _leave_groups()
+        # The groups of ranks are in their processes; those that are here may be another engine's.
+        if watch is None:
+            _leave_groups()
+        else:
+            watch.close()
     for group in world:
         dist.destroy_process_group(group)
     gc.collect()
@@ -152,15 +183,19 @@ def _require(found: EngineFacts, options: VLLMOptions) -> None:
 
 
 @contextmanager
-def _in_process(*, memory_given: bool) -> Iterator[None]:
+def _in_process(*, memory_given: bool, ranks: int) -> Iterator[None]:
     """Inside, vLLM starts its core in this process; the process's threads and random numbers are left as they were."""
     wanted: dict[str, str | None] = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # The threads of this process are not vLLM's; those of ranks may be.
+        **({BIND: "nobind"} if ranks == 1 else binding(ranks)),
         "VLLM_NO_USAGE_STATS": "1",
         # The sampler that Draws knows.
         "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
     }
+    if ranks > 1:
+        # A fork would take along threads of a trainer, and whatever locks they hold.
+        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if memory_given:
         wanted["VLLM_CPU_KVCACHE_SPACE"] = None  # or it would come before the option
     before = {name: os.environ.get(name) for name in wanted}

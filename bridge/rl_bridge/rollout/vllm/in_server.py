@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_bridge.rollout.vllm.draws import Draws
+from rl_bridge.rollout.vllm.held import held_by
 from rl_bridge.rollout.vllm.plugin import in_place
 
 EXTENSION = f"{__name__}.InServer"
@@ -40,6 +41,15 @@ class InServer:
         self.add_lora(LoRARequest("rl_fn", number, folder, load_inplace=True))
         return sorted(self.list_loras())
 
+    def rl_fn_held(self, folder: str, adapter: str | None) -> list[Any]:
+        """What this worker holds, compared with the weights, or the adapter, in a folder."""
+        return held_by(self, folder, adapter)
+
     def rl_fn_allowed(self, name: str, count: int) -> list[list[int]]:
         """The ids that were allowed at each of a finished request's ``count`` draws, which are forgotten here."""
         return [ids.tolist() for ids in self._rl_fn_draws.take_allowed(name, count)]
+
+    def rl_fn_noted(self, names: list[str]) -> dict[str, list[list[int]]]:
+        """All that is noted of these requests, where something is; it is forgotten here."""
+        noted = {name: self._rl_fn_draws.take_noted(name) for name in names}
+        return {name: [ids.tolist() for ids in rows] for name, rows in noted.items() if rows}

@@ -104,7 +104,7 @@ class ExactLayer:
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
         """``weight``: codes `[in, out]`. ``scales``: one, or one an output."""
         self.k, self.n = weight.shape
-        self.codes, self.scales = weight.detach().T.clone(), scales.float().reshape(1, -1)
+        self.codes, self.rl_fn_scales = weight.detach().T.clone(), scales.float()
         # Numbers in which a sum of products of bytes is exact, so that its order does not matter.
         self.exact = torch.float32 if self.k * 2**14 <= 2**24 else torch.float64
 
@@ -123,7 +123,7 @@ class ExactLayer:
         """
         token_scale = input_scale.reshape(-1, 1)
         sums = torch.nn.functional.linear(x.to(self.exact), self.codes.to(self.exact)).float()
-        found = sums * (token_scale * self.scales)
+        found = sums * (token_scale * self.rl_fn_scales.reshape(1, -1))
         if zero_point is not None and adjustment is not None:
             found -= token_scale * zero_point.reshape(-1, 1) * adjustment.reshape(1, -1)
         output.copy_(found if bias is None else found + bias)

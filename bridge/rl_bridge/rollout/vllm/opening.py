@@ -2,7 +2,9 @@
 
 # pyright: reportMissingImports=false
 
-from contextlib import nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,7 +34,7 @@ def opened(
     arguments: dict[str, Any] = {"weight_transfer_config": {"backend": BACKEND}}
     if options.adapter_rank is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
-    with nullcontext() if own is None else alone(own):
+    with nullcontext() if own is None else alone(own), _said(own):
         engine = open_engine(folder, options, device=device, **arguments)
     try:
         require_in_place(engine.collective_rpc(in_place), own)
@@ -42,6 +44,21 @@ def opened(
         close_engine(engine)
         raise
     return engine
+
+
+@contextmanager
+def _said(own: Precision | None) -> Iterator[None]:
+    """Inside, the ranks of an engine that start read how they quantise; those of one process are patched."""
+    before = os.environ.get("FLASHRL_CONFIG")
+    if own is not None:
+        os.environ["FLASHRL_CONFIG"] = own
+    try:
+        yield
+    finally:
+        if own is not None:
+            os.environ.pop("FLASHRL_CONFIG")
+        if before is not None:
+            os.environ["FLASHRL_CONFIG"] = before
 
 
 def rank_of(rank: int) -> int:

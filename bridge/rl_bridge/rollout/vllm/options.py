@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from rl_bridge.rollout.vllm.arguments import require_allowed
 from rl_bridge.weights.quantized import LAYOUTS, Precision
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -34,6 +35,8 @@ class VLLMOptions:
     """No compilation and no CUDA graphs: a start of seconds. Long runs on a GPU are faster with False."""
     sleep: bool = False
     """Let weights, keys and values leave a GPU while others work there (vLLM's sleep mode)."""
+    tensor_parallel_size: int = 1
+    """Processes that one engine is cut over, each with its share of every layer."""
     adapter_rank: int | None = None
     """Take LoRA adapters of up to this rank as such, beside the weights that the engine started from. None: merged."""
     replacements: int = 3
@@ -43,7 +46,8 @@ class VLLMOptions:
     by the precision, 0.3 for quantised matrices. A model that int8 changes more can be allowed more; it needs a
     correction all the more."""
     arguments: tuple[str, ...] = ()
-    """More arguments of ``vllm.EngineArgs``, each ``NAME=JSON``: ``gpu_memory_utilization=0.4``."""
+    """More arguments of ``vllm.EngineArgs``, each ``NAME=JSON``: ``gpu_memory_utilization=0.4``. Those that change
+    draws, their log-probabilities or the model are refused by name (docs/rollouts.md has the list)."""
 
     def __post_init__(self) -> None:
         """Refuse what no engine can be.
@@ -56,6 +60,11 @@ class VLLMOptions:
                 raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
         if self.rank_precisions and self.precision != "fp32":
             raise ValueError(f"either precision or rank_precisions, got {self.precision} and {self.rank_precisions}")
+        if self.rank_precisions and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "an engine that quantises by itself (rank_precisions) is of one process, got tensor_parallel_size="
+                f"{self.tensor_parallel_size}: take precision"
+            )
         kinds = {"fp32", "bf16"} & {*self.rank_precisions}
         if len(kinds) > 1 or (kinds == {"bf16"} and self.dtype == "float32"):
             raise ValueError(
@@ -63,7 +72,14 @@ class VLLMOptions:
             )
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))} or None, got {self.dtype!r}")
-        for name in ("max_model_len", "max_num_seqs", "kv_cache_gib", "adapter_rank", "proof_tolerance"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "tensor_parallel_size",
+            "kv_cache_gib",
+            "adapter_rank",
+            "proof_tolerance",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -76,6 +92,24 @@ class VLLMOptions:
         """The dtype of activations."""
         plain = self.precision == "fp32" if not self.rank_precisions else "fp32" in self.rank_precisions
         return self.dtype or ("float32" if plain else "bfloat16")
+
+    def of_build(self, tensor_parallel_size: int) -> "VLLMOptions":
+        """With what ``InferenceEngine.build`` was given; 1 is nothing.
+
+        >>> VLLMOptions().of_build(2).tensor_parallel_size
+        2
+
+        Raises:
+            ValueError: the options say another number.
+        """
+        if tensor_parallel_size == 1 or tensor_parallel_size == self.tensor_parallel_size:
+            return self
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"build(tensor_parallel_size={tensor_parallel_size}) and "
+                f"VLLMOptions(tensor_parallel_size={self.tensor_parallel_size}): say one number"
+            )
+        return replace(self, tensor_parallel_size=tensor_parallel_size)
 
     def of_rank(self, rank: int) -> tuple["VLLMOptions", Precision | None]:
         """The options of a data-parallel worker, and what its engine quantises by itself, if anything.
@@ -96,13 +130,15 @@ class VLLMOptions:
         {'gpu_memory_utilization': 0.4, 'enable_sleep_mode': True}
 
         Raises:
-            ValueError: for text that is not ``NAME=JSON``.
+            ValueError: for text that is not ``NAME=JSON``, and for names that are not on ``arguments.ALLOWED``.
         """
         found = {}
         for text in self.arguments:
             name, _, value = text.partition("=")
+            name = name.strip().removeprefix("--").replace("-", "_")
+            require_allowed(name)
             try:
-                found[name.replace("-", "_")] = json.loads(value)
+                found[name] = json.loads(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"an argument of vLLM is NAME=JSON, got {text!r}") from error
         return found

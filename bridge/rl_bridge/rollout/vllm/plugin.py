@@ -6,6 +6,7 @@ exceptions stop the process.
 
 # pyright: reportMissingImports=false
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +15,12 @@ BACKEND = "rl_fn"
 """Name of the transfer engine: an engine started with ``weight_transfer_config={"backend": BACKEND}`` needs it."""
 PROTOCOL = 1
 """Version of what a client and the transfer engine say to each other."""
+ERRORS = "RL_FN_VLLM_ERRORS"
+"""Variable with the file that the ranks of an engine write their errors to while it opens."""
 
 
 def register() -> None:
-    """Make the transfer engine known, mend vLLM's int8 scales and tied heads, apply FlashRL's variables.
+    """Make the transfer engine known, mend vLLM's int8 scales, tied heads and shared files, apply FlashRL's variables.
 
     Again has no effect, but for variables that changed.
 
@@ -26,19 +29,28 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from rl_bridge.rollout.vllm import keep_alive, tied_head
+    from rl_bridge.rollout.vllm import keep_alive, shared_memory, tied_head
     from rl_bridge.rollout.vllm.flashrl import set_logging, settings_of
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rl_bridge.rollout.vllm.transfer", "FolderTransfer")
+    if os.environ.get(ERRORS):
+        logging.getLogger("vllm").addHandler(_errors_to(os.environ[ERRORS]))
     keep_alive.install()
     tied_head.install()
+    shared_memory.install()
     settings = settings_of(os.environ)
     if settings is not None:
         from rl_bridge.rollout.vllm.quantizing import install
 
         set_logging(os.environ)
         install(settings)
+
+
+def _errors_to(file: str) -> logging.Handler:
+    handler = logging.FileHandler(file, delay=True)
+    handler.setLevel(logging.ERROR)
+    return handler
 
 
 def in_place(worker: Any) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 _PROMPT, _COUNT, _SEED = 24, 8, 20
+_LONGER = 32
+_MULTIPLE = 4.0
 
 
 class EngineLimits(NamedTuple):
@@ -45,6 +47,8 @@ class Tolerance:
 
     mean: float
     most: float
+    fixed: bool = field(default=False, repr=False)
+    """The user's own, which nothing that is measured changes."""
 
     @classmethod
     def of(cls, precision: str, mean: float | None = None) -> "Tolerance":
@@ -56,7 +60,22 @@ class Tolerance:
         (Tolerance(mean=0.001, most=0.01), Tolerance(mean=0.6, most=4.0))
         """
         found = _TOLERANCES.get(precision, cls(0.3, 2.0))
-        return found if mean is None else cls(mean, found.most * mean / found.mean)
+        return found if mean is None else cls(mean, found.most * mean / found.mean, fixed=True)
+
+    def of_trusted(self) -> "Tolerance":
+        """For weights all of which were compared in the engine: what is left are roundings, and the model has its own.
+
+        >>> Tolerance.of("bf16").of_trusted()
+        Tolerance(mean=0.2, most=2.0)
+        """
+        return self if self.fixed else Tolerance(_MULTIPLE * self.mean, _MULTIPLE * self.most)
+
+    def measured(self, drawn: Drawn, expected: Sequence[float]) -> "Tolerance":
+        """From now on: four times the gaps of weights that are proved, and not less than the precision's own."""
+        if self.fixed:
+            return self
+        gaps = _gaps(drawn, expected)
+        return Tolerance(max(self.mean, _MULTIPLE * sum(gaps) / len(gaps)), max(self.most, _MULTIPLE * max(gaps)))
 
 
 _TOLERANCES = {"fp32": Tolerance(1e-3, 1e-2), "bf16": Tolerance(0.05, 0.5)}
@@ -80,6 +99,22 @@ class Probe:
         length = min(limits.block + _PROMPT, limits.longest - count)
         prompt = tuple((3 + 7 * place) % limits.vocabulary for place in range(length))
         return cls(prompt, count, temperature=temperature, cacheable=0 < limits.block < length)
+
+    def longer(self, limits: EngineLimits) -> "Probe":
+        """Another prompt and more tokens: the second look, before an engine is given up."""
+        length = len(self.prompt)
+        prompt = tuple((5 + 11 * place) % limits.vocabulary for place in range(length))
+        count = min(_LONGER, limits.longest - length)
+        return replace(self, prompt=prompt, count=count, seed=self.seed + 1)
+
+
+def joined(looks: Sequence[tuple[Drawn, Sequence[float]]]) -> tuple[Drawn, tuple[float, ...]]:
+    """Several draws and their scores as one, under the first prompt."""
+    drawn = looks[0][0]._replace(
+        tokens=tuple(token for look, _ in looks for token in look.tokens),
+        logprobs=tuple(value for look, _ in looks for value in look.logprobs),
+    )
+    return drawn, tuple(value for _, scored in looks for value in scored)
 
 
 def check_drawn(drawn: Drawn, probe: Probe, version: str) -> None:
@@ -109,14 +144,18 @@ def check_scored(drawn: Drawn, expected: Sequence[float], tolerance: Tolerance) 
     """
     if len(expected) != len(drawn.tokens):
         raise ProbeFailed(f"the trainer scored {len(expected)} tokens of {len(drawn.tokens)}")
-    gaps = [abs(ours - theirs) for ours, theirs in zip(drawn.logprobs, expected, strict=True)]
+    gaps = _gaps(drawn, expected)
     mean, most = sum(gaps) / len(gaps), max(gaps)
     # Written so that what is not a number fails.
     if not (all(map(math.isfinite, gaps)) and mean <= tolerance.mean and most <= tolerance.most):
         raise ProbeFailed(
             f"the engine's log-probabilities are {mean:.2g} nats from the trainer's in the mean and {most:.2g} at "
-            f"most; allowed are {tolerance.mean:g} and {tolerance.most:g}"
+            f"most; allowed are {tolerance.mean:g} and {tolerance.most:g} (--rollout.vllm.proof-tolerance)"
         )
+
+
+def _gaps(drawn: Drawn, expected: Sequence[float]) -> list[float]:
+    return [abs(ours - theirs) for ours, theirs in zip(drawn.logprobs, expected, strict=True)]
 
 
 def check_again(drawn: Drawn, before: Drawn, expected: Sequence[float], tolerance: Tolerance) -> None:

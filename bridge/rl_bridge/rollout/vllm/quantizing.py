@@ -22,6 +22,8 @@ from rl_bridge.weights.quantized import LAYOUTS, Quantize, linear_weights
 
 logger = logging.getLogger(__name__)
 PROCESSED = "processed_logprobs"
+BEGUN = "rl_fn_begun"
+"""Attribute of a model whose weights were loaded and are as the kernels want them."""
 
 
 @dataclass
@@ -117,7 +119,8 @@ def _making(create: Callable[..., Any], settings: Settings) -> Callable[..., Any
         send = _map_of(setting, vllm_config, model_config)
         model = create(self, vllm_config, model_config, prefix)
         layers = _quantized_layers(model, setting)
-        model.load_weights = _quantizing(model.load_weights, send, model_config.model)
+        model.load_weights = _quantizing(model, send, model_config.model)
+        model.rl_fn_send = send  # for the comparison of what the engine holds
         model.rl_fn_in_force = InForce(setting.precision, len(send.names), layers, str(model_config.head_dtype))
         logger.info("%s: %s", model_config.model, model.rl_fn_in_force)
         return model
@@ -135,7 +138,7 @@ def _map_of(setting: Setting, vllm_config: Any, model_config: Any) -> Quantize:
     if own is not None:
         delattr(described, "quantization_config")
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(described)
+        skeleton = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
     names = linear_weights(skeleton)
     if setting.profile is not None:
         listed = frozenset(json.loads(Path(setting.profile).read_text())["weights"])
@@ -179,12 +182,27 @@ def _quantized_layers(model: torch.nn.Module, setting: Setting) -> int:
     return layers
 
 
-def _quantizing(load: Callable[..., Any], send: Quantize, model: str) -> Callable[..., Any]:
-    """``load_weights`` of a model, of quantised weights. The first call must bring every weight that has codes."""
+def _quantizing(module: torch.nn.Module, send: Quantize, model: str) -> Callable[..., Any]:
+    """``load_weights`` of a model, of quantised weights. The first call must bring every weight that has codes.
+
+    Raises:
+        RuntimeError: the engine has begun, and this is none of vLLM's own updates. A layer's codes then lie as its
+            kernel wants them: vLLM loads into some of them in the order of the checkpoint, without a word.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
     missing: set[str] | None = set(send.names)
+    load: Callable[..., Any] = module.load_weights  # type: ignore[assignment]
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *arguments: Any, **options: Any) -> Any:
         nonlocal missing
+        # vLLM marks every module for the time of an update, and this one, which has no weights, until the end.
+        if getattr(module, BEGUN, False) and not get_layerwise_info(module).can_load():
+            raise RuntimeError(
+                f"model.load_weights of an engine that has begun cannot update {model}, which is quantised: its codes "
+                "are where the kernels want them; take vLLM's reload_weights, or start_weight_update and "
+                "finish_weight_update around the weights. Nothing was loaded"
+            )
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
@@ -212,6 +230,7 @@ def _reloading(load: Callable[..., Any], settings: Settings) -> Callable[..., An
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         model = load(self, vllm_config, model_config, prefix)
+        setattr(model, BEGUN, True)
         for name in settings.reload:
             source = PretrainedSource(name)
             with torch.device("meta"):

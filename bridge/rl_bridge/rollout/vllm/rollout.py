@@ -2,11 +2,8 @@
 
 # pyright: reportMissingImports=false
 
-import shutil
-import tempfile
 import weakref
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -15,17 +12,17 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_bridge.data.requests import SamplingParams
 from rl_bridge.engines.results import returns
-from rl_bridge.engines.worker import DATA_RANK
+from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
 from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout.asynchronous.worker import Advancing
 from rl_bridge.rollout.conversing import Conversing
 from rl_bridge.rollout.generating import Generating
 from rl_bridge.rollout.inprocess import stop_tokens
 from rl_bridge.rollout.stop_texts import StopTexts
-from rl_bridge.rollout.vllm.checkpoint import checkpoint
-from rl_bridge.rollout.vllm.client import InProcessEngine
+from rl_bridge.rollout.temporary import TemporaryFolder
+from rl_bridge.rollout.vllm.checkpoint import checkpoint, require_updates
+from rl_bridge.rollout.vllm.client import InProcessEngine, draws_of
 from rl_bridge.rollout.vllm.decoder import Outbox, VLLMDecoder
-from rl_bridge.rollout.vllm.draws import Draws
 from rl_bridge.rollout.vllm.engine import close_engine, facts
 from rl_bridge.rollout.vllm.opening import opened
 from rl_bridge.rollout.vllm.options import VLLMOptions
@@ -51,8 +48,11 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
             ValueError: options that vLLM refuses, an engine that is not what they ask for, or ``sleep`` on a CPU.
         """
         with torch.device("meta"):
-            self._stop = stop_tokens(source.empty(), tokenizer)
-        options, own = options.of_rank(DATA_RANK.get())
+            model = source.empty()
+        require_updates(model)
+        self._stop = stop_tokens(model, tokenizer)
+        options, own = options.of_build(TENSOR_PARALLEL_SIZE.get()).of_rank(DATA_RANK.get())
+        self.tensor_parallel_size = options.tensor_parallel_size
         self._tokenizer, self._options = tokenizer, options
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -60,11 +60,10 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         if options.sleep:
             require_sleep(self._device.type, 1)
         self._asleep: set[str] = set()
-        folder = Path(tempfile.mkdtemp(prefix="rl_fn-vllm-"))
-        self._sweep = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._folder = TemporaryFolder("vllm")
         sent = options.precision if own is None else "fp32"
-        start, self._map = checkpoint(source, sent, getattr(torch, options.activations), folder)
-        draws = Draws()
+        start, self._map = checkpoint(source, sent, getattr(torch, options.activations), self._folder.path)
+        draws = draws_of(options)
         self._client = client = InProcessEngine(
             partial(opened, options, self._device, draws, own=own), close_engine, start
         )
@@ -76,6 +75,8 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
             replacements=options.replacements,
             adapter_rank=options.adapter_rank,
         )
+        restart = weakref.WeakMethod(self.updated.restart)
+        client.on_death = lambda: restart()()  # type: ignore[misc]  # who steps the client has its updates too
         self._outbox = Outbox(client, draws)
         self.longest = facts(client.engine).max_model_len
 
@@ -130,6 +131,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
             self._asleep.add("kv_cache")
 
     def close(self) -> None:
-        """End the engine and remove what was written for it."""
+        """End the engine and remove what was written for it, copies of weights included."""
         self._close()
-        self._sweep()
+        self._folder.close()
+        self.updated.receiver.copies.close()

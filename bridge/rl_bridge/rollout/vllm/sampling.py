@@ -8,7 +8,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as EngineSampling
 
 from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf, truncation
+from rl_bridge.rollout.pinned import pinned, truncation
+from rl_bridge.rollout.vllm.draws import EXTRA, DrawsOf
 
 
 def vllm_sampling(
@@ -26,10 +27,7 @@ def vllm_sampling(
     """
     cuts = truncation(sampling)
     return EngineSampling(
-        temperature=float(sampling.temperature),
-        top_k=int(cuts.get("top_k", 0)),
-        top_p=float(cuts.get("top_p", 1.0)),
-        min_p=float(cuts.get("min_p", 0.0)),
+        **pinned(sampling) | {"min_p": 0.0},  # Draws cuts by min-p, behind top-p
         max_tokens=limit,
         stop_token_ids=sorted(stop),
         ignore_eos=True,
@@ -37,5 +35,5 @@ def vllm_sampling(
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE,
-        extra_args={EXTRA: tuple(DrawsOf(seed, drawn, bool(cuts)))},
+        extra_args={EXTRA: tuple(DrawsOf(seed, drawn, bool(cuts), cuts.get("min_p", 0.0)))},
     )

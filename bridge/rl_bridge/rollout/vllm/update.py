@@ -1,10 +1,11 @@
 """One update of an engine as a checklist: it happened and is proved, or it raised and the engine is to be replaced."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rl_bridge.rollout.vllm.client import EngineClient
 from rl_bridge.rollout.vllm.copies import Copy
+from rl_bridge.rollout.vllm.held import Held
 from rl_bridge.rollout.vllm.probe import Drawn, Probe, Tolerance, check_drawn, check_scored
 from rl_bridge.weights.manifest import Manifest, TensorSpec, compare
 from rl_bridge.weights.peers import WeightSyncError
@@ -23,14 +24,17 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, client: EngineClient, copy: Copy, expected: dict[str, TensorSpec], probe: Probe, tolerance: Tolerance
+        self, client: EngineClient, copy: Copy, expected: dict[str, TensorSpec], probe: Probe, blind: Mapping[str, str]
     ) -> None:
-        """``expected``: names, shapes and dtypes of the checkpoint that the engine started from."""
+        """``expected``: names, shapes and dtypes of the checkpoint that the engine started from.
+
+        ``blind``: as ``compared`` has it.
+        """
         assert copy.version is not None, "the copy is complete"
         self.touched = False
         """Whether the engine was asked to change anything."""
         self._client, self._copy, self._expected = client, copy, expected
-        self._probe, self._tolerance = probe, tolerance
+        self._probe, self._blind = probe, blind
         self._version = str(copy.version)
         self._drawn: Drawn | None = None
 
@@ -64,6 +68,8 @@ class WeightUpdate:
                 client.finish(version)
             if client.version() != version:
                 raise UpdateFailed(f"the engine says that it has version {client.version()!r}")
+        with self._step("compare what the engine holds"):
+            compared(client, self._copy, self._blind)
         with self._step("reset the prefix cache"):
             if not client.reset_prefix_cache():
                 raise UpdateFailed("the engine kept blocks of the old weights' keys and values")
@@ -71,15 +77,15 @@ class WeightUpdate:
             self._drawn = probed(client, self._probe, version)
         return self._drawn
 
-    def prove(self, expected: Sequence[float]) -> None:
-        """Compare with the trainer's log-probabilities of the drawn tokens, and let the engine go on.
+    def prove(self, drawn: Drawn, expected: Sequence[float], tolerance: Tolerance) -> None:
+        """Compare what was drawn with the trainer's log-probabilities of it, and let the engine go on.
 
         Raises:
             UpdateFailed: they are not the same policy's.
         """
         assert self._drawn is not None, "run() comes first"
         with self._step("proof"):
-            check_scored(self._drawn, expected, self._tolerance)
+            check_scored(drawn, expected, tolerance)
         with self._step("resume"):
             self._client.resume()
 
@@ -89,6 +95,25 @@ class WeightUpdate:
             yield
         except Exception as error:
             raise UpdateFailed(f"update to version {self._version}, step '{name}': {error}") from error
+
+
+def compared(client: EngineClient, copy: Copy, blind: Mapping[str, str]) -> None:
+    """Hold each of the engine's tensors against the copy that it was loaded from, but for ``blind``: those that this
+    engine did not show, or not in a known order, when it had the checkpoint that it started from.
+
+    Raises:
+        UpdateFailed: a tensor is not what was sent, or is not shown any more.
+    """
+    held = client.held(copy.folder, copy.folder if copy.adapter else None)
+    require_same(held, blind)
+
+
+def require_same(held: Held, blind: Mapping[str, str]) -> None:
+    """As ``compared``, of what the engine answered."""
+    faults = [f"{name}: {what}" for name, what in (held.different | held.unread).items() if name not in blind]
+    if faults:
+        more = f"; and {len(faults) - 4} more tensors" if len(faults) > 4 else ""
+        raise UpdateFailed("; ".join(faults[:4]) + more)
 
 
 def probed(client: EngineClient, probe: Probe, version: str) -> Drawn:

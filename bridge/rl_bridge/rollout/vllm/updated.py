@@ -2,15 +2,16 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from rl_bridge.engines.results import returns
 from rl_bridge.rollout.vllm.client import EngineClient
 from rl_bridge.rollout.vllm.copies import Copy
-from rl_bridge.rollout.vllm.probe import Drawn, Probe, Tolerance, check_again, check_scored
+from rl_bridge.rollout.vllm.probe import Drawn, Probe, ProbeFailed, Tolerance, check_again, check_scored, joined
 from rl_bridge.rollout.vllm.receiver import VLLMReceiver
-from rl_bridge.rollout.vllm.update import UpdateFailed, WeightUpdate, probed
+from rl_bridge.rollout.vllm.update import UpdateFailed, WeightUpdate, compared, probed
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,13 @@ class Attempt(NamedTuple):
     """Where an update stands in one worker: what is to be scored (None: nothing more), what failed on the way.
 
     ``version``: of the proved weights in use; None while an update waits for its proof.
+    ``not_compared``: tensors of the engine for which its samples alone speak.
     """
 
     drawn: Drawn | None
     failure: str | None
     version: int | None
+    not_compared: int = 0
 
 
 class Proof(NamedTuple):
@@ -66,7 +69,8 @@ class UpdatedEngine:
         self.receiver = VLLMReceiver(checkpoint, copies=copies, adapter_rank=adapter_rank)
         self.replaced = 0
         """Times that the engine was replaced."""
-        self._tolerance, self._most, self._in_a_row = tolerance, replacements, 0
+        self._tolerance, self._measured = tolerance, False
+        self._most, self._in_a_row = replacements, 0
         self._version: int | None = 0
         self._proved = 0
         self._proof: Proof | None = None
@@ -74,7 +78,9 @@ class UpdatedEngine:
         self._update: WeightUpdate | None = None
         self._copy: Copy | None = None
         self._drawn: Drawn | None = None
+        self._looks: list[tuple[Drawn, tuple[float, ...]]] = []
         self._failure: str | None = None
+        self._blind: dict[str, str] | None = None
 
     def version(self) -> int:
         """The version of the proved weights in use.
@@ -112,8 +118,10 @@ class UpdatedEngine:
             self.receiver.version = self._version  # what came is not used, and the engine goes on with what it has
             raise UpdateFailed(f"weights of version {version} came after those of version {self._proved}")
         self._probe = Probe.of(self.client.limits(), temperature)
-        update = WeightUpdate(self.client, copy, self.receiver.expected(copy), self._probe, self._tolerance)
-        self._version, self._copy, self._failure = None, copy, None
+        if self._blind is None and not copy.adapter:
+            self._blind = self._look_at_the_first()
+        update = WeightUpdate(self.client, copy, self.receiver.expected(copy), self._probe, self._blind or {})
+        self._version, self._copy, self._failure, self._looks = None, copy, None, []
         try:
             self._update, self._drawn = update, update.run()
         except UpdateFailed as error:
@@ -132,12 +140,17 @@ class UpdatedEngine:
         if self._drawn is None:
             return self._stands()
         assert self._copy is not None and self._probe is not None, "take() comes first"
-        expected = scored[self._drawn.sequence]
+        self._looks.append((self._drawn, tuple(scored[self._drawn.sequence])))
+        drawn, expected = joined(self._looks)
+        allowed = self._tolerance if self._measured or self._blind else self._tolerance.of_trusted()
         try:
+            if len(self._looks) == 1 and self._wants_more(drawn, expected, allowed):
+                self._drawn = probed(self.client, self._probe.longer(self.client.limits()), str(self._copy.version))
+                return self._stands()
             if self._update is not None:
-                self._update.prove(expected)
+                self._update.prove(drawn, expected, allowed)
             else:
-                check_scored(self._drawn, expected, self._tolerance)
+                check_scored(drawn, expected, allowed)
                 self.client.resume()
         except Exception as error:
             if self._update is not None:
@@ -146,7 +159,9 @@ class UpdatedEngine:
                 self._go_back(f"a fresh engine from the same weights: {error}")
             return self._stands()
         self.receiver.copies.prove(self._copy)
-        self._proof = Proof(self._probe, self._drawn, tuple(expected))
+        self._proof = Proof(self._probe, *self._looks[0])
+        if not self._measured:
+            self._tolerance, self._measured = self._tolerance.measured(drawn, expected), True
         self._go_on(self._copy.version)
         self._in_a_row = 0 if self._failure is None else self._in_a_row + 1
         if self._in_a_row > self._most:
@@ -156,14 +171,22 @@ class UpdatedEngine:
             )
         return self._stands()
 
+    def _wants_more(self, drawn: Drawn, expected: tuple[float, ...], allowed: Tolerance) -> bool:
+        """The first proof is measured with more tokens; later ones get a second look where the first does not do."""
+        try:
+            check_scored(drawn, expected, allowed)
+        except ProbeFailed:
+            return True
+        return not self._measured
+
     def _stands(self) -> Attempt:
-        return Attempt(self._drawn, self._failure, self._version)
+        return Attempt(self._drawn, self._failure, self._version, len(self._blind or {}))
 
     def _replace(self, failure: str) -> None:
         """A fresh engine from the copy that came, and its probe."""
         assert self._copy is not None and self._probe is not None
         logger.warning("%s; the engine is replaced", failure)
-        self._failure, self._update, self._drawn = failure, None, None
+        self._failure, self._update, self._drawn, self._looks = failure, None, None, []
         version = str(self._copy.version)
         try:
             self._open(self._copy, version)
@@ -192,7 +215,9 @@ class UpdatedEngine:
         """
         if self._proof is not None:
             probe, drawn, scored = self._proof
-            check_again(probed(self.client, probe, str(self._proved)), drawn, scored, self._tolerance)
+            # Its own look may have needed a second one to be believed.
+            wide = replace(self._tolerance, fixed=False).measured(drawn, scored)
+            check_again(probed(self.client, probe, str(self._proved)), drawn, scored, wide)
 
     def _open(self, copy: Copy | None, version: str) -> None:
         """None: the checkpoint that the first engine started from."""
@@ -202,12 +227,32 @@ class UpdatedEngine:
             self.client.replace(checkpoint, version, copy.folder)
         else:
             self.client.replace(checkpoint if copy is None else copy.folder, version)
+        if copy is not None:
+            compared(self.client, copy, self._blind or {})
+
+    def _look_at_the_first(self) -> dict[str, str]:
+        """Tensors that cannot be compared in this engine: it shows others for the very weights that it started from.
+
+        What is not read, or is in an order that only vLLM knows, is said once; its samples speak for it.
+        """
+        held = self.client.held(self.receiver.copies.checkpoint)
+        order = dict.fromkeys(held.different, "in another order or form than it was sent")
+        blind = order | held.unread
+        if blind:
+            said = [f"{name} ({why})" for name, why in blind.items()]
+            logger.warning(
+                "%d tensors of the engine cannot be compared with what is sent, for them its samples speak alone: %s",
+                len(said),
+                "; ".join(said[:8]) + ("; …" if len(said) > 8 else ""),
+            )
+        return blind
 
     def _go_on(self, version: int | None) -> None:
         self._version = self.receiver.version = version
         if version is not None:
             self._proved = version
         self._drawn = self._update = None
+        self._looks = []
 
 
 class TakesProvedWeights:

@@ -19,7 +19,7 @@ class GoesOn(enum.Enum):
     AFTER_CLOSE = "after close"
     """The other process must have closed the store: nobody knows what a killed one had sent."""
     NEVER = "never"
-    """The store is one file that one process writes."""
+    """The store is one file that one process writes: it is left alone until there is something new."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name or name} is not installed: pip install 'rl-fn[trackers]'") from error
+        raise ModuleNotFoundError(f"{error.name or name} is not installed: pip install '.[trackers]'") from error
 
 
 def _flat(value: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import tyro
 
+from rl_bridge.terminal import say
 from rl_bridge.tracking.exporters.session import ExportOptions, export
 
 
@@ -17,5 +18,5 @@ def run(words: Sequence[str]) -> int:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     records, new = export(folder, options)
-    print(f"{options.to} has {records} records of {folder} in {options.output}, {new} of them new")
+    say(f"{options.to} has {records} records of {folder} in {options.output}, {new} of them new")
     return 0

@@ -41,7 +41,7 @@ def live_export(names: Sequence[str], output: Path, project: str, system_every: 
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(f"{name} is not installed: pip install 'rl-fn[trackers]'")
+            raise ModuleNotFoundError(f"{name} is not installed: pip install '.[trackers]'")
     exports = [ExportOptions(to=cast(Target, name), output=output, project=project) for name in names]
     return LiveExport(exports, system_every)
 

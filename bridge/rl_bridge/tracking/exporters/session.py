@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from rl_bridge.tracking.exporters.artifacts import artifact_of
 from rl_bridge.tracking.exporters.base import About, Exporter, GoesOn, Place, exporter_of
-from rl_bridge.tracking.exporters.cursor import Cursor, key_of
+from rl_bridge.tracking.exporters.cursor import FOLDER, Cursor, key_of
 from rl_bridge.tracking.exporters.rows import CHUNK, STREAMS, Cut, Row, Tail
 from rl_bridge.tracking.provenance import read_provenance
 from rl_bridge.tracking.records import METRICS
@@ -43,15 +43,19 @@ class Session:
         """``wait``: seconds for another process that exports the same run to the same place.
 
         Raises:
-            ValueError: there is no run.
+            ValueError: there is no run, or what an export would write to is a link.
         """
         if not (folder / METRICS).is_file():
             raise ValueError(f"{folder} has no {METRICS}: it is not a run's folder")
+        for link in filter(Path.is_symlink, [folder / FOLDER, *(folder / FOLDER).glob("*")]):
+            raise ValueError(f"{link} is a link, and an export writes to the run's own files: remove it")
         self._folder, self._options = folder, options
         output = options.output.resolve()
         self._place = Place(output, options.project)
         self._cursor = Cursor(folder, options.to, f"{output}\n{options.project}", wait=wait)
         self._sent = 0
+        self._resting = False
+        """The store has everything, and is not opened before there is more: it would have to be written anew."""
 
     def __enter__(self) -> Self:
         self._cursor.__enter__()
@@ -102,6 +106,9 @@ class Session:
         """Send the model that the run has made, unless the store has this one already."""
         found = artifact_of(self._folder, copied=self._options.artifacts == "files")
         if found is not None and self._memory.get("artifact") != [found.sha256, found.copied]:
+            if self._resting:
+                self._open(anew=True)
+                self._send()
             self._exporter.artifact(found)
             self._memory["artifact"] = [found.sha256, found.copied]
             self._remember()
@@ -113,17 +120,24 @@ class Session:
         self._memory: dict[str, Any] = dict(remembered["memory"]) if remembered else {}
         self._exporter: Exporter = exporter_of(self._options.to)(about, self._place, self._memory)
         tails = {name: Tail(name, **(state["tails"][name] if state and not again else {})) for name in STREAMS}
-        goes_on = (
+        unchanged = (
             state is not None
             and not again
             and state["about"] == digest
             and all(tail.begins(self._folder) for tail in tails.values())
-            and self._exporter.goes_on in ((GoesOn.ALWAYS, GoesOn.AFTER_CLOSE) if state["closed"] else (GoesOn.ALWAYS,))
+            and (state["closed"] or self._exporter.goes_on is GoesOn.ALWAYS)
             and self._exporter.has(tails["metrics"].rows)
         )
-        self._tails = tails if goes_on else {name: Tail(name) for name in STREAMS}
-        self._about = digest
-        if not goes_on:
+        self._tails, self._about = tails, digest
+        self._resting = unchanged and self._exporter.goes_on is GoesOn.NEVER
+        if not self._resting:
+            self._open(anew=not unchanged)
+
+    def _open(self, *, anew: bool) -> None:
+        """Be ready for rows. ``anew``: from the first one on."""
+        self._resting = False
+        if anew:
+            self._tails = {name: Tail(name) for name in STREAMS}
             self._exporter.clear()
             self._memory.pop("artifact", None)
         self._exporter.open()
@@ -132,6 +146,9 @@ class Session:
     def _send(self) -> None:
         for name, tail in self._tails.items():
             for rows in _chunks(tail.read(self._folder)):
+                if self._resting:
+                    self._open(anew=True)
+                    return self._send()
                 self._exporter.send(rows)
                 self._sent += len(rows) if name == "metrics" else 0
                 self._remember()

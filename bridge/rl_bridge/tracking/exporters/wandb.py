@@ -41,8 +41,8 @@ class RunExporter:
         return self._about.key if generation == 1 else f"{self._about.key}-{generation}"
 
     def has(self, rows: int) -> bool:
-        """A server is not asked: the cursor says what was sent."""
-        return True
+        """Told by the offline run's file. A server is not asked: the cursor says what was sent."""
+        return self._mode != "offline" or (bool(self._folders()) and self._kept() >= rows)
 
     def clear(self) -> None:
         """Remove offline runs that were not synced; a run on a server is deleted there, or left and named anew."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import torch
 
 import rl_fn
@@ -81,6 +82,7 @@ class ComparisonLoss:
             raise ValueError(f"{self.name} does not take {', '.join(sorted(unknown))}")
         if self.average and any(name.endswith("_lengths") for name in reads(self.name)):
             raise ValueError(f"{self.name} divides by the lengths itself: average must be None or False")
+        self._require_constants()
 
     @property
     def form(self) -> Form:
@@ -158,6 +160,16 @@ class ComparisonLoss:
         """The mean loss and what there is to ``watch``, undivided: parts of a batch add up."""
         watched = {"loss": (losses.detach(), batch.present.any(1)), **self.watch(batch, outputs.detach())}
         return {name: _sum(values, counted) for name, (values, counted) in watched.items()}
+
+    def _require_constants(self) -> None:
+        """Refuse constants that the loss does not take: it is traced with arguments of one comparison."""
+        one, two = ((shape, "float32") for shape in ((1,), (1, 2)))
+        kinds = {"desirable": ((1,), "bool"), "rewards": two} | dict.fromkeys(self.statistics, ((), "float32"))
+        given = {name: jax.ShapeDtypeStruct(*kinds.get(name, one)) for name in (*reads(self.name), *self.statistics)}
+        try:
+            jax.eval_shape(functools.partial(getattr(rl_fn, self.name), **self.constants), **given)
+        except ValueError as error:
+            raise ValueError(f"loss {self.name}: {error}") from error
 
     def _inputs(self, batch: PairBatch, outputs: torch.Tensor, *, average: bool = False) -> _Inputs:
         counted = batch.counted().to(outputs.dtype)

@@ -63,6 +63,9 @@ def fused_share(
     ``seen`` is called with the log-probabilities and entropies of the tokens that the head has at a time.
     """
     module.require_weights()
+    if module.arrangements.head != "linear":
+        name = type(module.model).__name__
+        raise ValueError(f"fused_loss needs a head that is one matrix, and {name} does more: train without fused_loss")
     fields, documents = module.read(batch)
     inputs, targets, counted = fields[:3]
     flat = {name: None if (x := getattr(batch, name)) is None else following(x).flatten(0, 1) for name in names}
@@ -81,5 +84,5 @@ def fused_share(
     with module.autocast(inputs.device):
         if documents is None:
             return token_loss(module.model, inputs, targets, loss, use_cache=False, **options)
-        options |= documents.forward_kwargs | {"rows": lambda hidden: documents.put(hidden, inputs.shape)}
+        options |= module.packed_kwargs(documents) | {"rows": lambda hidden: documents.put(hidden, inputs.shape)}
         return token_loss(module.model, documents.take(inputs), targets, loss, **options)

@@ -5,6 +5,8 @@ from typing import Literal
 
 import torch
 
+from rl_bridge.messages import given
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -32,11 +34,17 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot train."""
         if not (self.learning_rate > 0 and self.max_grad_norm > 0 and self.warmup >= 0 and 0 <= self.final <= 1):
-            raise ValueError(f"need learning_rate > 0, max_grad_norm > 0, warmup ≥ 0 and final in [0, 1], got {self}")
+            raise ValueError(
+                "need learning_rate > 0, max_grad_norm > 0, warmup ≥ 0 and final in [0, 1], got "
+                f"{given(self, 'learning_rate', 'max_grad_norm', 'warmup', 'final')}"
+            )
         if self.initial is not None and not 0 <= self.initial <= 1:
-            raise ValueError(f"need initial in [0, 1] or None, got {self}")
+            raise ValueError(f"need initial in [0, 1] or None, got {given(self, 'initial')}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0):
-            raise ValueError(f"need beta1 and beta2 in [0, 1) and weight_decay ≥ 0, got {self}")
+            raise ValueError(
+                "need beta1 and beta2 in [0, 1) and weight_decay ≥ 0, got "
+                f"{given(self, 'beta1', 'beta2', 'weight_decay')}"
+            )
 
     def scale(self, step: int, total: int) -> float:
         """The share of the learning rate that update ``step`` (from 0) of ``total`` is made with."""

@@ -73,13 +73,13 @@ class PolicyModule(CausalLMModule):
         if self.objective.over_batch and len(parts) > 1:
             return self._step_over_batch(batch.to(self.compute_device()), parts, numbers, watched)
         metrics: dict[str, Any] = {}
-        for part in parts:
+        for part in self.balanced_parts(parts):
             marks = None if watched is None else watched[part.places.cpu()]
             step = self._fused if self.fused_loss else self._apart
             found = step(part.batch, numbers, marks)
             for name, value in found.items():
                 metrics[name] = metrics.get(name, 0) + value
-        return metrics
+        return metrics | self.balance_metrics()
 
     @returns("local")
     def take_watched(self) -> dict[int, dict[str, list[float]]]:
@@ -141,14 +141,16 @@ class PolicyModule(CausalLMModule):
             for column in zip(*outputs, strict=True)
         )
         metrics = self._backward(batch, logprobs, entropies, numbers, marks)
-        for part in parts:
+        for part in self.balanced_parts(parts):
             pairs = [
                 (x, part.of(w.grad))
                 for x, w in zip(self(part.batch), (logprobs, entropies), strict=True)
                 if w.grad is not None
             ]
+            term = None if self.balance is None else self.balance.term()
+            pairs += [] if term is None else [(term, torch.ones_like(term))]
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
-        return metrics
+        return metrics | self.balance_metrics()
 
 
 def detached(part: Any) -> Any:

@@ -1,6 +1,6 @@
 """The modules that learn from comparisons by a loss of ``rl_fn``, and the one over log-probabilities of completions."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,7 @@ class ComparisonScorer(Scorer):
 
     def comparison_parts(self, batch: PairBatch) -> list[PairPart]:
         """The batch in parts that one forward pass takes, where the model computes; as many on all workers."""
-        scoring = self.scoring
-        options = {"packing": scoring.packing, "share_prefixes": scoring.share_prefixes}
-        parts = pair_parts(batch, self.micro_batch_tokens(), **options)
+        parts = pair_parts(batch, self.micro_batch_tokens(), **self.arranged())
         self.largest_micro_batch = max((part.batch.completions.tokens.numel() for part in parts), default=0)
         parts += [stand_in_pair(batch)] * (self.agreed_count(len(parts)) - len(parts))
         return [part._replace(batch=part.batch.to(self.compute_device())) for part in parts]
@@ -69,13 +67,13 @@ class ComparisonModule(Trainable, ComparisonScorer):
         if self.loss.over_batch:
             raise ValueError(f"{self.loss.name} needs all comparisons at once: use backward_through")
         metrics: dict[str, Any] = {}
-        for _, part in self.comparison_parts(batch):
+        for _, part in self.balanced_pairs(batch):
             outputs = self.outputs(part)
             losses = self.loss(part, outputs, statistics)
             self.backward(losses.sum() / denominator)
             for name, value in self.loss.metrics(part, outputs, losses).items():
                 metrics[name] = metrics.get(name, 0) + value
-        return metrics
+        return metrics | self.balance_metrics()
 
     @returns("same")
     @within_memory
@@ -85,10 +83,17 @@ class ComparisonModule(Trainable, ComparisonScorer):
         ``finite``: whether the loss is, for ``optimizer_step``; an infinite one may have a finite gradient.
         """
         self._losses_are_finite = self._losses_are_finite & finite
-        for places, part in self.comparison_parts(batch):
+        for places, part in self.balanced_pairs(batch):
             outputs = self.outputs(part)
             weights = gradient[places].to(outputs) if len(places) else torch.zeros_like(outputs)
-            outputs.backward(weights)
+            term = None if self.balance is None else self.balance.term()
+            pairs = [(outputs, weights)] + ([] if term is None else [(term, torch.ones_like(term))])
+            torch.autograd.backward([x for x, _ in pairs], [x for _, x in pairs])
+
+    def balanced_pairs(self, batch: PairBatch) -> Iterator[PairPart]:
+        """``balanced`` for micro-batches of comparisons."""
+        parts = self.comparison_parts(batch)
+        return self.balanced(parts, lambda part: self.outputs(part.batch), lambda part: part.batch.completions)
 
 
 class CompletionScorer(ComparisonScorer, TokenScorer):

@@ -12,6 +12,8 @@ from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.results import returns
 from rl_bridge.memory.budget import TokenBudget
 from rl_bridge.memory.within import scores_within_memory
+from rl_bridge.messages import given
+from rl_bridge.models.rotary import rotary_bound
 from rl_bridge.models.saving import save_pretrained
 from rl_bridge.models.source import ModelSource, device_of
 from rl_bridge.parallel.attention import use_rl_fn_attention
@@ -19,8 +21,10 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.gradients import agree_max
 from rl_bridge.parallel.head import token_logprobs
+from rl_bridge.parallel.layers import without_peft
 from rl_bridge.parallel.mesh import DIMS
 from rl_bridge.parallel.plan import parallelize
+from rl_bridge.parallel.probe import Arrangements, forward_kwargs, probe
 from rl_bridge.trainers.modules.cpu_layers import use_cpu_layers
 
 
@@ -53,7 +57,10 @@ class ScoringConfig:
             and (self.micro_batch_tokens == "auto" or self.micro_batch_tokens > 0)
             and (self.softcap is None or self.softcap > 0)
         ):
-            raise ValueError(f"need temperature > 0, micro_batch_tokens > 0 and softcap > 0 or None, got {self}")
+            raise ValueError(
+                "need temperature > 0, micro_batch_tokens > 0 and softcap > 0 or None, got "
+                f"{given(self, 'temperature', 'micro_batch_tokens', 'softcap')}"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
 
@@ -64,6 +71,8 @@ class Scorer(ParallelModule):
     On its own it has no optimiser: its weights are frozen.
     """
 
+    cuts_sequences: ClassVar[bool] = True
+    takes_empty_shares: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
 
     def __init__(
@@ -84,6 +93,8 @@ class Scorer(ParallelModule):
         self._mesh: DeviceMesh | None = None
         self.budget = TokenBudget() if self.scoring.micro_batch_tokens == "auto" else None
         self.largest_micro_batch = 0
+        self.arrangements = Arrangements()
+        self._longest = rotary_bound(self.model)
 
     def exported(self) -> torch.nn.Module:
         """The Hugging Face model: its weights travel under its own names."""
@@ -95,22 +106,33 @@ class Scorer(ParallelModule):
         parallelize(self.model, mesh, self._parallel)
 
     def load_weights(self) -> None:
-        """Read from the source what this worker holds."""
+        """Read from the source what this worker holds, and see which arrangements of rows are right for the model."""
         if self._mesh is None:
             parallelize(self.model, None, self._parallel, device_type=self.device.type)
         self._source.load(self.model, self.device)
+        exact = self._parallel.param_dtype in (torch.float32, torch.float64)
+        self.arrangements = probe(self.model, self._mesh, exact=exact)
 
     def micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
         """The batch in parts that one forward pass takes, where the model computes; as many on all workers.
 
         Workers that have fewer, or no rows at all, get stand-ins, so that the models' collectives match.
         """
-        scoring = self.scoring
-        options = {"packing": scoring.packing, "share_prefixes": scoring.share_prefixes}
-        parts = micro_batches(batch, self.micro_batch_tokens(), **options)
+        parts = micro_batches(batch, self.micro_batch_tokens(), **self.arranged())
         self.largest_micro_batch = max((part.batch.tokens.numel() for part in parts), default=0)
         parts += [stand_in(batch)] * (self.agreed_count(len(parts)) - len(parts))
         return [part.to(self.compute_device()) for part in parts]
+
+    def arranged(self) -> dict[str, bool]:
+        """How rows lie in micro-batches: as asked for, where that is right for the model."""
+        scoring, right = self.scoring, self.arrangements
+        return {"packing": scoring.packing and right.packed, "share_prefixes": scoring.share_prefixes and right.shared}
+
+    @returns("same")
+    def notes(self) -> list[str]:
+        """Why rows lie otherwise than asked for; empty where they do not."""
+        asked = {"padded": True, "packed": self.scoring.packing, "shared": self.scoring.share_prefixes}
+        return [note for arranged, note in self.arrangements.notes.items() if asked[arranged]]
 
     def micro_batch_tokens(self) -> int:
         """Of the next micro-batches: the configured number, or the smallest budget of all workers."""
@@ -134,13 +156,27 @@ class Scorer(ParallelModule):
         """The first ``lengths`` tokens of each row, [N], as one packed row; None where rows lie padded side by side.
 
         Rows of a micro-batch that share a prefix are packed, with the prefix once.
+
+        Raises:
+            ValueError: a row for which the model would turn the rows beside it otherwise.
         """
+        if self._longest is not None and (longest := max(batch.lengths.tolist(), default=0)) > self._longest:
+            raise ValueError(
+                f"a row has {longest} tokens: {type(without_peft(self.model)).__name__} chooses its rotary frequencies "
+                f"by the longest row of a call beyond {self._longest} tokens, and every row beside it would change; "
+                "leave out longer rows"
+            )
         shared = None
-        if self.scoring.share_prefixes:
+        arranged = self.arranged()
+        if arranged["share_prefixes"]:
             shared = torch.minimum(batch.prefixes_worth_sharing(), lengths)
         if shared is not None and bool(shared.any()):
             return Documents(lengths, self._mesh, groups=batch.groups, shared=shared)
-        return Documents(lengths, self._mesh) if self.scoring.packing or self._ranks("sequence") > 1 else None
+        return Documents(lengths, self._mesh) if arranged["packing"] or self._ranks("sequence") > 1 else None
+
+    def packed_kwargs(self, documents: Documents) -> dict[str, Any]:
+        """Arguments of the model's call with packed documents, beside the tokens."""
+        return forward_kwargs(self.model, documents)
 
     def compute_device(self) -> torch.device:
         """Where the model computes: not where its weights lie if these are offloaded."""
@@ -163,19 +199,15 @@ class Scorer(ParallelModule):
         save_pretrained(self.model, folder)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """The weights and their version: all that a checkpoint of a frozen model holds."""
-        return {"model": self.model.state_dict(), "version": self.weights_version()}
+        """The weights and their version, and the optimiser of a module that has one; with LoRA the frozen base too."""
+        return {"model": self.model.state_dict(), "version": self.weights_version(), **self.optimizer_states()}
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Take back what ``checkpoint_state`` gave."""
         self.make_room()
         self.model.load_state_dict(state["model"])
+        self.load_optimizer_states(state)
         self.weight_receiver().version = state["version"]
-
-    def move(self, what: str, device: torch.device) -> None:
-        """Move the weights. There is nothing else: an optimiser that is not there is anywhere."""
-        if what != "optimizer":
-            super().move(what, device)
 
     def _ranks(self, axis: str) -> int:
         return 1 if self._mesh is None else self._mesh.get_group(axis).size()
@@ -194,7 +226,7 @@ class TokenScorer(Scorer):
             scores = self._scores(*fields, use_cache=False)
         else:
             packed = [documents.take(x) for x in fields]
-            scores = documents.put(self._scores(*packed, **documents.forward_kwargs), (rows, max(1, columns - 1)))
+            scores = documents.put(self._scores(*packed, **self.packed_kwargs(documents)), (rows, max(1, columns - 1)))
         scores = torch.nn.functional.pad(scores, (0, 0, 1, 0))[:, :columns].masked_fill(~batch.mask[..., None], 0.0)
         logprobs, entropies = scores.unbind(-1)
         return logprobs, entropies
@@ -232,6 +264,7 @@ class TokenScorer(Scorer):
                 softcap=self.scoring.softcap,
                 mask=counted,
                 allowed_tokens=allowed,
+                head=self.arrangements.head,
                 **options,
             )
         assert entropies is not None

@@ -21,13 +21,16 @@ class SupervisedModule(CausalLMModule):
     @returns("sum")
     @within_memory
     def train_step(self, batch: TokenBatch, denominator: float) -> dict[str, Ratio]:
-        """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss."""
+        """Add the gradient of Σ −log π / ``denominator`` (the whole batch's tokens); returns the undivided loss.
+
+        And that of a mixture's load-balancing loss, where the model's configuration asks for one.
+        """
         total: Any = 0
-        for _, part in self.micro_batches(batch):
+        for _, part in self.balanced_parts(self.micro_batches(batch)):
             loss = self._loss(part)
             self.backward(loss.total / denominator)
             total = total + detached(loss)
-        return {"nll": total}
+        return {"nll": total, **self.balance_metrics()}
 
     @returns("sum")
     @scores_within_memory

@@ -1,16 +1,21 @@
 """What every trained module needs beyond its scores: an optimiser, its schedule, and their state."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from rl_bridge.checkpoints.optimizers import load_optimizer_state, optimizer_state
+from rl_bridge.data.micro_batches import MicroBatch
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines.optimizers import load_optimizer_state, optimizer_state, require_states
 from rl_bridge.engines.results import returns
 from rl_bridge.memory.within import optimizer_within_memory
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.gradients import agree_max, clip_grad_norm
 from rl_bridge.parallel.mesh import DIMS
+from rl_bridge.trainers.modules.balance import Part, require_whole_rows, router_balance
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.scoring import Scorer, ScoringConfig, TokenScorer
 
@@ -22,7 +27,6 @@ class Trainable(Scorer):
     """
 
     trainable: ClassVar[bool] = True
-    movable: ClassVar[tuple[str, ...]] = ("weights", "optimizer")
 
     def __init__(
         self,
@@ -36,6 +40,14 @@ class Trainable(Scorer):
         super().__init__(source, scoring, parallel=parallel)
         self.optimizer_config, self._updates = optimizer, updates
         self._losses_are_finite: bool | torch.Tensor = True
+        self.balance = router_balance(self.model)
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Cut the model over the mesh, if its loss is right there."""
+        self._mesh = mesh
+        if self.balance is not None:
+            require_whole_rows(self)
+        super().parallelize(mesh)
 
     def on_weights_materialized(self) -> None:
         """Make optimiser and schedule: they hold on to the parameters, which must be the last ones."""
@@ -54,8 +66,23 @@ class Trainable(Scorer):
         """All of them, or those that the source did not freeze."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def balanced(
+        self, parts: Sequence[Part], forward: Callable[[Part], Any], batch_of: Callable[[Part], TokenBatch]
+    ) -> Iterator[Part]:
+        """The micro-batches of a step, one after another, each until ``backward`` of it is through.
+
+        ``backward`` adds the load-balancing loss of a mixture whose configuration asks for it.
+        """
+        yield from parts if self.balance is None else self.balance.parts(self, parts, forward, batch_of)
+
+    def balance_metrics(self) -> dict[str, Any]:
+        """Of the step that ``balanced`` was for: "router_balance", without its coefficient, where there is the loss."""
+        return {} if self.balance is None else self.balance.metrics()
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a scalar loss, and remember whether the loss is finite for ``optimizer_step``."""
+        term = None if self.balance is None else self.balance.term()
+        loss = loss if term is None else loss + term
         loss.backward()
         self._losses_are_finite = self._losses_are_finite & torch.isfinite(loss.detach())
 
@@ -68,7 +95,7 @@ class Trainable(Scorer):
         """
         norm = clip_grad_norm(self.trained_parameters(), self.optimizer_config.max_grad_norm, self._mesh)
         version = self.weights_version()
-        self._require_optimizer()
+        require_states([self.optimizer])
         rate = self.optimizer.param_groups[0]["lr"]
         skipped = self._any_worker(not (self._losses_are_finite and bool(torch.isfinite(norm))))
         if not skipped:
@@ -91,58 +118,22 @@ class Trainable(Scorer):
                 there = agree_max(there, self._mesh.get_group(axis))
         return bool(there)
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Everything that the next update depends on; with LoRA the frozen base too."""
-        self._require_optimizer()
+    def optimizer_states(self) -> dict[str, Any]:
+        """Of optimiser and schedule, by the names of the model's parameters."""
         return {
-            **super().checkpoint_state(),
             "optimizer": optimizer_state(self.model, self.optimizer),
             "scheduler": self.scheduler.state_dict(),
         }
 
-    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``checkpoint_state`` gave."""
-        super().load_checkpoint_state(state)
+    def load_optimizer_states(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``optimizer_states`` gave."""
         load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-
-    def move(self, what: str, device: torch.device) -> None:
-        """Move the weights or the optimiser's state. What was freed (``meta``) comes back by a checkpoint."""
-        super().move(what, device)
-        if what == "optimizer":
-            if device.type != "meta":
-                self._require_optimizer()
-            self._move_optimizer(device)
-
-    def make_room(self) -> None:
-        """Bring freed weights and a freed optimiser's state back, without values, for a checkpoint to fill."""
-        super().make_room()
-        if self._optimizer_is_freed():
-            self._move_optimizer(self.weights_device())
-
-    def _move_optimizer(self, device: torch.device) -> None:
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                # AdamW keeps its step counts on the host.
-                if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-
-    def _optimizer_is_freed(self) -> bool:
-        states = (value for state in self.optimizer.state.values() for value in state.values())
-        return any(isinstance(value, torch.Tensor) and value.is_meta for value in states)
-
-    def _require_optimizer(self) -> None:
-        if self._optimizer_is_freed():
-            raise ValueError("the optimiser's state was freed: load a checkpoint first")
-
-    def on_parameters_replaced(self, replaced: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
-        """Point the optimiser at the parameters that took the place of others: old → new."""
-        for group in self.optimizer.param_groups:
-            group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
-        for old, new in replaced.items():
-            if old in self.optimizer.state:
-                self.optimizer.state[new] = self.optimizer.state.pop(old)
 
 
 class CausalLMModule(Trainable, TokenScorer):
     """A causal LM with its optimiser and schedule."""
+
+    def balanced_parts(self, parts: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """``balanced`` for micro-batches of tokens."""
+        return self.balanced(parts, lambda part: self(part.batch), lambda part: part.batch)

@@ -11,7 +11,7 @@ from rl_bridge.functional import from_jax
 from rl_bridge.memory.within import scores_within_memory, within_memory
 from rl_bridge.models.source import ModelSource
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.values import token_values
+from rl_bridge.parallel.values import scored_places, token_values
 from rl_bridge.trainers.modules.optimizer import OptimizerConfig
 from rl_bridge.trainers.modules.policy import detached
 from rl_bridge.trainers.modules.scoring import Scorer, ScoringConfig
@@ -39,12 +39,15 @@ class ValueScorer(Scorer):
         if documents is None:
             # Padding is on the right, where attention is causal and needs no mask.
             return self._after(batch.tokens, use_cache=False)
-        packed = self._after(documents.take(batch.tokens), **documents.forward_kwargs)
+        packed = self._after(documents.take(batch.tokens), **self.packed_kwargs(documents))
         return documents.put(packed, batch.tokens.shape)
 
     def at_end(self, batch: TokenBatch) -> torch.Tensor:
-        """The head's number after the last token of each row, [N]: a reward model's score, with its graph."""
-        return self.after(batch).gather(1, (batch.lengths - 1).clamp(min=0)[:, None])[:, 0]
+        """The head's number after the last token of each row, [N]: a reward model's score, with its graph.
+
+        The last token is that of transformers' classifiers: the last one that is not the model's own padding.
+        """
+        return self.after(batch).gather(1, scored_places(self.model, batch.tokens, batch.lengths)[:, None])[:, 0]
 
     def _after(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
         # Switched off as well as on: a caller's own autocast would change the values.
@@ -63,7 +66,7 @@ class ValueScorer(Scorer):
     @scores_within_memory
     @torch.no_grad()
     def scores(self, batch: TokenBatch) -> torch.Tensor:
-        """The head's number after the last token of each row, [N]."""
+        """The head's number after the last token of each row, [N], as ``at_end`` reads it."""
         found = torch.zeros(len(batch.lengths), device=batch.tokens.device)
         for part in self.micro_batches(batch):
             numbers = self.at_end(part.batch)

@@ -53,7 +53,9 @@ class AsDrawn(NamedTuple):
 class AheadSampler(Sampler):
     """As ``Sampler``, with prompts of later steps in the rollout while a step is trained on.
 
-    Request ids, and with them all random numbers, are those of ``Sampler``. Rewards are asked about a group at a time.
+    Request ids, and with them all random numbers, are those of ``Sampler``. Rewards that compare completions are asked
+    about the prompts of a step in one call, as there; others as soon as a prompt is drawn, in the order of the prompts;
+    without determinism all about whatever waits.
     """
 
     def __init__(
@@ -178,6 +180,8 @@ class AheadSampler(Sampler):
         if self._driver is None:
             talking = self._talking
             options: Any = {"talks": talking is not None, "greedy": self._greedy}
+            # Greedy samples are asked about behind all others of a step, as where nothing runs ahead.
+            options["apart"] = self.rewards.apart and not self._greedy
             pump = RolloutPump(self._ledger, self._admission, self._pace, self._prompt, **options)
             training = TrainingPump(self._ledger, self._admission, self._step)
             self._talks = None if talking is None else Talks(talking, self._opening)
@@ -214,11 +218,16 @@ class AheadSampler(Sampler):
         step, place = divmod(number, self._config.prompts_per_step)
         return self._seed * 1_000_003 + step, place
 
-    def _rewards_of(self, group: Group) -> list[dict[str, float]]:
-        made, n = self._trajectories(group, 0), self._config.responses_per_prompt
-        # A greedy one by itself, as where nothing runs ahead: a reward may compare what it is given together.
-        calls = (made[:n], made[n:]) if self._greedy else (made,)
-        return [dict(trajectory.rewards) for call in calls for trajectory in self.rewards.score(call)]
+    def _rewards_of(self, groups: Sequence[Group]) -> list[list[dict[str, float]]]:
+        made, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
+        # Greedy ones by themselves, as where nothing runs ahead: a reward may compare what it is given together.
+        calls = [slice(n - 1), slice(n - 1, n)] if self._greedy else [slice(n)]
+        found: list[list[dict[str, float]]] = [[] for _ in groups]
+        for part in calls:
+            scored = iter(self.rewards.score([trajectory for of_group in made for trajectory in of_group[part]]))
+            for of_group, values in zip(made, found, strict=True):
+                values += [dict(next(scored).rewards) for _ in of_group[part]]
+        return found
 
     def _opening(self, group: Group, number: int, place: int = 0) -> Opening:
         seed, row = group.samples[number].seed, group.prompt.row

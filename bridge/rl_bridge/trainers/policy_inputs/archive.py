@@ -10,6 +10,7 @@ import numpy as np
 
 import rl_fn
 from rl_bridge.atomic import replacing, write_json
+from rl_bridge.plots import Figure
 
 CAPACITY = 64
 
@@ -54,10 +55,8 @@ class Archive:
 
     def draw(self) -> None:
         """pareto.png, the first two rewards against each other: every evaluation, and the front in bold."""
-        import matplotlib.figure
-
         x, y = self.names[:2]
-        figure = matplotlib.figure.Figure(figsize=(6, 5), layout="constrained")
+        figure = Figure(figsize=(6, 5), layout="constrained")
         axis = figure.subplots()
         seen = [p[x] for p in self._seen], [p[y] for p in self._seen]
         axis.plot(*seen, "o", color="C0", alpha=0.35, label="evaluations")

@@ -36,7 +36,7 @@ class PolicyEngines:
 
 
 class Replaced:
-    """How many engines behind the rollout the syncs of a step had to replace."""
+    """How many engines behind the rollout a step's syncs had to replace, and how many tensors they did not compare."""
 
     def __init__(self, engines: PolicyEngines) -> None:
         """Count from now on."""
@@ -44,10 +44,17 @@ class Replaced:
         self._before, self._now = self._policy.replaced_engines, 0
 
     def metrics(self) -> dict[str, float]:
-        """``weights/engine_replaced`` since the last call; nothing for a rollout whose weights need no proof."""
+        """``weights/engine_replaced`` since the last call, and ``weights/not_compared`` of the last sync.
+
+        Nothing for a rollout whose weights need no proof.
+        """
         now = self._policy.replaced_engines
         self._before, self._now = now, now - self._before
-        return {"weights/engine_replaced": float(self._now)} if self._proved else {}
+        if not self._proved:
+            return {}
+        last = self._policy.last_sync
+        unseen = 0 if last is None else last.not_compared
+        return {"weights/engine_replaced": float(self._now), "weights/not_compared": float(unseen)}
 
     def warning(self, step: int) -> str | None:
         """A line for the user, if any were."""

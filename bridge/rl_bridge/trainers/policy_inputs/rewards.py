@@ -1,6 +1,7 @@
 """Named rewards of completions, group by group, and the penalty of long ones."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 
@@ -18,6 +19,18 @@ def reward_matrix(trajectories: Sequence[Trajectory], names: Sequence[str], resp
 
 
 def overlong(trajectories: Sequence[Trajectory], responses: int, *, max_length: int, buffer: int) -> torch.Tensor:
-    """[P, n] in [−1, 0]: DAPO's penalty of completions longer than ``max_length − buffer`` tokens."""
-    lengths = torch.tensor([sum(trajectory.loss_mask) for trajectory in trajectories], dtype=torch.int32)
+    """[P, n] in [−1, 0]: DAPO's penalty of completions longer than ``max_length − buffer`` tokens.
+
+    ``max_length`` is of one turn: of a conversation its longest turn counts, and no text between turns.
+    """
+    lengths = torch.tensor([longest_turn(trajectory.loss_mask) for trajectory in trajectories], dtype=torch.int32)
     return _overlong_penalty(lengths.view(-1, responses), max_length=max_length, buffer=buffer)
+
+
+def longest_turn(loss_mask: Sequence[bool]) -> int:
+    """Tokens of the longest turn: of those that the policy drew without a break.
+
+    >>> longest_turn([False, True, True, False, True])
+    2
+    """
+    return max((len(list(run)) for drawn, run in groupby(loss_mask) if drawn), default=0)

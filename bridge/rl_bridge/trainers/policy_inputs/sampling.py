@@ -58,7 +58,7 @@ class Sampled:
         return torch.tensor([t.finish_reason not in FAILED for t in self.trajectories]).view(self.rewards.shape)
 
     def metrics(self) -> dict[str, float]:
-        """Means of the rewards, and the tokens of a completion; of conversations, turns and the share that failed."""
+        """Means of the rewards, tokens, the share cut at a limit; of conversations turns, and the share that failed."""
         found = {"reward": float(self.rewards.mean())}
         if len(self.names) > 1:
             found |= {f"reward/{name}": float(self.matrix[:, i].mean()) for i, name in enumerate(self.names)}
@@ -69,6 +69,7 @@ class Sampled:
             found["errors"] = sum(t.finish_reason == "error" for t in self.trajectories) / count
         if any(t.finish_reason == "abort" for t in self.trajectories):
             found["aborted"] = sum(t.finish_reason == "abort" for t in self.trajectories) / len(self.trajectories)
+        found["truncated"] = sum(t.finish_reason == "length" for t in self.trajectories) / len(self.trajectories)
         return {**found, "tokens": float(tokens.mean()), **self.ahead}
 
     def rows(self, groups: torch.Tensor) -> "Sampled":

@@ -8,6 +8,7 @@ import torch
 
 import rl_fn
 from rl_bridge.functional import from_jax
+from rl_bridge.messages import given
 
 _weighted_sum, _tchebycheff = from_jax(rl_fn.weighted_sum), from_jax(rl_fn.tchebycheff)
 
@@ -26,9 +27,13 @@ class ScalarOptions:
     """ρ of tchebycheff."""
 
     def __post_init__(self) -> None:
-        """Refuse an ideal point without its method, and the method without its point."""
+        """Refuse an ideal point without its method, the method without its point, and a negative ρ."""
+        if not 0 <= self.rho < float("inf"):
+            raise ValueError(f"rho must be finite and not negative, got {self.rho}")
         if (self.ideal is not None) != (self.method == "tchebycheff"):
-            raise ValueError(f"ideal goes with method tchebycheff, and tchebycheff with ideal; got {self}")
+            raise ValueError(
+                f"ideal goes with method tchebycheff, and tchebycheff with ideal; got {given(self, 'method', 'ideal')}"
+            )
 
     def combine(self, rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
         """[P, R, n] → [P, n], larger is better. ``weights`` are those that the rewards come with.

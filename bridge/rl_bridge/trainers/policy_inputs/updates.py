@@ -12,7 +12,7 @@ from rl_bridge.trainers.modules.policy import mean
 from rl_bridge.trainers.policy_config import PolicyConfig
 from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
 from rl_bridge.trainers.policy_inputs.mismatch import Mismatch
-from rl_fn import Objective
+from rl_fn import Objective, Ratio
 
 
 class Updates:
@@ -66,23 +66,24 @@ class Updates:
         shares = list(self._shares(batch, computed, counted))
         if config.recompute_old_logprobs:  # all of them before any update of this step
             shares = [
-                (m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))), count, index)
-                for m, count, index in shares
+                (m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))), count, index, tokens)
+                for m, count, index, tokens in shares
             ]
-            metrics |= self.mismatch.metrics([m for m, _, _ in shares])
-        for minibatch, denominator, index in shares:
+            metrics |= self.mismatch.metrics([m for m, *_ in shares])
+        for minibatch, denominator, index, tokens in shares:
             if reference is not None:
                 # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
                 minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
             marks = () if watched is None else (NeedParallel(watched[index]),)
             totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
-            metrics |= {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
+            shown = over_counted(totals, denominator, tokens)
+            metrics |= {name: mean(value) for name, value in shown.items()} | policy.optimizer_step()
         return metrics
 
     def _update_critic(self, critic: TrainEngine, batch: TokenBatch, counted: torch.Tensor) -> dict[str, float]:
         """A completion teaches the critic whether or not it teaches the policy."""
         metrics: dict[str, Any] = {}
-        for minibatch, denominator, _ in self._shares(batch, counted.any(1), counted):
+        for minibatch, denominator, *_ in self._shares(batch, counted.any(1), counted):
             totals = critic.train_step(NeedParallel(minibatch), denominator)
             update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
             metrics |= {name: mean(value) for name, value in totals.items()} | update
@@ -90,10 +91,24 @@ class Updates:
 
     def _shares(
         self, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor
-    ) -> Iterator[tuple[TokenBatch, float, torch.Tensor]]:
+    ) -> Iterator[tuple[TokenBatch, float, torch.Tensor, int]]:
+        """Rows to compute, the loss's denominator, the rows' places, and the tokens that count."""
         for index, rows, mask in minibatches_of(computed, counted, self._config.updates_per_step):
             turns = None if batch.segment_ids is None else batch.segment_ids[rows]
-            yield batch.rows(index), float(self._denominator(mask, turns)), index
+            yield batch.rows(index), float(self._denominator(mask, turns)), index, int(mask.sum())
+
+
+def over_counted(totals: Mapping[str, Any], denominator: float, tokens: int) -> dict[str, Any]:
+    """Undivided metrics of the computed rows → those of all rows that count, where these are known.
+
+    A row is left out for its advantages of 0: it adds nothing to the policy's loss, and no clip cuts a gradient that it
+    does not have. What its ratio, entropy or KL would be is not known: these are of the computed rows.
+    """
+    known = {"policy_loss": denominator, "clip_fraction": tokens}
+    return {
+        name: Ratio(value.total, known[name]) if name in known else value  # type: ignore[arg-type]
+        for name, value in totals.items()
+    }
 
 
 def minibatches_of(

@@ -106,7 +106,7 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name} is not installed: pip install 'rl-fn[tune]'") from error
+        raise ModuleNotFoundError(f"{error.name} is not installed: pip install '.[tune]'") from error
 
 
 def penalised(told: list[tuple[Assignment, Result]]) -> list[tuple[Assignment, float]]:

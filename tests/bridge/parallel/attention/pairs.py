@@ -23,28 +23,29 @@ def tokens(spans):
     return [token for start, stop in spans for token in range(start, stop)]
 
 
-def allowed(segments):
-    """The definition: a token sees its own segment up to itself, and all of what the segment continues."""
+def allowed(segments, window=None):
+    """The definition: a token sees the last tokens of its document, itself among them, as many as the window has.
+
+    The document is what the segment continues, one segment behind another, and the segment up to the token.
+    """
     found = set()
     for segment in segments:
         seen, prefix = [], segment.prefix
         while prefix is not None:
-            seen += tokens([segments[prefix][:2]])
+            seen = tokens([segments[prefix][:2]]) + seen
             prefix = segments[prefix].prefix
         for query in range(segment.start, segment.stop):
-            found |= {(query, key) for key in [*seen, *range(segment.start, query + 1)]}
+            document = [*seen, *range(segment.start, query + 1)]
+            found |= {(query, key) for key in document[-(window or len(document)) :]}
     return found
 
 
-def mask(segments):
+def mask(segments, window=None):
     """The definition as a [T, T] mask."""
     total = segments[-1].stop
     found = torch.zeros(total, total, dtype=torch.bool)
-    for start, stop, prefix in segments:
-        found[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-        while prefix is not None:
-            seen_start, seen_stop, prefix = segments[prefix]
-            found[start:stop, seen_start:seen_stop] = True
+    queries, keys = zip(*allowed(segments, window), strict=True)
+    found[list(queries), list(keys)] = True
     return found
 
 
@@ -53,18 +54,21 @@ def computed(plan: RankPlan, rank, ranks, total):
     own = tokens(held(total, rank, ranks))
     found = Counter((own[q], own[k]) for a, b in plan.squares for q in range(a, b) for k in range(a, q + 1))
 
-    def add(rectangles, keys):
-        for q0, q1, k0, k1 in rectangles:
+    def add(part, keys):
+        for q0, q1, k0, k1 in part.rectangles:
             assert q0 < q1 and k0 < k1
             found.update((own[q], keys[k]) for q in range(q0, q1) for k in range(k0, k1))
+        for q0, q1, k0, k1 in part.triangles:
+            assert 0 < q1 - q0 == k1 - k0
+            found.update((own[q0 + i], keys[k]) for i in range(q1 - q0) for k in range(k0 + i, k1))
 
-    add(plan.rectangles, own)
+    add(plan, own)
     for exchange in plan.exchanges:
         foreign = tokens(held(total, exchange.source, ranks))
-        add(exchange.rectangles, [foreign[row] for row in tokens(exchange.get)])
+        add(exchange, [foreign[row] for row in tokens(exchange.get)])
     return found
 
 
-def all_computed(segments, ranks, plan=rank_plan):
+def all_computed(segments, ranks, plan=rank_plan, window=None):
     total = segments[-1].stop
-    return sum((computed(plan(segments, rank, ranks), rank, ranks, total) for rank in range(ranks)), Counter())
+    return sum((computed(plan(segments, rank, ranks, window), rank, ranks, total) for rank in range(ranks)), Counter())

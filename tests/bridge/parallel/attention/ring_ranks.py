@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from rl_bridge.data.prefixes import shared_prefixes
 from rl_bridge.parallel.attention import AttentionPlan, ring
 from rl_bridge.parallel.attention.plan import held, rank_plan, segments_of
+from rl_bridge.parallel.attention.rectangles import Rectangles
 from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.tensor import cut_matrices
 from tests.bridge.parallel.attention import broken_plans, reference
@@ -27,6 +28,14 @@ PACKINGS = {
     "unlike": ([70, 3, 2, 1, 20], None),
     "short": ([5] * 19 + [1], None),
     "shared prompts": ([40, 5, 9, 6, 20, 7, 9], [None, 0, 0, 0, None, 4, 4]),
+}
+# Of layers: a window that cuts chunks and documents, one of a token, one longer than most documents; caps and sinks.
+SCORES = {
+    "window": {"window": 7},
+    "window of a token": {"window": 1},
+    "long window, sinks": {"window": 33, "sinks": True},
+    "soft cap": {"softcap": 2.0},
+    "all": {"window": 10, "softcap": 2.0, "sinks": True},
 }
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 3e-2}
 # Rows of a batch: 2 · R does not divide their sum.
@@ -54,8 +63,12 @@ def numpy(tensors):
     return [x.detach().double().numpy() for x in tensors]
 
 
-def attention(packing, dtype, group, spoiled=None):
-    """This rank's part of the output and of the gradients of q, k and v. A spoiled segment is not a number."""
+def sinks(dtype=torch.float64):
+    return torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=dtype)
+
+
+def attention(packing, dtype, group, spoiled=None, **score):
+    """This rank's part of the output and of the gradients of q, k, v and sinks. A spoiled segment is not a number."""
     cut = segments(packing)
     total = cut[-1].stop
     plan = AttentionPlan(cut, torch.device("cpu"), group)
@@ -64,7 +77,13 @@ def attention(packing, dtype, group, spoiled=None):
     if spoiled is not None:
         for x in arrays:
             x[cut[spoiled].start : cut[spoiled].stop] = float("nan")
-    return numpy(reference.with_gradients(lambda *x: plan.attend(*x, SCALE), *(x[own] for x in arrays)))
+    *inputs, grad = (x[own] for x in arrays)
+    inputs += [sinks(inputs[0].dtype)] if score.pop("sinks", False) else []
+
+    def attend(q, k, v, of_heads=None):
+        return plan.attend(q, k, v, SCALE, sinks=of_heads, **score)
+
+    return numpy(reference.with_gradients(attend, *inputs, grad))
 
 
 def changed_batch(row=None, groups=None):
@@ -125,6 +144,22 @@ def with_broken_plan(mesh, broken):
         ring.rank_plan = rank_plan
 
 
+def merged(packing, group):
+    """Types of what the parts of a token's attention are added up in, of bfloat16 queries."""
+    found, forward = set(), Rectangles.forward
+
+    def watched(self, q, keys_values, out, lse, **score):
+        found.update(str(x.dtype) for x in (out, lse))
+        forward(self, q, keys_values, out, lse, **score)
+
+    Rectangles.forward = watched
+    try:
+        attention(packing, "bfloat16", group)
+    finally:
+        Rectangles.forward = forward
+    return found
+
+
 def memory(tokens, group):
     """Bytes kept for the backward pass of one long document, and the most bytes alive in both passes."""
     plan = AttentionPlan(segments_of([tokens]), torch.device("cpu"), group)
@@ -158,9 +193,11 @@ def checks(mesh):
         "tensor, changed": tensor_parallel(pairs["sequence"], CHANGED),
         "spoiled": attention(*SPOILED[:2], group, spoiled=SPOILED[2]),
         "attention": {(p, d): attention(p, d, group) for p in PACKINGS for d in TOLERANCE},
+        "scores": {(p, s): attention(p, "float64", group, **SCORES[s]) for p in PACKINGS for s in SCORES},
         "models": {way: outputs(mesh, **options) for way, options in MODELS.items()},
         "changed": outputs(mesh, changed=CHANGED),
         "broken": {broken: with_broken_plan(mesh, broken) for broken in broken_plans.NAMES},
+        "merged": [merged(packing, group) for packing in PACKINGS],
         "memory": {tokens: memory(tokens, group) for tokens in (256, 512)},
         "refusal": refusal(group),
     }

@@ -116,18 +116,19 @@ def test_the_backward_pass_keeps_the_tokens_and_a_logsumexp():
     assert sum(kept) == 4 * 416 * (4 * 8 + 2 * 8 + 2 * 8 + 4 * 8 + 4)
 
 
-def test_cuda_takes_all_documents_in_one_call(monkeypatch):
+@pytest.mark.parametrize("window, before", [(None, -1), (12, -1), (11, 10), (1, 0)])
+def test_cuda_takes_all_documents_in_one_call(window, before, monkeypatch):
     # Shapes, dtypes and signatures, on tensors without values: also where there is no GPU.
     monkeypatch.setattr(packed.blocks, "operation", lambda q, v: "cuda_flash")
     calls = []
     monkeypatch.setattr(packed, "varlen_attn", lambda *x, **y: calls.append((x, y)) or varlen_attn(*x, **y))
     q, k, v, grad = reference.tensors(24, dtype=torch.bfloat16, device="meta")
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = AttentionPlan(segments_of([5, 12, 7]), torch.device("cpu")).attend(*inputs, SCALE)
+    out = AttentionPlan(segments_of([5, 12, 7]), torch.device("cpu")).attend(*inputs, SCALE, window=window)
     assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
     gradients = torch.autograd.grad(out, inputs, grad)
     assert [x.shape for x in gradients] == [x.shape for x in inputs]
     [((*_, edges, same, longest, same_longest), options)] = calls
     assert edges.tolist() == same.tolist() == [0, 5, 17, 24]
     assert (edges.dtype, longest, same_longest) == (torch.int32, 12, 12)
-    assert options == {"window_size": (-1, 0), "scale": SCALE, "enable_gqa": True}
+    assert options == {"window_size": (before, 0), "scale": SCALE, "enable_gqa": True}

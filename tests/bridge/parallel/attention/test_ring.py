@@ -14,12 +14,14 @@ from tests.bridge.parallel.attention.ring_ranks import (
     MODELS,
     PACKINGS,
     SCALE,
+    SCORES,
     SPOILED,
     TOLERANCE,
     changed_batch,
     numpy,
     rank,
     segments,
+    sinks,
 )
 from tests.bridge.parallel.models import tiny
 from tests.ranks import results
@@ -46,6 +48,31 @@ def test_the_ring_is_attention(ranks, packing, dtype):
     for got, whole in zip(gathered(found["attention"][packing, dtype] for found in ranks), want, strict=True):
         assert np.isfinite(got).all()
         assert np.abs(got - whole).max() < TOLERANCE[dtype] * largest
+
+
+def test_parts_of_a_token_s_attention_are_added_up_in_float32(ranks):
+    """SURV-15: on every rank, also where its own chunks do not meet and only keys of others are added."""
+    assert all(found["merged"] == [{"torch.float32"}] * len(PACKINGS) for found in ranks)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_ring_has_windows_soft_caps_and_sinks(ranks, packing, score):
+    cut, options = segments(packing), dict(SCORES[score])
+    *inputs, grad = reference.tensors(cut[-1].stop, dtype=torch.float64)
+    mask = pairs.mask(cut, options.pop("window", None))
+    inputs += [sinks()] if options.pop("sinks", False) else []
+
+    def by_definition(q, k, v, of_heads=None):
+        return reference.attention(q, k, v, mask, SCALE, sinks=of_heads, **options)[0]
+
+    want = numpy(reference.with_gradients(by_definition, *inputs, grad))
+    largest = max(np.abs(x).max() for x in want)
+    parts = [found["scores"][packing, score] for found in ranks]
+    # Every rank has its tokens' part of the gradient of the sinks.
+    of_sinks = [sum(part[4] for part in parts)] if len(want) > 4 else []
+    got = [*gathered(part[:4] for part in parts), *of_sinks]
+    assert all(np.abs(a - b).max() < 1e-10 * largest for a, b in zip(got, want, strict=True))
 
 
 def gathered(parts):

@@ -1,5 +1,7 @@
 """What no interleaving may break: of a sample that is trained on, of every moment, and of a run that has ended."""
 
+import itertools
+
 from rl_bridge.rollout.asynchronous.ledger import State
 from tests.bridge.rollout.asynchronous.simulated_engine import answered, most_likely, natural_length, token, words
 
@@ -13,6 +15,9 @@ def check_trained(world, group, place, sample):
     elif sample.reason != "abort":
         assert len(sample.tokens) == min(natural, limit), f"{where} is cut or goes on after its end"
         assert sample.reason == ("stop" if natural <= limit else "length"), where
+    else:
+        assert world.spent[group.number, place] > setting.pace.seconds, f"{where} was given up too early"
+        assert len(sample.tokens) < min(natural, limit), f"{where} had ended before it was given up"
     greedy = setting.greedy and place == setting.samples
     assert sample.greedy == greedy, f"{where}: a greedy sample is trained on, or a sampled one compared with"
     wanted = State.COMPARED if greedy else State.DROPPED if sample.reason == "abort" else State.TRAINED
@@ -49,8 +54,40 @@ def _check_turns(setting, sample, where):
         assert len(sample.turns) == setting.turns + 1 and sample.turns[-1].done, f"{where} ends early"
 
 
+def check_row(world, row):
+    """Invariants of a row that goes into an engine. Drawn tokens are positive, those of an environment negative."""
+    said = len(list(itertools.takewhile(lambda token: token > 0, reversed(row.tokens))))
+    assert row.said == said, f"{row.key}: {row.said} tokens of the turn that goes on, and it has {said}"
+    assert row.limit >= 1, f"{row.key} has no room"
+    over = said and not row.greedy and world.setting.ends(row.seed, row.drawn)
+    assert not over, f"{row.key} goes in again behind its end"
+
+
+def check_call(world, numbers):
+    """ROLL-12: one call of the rewards has all prompts that wait; where nothing may depend on time, a step's.
+
+    There rewards that look at each sample by itself are asked as soon as a prompt is drawn, and in order.
+    """
+    waiting = [number for number, group in world.ledger.groups.items() if group.all_in(State.REWARDING)]
+    count = world.setting.prompts
+    if world.setting.pace.deterministic and world.setting.apart:
+        scored = [number for number, group in world.ledger.groups.items() if group.all_in(State.READY)]
+        first = world.ledger.head + len(scored)
+        assert scored == list(range(world.ledger.head, first)), f"{scored} were scored out of order"
+        waiting = [number for place, number in enumerate(waiting) if number == first + place]
+    elif world.setting.pace.deterministic:
+        steps = [list(range(first, first + count)) for first in range(0, world.ledger.opened, count)]
+        waiting = next((step for step in steps if set(step) <= set(waiting)), [])
+    assert numbers == waiting, f"the rewards are asked about {numbers} where {waiting} wait"
+
+
 def check_moment(world):
     """Invariants of every moment."""
+    for key in world.ledger.keys(State.ASKING, State.WAITING, State.RUNNING):
+        spent = world.spent[key]
+        assert abs(world.ledger[key].seconds - spent) < 1e-6, f"engines spent {spent} s on {key}: {world.ledger[key]}"
+    rounds = world.setting.pace.rounds
+    assert rounds is None or max(world.beside.values(), default=0) <= rounds, f"rounds beside a step: {world.beside}"
     counts = world.ledger.counts()
     assert sum(counts.values()) == world.ledger.opened * world.setting.of_a_prompt, f"a sample is in no state: {counts}"
     running = set(world.ledger.keys(State.RUNNING))

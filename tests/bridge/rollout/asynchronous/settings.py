@@ -28,8 +28,12 @@ class Setting:
     truncated: bool = False
     turns: int = 0
     """Of a conversation; 0: completions."""
+    served: bool = False
+    """The engine is a server, which draws when it likes."""
     greedy: bool = False
     """Each prompt has a greedy sample behind the others."""
+    apart: bool = False
+    """Rewards look at each sample by itself."""
 
     @property
     def of_a_prompt(self):
@@ -75,4 +79,6 @@ def setting_of(seed):
         turns=choose.choice([0, 0, 1, 3]),
         forgets=choose.choice([0, 0, 2]) if not pace.deterministic else 0,
         greedy=choose.random() < 0.5,
+        served=choose.random() < 0.5,
+        apart=choose.random() < 0.5,
     )

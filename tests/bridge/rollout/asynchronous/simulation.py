@@ -3,14 +3,16 @@
 import heapq
 import json
 import random
+from collections import Counter
 
 from rl_bridge.rollout.asynchronous.admission import Admission
 from rl_bridge.rollout.asynchronous.ledger import Ledger, State, Turn
-from rl_bridge.rollout.asynchronous.rollout_pump import Restart, RolloutPump
+from rl_bridge.rollout.asynchronous.rollout_pump import Advance, Restart, RolloutPump, Withdraw
 from rl_bridge.rollout.asynchronous.saving import loaded, saved
 from rl_bridge.rollout.asynchronous.training_pump import TrainingPump
-from tests.bridge.rollout.asynchronous.invariants import check_end, check_moment, check_trained
+from tests.bridge.rollout.asynchronous.invariants import check_call, check_end, check_moment, check_row, check_trained
 from tests.bridge.rollout.asynchronous.simulated_engine import SimulatedEngine, answered, mixed
+from tests.bridge.rollout.asynchronous.simulated_server import ServedSimulation
 
 
 class Stuck(AssertionError):
@@ -26,7 +28,8 @@ class World:
         self.disk, self.history, self.done = None, {}, False
         self.crashes, self.deaths, self.forgets = setting.crashes, setting.deaths, setting.forgets
         self.generated = {}
-        self.waits, self.began_anew = 0, 0
+        self.spent_on_disk = {}
+        self.waits, self.began_anew, self.ended_unseen = 0, 0, 0
         # One kind of delay dominates in each run.
         self.pace = {
             name: self.random.choice([0.1, 1.0, 10.0])
@@ -62,11 +65,20 @@ class World:
             state = json.loads(json.dumps(self.disk))
             self.ledger, step = loaded(state["ledger"], lambda number: self.prompt(number)[0]), state["step"]
         self.history = {done: content for done, content in self.history.items() if done < step}
-        kind = {"talks": setting.turns > 0, "greedy": setting.greedy}
+        kind = {"talks": setting.turns > 0, "greedy": setting.greedy, "apart": setting.apart}
         self.pump = RolloutPump(self.ledger, self.admission, setting.pace, self.prompt, **kind)
         self.training = TrainingPump(self.ledger, self.admission, step)
-        self.engine, self.busy = SimulatedEngine(setting.ends, setting.truncated), False
+        self.engine, self.busy = self.opened(), False
+        self.spent, self.since = Counter(self.spent_on_disk), {}
+        self.beside, self.scoring = Counter(), []
         self.trainer = "end" if step == setting.steps else "update"
+
+    def opened(self):
+        """Another engine, without weights."""
+        setting = self.setting
+        if setting.served:
+            return ServedSimulation(setting.ends, setting.truncated, self.random)
+        return SimulatedEngine(setting.ends, setting.truncated)
 
     def crash(self):
         """The process is killed: what is not on the disk is gone."""
@@ -92,11 +104,15 @@ class World:
     def poke(self):
         """Everyone does what can be done now."""
         self.poke_engine()
+        was_scoring = bool(self.scoring)
         for key in self.pump.to_ask():
             assert self.ledger[key].state is State.ASKING, f"{key} is asked for a second answer"
             self.after(self.delay("environment"), self.environment_answers, key, self.ledger[key].beginnings)
-        for group in self.pump.to_score():
-            self.after(self.delay("reward"), self.scored, group.number)
+        if not self.scoring:
+            self.scoring = [group.number for group in self.pump.to_score()]
+            check_call(self, self.scoring)
+        if self.scoring and not was_scoring:
+            self.after(self.delay("reward"), self.scored)
         self.poke_trainer()
 
     def poke_engine(self):
@@ -104,6 +120,9 @@ class World:
         if command is not None:
             assert not self.busy
             self.busy = True
+            for row in command.rows if isinstance(command, Advance) else ():
+                check_row(self, row)
+                self.since[row.key] = self.now
             self.after(self.delay("engine"), self.engine_done, command, self.pump.epoch)
 
     def hold(self):
@@ -115,17 +134,29 @@ class World:
     def engine_done(self, command, epoch):
         self.busy = False
         if isinstance(command, Restart):
-            self.engine = SimulatedEngine(self.setting.ends, self.setting.truncated)
+            self.engine = self.opened()
             self.pump.restarted()
             return
         answer = self.engine.run(command)
+        self.ended_unseen += isinstance(command, Withdraw) and any(row.reason is not None for row in answer)
         if self.deaths and self.random.random() < 0.1:
             self.deaths -= 1
+            self.since.clear()
             self.pump.died(epoch)
             # The answer was on its way, and comes after all: it must not count twice.
             self.after(self.delay("engine"), self.late, epoch, answer)
             return
+        for row in answer:
+            self.spent[row.key] += self.now - self.since.pop(row.key)
+        version = self.pump.version
+        self.beside[version] += isinstance(command, Advance) and self.is_drawn(version)
         assert self.pump.answered(epoch, answer, self.now)
+
+    def is_drawn(self, step):
+        """Whether the engine is done with what a step takes in order."""
+        end = (step + 1) * self.setting.prompts
+        undrawn = self.ledger.keys(State.ASKING, State.WAITING, State.RUNNING)
+        return self.ledger.opened >= end and all(number >= end for number, _ in undrawn)
 
     def environment_answers(self, key, beginning):
         """A conversation has so many turns as the setting says; now and then an environment has forgotten it."""
@@ -148,11 +179,13 @@ class World:
     def late(self, epoch, answer):
         assert not self.pump.answered(epoch, answer, self.now)
 
-    def scored(self, number):
-        samples = self.ledger.groups[number].samples
-        for place, sample in enumerate(samples):
-            self.generated[number, place] = len(sample.tokens)
-        self.pump.scored(number, [{"reward": float(sum(sample.tokens))} for sample in samples])
+    def scored(self):
+        numbers, self.scoring = self.scoring, []
+        for number in numbers:
+            samples = self.ledger.groups[number].samples
+            for place, sample in enumerate(samples):
+                self.generated[number, place] = len(sample.tokens)
+            self.pump.scored(number, [{"reward": float(sum(sample.tokens))} for sample in samples])
 
     def poke_trainer(self):
         setting = self.setting
@@ -175,6 +208,7 @@ class World:
         elif self.trainer == "save":
             if setting.pace.deterministic and not self.hold():
                 return
+            self.spent_on_disk = dict(self.spent)
             self.disk = {"ledger": saved(self.ledger), "step": self.training.step}
             self.trainer = "end" if self.training.step == setting.steps else "update"
             self.poke_trainer()

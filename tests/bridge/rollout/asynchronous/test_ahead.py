@@ -132,6 +132,48 @@ def test_a_checkpoint_between_any_two_steps_goes_on_as_if_nothing_had_been(run, 
     assert shown(found) == whole
 
 
+def unfinished(ledger):
+    """A sample of the last prompt, with its first five tokens alone."""
+    samples = ledger["groups"][-1]["samples"]
+    for sample in samples:
+        sample.update(state="rewarding", rewards={})
+    cut = next(sample for sample in samples if len(sample["tokens"]) > 5)
+    assert TOKENIZER.eos_token_id not in cut["tokens"][:5]
+    first = {name: cut[name][:5] for name in ("tokens", "logprobs")}
+    cut.update(first, spans=[[cut["spans"][0][0], 5]], state="waiting", reason=None)
+    return cut
+
+
+def test_a_row_that_an_older_checkpoint_has_behind_its_end_is_over_or_refused_by_name(rollout):
+    """ROLL-1: full rows ended every resume with "limit 0", those behind their stop token were drawn on."""
+    before = ahead(rollout, pace=PARTIAL, staleness=2)
+    steps_of(before, Weights(), rollout, [0])
+    state = json.dumps(before.checkpoint_state())
+    before.close()
+
+    def resumed(*more):
+        sampler, policy, changed = ahead(rollout, pace=PARTIAL, staleness=2), Weights(), json.loads(state)
+        sample = unfinished(changed["ledger"])
+        sample["tokens"] += more
+        sample["logprobs"] += [-1.0] * len(more)
+        sample["spans"][-1][1] += len(more)
+        sampler.load_checkpoint_state(changed)
+        policy.step = 1
+        try:
+            made = shown(steps_of(sampler, policy, rollout, range(1, CONFIG.steps)))
+        finally:
+            sampler.close()
+        return next(t for t in made if t.sampled_tokens[: len(sample["tokens"])] == tuple(sample["tokens"])), sample
+
+    end = TOKENIZER.eos_token_id
+    stopped, sample = resumed(end)
+    assert (list(stopped.sampled_tokens), stopped.finish_reason) == (sample["tokens"], "stop")
+    full, sample = resumed(*[5] * 9)
+    assert (list(full.sampled_tokens), full.finish_reason) == (sample["tokens"], "length")
+    with pytest.raises(ValueError, match=rf"sample \d of prompt \d has 2 tokens behind its stop token {end}: an older"):
+        resumed(end, 5, 5)
+
+
 class Mortal(InProcessRollout):
     """Dies in rounds of its life; the next one has no weights worth anything."""
 
@@ -139,12 +181,12 @@ class Mortal(InProcessRollout):
         super().__init__(SOURCE, TOKENIZER, **options)
         self.deaths, self.rounds, self.dead, self.lives = set(deaths), 0, False, 1
 
-    def advance(self, rows, sampling, steps):
+    def advance(self, rows, sampling, steps, exactly=False):
         self.rounds += 1
         if self.dead or self.rounds in self.deaths:
             self.dead = True
             raise EngineDied("it was killed")
-        return super().advance(rows, sampling, steps)
+        return super().advance(rows, sampling, steps, exactly)
 
     def restart(self):
         super().restart()
@@ -205,7 +247,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(run):
 
 
 def test_an_error_of_the_engine_is_the_run_s(run, monkeypatch):
-    def broken(self, rows, sampling, steps):
+    def broken(self, *given):
         raise ZeroDivisionError("in the model")
 
     monkeypatch.setattr(InProcessRollout, "advance", broken)
@@ -222,6 +264,23 @@ def test_a_completion_that_takes_too_long_is_aborted_and_counts_nothing(run, mon
     assert sampled.ahead["aborted"] == len(aborted) / 6
     with pytest.raises(ValueError, match="not deterministic"):
         replace(WHOLE, seconds=1.0)
+
+
+@pytest.mark.parametrize(("pace", "staleness"), [(PARTIAL, 2), (WHOLE, 1)])
+def test_a_reward_of_lists_has_the_calls_of_a_synchronous_run(run, rollout, pace, staleness):
+    """ROLL-12: there were as many as prompts. In free runs a call has all that wait: the simulation says so."""
+    calls = []
+
+    def lists(trajectories):
+        calls.append([trajectory.request_id for trajectory in trajectories])
+        return [digits(trajectory.completion, trajectory.row) for trajectory in trajectories]
+
+    run(pace=pace, staleness=staleness, reward=lists)
+    ahead_of_time, calls = calls, []
+    synchronous = in_step(rollout)
+    synchronous.rewards = load(lists)
+    steps_of(synchronous, Weights(), rollout, STEPS)
+    assert ahead_of_time == calls and len(calls) == CONFIG.steps
 
 
 def test_a_reward_that_never_ends_is_killed_in_its_process_and_ends_the_run(rollout, tmp_path):

@@ -1,8 +1,14 @@
 """What the driver's threads wait for, with a pump and an engine in hand."""
 
+import signal
+import subprocess
+import sys
 import threading
 import time
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
+
+import pytest
 
 from rl_bridge.rollout.asynchronous.driver import Driver
 
@@ -39,7 +45,7 @@ def test_weights_wait_for_the_call_that_the_engine_is_in():
         order.append("drawn")
         return []
 
-    driver = Driver(SimpleNamespace(do=do), OneCommand(), None, lambda group: [])  # type: ignore[arg-type]
+    driver = Driver(SimpleNamespace(do=do), OneCommand(), None, lambda groups: [])  # type: ignore[arg-type]
     try:
         assert begun.wait(30)
         holding = threading.Thread(target=lambda: (driver.hold(), order.append("held")))
@@ -54,32 +60,72 @@ def test_weights_wait_for_the_call_that_the_engine_is_in():
         driver.close()
 
 
-def test_after_an_error_nobody_waits_for_a_reward_that_does_not_end():
+class Scored(OneCommand):
+    """A pump one of whose prompts is scored."""
+
+    def __init__(self):
+        super().__init__()
+        self.waiting = ["group"]
+
+    def to_score(self):
+        found, self.waiting = self.waiting, []
+        return found
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt, ValueError, ZeroDivisionError])
+def test_no_end_waits_for_a_reward_that_hangs(end, monkeypatch):
+    """ROLL-11: a regular one, an interrupt or an error in the trainer's thread, an error of the engine."""
+    monkeypatch.setattr("rl_bridge.rollout.asynchronous.driver.GRACE", 0.05)
     begun, stop = threading.Event(), threading.Event()
 
-    class Scored(OneCommand):
-        def to_score(self):
-            return [] if begun.is_set() else ["group"]
-
-    def score(group):
+    def score(groups):
         begun.set()
-        stop.wait(30)
-        return []
+        stop.wait(60)
+        return [[]]
 
     def do(command):
-        assert begun.wait(30)
-        raise ZeroDivisionError("in the model")
+        assert begun.wait(60)
+        if end is ZeroDivisionError:
+            raise end("in the model")
+        return []
 
     driver = Driver(SimpleNamespace(do=do), Scored(), None, score)  # type: ignore[arg-type]
-    closing = threading.Thread(target=driver.close)
     try:
-        driver._threads_of[0].join(30)
-        closing.start()
-        closing.join(10)
-        assert not closing.is_alive()
+        assert begun.wait(60)
+        with nullcontext() if end is None else pytest.raises(end), closing(driver):
+            if end is ZeroDivisionError:
+                driver._threads_of[0].join(60)
+                driver.hold()
+            elif end is not None:
+                raise end
+        assert driver._rewards.is_alive(), "it hangs on"
     finally:
         stop.set()
-        closing.join(30)
+        driver._rewards.join(60)
+
+
+HANGS = """
+import threading
+from types import SimpleNamespace
+from tests.bridge.rollout.asynchronous.test_driver import Driver, Scored
+begun = threading.Barrier(3)
+def hangs(asked):
+    begun.wait()
+    threading.Event().wait()
+driver = Driver(SimpleNamespace(do=hangs), Scored(), None, hangs)
+try:
+    begun.wait()
+    raise KeyboardInterrupt
+finally:
+    driver.close()
+"""
+
+
+def test_nothing_that_hangs_holds_the_process_of_an_interrupted_run():
+    """ROLL-11: neither a reward nor the engine. Two signals left it for ever at the interpreter's end."""
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300)
+    # By the signal, or with status 1: Python forgets the interrupt where code at its end runs a string.
+    assert ended.returncode in (-signal.SIGINT, 1) and ended.stderr.endswith("KeyboardInterrupt\n"), ended.stderr
 
 
 def test_patience_begins_anew_with_each_answer_of_the_engine():
@@ -98,7 +144,7 @@ def test_patience_begins_anew_with_each_answer_of_the_engine():
         return []
 
     pump = Busy()
-    driver = Driver(SimpleNamespace(do=do), pump, None, lambda group: [], patience=0.4)  # type: ignore[arg-type]
+    driver = Driver(SimpleNamespace(do=do), pump, None, lambda groups: [], patience=0.4)  # type: ignore[arg-type]
     try:
         driver.hold()
         assert pump.held

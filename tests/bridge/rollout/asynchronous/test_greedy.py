@@ -64,7 +64,7 @@ def test_a_greedy_completion_runs_ahead_and_is_not_trained_on(rollout, monkeypat
     monkeypatch.setattr(sampler.rewards, "score", lambda found: (together.append(len(found)), score(found))[1])
     made = steps_of(sampler, Weights(), rollout, STEPS)
     sampler.close()
-    assert together == [2, 1] * 15, "a reward may compare what it is given together"
+    assert together == [6, 3] * 5, "a reward may compare what it is given together"
     assert [trajectory.request_id[-1] for trajectory in shown(made)] == [0, 1] * 15
     assert sampler._ledger.finished == {"trained": 30, "compared": 15}
     assert made[3].ahead["staleness_max"] > 0 and all(sampled.rewards.shape == (3, 2) for sampled in made)

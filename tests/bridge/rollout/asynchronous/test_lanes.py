@@ -45,7 +45,7 @@ def test_a_sample_s_worker_depends_on_its_number_alone():
     assert lanes.do(Advance((row(1, 0),), 8))[0].drawn.tokens == [7]
     what, given = workers.calls[0]
     assert what == "rollout.advance" and [r.prompt for r in given[4][0]] == [[0], [0], [1]]
-    assert given[4][1:] == given[7][1:] == (SAMPLING, 8)
+    assert given[4][1:] == given[7][1:] == (SAMPLING, 8, False)
 
 
 def test_a_greedy_row_goes_to_its_worker_as_one():

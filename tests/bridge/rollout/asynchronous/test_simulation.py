@@ -15,7 +15,7 @@ def explore(seeds):
         setting = setting_of(seed)
         try:
             worlds.append(World(setting, seed).run())
-        except AssertionError as error:
+        except (AssertionError, ValueError) as error:
             raise AssertionError(f"World(setting_of({seed}), {seed}).run(): {error}; {setting}") from error
     return worlds
 
@@ -37,9 +37,9 @@ def test_interleavings():
     """None of them breaks an invariant, and what they contain is enough for that to say something."""
     names = ("several versions", "three versions", "death", "kill", "abort", "at the bound", "passed over", "turns",
              "turns across versions", "began anew", "greedy", "greedy and several versions", "greedy and a kill",
-             "greedy began anew")  # fmt: skip
+             "greedy began anew", "served and several versions", "ended unseen")  # fmt: skip
     seen = dict.fromkeys(names, 0)
-    for world in explore(range(600)):
+    for world in explore(range(700)):
         samples = [(step, *sample) for step, content in world.history.items() for sample in content]
         seen["several versions"] += any(len(spans) > 1 for *_, spans, _ in samples)
         seen["three versions"] += any(len(spans) > 2 for *_, spans, _ in samples)
@@ -54,6 +54,8 @@ def test_interleavings():
         seen["greedy and several versions"] += any(len(spans) > 1 for *_, spans, _ in greedy)
         seen["greedy and a kill"] += world.setting.greedy and world.generation > 0
         seen["greedy began anew"] += world.setting.greedy and world.began_anew > 0
+        seen["served and several versions"] += world.setting.served and any(len(spans) > 1 for *_, spans, _ in samples)
+        seen["ended unseen"] += world.ended_unseen > 0
         ages = [step - spans[0][0] for step, *_, spans, _ in samples if spans]
         seen["at the bound"] += max(ages) == world.setting.max_staleness > 0
         seen["passed over"] += [number for _, number, *_ in samples] != sorted(number for _, number, *_ in samples)
@@ -72,5 +74,5 @@ def test_a_deterministic_run_depends_on_no_delay_and_no_kill():
 
 @pytest.mark.slow
 def test_many_interleavings():
-    explore(range(600, 20_000))
+    explore(range(700, 20_000))
     assert same_each_time(range(300, 6000)) > 1000

@@ -31,7 +31,7 @@ def generate(payload):
     if not payload["token_ids"]:
         return 400, {"error": {"message": "List should have at least 1 item"}}
     assert "seed" not in wanted, "vLLM's own seed ends an engine on a CPU where a prompt is read in pieces"
-    seed = wanted["extra_args"]["rl_fn"][0]
+    seed, drawn = wanted["extra_args"]["rl_fn"][:2]
     tokens, versions, reason = [], [], "length"
     while len(tokens) < wanted["max_tokens"]:
         RUNS.wait()
@@ -43,7 +43,9 @@ def generate(payload):
         if ACT == "error":
             return 500, {"error": {"message": "engine is broken"}}
         time.sleep(float((FOLDER / "delay").read_text()))
-        tokens.append((seed + len(payload["token_ids"]) + len(tokens) + STATE["offset"]) % 13)
+        # By what it has read, and by the number of the draw.
+        read, number = len(payload["token_ids"]) + len(tokens), drawn + len(tokens)
+        tokens.append((seed + read + 2 * number + STATE["offset"]) % 13)
         versions.append(STATE["version"])
         if tokens[-1] in wanted.get("stop_token_ids", ()):
             reason = "stop"
@@ -65,6 +67,10 @@ def collective(method, *words):
     if method == "rl_fn_adopt":
         STATE["offset"] = int(Path(words[0], "offset").read_text())
         return [1, 2] if ACT == "two adapters" else [1]
+    if method == "rl_fn_held":
+        folder, adapter = words
+        wanted = int(Path(adapter or folder, "offset").read_text())
+        return [1, {} if STATE["offset"] == wanted else {"offset": f"{STATE['offset']} and not {wanted}"}, {}]
     size = int(ACT.removeprefix("heads of ")) if ACT.startswith("heads of") else 64
     return {"registered": ACT != "no plugin", "head_size": size, "head_sizes": [32, 64]}
 

@@ -26,8 +26,9 @@ def opened(folder, served=SERVED):
     return VLLMServer(folder, OPTIONS, served, [sys.executable, "-S", str(FAKE)])
 
 
-def added(engine, count=20, limit=12, stop=(0,), sampling=SAMPLING):
+def added(engine, count=20, limit=12, stop=(0,), sampling=SAMPLING, prepare=lambda decoder: None):
     decoder = ServedDecoder(engine, sampling, stop=stop)
+    prepare(decoder)
     for key in range(count):
         decoder.add(key, [1] * (1 + key % 5), seed=key, limit=limit)
     return decoder

@@ -1,5 +1,6 @@
 """A served engine is killed, paused, updated and replaced: every request gets one completion, of proved weights."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,11 +16,14 @@ from rl_bridge.data.requests import SamplingParams
 from rl_bridge.pipelines.rollouts import RolloutOptions
 from rl_bridge.rollout.asynchronous.rollout_pump import Row
 from rl_bridge.rollout.asynchronous.worker import EngineDied
+from rl_bridge.rollout.served.asking import Ask, MalformedReply
 from rl_bridge.rollout.served.decoder import ServedDecoder
 from rl_bridge.rollout.served.engine import ABORTED
 from rl_bridge.rollout.served.process import WATCHER, ServerDied, ServerProcess
 from rl_bridge.rollout.served.rollout import _Served
 from rl_bridge.rollout.served.vllm import ServedOptions
+from rl_bridge.rollout.served.vllm_requests import completion_of
+from rl_bridge.rollout.served.watcher import LOOK
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import Tolerance
 from rl_bridge.rollout.vllm.updated import UpdatedEngine
@@ -59,6 +63,23 @@ def test_a_greedy_row_is_asked_for_as_one_beside_sampled_ones(engine_of, tmp_pat
         assert (set(drawn.logprobs) == {0.0}) == (drawn.allowed is None) == (key == 2)
 
 
+def test_a_row_s_random_numbers_go_on_however_it_is_asked_for(engine_of, tmp_path, monkeypatch):
+    """Of several pieces, of rounds, and taken up again with the tokens that it has (found by real vLLM alone)."""
+    engine = engine_of(weights(tmp_path / "w"))
+    wanted = finish(added(engine))
+    monkeypatch.setattr("rl_bridge.rollout.served.decoder.PIECE", 3)
+    assert finish(added(engine, prepare=ServedDecoder.count_tokens)) == wanted
+    decoder, found = added(engine, prepare=ServedDecoder.draw_in_rounds), []
+    while decoder.running:
+        found += decoder.round(4)
+    assert {drawn.key: drawn for drawn in found} == wanted
+    again = ServedDecoder(engine, SAMPLING, stop=(0,))
+    long = [key for key, drawn in wanted.items() if len(drawn.tokens) > 5]
+    for key in long:
+        again.add(key, [1] * (1 + key % 5) + wanted[key].tokens[:5], seed=key, drawn=5, limit=7)
+    assert {key: drawn.tokens for key, drawn in finish(again).items()} == {key: wanted[key].tokens[5:] for key in long}
+
+
 @pytest.mark.parametrize("who", ["server", "watcher"])
 def test_a_server_that_dies_is_started_again_and_no_row_is_lost_or_done_twice(engine_of, tmp_path, who, caplog):
     folder = weights(tmp_path / "w", delay=0.02)
@@ -75,10 +96,36 @@ def test_a_server_that_dies_is_started_again_and_no_row_is_lost_or_done_twice(en
     assert engine.server.process.pid != process.pid
 
 
+SHARES = """
+import os, sys, time
+from multiprocessing import shared_memory
+if os.fork():
+    time.sleep(60)
+memory = shared_memory.SharedMemory(create=True, size=1000)
+with open(sys.argv[1] + ".tmp", "w") as file:
+    file.write(memory.name)
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux's shared memory")
+def test_shared_memory_of_a_killed_server_s_processes_does_not_outlive_it(tmp_path):
+    """vLLM's processes left theirs each time: Python's own tracker of shared memory is killed with them."""
+    name = tmp_path / "name"
+    process = ServerProcess([sys.executable, "-c", SHARES, str(name)], tmp_path / "log")
+    process.wait_until(name.exists, 20)
+    segment = Path("/dev/shm") / name.read_text()
+    assert segment.exists()
+    time.sleep(LOOK + 1)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.dead.wait(20) and not segment.exists()
+
+
 def test_a_server_that_dies_again_and_again_is_given_up(engine_of, tmp_path):
     engine = engine_of(weights(tmp_path / "w", act="die"))
     with pytest.raises(ServerDied, match=r"died 3 times without a completion in between: .*exit status 7; the end of"):
-        finish(added(engine, limit=10))
+        finish(added(engine, limit=10, stop=()))
     assert engine.restarts == 2
 
 
@@ -158,7 +205,7 @@ def test_what_is_drawn_from_unproved_weights_is_kept_until_the_proof(engine_of, 
     engine.finish("3")
     assert engine.reset_prefix_cache() and engine.version() == "3"
     probe = engine.generate([1, 2], count=4, seed=2, temperature=1.0)
-    assert (probe.tokens, probe.version, probe.cached) == ((9, 10, 11, 12), "3", 0) and engine.is_paused()
+    assert (probe.tokens, probe.version, probe.cached) == ((9, 12, 2, 5), "3", 0) and engine.is_paused()
     engine.server.resume()  # others draw while the proof is awaited
     time.sleep(1.0)
     assert decoder.step() == [] and decoder.running == 8
@@ -191,6 +238,39 @@ def test_an_engine_that_is_replaced_forgets_what_was_not_proved(engine_of, tmp_p
     assert engine.restarts == 0, "the death of the server before is no death of this one"
     fresh = finish(added(engine_of(old), 8, stop=()))
     assert {key: drawn.tokens for key, drawn in found.items()} == {key: drawn.tokens for key, drawn in fresh.items()}
+
+
+def updates(engine, folder):
+    engine.start()
+    engine.update(folder, ["offset"])
+    engine.finish("3")
+
+
+WAYS = {
+    "updated": updates,
+    "replaced": lambda engine, folder: engine.replace(folder, "3"),
+    "replaced, with an adapter": lambda engine, folder: engine.replace(folder, "3", folder),
+    "given an adapter": lambda engine, folder: engine.adopt(folder, "3"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_that_unproved_weights_draw_is_given_out(engine_of, tmp_path, way):
+    """SURV-7: however a server came to them."""
+    old, new = weights(tmp_path / "old"), weights(tmp_path / "new", offset=5)
+    engine = engine_of(old)
+    engine.pause()
+    decoder = added(engine, 8, stop=())
+    WAYS[way](engine, new)
+    engine.server.resume()  # for the draws of the proof: all requests go on
+    folder = new if way.startswith("replaced") else old
+    deadline = time.monotonic() + 60
+    while len(served(folder)) < 8:
+        assert time.monotonic() < deadline and decoder.step() == []
+    assert [decoder.step() for _ in range(3)] == [[]] * 3 and decoder.running == 8
+    engine.resume()
+    found = finish(decoder)
+    assert set(found) == set(range(8)) and {v for drawn in found.values() for v in drawn.versions} == {3}
 
 
 def test_rows_that_are_withdrawn_come_back_with_what_they_have(engine_of, tmp_path):
@@ -251,6 +331,22 @@ def test_a_command_that_is_not_there(tmp_path):
     made = ServerProcess([str(tmp_path / "absent")], tmp_path / "log", name="the engine")
     with pytest.raises(ServerDied, match=r"the engine \(process -1\) ended with exit status 1; (.|\n)*No such file"):
         made.wait_until(lambda: False, 30)
+
+
+@pytest.mark.parametrize("ends", [(), (1,), (1, 2), (0, 2), (2,), (2, 3), (3,)], ids=str)
+def test_a_reply_without_a_version_for_each_token_and_no_more_is_refused(ends):
+    """``ends``: of spans that begin where the one before ended, the first at 0."""
+    pairs = list(itertools.pairwise((0, *ends)))
+    spans = [{"version": 3 + n, "start": start, "end": end} for n, (start, end) in enumerate(pairs)]
+    rows = [{"token_id": token, "logprob": -1.0} for token in (5, 6)]
+    choice = {"token_ids": [5, 6], "logprobs": {"content": rows}, "finish_reason": "length", "weight_versions": spans}
+    ask = Ask("1", (1,), SamplingParams(max_new_tokens=2), 7, 0, 2, frozenset([9]))
+    if max(ends, default=0) == 2:
+        wanted = {(2,): [3, 3], (1, 2): [3, 4], (0, 2): [4, 4]}
+        assert completion_of({"choices": [choice]}, ask, "request 1").versions == wanted[ends]
+    else:
+        with pytest.raises(MalformedReply, match="no weights version for all of 2 tokens"):
+            completion_of({"choices": [choice]}, ask, "request 1")
 
 
 def test_limits_that_limit_nothing_are_refused():

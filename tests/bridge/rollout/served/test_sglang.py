@@ -44,6 +44,9 @@ SAMPLING_FIELDS = {
     "top_k": INT,
     "top_p": FLOAT,
     "min_p": FLOAT,
+    "repetition_penalty": FLOAT,
+    "presence_penalty": FLOAT,
+    "frequency_penalty": FLOAT,
     "stop_token_ids": IDS,
     "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,
@@ -139,7 +142,7 @@ def finish(decoder):
     return {drawn.key: drawn for drawn in found}
 
 
-@pytest.mark.parametrize("truncated", [{}, {"top_p": 0.9, "top_k": 4}], ids=["plain", "truncated"])
+@pytest.mark.parametrize("truncated", [{}, {"min_p": 0.1, "top_k": 4}], ids=["plain", "truncated"])
 def test_completions(fake, folder, truncated):
     with recorded(fake) as (url, asked):
         engine = engine_at(url, folder)

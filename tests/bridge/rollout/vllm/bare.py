@@ -29,7 +29,6 @@ from rl_bridge.rollout.vllm.plugin import PROTOCOL
 from rl_bridge.weights import source_of
 from tests.bridge.rollout.vllm.faults import FAULTS, NOT_DELIVERED, TIED, shorten
 from tests.bridge.rollout.vllm.policies import (
-    OPTIONS,
     RUNNING,
     draw,
     ends_of,
@@ -40,6 +39,7 @@ from tests.bridge.rollout.vllm.policies import (
     trainer,
     worker_of,
 )
+from tests.bridge.rollout.vllm.starts import quick_starts
 
 BACKEND = "bare"
 EQUAL = 1e-4
@@ -79,12 +79,12 @@ class BareTransfer(WeightTransferEngine):
         pass
 
 
-def open_bare(folder, options):
+def open_bare(folder, options, **arguments):
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, BareTransfer)
 
     def opened(folder):
-        return open_engine(folder, options, weight_transfer_config={"backend": BACKEND})
+        return open_engine(folder, options, weight_transfer_config={"backend": BACKEND}, **arguments)
 
     return InProcessEngine(opened, close_engine, folder)
 
@@ -237,7 +237,7 @@ def adapter_outcome(folder):
 
     model = make_model()
     model.save_pretrained(folder / "base")
-    client = open_bare(folder / "base", options(arguments=(*OPTIONS["arguments"], "enable_lora=true")))
+    client = open_bare(folder / "base", options(), enable_lora=True)
     policy = trainer(model, LocalExecutor("cpu"), name="adapter", adapter=True)
     try:
         for number in (1, 2):
@@ -277,4 +277,5 @@ def main(target):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1])
+    with quick_starts():
+        main(sys.argv[1])

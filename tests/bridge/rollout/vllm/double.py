@@ -157,7 +157,15 @@ class DoubleEngine:
 
     # An update, as FolderTransfer in vLLM's worker does it.
 
-    def collective_rpc(self, method, kwargs=None):
+    def collective_rpc(self, method, args=(), kwargs=None):
+        if callable(method):
+            config = SimpleNamespace(dtype=torch.float32)
+            return [
+                method(
+                    SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: self.model, model_config=config)),
+                    *args,
+                )
+            ]
         return getattr(self, f"_{method}")(**kwargs or {})
 
     def _init_weight_transfer_engine(self, init_info):

@@ -41,11 +41,11 @@ def options(**changed):
     return VLLMOptions(**OPTIONS | changed)
 
 
-def open_vllm(folder, **changed):
-    """Real vLLM in this process."""
+def open_vllm(folder, draws=None, **changed):
+    """Real vLLM in this process; ``draws``: that a decoder reads allowed tokens from."""
     from rl_bridge.rollout.vllm.client import open_in_process
 
-    return open_in_process(folder, options(**changed))
+    return open_in_process(folder, options(**changed), draws=draws)
 
 
 ENGINES = [pytest.param(open_double, id="double"), pytest.param(open_vllm, id="vllm", marks=pytest.mark.vllm)]

@@ -107,7 +107,7 @@ def check(made, models, cuts):
                     wanted = truncated_logprob(models[version], trajectory, place)
                     allowed = trajectory.allowed_tokens[place]
                     assert trajectory.tokens[place] in allowed and len(allowed) == 6
-                assert abs(wanted - logprob) < 1e-5
+                assert abs(wanted - logprob) < 5e-5  # float32 rounding: 1.1e-5 was seen on one CPU
     return mixed
 
 

@@ -59,7 +59,7 @@ def test_a_killed_engine_of_vllm_is_opened_again_with_the_proved_weights_and_its
         [killed] = rollout.run(dies_in_the_middle, "rollout", 25)
         found, again = drawn(rollout)
         assert found == wanted, "no request is lost, none is answered twice"
-        torch.testing.assert_close(again, logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(again, logprobs, atol=5e-5, rtol=0)
         assert (rollout.revived, rollout.weights_version) == (1, 1)
         with pytest.raises(ProcessLookupError):
             os.kill(killed, 0)

@@ -33,7 +33,8 @@ CUTS = {
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.1},
-    "all": {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    # Cut by min-p first, as vLLM does by itself, these would be other distributions (ROLL-8).
+    "all": {"temperature": 1.3, "top_k": 20, "top_p": 0.8, "min_p": 0.1},
 }
 
 
@@ -45,7 +46,10 @@ def rollout(folder, tokenizer):
     options = VLLMOptions(max_model_len=256, max_num_seqs=8, kv_cache_gib=0.02, arguments=arguments)
     rollout = VLLMRollout(PretrainedSource(str(folder)), tokenizer, options)
     yield rollout
+    copies = rollout.updated.receiver.copies._root
+    assert copies.is_dir()
     rollout.close()
+    assert not copies.exists() and not rollout._folder.path.exists(), "ROLL-14"
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +67,29 @@ def logits_of(model, tokens):
 def test_logprobs_are_those_of_the_distribution_that_is_sampled(drawn, model, name):
     """Ours, in float64, from the weights' own logits; and over the recorded tokens, where sampling was truncated."""
     assert len(drawn[name]) == len(PROMPTS) * SAMPLING.n
+    other = False
     for t in drawn[name]:
         logits, start = logits_of(model, t.tokens), len(t.prompt_tokens)
         wanted = [truncated(logits[start - 1 + i], **CUTS[name]) for i in range(len(t.sampled_tokens))]
         chosen = [float(np.log(p[token])) for p, token in zip(wanted, t.sampled_tokens, strict=True)]
-        np.testing.assert_allclose(t.sampled_logprobs, chosen, atol=1e-5)
+        np.testing.assert_allclose(t.sampled_logprobs, chosen, atol=5e-5)
         if name in ("plain", "cool"):
             assert t.allowed_tokens is None
         else:
             assert t.allowed_tokens[:start] == ((),) * start
             found = [list(ids) for ids in t.allowed_tokens[start:]]
             assert found == [np.flatnonzero(p).tolist() for p in wanted]
+            other |= name == "all" and found != [
+                np.flatnonzero(min_p_first(logits[start - 1 + i])).tolist() for i in range(len(found))
+            ]
+    assert other == (name == "all"), "the order of truncations shows"
+
+
+def min_p_first(logits):
+    """vLLM's own order, of CUTS["all"]."""
+    left = truncated(logits, temperature=1.3, min_p=0.1)
+    with np.errstate(divide="ignore"):
+        return truncated(np.log(left), top_k=20, top_p=0.8)
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -84,7 +100,7 @@ def test_a_trainer_scores_what_was_drawn_as_it_was_drawn(drawn, model, name):
     batch = collate(drawn[name], 0)
     ratio = (scorer.token_logprobs(batch) - batch.rollout_logprobs)[batch.mask].exp()
     assert len(ratio) > 100
-    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("stop", [("1", "a"), ("=", "lo", "2 ")])
@@ -106,7 +122,7 @@ def test_tokens_depend_on_the_request_alone(rollout, drawn, name):
         assert [[t.tokens for t in group] for group in made] == [[t.tokens for t in wanted[i]] for i in chosen]
         for i, group in zip(chosen, made, strict=True):
             for a, b in zip(group, wanted[i], strict=True):
-                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=5e-5)
     fewer = rollout.generate(requests[2:4], replace(sampling, n=2))
     assert [[t.tokens for t in group] for group in fewer] == [[t.tokens for t in wanted[i][:2]] for i in (2, 3)]
     other = rollout.generate(requests_of(PROMPTS, 5), sampling)
@@ -127,7 +143,7 @@ def test_a_sequence_that_goes_on_draws_what_it_would_have_drawn(rollout, drawn):
         found |= {made.key: made for made in decoder.step()}
     for cut, made in found.items():
         assert tuple(made.tokens) == tokens[cut:]
-        np.testing.assert_allclose(made.logprobs, whole.sampled_logprobs[cut:], atol=1e-5)
+        np.testing.assert_allclose(made.logprobs, whole.sampled_logprobs[cut:], atol=5e-5)
         assert set(made.versions) == {0}
 
 
@@ -163,10 +179,12 @@ def test_greedy_is_the_argmax(rollout, model):
         assert t.logprobs == (0.0,) * len(t.tokens) and t.allowed_tokens is None
 
 
-def test_first_tokens_follow_the_model_s_distribution(rollout, model, tokenizer):
+@pytest.mark.parametrize("cuts", [{"top_p": 0.95}, CUTS["all"]], ids=["top-p", "top-k, top-p, min-p"])
+def test_first_tokens_follow_the_model_s_distribution(rollout, model, tokenizer, cuts):
+    """ROLL-8: in this library's order of truncations."""
     count, prompt = 4000, tokenizer("12+3=").input_ids
-    made = generate(rollout, [prompt], SamplingParams(max_new_tokens=1, n=count, top_p=0.95))
-    wanted = count * truncated(logits_of(model, prompt)[-1], top_p=0.95)
+    made = generate(rollout, [prompt], SamplingParams(max_new_tokens=1, n=count, **cuts))
+    wanted = count * truncated(logits_of(model, prompt)[-1], **cuts)
     observed = np.bincount([t.sampled_tokens[0] for t in made], minlength=len(wanted))
     common = wanted >= 5
     pooled = [np.append(x[common], x[~common].sum()) for x in (observed, wanted)]
@@ -200,7 +218,7 @@ def test_a_stream_gives_what_generate_gives_as_it_finishes(rollout, drawn):
     assert len(key) == len(found) == len(drawn["plain"])
     for t in drawn["plain"]:
         # Rows beside a row change its log-probabilities by a rounding.
-        np.testing.assert_allclose(key[t.request_id].logprobs, t.logprobs, atol=1e-5)
+        np.testing.assert_allclose(key[t.request_id].logprobs, t.logprobs, atol=5e-5)
         assert replace(key[t.request_id], logprobs=t.logprobs) == t
     rollout.close_stream(0)
     assert rollout.next_completions(1), "finished beside the other stream"

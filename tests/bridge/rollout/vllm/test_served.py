@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
 from rl_bridge.executors.local import LocalExecutor
+from rl_bridge.models.encoding import encode_prompt
 from rl_bridge.models.source import StateSource
+from rl_bridge.rollout.asynchronous.rollout_pump import Row
 from rl_bridge.rollout.served.rollout import ServedRollout
 from rl_bridge.rollout.served.vllm import ServedOptions
 from rl_bridge.rollout.vllm.options import VLLMOptions
@@ -73,7 +76,7 @@ def check(model, trajectories, sampling, version):
     for t in trajectories:
         t.require_sampled()
         wanted = full_forward(model, t, sampling)
-        np.testing.assert_allclose(t.sampled_logprobs, [value for value, _ in wanted], atol=1e-5)
+        np.testing.assert_allclose(t.sampled_logprobs, [value for value, _ in wanted], atol=5e-5)
         assert {v for v, drawn in zip(t.weights_versions, t.loss_mask, strict=True) if drawn} == {version}
         if sampling.top_k or sampling.top_p or sampling.min_p:
             allowed = [list(ids) for ids, drawn in zip(t.allowed_tokens, t.loss_mask, strict=True) if drawn]
@@ -113,7 +116,7 @@ def test_an_engine_in_the_process_draws_the_same_tokens(parts, model, tokenizer)
                 engine.generate(PROMPTS, sampling), served.generate(PROMPTS, sampling), strict=True
             ):
                 assert (ours.request_id, ours.tokens) == (theirs.request_id, theirs.tokens)
-                np.testing.assert_allclose(ours.sampled_logprobs, theirs.sampled_logprobs, atol=1e-5)
+                np.testing.assert_allclose(ours.sampled_logprobs, theirs.sampled_logprobs, atol=5e-5)
     finally:
         worker.close()
 
@@ -126,6 +129,27 @@ def test_a_stop_text_cuts_behind_the_token_that_completed_it(parts, tokenizer, m
     stop, sampling = ("1", "a", "= "), replace(SAMPLING, top_p=0.9)
     found = engine.generate(PROMPTS, replace(sampling, stop=stop))
     assert_cut_at_the_text(tokenizer, engine.generate(PROMPTS, sampling), found, stop)
+
+
+def test_rows_that_end_between_two_commands_are_over_and_rounds_draw_the_same(parts, tokenizer):
+    """ROLL-1, ROLL-2: what the simulated server of rollouts ahead of training does, on a real one."""
+    _, worker, *_ = parts
+    prompts = [tuple(encode_prompt(tokenizer, PROMPTS[number % 4])) for number in range(12)]
+    rows = [Row((number, 0), prompt, (), 0, 0, seed=number, limit=40) for number, prompt in enumerate(prompts)]
+    ended, deadline = worker.advance(rows, SAMPLING, 1), time.monotonic() + 60
+    while worker.engine._running:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ended += worker.withdraw([row.key for row in rows])
+    assert len(ended) == 12 and {row.reason for row in ended} == {"stop", "length"}
+    for row in ended:
+        stops = [place for place, token in enumerate(row.drawn.tokens, 1) if token in worker._stop]
+        assert stops == ([len(row.drawn.tokens)] if row.reason == "stop" else []), "tokens behind an end"
+        assert row.reason == "stop" or len(row.drawn.tokens) == 40
+    found = worker.advance(rows, SAMPLING, 7, True)
+    while len(found) < 12:
+        found += worker.advance([], SAMPLING, 7, True)
+    assert {r.key: (r.reason, r.drawn.tokens) for r in found} == {r.key: (r.reason, r.drawn.tokens) for r in ended}
 
 
 def test_conversations_go_on_in_the_server(parts, model):

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rl_bridge.report.page import write_report
 from rl_bridge.tracking.exporters.session import ExportOptions, export
 from rl_bridge.tracking.provenance import git_state, read_provenance
 from tests.bridge.tracking.exporters.ledgers import Trainer, kept_bytes
 from tests.bridge.tracking.exporters.test_same_series import TRACKERS
+from tests.bridge.tracking.test_resuming import go
 
 PLANTED = {
     "name": "planted-by-name-1f2e3d",
@@ -77,7 +79,29 @@ def test_the_record_of_where_a_run_comes_from_has_none(planted):
     [attempt] = read_provenance(planted)
     assert attempt["command"] == ["rl-fn", "--hub.token", "***", "--judge-api-key=***", "--steps", "3"]
     assert attempt["git"]["remote"] == "https://***@example.org/r.git"
-    assert attempt["environment"]["HF_TOKEN"] == "***" and attempt["environment"]["NCCL_DEBUG_FILE"] == "/logs/***"
+    assert not {"HF_TOKEN", "NCCL_DEBUG_FILE", "SERVICE_PASSWORD"} & set(attempt["environment"])
+
+
+def test_no_file_of_a_run_has_one_and_no_variable_is_kept_for_its_first_letters_usr_11(tmp_path, monkeypatch, capsys):
+    variables = ("VLLM_ADMIN_KEY", "TORCH_MIRROR_KEY", "HF_PAT", "NCCL_HOME_TOKEN", "CUDA_SECRETS", "JAX_PASSWORD")
+    for name in variables:
+        monkeypatch.setenv(name, PLANTED["environment"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    folder = tmp_path / "run"
+    go(folder, Options(), until=4)
+    go(folder, Options(), resume=True)  # compared with what the checkpoint says of them
+    with pytest.raises(ValueError, match=r"--rate was 0\.5 and is 0\.25"):
+        go(folder, Options(rate=0.25), resume=True)
+    assert write_report([folder], folder / "report.html", title=None, reload_seconds=None) > 0
+    content = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {"config.json", "provenance.jsonl", "manifest.json", "report.html"} <= {path.name for path in content}
+    printed = capsys.readouterr()
+    content[folder / "printed"] = (printed.out + printed.err).encode()
+    found = [(path.name, place) for path in content for place in PLANTED if PLANTED[place].encode() in content[path]]
+    assert found == []
+    assert b"example.org" in content[folder / "config.json"]
+    kept = [attempt["environment"] for attempt in read_provenance(folder)]
+    assert all(not set(variables) & set(names) and names["OMP_NUM_THREADS"] == "3" for names in kept)
 
 
 def test_git_state_tells_changes_apart(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_bridge.atomic import write_json
 from rl_bridge.cli import main
 from rl_bridge.tracking.exporters.cursor import key_of
 from rl_bridge.tracking.exporters.session import ExportOptions, Session, export
@@ -70,11 +71,12 @@ def test_an_export_again_adds_nothing_and_a_later_one_what_is_new(trainer, track
     trainer.note()
     assert tracker.export() == (4, 4)
     tracker.check()
-    assert tracker.export()[0] == 4
+    assert tracker.export() == (4, 0)
     tracker.check()
     trainer.step(3)
     assert tracker.export()[0] == 7
     tracker.check()
+    assert tracker.export() == (7, 0)
 
 
 def test_what_was_cut_off_by_a_resumed_run_is_taken_back(trainer, tracker):
@@ -126,6 +128,29 @@ def test_a_store_that_was_removed_is_filled_again(trainer, tracker):
     tracker.check()
 
 
+@pytest.mark.parametrize("changed", ["options", "provenance"])
+def test_an_export_of_a_run_with_other_options_begins_anew(trainer, tracker, changed):
+    """SURV-14: what stands in the store beside the curves is that of the run today, and no record is twice.
+
+    It begins anew once: the exports after that send what is new, where the store is not one file of one process.
+    """
+    trainer.step(3)
+    assert tracker.export() == (3, 3)
+    if changed == "options":
+        write_json(tracker.folder / "config.json", {"rate": 0.25, "policy": {"steps": 4}})
+    else:
+        trainer.checkpoint()
+        trainer.resume()
+    trainer.step(1)
+    assert tracker.export() == (4, 4)
+    tracker.check()
+    assert tracker.export() == (4, 0)
+    trainer.step(1)
+    assert tracker.export() == (5, 5 if tracker.name == "wandb" else 1)
+    assert tracker.export() == (5, 0)
+    tracker.check()
+
+
 def test_not_a_number_and_infinity_are_points_too(trainer, tracker):
     trainer.step(1, loss=float("nan")).step(1, loss=float("inf")).step(1, loss=0.5)
     tracker.export()
@@ -168,4 +193,4 @@ def test_what_is_no_run_and_what_is_not_installed_is_said_in_one_line(tmp_path, 
     assert "has no metrics.jsonl: it is not a run's folder" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["export", str(trainer.folder), "--to", "wandb", "--output", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.endswith("wandb is not installed: pip install 'rl-fn[trackers]'\n")
+    assert capsys.readouterr().err.endswith("wandb is not installed: pip install '.[trackers]'\n")

@@ -1,0 +1,330 @@
+"""One comparison when a model is built: each arrangement of rows against the model's own eager forward of each row.
+
+    arrangements = probe(model)
+
+A family that nobody here has heard of, or code from a hub, may keep states across documents, put something between the
+hidden states and the logits, or read a mask in its own way. A few rows of a few tokens show that before anything is
+trained: what differs is not used, and a model that is right in no arrangement is refused by name.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from rl_bridge.parallel.attention.register import NAME
+from rl_bridge.parallel.documents import SEQUENCE, Documents
+from rl_bridge.parallel.fsdp import forget_pass
+from rl_bridge.parallel.gradients import agree_max
+from rl_bridge.parallel.head import HeadKind, token_logprobs
+from rl_bridge.parallel.layers import without_peft
+from rl_bridge.parallel.mesh import DIMS
+from rl_bridge.parallel.plain import (
+    COMMON,
+    GROUPS,
+    LENGTHS,
+    attention_of,
+    is_language_model,
+    plain_values,
+    rows_for,
+    use_attention,
+)
+from rl_bridge.parallel.values import token_values
+
+EXACT = 1e-3
+"""Largest difference in float32 and float64, of the spread of the log-probabilities or the gradients."""
+ROUGH_VALUES, ROUGH_GRADIENTS = 0.15, 0.5
+"""Largest mean square root of differences in lower precisions, of the spread of the log-probabilities; of a kind of
+parameters' gradients, of their norms, in the median over the layers. SmolLM2-135M in bfloat16 has 0.03 to 0.07 and at
+most 0.23 under four instruction sets; gradients that are missing or doubled have 1. A gradient that is doubled in one
+layer alone is not seen: there rounding moves the gradients of the model's own eager forward by as much as their norm.
+"""
+
+_LAYER = re.compile(r"\.\d+\.")
+"""A layer's number in a parameter's name."""
+BLIND = 1e-6
+"""Spread of a row's numbers that no difference can be told from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangements:
+    """The arrangements of rows in which a model gives its own numbers."""
+
+    attention: str = NAME
+    """The implementation of attention: "rl_fn", or the model's own "eager"."""
+    head: HeadKind = "linear"
+    """Whether log-probabilities come from hidden states and the output embeddings, or from the model's own logits."""
+    packed: bool = True
+    """Whether documents may lie one behind another in one row."""
+    shared: bool = True
+    """Whether rows of a group may have their common first tokens computed once."""
+    notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of "padded", "packed" and "shared" rows, where something else is used: what, and why."""
+
+
+class Measured(NamedTuple):
+    """What one arrangement gives: a number for each token of each row, and the gradients of their weighted sum."""
+
+    values: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+_cached: dict[tuple[Any, ...], Arrangements] = {}
+
+
+def probe(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, exact: bool = True) -> Arrangements:
+    """Compare padded rows, packed ones and shared prefixes with the model's own eager forward of each row alone.
+
+    Three rows of 29 tokens in all, about ten forward passes; for a model that is trained as many backward passes,
+    whose gradients are dropped. All workers of the mesh call the function. A class with one configuration is compared
+    once, unless a worker of the mesh has not compared the class yet.
+
+    Args:
+        model: with its weights, plain, of peft, after ``parallelize``; a causal language model, or a
+            ``*ForSequenceClassification`` with one label. Its attention is "rl_fn" (``use_rl_fn_attention``).
+        mesh: of ``make_mesh``. Over sequence ranks all rows are packed.
+        exact: whether the model computes in float32 or float64. In less, rounding hides small differences: gross ones
+            are looked for, and layers that keep states (``has_states``) are neither packed nor shared.
+
+    Returns:
+        What may be used. The model's attention is set to it.
+
+    Raises:
+        ValueError: padded rows are wrong with every attention and head; or packed ones with sequence ranks.
+    """
+    if any(isinstance(p, FakeTensor) or p.is_meta for p in model.parameters()) or _is_alone(mesh):
+        return _by_config(model)
+    key = _key(model, mesh, exact)
+    found = _cached.get(key)
+    # The comparison is collective: a worker that has the answer computes beside one that is new in the mesh.
+    if _any_worker(found is None, mesh):
+        comparison = _Comparison(model, mesh, exact)
+        found = _compared(comparison)
+        if comparison.shows:
+            _cached[key] = found
+    assert found is not None
+    use_attention(model, found.attention)
+    return found
+
+
+def _by_config(model: PreTrainedModel) -> Arrangements:
+    return Arrangements(packed=not has_states(model), shared=not has_states(model))
+
+
+def _compared(comparison: "_Comparison") -> Arrangements:
+    name, ranks = type(without_peft(comparison.model)).__name__, comparison.ranks
+    heads: tuple[HeadKind, ...] = ("linear", "logits") if comparison.is_language_model else ("linear",)
+    arranged = "padded" if ranks == 1 else "packed"
+    ways: list[tuple[str, HeadKind]] = [(NAME, head) for head in heads]
+    if ranks == 1:
+        ways.extend(("eager", head) for head in heads)
+    attempts = []
+    for attention, head in ways:
+        wrong = comparison.difference(arranged, attention, head)
+        if wrong is None:
+            break
+        attempts.append(f"attention {attention!r}, head by {head!r}: {wrong}")
+    else:
+        cut = "" if ranks == 1 else f" over {ranks} sequence ranks"
+        way_on = "take sequence=1" if ranks > 1 else "its class cannot be trained here"
+        raise ValueError(
+            f"{name}{cut}: {arranged} rows do not give the numbers of the model's own eager forward of each row; "
+            f"{way_on}. " + "; ".join(attempts)
+        )
+    notes, usable = {}, {"packed": ranks > 1}
+    keeps = has_states(comparison.model)
+    if (attention, head) != ways[0]:
+        notes["padded"] = f"{name}: attention {attention!r}, log-probabilities by {head!r}; {attempts[0]}"
+    for saving in ("packed", "shared"):
+        if not usable.get(saving):
+            wrong = comparison.difference(saving, attention, head)
+            if wrong is None and keeps and not comparison.shows_leaks:
+                wrong = "its layers keep states, and the comparison is too rough to show a leak"
+            usable[saving] = wrong is None
+            if wrong is not None:
+                instead = "rows are padded" if saving == "packed" else "each row has its own prefix"
+                notes[saving] = f"{name}: {instead}, since {saving} rows would give other numbers: {wrong}"
+    return Arrangements(attention, head, usable["packed"], usable["shared"], notes)
+
+
+def has_states(model: torch.nn.Module) -> bool:
+    """Whether layers keep states of the tokens before, as linear attention and short convolutions do, by the config.
+
+    >>> has_states(torch.nn.Linear(2, 2))
+    False
+    """
+    inner = without_peft(model)
+    if not isinstance(inner, PreTrainedModel):
+        return False
+    config = inner.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    attends = all("attention" in kind and "linear" not in kind for kind in kinds)
+    return bool(getattr(inner, "_is_stateful", False)) or not attends
+
+
+class _Comparison:
+    """A model, its rows, and what its own forward makes of them."""
+
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, exact: bool) -> None:
+        self.model, self.mesh, self.exact = model, mesh, exact
+        self.is_language_model = is_language_model(model)
+        self.rows = rows_for(model)
+        self.ranks = 1 if mesh is None else mesh.get_group(SEQUENCE).size()
+        try:
+            self.wanted = self._measure("eager", self._alone)
+        except (TypeError, NotImplementedError, AttributeError, AssertionError, RuntimeError) as error:
+            name = type(without_peft(model)).__name__
+            raise ValueError(
+                f"{name} cannot read one row of {max(LENGTHS)} tokens without a cache, so that nothing can be compared "
+                f"with its own numbers: {type(error).__name__}: {error}"
+            ) from error
+
+    @cached_property
+    def shows(self) -> bool:
+        """Whether the model's own numbers would show a difference; a head of zeros without gradients would not."""
+        spread = max(float(v.std()) for v in self.wanted.values)
+        learned = any(bool(g.count_nonzero()) for g in self.wanted.gradients.values())
+        return _any_worker(spread > BLIND or learned, self.mesh)
+
+    @property
+    def shows_leaks(self) -> bool:
+        return self.exact and self.shows
+
+    def difference(self, arranged: str, attention: str, head: HeadKind) -> str | None:
+        """What is wrong with an arrangement on any of the workers, in words; None: nothing is."""
+        try:
+            found = self._measure(attention, lambda: self._arranged(arranged, head))
+            wrong = self._wrong(found)
+        except (ValueError, TypeError, NotImplementedError, AttributeError, AssertionError, RuntimeError) as error:
+            # A model that cannot be called so says it in words of its own.
+            wrong = f"{type(error).__name__}: {error}"
+            forget_pass(self.model)
+        if not _any_worker(wrong is not None, self.mesh):
+            return None
+        return wrong or "another worker has other numbers"
+
+    def _measure(self, attention: str, compute: Callable[[], list[Tensor]]) -> Measured:
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        before = attention_of(self.model)
+        use_attention(self.model, attention)
+        device = self.rows.ids.device.type
+        try:
+            with torch.set_grad_enabled(bool(trained)), torch.autocast(device, enabled=False):
+                values = compute()
+                if trained:
+                    total = sum((v * w[: len(v)]).sum() for v, w in zip(values, self.rows.weights, strict=True))
+                    # Each sequence rank of a plain forward has the whole sum, and their gradients are added.
+                    alone = compute == self._alone
+                    cast(Tensor, total / (self.ranks if alone else 1)).backward()
+            gradients = {n: _local(p.grad).clone() for n, p in trained.items() if p.grad is not None}
+        finally:
+            use_attention(self.model, before)
+            for parameter in trained.values():
+                parameter.grad = None
+        return Measured([v.detach() for v in values], gradients)
+
+    def _alone(self) -> list[Tensor]:
+        rows = zip(self.rows.ids, self.rows.lengths.tolist(), strict=True)
+        return [plain_values(self.model, row[:length]) for row, length in rows]
+
+    def _arranged(self, arranged: str, head: HeadKind) -> list[Tensor]:
+        ids, lengths, _ = self.rows
+        targets = None
+        if self.is_language_model:
+            ids, targets, lengths = ids[:, :-1], ids[:, 1:], lengths - 1
+        if arranged == "padded":
+            values = self._values(ids, targets, head, use_cache=False)
+        else:
+            shared, groups = torch.tensor([COMMON - 1, COMMON - 1, 0]), torch.tensor(GROUPS)
+            sharing: dict[str, Any] = {"groups": groups, "shared": shared} if arranged == "shared" else {}
+            documents = Documents(lengths, self.mesh, **sharing)
+            packed = documents.take(ids), None if targets is None else documents.take(targets)
+            values = self._values(*packed, head, **forward_kwargs(self.model, documents))
+            values = documents.put(values, ids.shape)
+        return [row[:length] for row, length in zip(values, lengths.tolist(), strict=True)]
+
+    def _values(self, ids: Tensor, targets: Tensor | None, head: HeadKind, **options: Any) -> Tensor:
+        if targets is None:
+            return token_values(self.model, ids, **options)
+        return token_logprobs(self.model, ids, targets, entropy=False, head=head, **options)[0]
+
+    def _wrong(self, found: Measured) -> str | None:
+        values, wanted = torch.cat(found.values).double(), torch.cat(self.wanted.values).double()
+        gap, spread = values - wanted, float(wanted.std())
+        # In rough arithmetic single tokens may be far off, such as those that go to another expert of a mixture.
+        size = float(gap.abs().max() if self.exact else gap.square().mean().sqrt())
+        allowed = EXACT * min(spread, 1.0) if self.exact else ROUGH_VALUES * spread
+        if not size <= allowed + 2e-5:
+            return f"a token's number differs by {size:.2g}"
+        norm = _maximum if self.exact else _norm
+        sizes = {name: float(norm(gradient)) for name, gradient in self.wanted.gradients.items()}
+        largest, kinds = max(sizes.values(), default=0.0), defaultdict(list)
+        for name, gradient in self.wanted.gradients.items():
+            other = found.gradients.get(name)
+            scale = sizes[name] + 0.01 * largest
+            size = sizes[name] if other is None else float(norm(other - gradient))
+            kind, numbers = _LAYER.subn(".#.", name)
+            kinds[kind].append(size / scale if scale else 0.0)
+            # Of a layer's experts rounding decides which ones a token goes to.
+            missing = numbers < 2 and size > 0.5 * scale and (other is None or not other.count_nonzero())
+            wrong = not size <= 4 * EXACT * scale if self.exact else not math.isfinite(size)
+            if missing or wrong:
+                return f"the gradient of {name} differs by {size:.2g} and is of size {scale:.2g}"
+        for kind, shares in kinds.items():
+            if not self.exact and (share := statistics.median(shares)) > ROUGH_GRADIENTS:
+                return f"the gradients of {kind} differ by {share:.2g} of their size"
+        return None
+
+
+def _maximum(gradient: Tensor) -> Tensor:
+    return gradient.abs().max() if gradient.numel() else gradient.new_zeros(())
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient.float())
+
+
+def forward_kwargs(model: PreTrainedModel, documents: Documents) -> dict[str, Any]:
+    """Arguments of a call with packed documents: of layers that keep states, too, where these are told apart."""
+    options = documents.forward_kwargs
+    return options | documents.boundaries if has_states(model) else options
+
+
+def _key(model: PreTrainedModel, mesh: DeviceMesh | None, exact: bool) -> tuple[Any, ...]:
+    inner = cast(PreTrainedModel, without_peft(model))
+    config = inner.config.to_json_string(use_diff=False)
+    adapters = json.dumps({k: v.to_dict() for k, v in getattr(model, "peft_config", {}).items()}, default=sorted)
+    trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    layout = None if mesh is None else tuple(mesh.shape)
+    return type(model), type(inner), config, adapters, hash(trained), layout, exact
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _is_alone(mesh: DeviceMesh | None) -> bool:
+    """Whether the other workers are made up, as in a plan of memory: what they would send is not there."""
+    groups = [] if mesh is None else [mesh.get_group(axis) for axis in DIMS]
+    return any(group.size() > 1 and dist.get_backend(group) == "fake" for group in groups)
+
+
+def _any_worker(here: bool, mesh: DeviceMesh | None) -> bool:
+    there = int(here)
+    for axis in DIMS:
+        if mesh is not None and mesh.get_group(axis).size() > 1:
+            there = agree_max(there, mesh.get_group(axis))
+    return bool(there)

@@ -1,0 +1,234 @@
+"""The garbage collector: off within a phase, at work between two, and as the user had it afterwards.
+
+In a process of its own (test_collecting.py): a collection of all that other tests have left takes a second.
+"""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_bridge.data.stream import RowStream
+from rl_bridge.data.trajectory import single_turn
+from rl_bridge.engines import TrainEngine
+from rl_bridge.engines.worker import Worker
+from rl_bridge.memory.collecting import GENERATIONS, PATIENCE, collect_all, collector_waits, one_phase, phase_ended
+from rl_bridge.models.tiny import TinySource
+from rl_bridge.trainers import policy, preference, reward_model, sft
+from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.trainers.modules.supervised import SupervisedModule
+from rl_bridge.trainers.sft import SFTConfig, train_sft
+
+
+class Cycle:
+    """Holds itself, and so lives until a collection."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_a_program_begins() -> Iterator[None]:
+    """The tests' own conftest freezes what was imported."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def collector(as_a_program_begins: None) -> Iterator[None]:
+    yield
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def frozen(one: object) -> bool:
+    """The collector does not list what is frozen."""
+    return not any(found is one for found in gc.get_objects())
+
+
+def dropped() -> weakref.ref[Cycle]:
+    return weakref.ref(Cycle())
+
+
+def test_off_within_a_phase_and_a_collection_between_two():
+    with collector_waits():
+        assert not gc.isenabled()
+        lost = dropped()
+        # Far more new objects than the collector's own threshold.
+        kept = [[] for _ in range(20 * gc.get_threshold()[0])]
+        assert lost() is not None and kept
+        phase_ended()
+        assert lost() is None and not gc.isenabled()
+
+
+def test_as_it_was_after_an_exception():
+    with pytest.raises(KeyError), collector_waits():
+        raise KeyError("no")
+
+    @collector_waits()
+    def loop() -> None:
+        raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            loop()
+    with pytest.raises(ValueError, match="no"), one_phase():
+        assert not gc.isenabled()
+        raise ValueError("no")
+
+
+def test_a_collector_that_the_user_switched_off_stays_off_and_never_runs():
+    gc.disable()
+    try:
+        with collector_waits(), one_phase():
+            lost = dropped()
+            phase_ended()
+        assert lost() is not None and not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_the_user_froze_stays_frozen():
+    """The count of frozen objects says nothing: what is frozen is freed, too, when nobody holds it any more."""
+    mine = Cycle()
+    gc.freeze()
+    try:
+        with collector_waits():
+            assert frozen(mine)
+            phase_ended()
+            later = Cycle()
+        assert frozen(mine) and not frozen(later), "what came later is not frozen with it (CORE-14)"
+    finally:
+        gc.unfreeze()
+    assert not frozen(mine)
+
+
+def test_phases_of_several_threads_overlap():
+    steps = [threading.Event() for _ in range(4)]
+
+    def pump() -> None:
+        for begun, end in (steps[:2], steps[2:]):
+            with one_phase():
+                begun.set()
+                assert end.wait(20)
+
+    with collector_waits():
+        thread = threading.Thread(target=pump)
+        thread.start()
+        assert steps[0].wait(20)
+        lost = dropped()
+        phase_ended()
+        assert lost() is not None, "the pump is in a phase"
+        steps[1].set()
+        assert steps[2].wait(20)
+        assert lost() is None, "between two phases of the pump"
+        lost = dropped()
+        for _ in range(PATIENCE):
+            phase_ended()
+        assert lost() is not None
+        phase_ended()
+        assert lost() is None, "not later than that"
+    assert not gc.isenabled(), "the pump's phase is not over"
+    steps[3].set()
+    thread.join()
+
+
+def test_older_objects_are_looked_at_less_often_and_what_was_there_before_not_at_all():
+    before = Cycle()
+    lost, runs = weakref.ref(before), []
+    gc.callbacks.append(lambda phase, found: runs.append(found["generation"]) if phase == "start" else None)
+    try:
+        with collector_waits():
+            del before
+            runs.clear()  # the collection of the beginning
+            for _ in range(GENERATIONS**2):
+                phase_ended()
+            assert lost() is not None, "frozen"
+            collect_all()
+            assert lost() is None and gc.get_freeze_count()
+    finally:
+        gc.callbacks.pop()
+    whole, last = runs[: GENERATIONS**2], runs[GENERATIONS**2 :]
+    assert (whole.count(1), whole.count(2), last) == (GENERATIONS - 1, 1, [2])
+
+
+class Calls:
+    """A worker whose calls leave cycles behind."""
+
+    def __init__(self) -> None:
+        self.lost: list[weakref.ref[Cycle]] = []
+
+    def call(self, objects: int) -> bool:
+        self.lost.append(dropped())
+        self.kept = [[] for _ in range(objects)]
+        return gc.isenabled()
+
+
+def test_what_was_lost_before_the_loop_is_collected_first():
+    """Else it would be frozen, and live as long as the loop: a model of gigabytes, for hours."""
+    lost = dropped()
+    assert lost() is not None
+    with collector_waits():
+        assert lost() is None
+
+
+@pytest.mark.parametrize(("thresholds", "collected"), [(2, True), (0, False)])
+def test_a_workers_call_is_a_phase(thresholds: int, collected: bool):
+    from types import SimpleNamespace
+
+    from rl_bridge.engines.lifecycle import call_worker
+
+    calls, objects = Calls(), thresholds * gc.get_threshold()[0]
+    worker = Worker("w", calls, 0, (0,), None, None, None, torch.device("cpu"))  # type: ignore[arg-type]
+    host = SimpleNamespace(workers={"w": worker}, slot=0)
+    gc.collect(0)
+    assert call_worker(host, "w", "call", (objects,), {}, None) is False  # type: ignore[arg-type]
+    assert (calls.lost[0]() is None) == collected
+    with collector_waits():
+        call_worker(host, "w", "call", (2 * gc.get_threshold()[0],), {}, None)  # type: ignore[arg-type]
+        assert calls.lost[1]() is not None, "the loop collects"
+
+
+class Steps:
+    """A run that records what is alive after each step."""
+
+    def __init__(self, seen: list[weakref.ref[Cycle]]) -> None:
+        self.seen, self.alive = seen, []
+
+    def steps(self, stage: str, total: int, *, state: object) -> Iterator[int]:
+        for step in range(total):
+            yield step
+            self.alive.append(sum(one() is not None for one in self.seen))
+            assert not gc.isenabled()
+
+    def log(self, step: int, metrics: dict[str, float], **rest: object) -> None:
+        assert metrics["nll"] > 0
+
+
+def test_memory_does_not_grow_over_the_steps_of_a_training():
+    seen: list[weakref.ref[Cycle]] = []
+
+    def encoded(row: list[int]):
+        seen.append(dropped())
+        return single_turn(row[:2], row[2:])
+
+    source = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
+    made = TrainEngine(lambda: SupervisedModule(source, OptimizerConfig(learning_rate=1e-2), updates=30)).build()
+    run, stream = Steps(seen), RowStream([[2, 3, 4, 5], [6, 7, 8, 1]], seed=0)
+    train_sft(run, made, stream, encoded, SFTConfig(steps=30, rows_per_step=2), pad_token_id=0)  # type: ignore[arg-type]
+    made.release()
+    assert len(seen) == 60 and run.alive == [0] * 30
+
+
+@pytest.mark.parametrize("loop", ["train_policy", "train_sft", "train_preference", "train_reward_model"])
+def test_every_trainers_loop_is_in_charge_of_the_collector(loop: str, monkeypatch: pytest.MonkeyPatch):
+    """The loop is called with nothing: what it does before it fails is to switch the collector off."""
+    train = next(getattr(module, loop) for module in (policy, sft, preference, reward_model) if hasattr(module, loop))
+    switched: list[bool] = []
+    monkeypatch.setattr(gc, "disable", lambda: switched.append(True))
+    with pytest.raises(TypeError, match="missing"):
+        train()
+    assert switched == [True]

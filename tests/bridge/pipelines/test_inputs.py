@@ -1,0 +1,185 @@
+"""USR-4: whatever a run reads and that lies in a file is compared on --resume, by its content."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_bridge.models.source import PretrainedSource
+from rl_bridge.models.values import ValueSource
+from rl_bridge.pipelines.models_of_policy import CriticOptions
+from rl_bridge.pipelines.objective import objective_options
+from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
+from rl_bridge.pipelines.preference import PreferencePipeline, run_preference
+from rl_bridge.recipes import quickstart
+from rl_bridge.tracking.fingerprints import of_folder
+from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
+from rl_bridge.trainers.preference import PreferenceConfig
+from rl_bridge.user_files import content_of, sources_of
+
+REWARD = "import helper\n\ndef score(completion, row):\n    from package.inner import half\n    return half(row)\n"
+PLAY = "def interact(messages):\n    import rules\n    return [][: rules.TURNS]\n"
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "_hint": n} for n in range(6)]
+
+
+@pytest.fixture
+def inputs(tmp_path, model_folder):
+    """A folder with every kind of file that a run reads."""
+    for name in ("base", "judge", "critic"):
+        shutil.copytree(model_folder, tmp_path / name)
+    value = ValueSource(PretrainedSource(str(model_folder)), seed=1)
+    with torch.device("meta"):
+        model = value.empty()
+    value.load(model)
+    for name in ("judge", "critic"):
+        model.save_pretrained(tmp_path / name)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "helper.py").write_text("A = 1\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "inner.py").write_text(
+        "from . import beside\n\ndef half(row):\n    return row['_hint'] / 2\n"
+    )
+    (tmp_path / "package" / "beside.py").write_text("B = 1\n")
+    (tmp_path / "game.py").write_text(PLAY)
+    (tmp_path / "rules.py").write_text("TURNS = 1\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+    pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "7"} for row in ROWS]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return tmp_path
+
+
+def bit(file):
+    """The least change of the last number of the weights."""
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1
+    file.write_bytes(content)
+
+
+def text(before, after):
+    return lambda file: file.write_text(file.read_text().replace(before, after))
+
+
+POLICY = {
+    "base/chat_template.jinja": (lambda file: file.write_text("{{ messages }}"), "model"),
+    "judge/model.safetensors": (bit, "reward"),
+    "critic/model.safetensors": (bit, "critic's model"),
+    "package/beside.py": (text("1", "2"), "reward"),
+    "rules.py": (text("1", "2"), "environment"),
+    "eval.jsonl": (text('"_hint": 1', '"_hint": 9'), "data"),
+}
+PREFERENCE = {
+    "base/model.safetensors": (bit, "model"),
+    "pairs.jsonl": (text('"7"', '"8"'), "data"),
+}
+
+
+def every_change_is_refused(run, pipeline, folder, changes):
+    run(pipeline)
+    again = replace(pipeline, resume=True)
+    for place, (change, name) in changes.items():
+        file = folder / place
+        before = file.read_bytes() if file.exists() else None
+        change(file)
+        with pytest.raises(ValueError, match=f"the {name} is another one") as refused:
+            run(again)
+        assert str(refused.value).count("another one") == 1, place
+        file.unlink() if before is None else file.write_bytes(before)
+    run(again)
+
+
+def test_policy(inputs):
+    pipeline = PolicyPipeline(
+        name="run",
+        output=inputs / "runs",
+        model=str(inputs / "base"),
+        data=str(inputs / "rows.jsonl"),
+        eval_data=str(inputs / "eval.jsonl"),
+        reward=(f"mine={inputs / 'reward.py'}:score", f"learned=model:{inputs / 'judge'}"),
+        environment=f"{inputs / 'game.py'}:interact",
+        objective=objective_options("ppo"),
+        critic=CriticOptions(model=str(inputs / "critic")),
+        policy=PolicyConfig(
+            steps=1, prompts_per_step=2, responses_per_prompt=2, sampling=SamplingOptions(max_new_tokens=2)
+        ),
+    )
+    every_change_is_refused(run_policy, pipeline, inputs, POLICY)
+
+
+def test_usr_7_a_reward_that_changes_the_working_directory_moves_nothing(inputs, monkeypatch):
+    """At its trial, and at every call of the run."""
+    (inputs / "there").mkdir()
+    there = str(inputs / "there")
+    (inputs / "moves.py").write_text(f"import os\n\ndef f(completion, row):\n    os.chdir({there!r})\n    return 1.0\n")
+    monkeypatch.chdir(inputs)
+    sampling = SamplingOptions(max_new_tokens=2)
+    run_policy(
+        PolicyPipeline(
+            name="run",
+            output=Path("runs"),
+            model="base",
+            data="rows.jsonl",
+            eval_data="eval.jsonl",
+            reward=("moves.py:f",),
+            policy=PolicyConfig(steps=2, prompts_per_step=2, responses_per_prompt=2, sampling=sampling),
+            checkpoint_every=1,
+        )
+    )
+    assert not any((inputs / "there").iterdir()) and not any(path.name == "there" for path in inputs.glob("*/*"))
+    folder = inputs / "runs" / "run"
+    assert (folder / "model" / "model.safetensors").is_file() and len(list((folder / "checkpoints").iterdir())) == 2
+
+
+def test_preference(inputs):
+    pipeline = PreferencePipeline(
+        output=inputs / "runs",
+        model=str(inputs / "base"),
+        data=str(inputs / "pairs.jsonl"),
+        held_out=2,
+        preference=PreferenceConfig(steps=1, rows_per_step=2),
+    )
+    every_change_is_refused(run_preference, pipeline, inputs, PREFERENCE)
+
+
+def test_every_model_of_a_policy_run_is_compared(model_folder):
+    """The teacher needs an objective of its own, so the run above has none."""
+    critic = replace(quickstart(), model="a", critic=CriticOptions(model="c"), objective=objective_options("ppo"))
+    assert critic.models() == {"model": "a", "teacher": None, "critic's model": "c"}
+    distilled = objective_options("on_policy_distillation")
+    run = replace(quickstart(), objective=distilled, teacher=str(model_folder))
+    assert run.fingerprints() == {"teacher": of_folder(model_folder)}
+
+
+def test_every_file_of_a_model_counts_and_only_its_place_does_not(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    before = of_folder(folder)
+    assert before == of_folder(model_folder)
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert of_folder(folder) != before, file.name
+        file.write_bytes(content)
+        assert of_folder(folder) == before
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    assert of_folder(folder) != before
+
+
+def test_imports_are_followed_and_installed_packages_are_not(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "shared.py").write_text("import mine\n")
+    (tmp_path / "space").mkdir()
+    (tmp_path / "space" / "leaf.py").write_text("")
+    (tmp_path / "mine.py").write_text(
+        "import os, torch, rl_bridge.rewards, shared\nfrom space import leaf\nimport absent\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    files = {path.relative_to(tmp_path).as_posix() for path in sources_of(tmp_path / "mine.py")}
+    assert files == {"mine.py", "elsewhere/shared.py", "space/leaf.py"}
+    before = content_of(tmp_path / "mine.py")
+    (tmp_path / "space" / "leaf.py").write_text("A = 1\n")
+    assert content_of(tmp_path / "mine.py") != before

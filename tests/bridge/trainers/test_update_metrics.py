@@ -1,0 +1,35 @@
+"""What an update shows: of all rows that count, whichever rows were computed."""
+
+import numpy as np
+import pytest
+
+from rl_bridge.trainers.modules.policy import mean
+from rl_bridge.trainers.policy_inputs.updates import over_counted
+from tests.rl_fn.recipe_batches import OBJECTIVES, batch, loss_alone, mapped
+
+OF_COMPUTED = {"ratio_mean", "approx_kl", "kl", "entropy", "mismatch_k3", "correction_weight"}
+"""What these are of a row that was left out is not known."""
+OF_ALL = {"policy_loss", "clip_fraction"}
+LEAVING_OUT = {loss_alone(o.replace(kl=None, entropy=None)): name for name, o in OBJECTIVES.items()}
+LEAVING_OUT = {name: o for o, name in LEAVING_OUT.items() if not (o.gradient_without_advantage or o.over_batch)}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Every third row has no advantage."""
+    made = batch(OBJECTIVES["grpo"], 3)
+    advantages = np.random.default_rng(0).normal(size=(len(made.mask), 1)).astype(np.float32)
+    advantages[1::3] = 0
+    return made._replace(advantages=advantages * made.mask)
+
+
+@pytest.mark.parametrize("name", LEAVING_OUT)
+def test_leaving_rows_out_changes_no_metric_that_is_said_to_be_of_all(name, whole):
+    """MUS-2: the policy's loss was shown as 0.0198 where the loss whose gradient is taken was 0.0132."""
+    objective, kept = LEAVING_OUT[name], np.arange(len(whole.mask)) % 3 != 1
+    every, computed = (objective.parts(of)[1] for of in (whole, mapped(lambda x: x[kept], whole)))
+    shown = over_counted(computed, float(objective.denominator(whole.mask)), int(whole.mask.sum()))
+    assert shown.keys() == every.keys() and "policy_loss" in shown and shown.keys() <= OF_COMPUTED | OF_ALL
+    for metric in shown:
+        wanted = every if metric in OF_ALL else computed
+        assert mean(shown[metric]) == pytest.approx(mean(wanted[metric]), rel=1e-4, abs=5e-6), metric
