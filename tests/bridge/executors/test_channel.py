@@ -23,7 +23,7 @@ def listener():
 def pair(listener):
     """Both ends of a channel."""
     worker = connect([("127.0.0.1", listener.port)], listener.key, 1, {"pid": 7}, 10)
-    found, greeting = listener.collect([1], 10)[1]
+    found, greeting = listener.collect([1], 60)[1]
     assert greeting == {"pid": 7}
     yield found, worker
     found.close()
@@ -41,9 +41,9 @@ def test_strangers_are_ignored(listener, monkeypatch):
     gone.close()
     with pytest.raises(DeadlineExceeded, match="AuthenticationError"):
         connect([address], b"guessed", 1, None, 0.1)
-    threading.Timer(0.2, lambda: connected.append(connect([address], listener.key, 1, "worker", 10))).start()
+    threading.Timer(0.2, lambda: connected.append(connect([address], listener.key, 1, "worker", 60))).start()
     connected: list[Channel] = []
-    end, greeting = listener.collect([1], 10)[1]
+    end, greeting = listener.collect([1], 60)[1]
     assert greeting == "worker"
     silent.settimeout(10)
     while silent.recv(1024):  # its challenge, then the end

@@ -95,7 +95,7 @@ def test_what_goes_wrong_names_the_row_and_the_next_batch_is_scored(rewards, fil
     start, before = time.monotonic(), len(pids(file))
     with pytest.raises(RewardError, match=message):
         values(rewards, "a", completion, "b")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 120
     if completion in ("segfault", "hang"):
         assert all(gone(pid) for pid in pids(file)[before:])
     assert values(rewards, "a") == [2.0]

