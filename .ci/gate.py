@@ -65,7 +65,10 @@ PHASES: list[list[list[str]]] = [
     # These have both cores to themselves.
     [["test", "test-families"]],
     # vLLM's tests are one process on one core; so are the others.
-    [["test-vllm", "documented"], ["docs", "test-reasoning", "test-openenv", "test-ray", "test-peers", "test-tools", "test-browser"]],
+    [
+        ["test-vllm", "documented"],
+        ["docs", "test-reasoning", "test-openenv", "test-ray", "test-peers", "test-tools", "test-browser"],
+    ],
 ]
 """What runs after what. Lists within a phase run beside each other."""
 
