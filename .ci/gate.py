@@ -7,8 +7,10 @@ when it is run again is FLAKY: an open fault, which tests/flaky.md lists. The ga
     python .ci/gate.py test docs       these alone
 """
 
+import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +29,8 @@ NOT_RUN = 77
 """Exit status of a stage that says why it cannot run here."""
 LIMIT = 2700
 """Seconds of one stage. Its processes then print their stacks, and end."""
+MOST_COMPILED = 4 << 30
+"""Bytes of compiled programs that are kept from one run to the next."""
 BEAT = 120
 """Seconds between two lines that say where a stage is."""
 
@@ -102,6 +106,7 @@ def run(name: str, lock: threading.Lock) -> Stage:
         process = subprocess.Popen(
             ["bash", "-c", f"set -eu\n{COMMANDS[name]}"],
             cwd=ROOT,
+            env=os.environ | compiled_programs(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -123,6 +128,32 @@ def run(name: str, lock: threading.Lock) -> Stage:
         print(stage.output.rstrip())
         print(f"::: {name}: {stage.outcome} after {stage.seconds:.0f} s", flush=True)
     return stage
+
+
+def compiled_programs() -> dict[str, str]:
+    """Where the tests keep what XLA has compiled: half of the suite's time, and the next run's on this machine.
+
+    A program is found by its text, XLA's version and its flags. What a processor can do is in the folder's name.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return {}
+    try:
+        features = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        features = None
+    if features is None:
+        return {}
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-fn"
+    folder = cache / f"xla-{hashlib.sha256(features[0].encode()).hexdigest()[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if sum(file.stat().st_size for file in folder.iterdir()) > MOST_COMPILED:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def followed(process: subprocess.Popen, name: str, output, lock: threading.Lock) -> int:
