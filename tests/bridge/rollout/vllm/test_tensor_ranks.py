@@ -51,9 +51,14 @@ def shared_by(pids):
 
 
 def assert_without_names(shared, size=2):
-    """Of vLLM's sums: what has no name ends with its processes, however they end."""
+    """Of vLLM's sums: what has no name ends with its processes, however they end.
+
+    vLLM's build for CPUs without AVX-512 has no such files: ranks add up by gloo.
+    """
+    import vllm._custom_ops  # noqa: F401  # loads the operations
+
     sums = [named for file, named in shared.items() if "cpushm" in file.name]
-    assert len(sums) == size and not any(sums), shared
+    assert len(sums) == (size if hasattr(torch.ops._C, "init_shm_manager") else 0) and not any(sums), shared
 
 
 def ranks_of(worker):
