@@ -43,7 +43,8 @@ RIGHT = (
 """Families that must be sampled right, and not merely be refused."""
 FEW = ("qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "mamba", "stablelm", "moshi", "gpt_oss", "gemma2", "falcon")
 """The kinds of layers that there are; the others are run by ``make test-thorough``."""
-ROUNDING = 2e-5
+ROUNDING = 1e-4
+"""Processors' products differ by up to 7e-5 here (zamba2, with and without AVX-512); a fault, by 1e-2 and more."""
 
 
 def drawn_alone(model, row, tokens):
