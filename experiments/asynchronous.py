@@ -19,7 +19,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.machine import facts
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 
 RESULTS = Path(__file__).parent / "results"
 SETTINGS: dict[str, list[str]] = {
@@ -44,7 +44,7 @@ Made = dict[str, Any]
 def command(*words: Any) -> None:
     """Run ``rl-fn``, or fail with what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    called = [sys.executable, "-m", "rl_bridge.cli", *map(str, words)]
+    called = [sys.executable, "-m", "rl_tools.cli", *map(str, words)]
     done = subprocess.run(called, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(

@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from rl_bridge.environments import calculator
-from rl_bridge.environments.calculator import Calculator, Disconnected, demonstration, product_row
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.loading import save_pretrained
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.pipelines.objective import objective_options
+from experiments import calculator_tool
+from experiments.calculator_tool import Calculator, Disconnected, demonstration, product_row
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.supervised_training import SFTConfig
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
 from rl_bridge.pipelines.sft import SFTPipeline, run_sft
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.sft import SFTConfig
 
 OUT = Path(__file__).parent / "results" / "calculator"
 DEMONSTRATIONS, SHARE = 1000, 0.3  # of which so many call the tool
@@ -85,7 +84,7 @@ def pipeline(folder: Path, name: str, model: Path, seed: int, steps: int, thread
         model=str(model),
         data=str(folder / "problems.jsonl"),
         eval_data=str(folder / "held_out.jsonl"),
-        environment=f"{calculator.__file__}:{WITH[name].__name__}",
+        environment=f"{calculator_tool.__file__}:{WITH[name].__name__}",
         max_turns=3,
         policy=PolicyConfig(
             steps=steps,

@@ -12,9 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.policy_runs import band, experiment, right, save
-from rl_bridge.pipelines.control import ControlOptions
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.pipelines.terms import EntropyOptions
+from rl_bridge.pipelines.objective_options import ControlOptions, EntropyOptions, objective_options
 
 FLOOR = 0.28
 PLAIN = objective_options("dapo")

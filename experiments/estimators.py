@@ -16,7 +16,7 @@ import rl_fn
 from experiments import enumeration
 from experiments.enumeration import Compared, Language, compare, grouped, language, logits, logprobs, single
 from experiments.estimators_page import TITLES, Table, figure, page
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results" / "estimators"

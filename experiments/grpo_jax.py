@@ -27,7 +27,7 @@ import rl_fn
 from experiments.flax_qwen2 import Qwen2, Qwen2Config, load_pretrained, save_pretrained
 from experiments.flax_qwen2.learner import Learner, Problems, Sampling, build_learner, data_mesh
 from experiments.flax_qwen2.run_folder import RunFolder
-from rl_bridge.data.arithmetic import ALPHABET, Operation, arithmetic_rows, split_rows
+from rl_bridge.data.tasks import ALPHABET, Operation, arithmetic_rows, split_rows
 
 PAD, EOS = 0, 1
 TOKEN_IDS = {character: i + 2 for i, character in enumerate(ALPHABET)}

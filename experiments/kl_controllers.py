@@ -11,9 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.policy_runs import band, experiment, right, save
-from rl_bridge.pipelines.control import ControlOptions
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.pipelines.terms import KLOptions
+from rl_bridge.pipelines.objective_options import ControlOptions, KLOptions, objective_options
 
 TARGET = 0.02
 CONTROLS = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Qwen2ForCausalLM
 
-from rl_bridge.models.tiny import TinySource
+from rl_bridge.models.small import TinySource
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.policy_runs import band, experiment, right, save
-from rl_bridge.pipelines.objective import objective_options
+from rl_bridge.pipelines.objective_options import objective_options
 
 ALGORITHMS = {
     "GRPO": objective_options("grpo"),

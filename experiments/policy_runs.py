@@ -20,16 +20,14 @@ import numpy as np
 import torch
 
 from experiments.machine import facts
-from rl_bridge.atomic import replacing, write_json
-from rl_bridge.data.arithmetic import split_rows
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.models_of_policy import CriticOptions
-from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.supervised_training import WarmStart
+from rl_bridge.common.files import replacing, write_json
+from rl_bridge.data.tasks import split_rows
+from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, prepare, train_and_evaluate
 from rl_bridge.rewards import Reward, exact_match
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.sft import WarmStart
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(32) for b in range(32)]

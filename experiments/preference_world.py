@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_bridge.data.examples import Example
-from rl_bridge.data.pair_batch import PairBatch, collate_comparisons
+from rl_bridge.data.comparisons import Example, PairBatch, collate_comparisons
 from rl_bridge.data.trajectory import Trajectory, single_turn
-from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
+from rl_bridge.modules.comparison import ComparisonLoss
 
 PAD, EOS = 0, 1
 LETTERS = range(2, 6)

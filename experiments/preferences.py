@@ -41,23 +41,25 @@ from experiments.preference_world import (
     trajectory,
     true_rewards,
 )
-from rl_bridge.data.pair_batch import PairBatch
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.comparison_training import (
+    PreferenceConfig,
+    RewardModelConfig,
+    train_preference,
+    train_reward_model,
+    with_reference,
+)
+from rl_bridge.data.comparisons import PairBatch
+from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import NeedParallel, TrainEngine
-from rl_bridge.models.source import StateSource
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.models.values import ValueSource
-from rl_bridge.pipelines.losses import loss_options
-from rl_bridge.tracking.run import Run
-from rl_bridge.trainers.comparison_steps import with_reference
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.preference import CompletionScorer, PreferenceModule
-from rl_bridge.trainers.modules.reward_model import RewardModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
-from rl_bridge.trainers.preference import PreferenceConfig, train_preference
-from rl_bridge.trainers.reward_model import RewardModelConfig, train_reward_model
+from rl_bridge.models.small import TinySource
+from rl_bridge.models.source import StateSource, ValueSource
+from rl_bridge.modules.comparison import CompletionScorer, PreferenceModule, RewardModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.comparison import loss_options
+from rl_bridge.run.run import Run
 
 OUT = Path(__file__).parent / "results" / "preferences"
 # Rows of five tokens have little to share.

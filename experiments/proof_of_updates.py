@@ -26,20 +26,19 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from experiments.machine import facts
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_bridge.engines import InferenceEngine, TrainEngine
-from rl_bridge.engines.results import returns
+from rl_bridge.engines.dispatch import returns
 from rl_bridge.executors import LocalExecutor
+from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import StateSource
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.rollout.vllm.client import EngineClient, open_in_process
-from rl_bridge.rollout.vllm.held import Held
 from rl_bridge.rollout.vllm.probe import Drawn, Probe, ProbeFailed, Tolerance, check_scored
-from rl_bridge.rollout.vllm.updated import Attempt, TakesProvedWeights, UpdatedEngine
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.weights.compressed_tensors import write_checkpoint
-from rl_bridge.weights.quantized import Precision
-from rl_bridge.weights.through import Through
+from rl_bridge.rollout.vllm.weight_updates import Attempt, TakesProvedWeights, UpdatedEngine
+from rl_bridge.weights.transforms import Precision, Through
 
 RESULTS = Path(__file__).parent / "results" / "proof_of_updates"
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
@@ -183,7 +182,7 @@ class World(NamedTuple):
 
     def load(self, folder: Path) -> None:
         """An update of the engine with the weights of a folder, without any proof."""
-        from rl_bridge.rollout.vllm.copies import header_of
+        from rl_bridge.rollout.vllm.weight_copies import header_of
 
         self.client.pause()
         self.client.start()

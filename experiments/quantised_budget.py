@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from rl_bridge.atomic import write_json
+from rl_bridge.common.files import write_json
+from rl_bridge.models.small import TinySource
 from rl_bridge.models.source import StateSource
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.quantize.budget import weight_errors
-from rl_bridge.rollout.quantized import int8_map, quantize_linears
+from rl_bridge.rollout.inprocess import int8_map, quantize_linears
+from rl_tools.quantize import weight_errors
 
 RESULTS = Path(__file__).parent / "results" / "quantised_rollouts"
 VOCABULARY, LENGTH, PROMPT = 8, 3, (5, 6, 7)

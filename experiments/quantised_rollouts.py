@@ -17,10 +17,9 @@ from matplotlib.figure import Figure
 
 from experiments.outliers import OutlierSource
 from experiments.policy_runs import band, experiment, right, save
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.pipelines.rollouts import RolloutOptions
-from rl_bridge.pipelines.terms import CorrectionOptions
+from rl_bridge.models.small import TinySource
+from rl_bridge.pipelines.objective_options import CorrectionOptions, objective_options
+from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout.vllm import VLLMOptions
 
 CORRECTIONS = {

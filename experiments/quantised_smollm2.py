@@ -19,8 +19,8 @@ from typing import Any
 from experiments.policy_runs import Made, experiment
 from experiments.quantised_rollouts import CORRECTIONS, draw
 from experiments.smollm2_reasoning import DEFAULT, main
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.pipelines.rollouts import RolloutOptions
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rewards import Reward
 from rl_bridge.rollout.vllm import VLLMOptions
 

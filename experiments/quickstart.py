@@ -6,7 +6,7 @@ python experiments/quickstart.py --help     # every option
 
 import sys
 
-from rl_bridge.cli import main
+from rl_tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", "policy", *sys.argv[1:]]))

@@ -31,11 +31,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from experiments.policy_runs import ROWS, save
-from rl_bridge.atomic import write_json
 from rl_bridge.checkpoints.writing import piece_name
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.tracking.records import read_records
+from rl_bridge.common.files import write_json
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
+from rl_bridge.run.records import read_records
 
 RESULTS, RUNS = Path(__file__).parent / "results" / "reproducible", Path("runs") / "reproducible"
 OF_A_SESSION = {"stage", "step", "seconds", "tokens_per_second", "run", "attempt", "time"}
@@ -81,7 +80,7 @@ def start(arguments: Sequence[str], ranks: int, log: Path) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     with log.open("a") as out:
         return subprocess.Popen(
-            [sys.executable, *launch, "-m", "rl_bridge.cli", *arguments],
+            [sys.executable, *launch, "-m", "rl_tools.cli", *arguments],
             env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,

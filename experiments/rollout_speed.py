@@ -19,14 +19,14 @@ from typing import Any, Literal
 import torch
 
 from experiments.machine import facts
-from rl_bridge.atomic import write_json
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.common.files import write_json
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
-from rl_bridge.models.loading import pretrained
-from rl_bridge.models.smollm2 import SmolLM2Source, smollm2_tokenizer
-from rl_bridge.pipelines.rollouts import RolloutOptions
+from rl_bridge.models.pretrained import pretrained
+from rl_bridge.models.small import SmolLM2Source, smollm2_tokenizer
+from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout.vllm.options import Dtype, VLLMOptions
-from rl_bridge.weights.quantized import Precision
+from rl_bridge.weights.transforms import Precision
 
 RESULTS = Path(__file__).parent / "results" / "rollout_speed"
 IN_PROCESS: tuple[Literal["fp32", "int8"], ...] = ("fp32", "int8")

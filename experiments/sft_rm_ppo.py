@@ -22,24 +22,21 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.policy_runs import ROWS, band, save, series
-from rl_bridge.atomic import write_json
-from rl_bridge.data.arithmetic import split_rows
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.algorithms.comparison_training import RewardModelConfig
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.supervised_training import SFTConfig
+from rl_bridge.common.files import write_json
+from rl_bridge.data.tasks import split_rows
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.loading import pretrained
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.pipelines.models_of_policy import CriticOptions
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
-from rl_bridge.pipelines.reward_model import RewardModelPipeline, run_reward_model
+from rl_bridge.models.pretrained import pretrained
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.comparison import RewardModelPipeline, run_reward_model
+from rl_bridge.pipelines.objective_options import KLOptions, objective_options
+from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
 from rl_bridge.pipelines.sft import SFTPipeline, run_sft
-from rl_bridge.pipelines.terms import KLOptions
 from rl_bridge.rollout.inprocess import InProcessRollout
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.reward_model import RewardModelConfig
-from rl_bridge.trainers.sft import SFTConfig
 
 RESULTS, RUNS = Path(__file__).parent / "results" / "sft_rm_ppo", Path("runs") / "sft_rm_ppo"
 # Weights of (learned, right), and the coefficient of the KL.

@@ -10,15 +10,15 @@ reading, is in experiments/LOG.md.
 
 import sys
 
-from rl_bridge.cli import parse, report
-from rl_bridge.data.arithmetic import split_rows
-from rl_bridge.data.reasoning import reasoning_reward, reasoning_rows
-from rl_bridge.models.smollm2 import load_smollm2
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.data.tasks import reasoning_reward, reasoning_rows, split_rows
+from rl_bridge.models.small import load_smollm2
 from rl_bridge.models.source import StateSource
-from rl_bridge.pipelines.objective import objective_options
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
+from rl_tools.cli import report
+from rl_tools.trainers import parse
 
 # Facts of one task are not asked by the other, so that a held-out prompt is new in substance and not only in wording.
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

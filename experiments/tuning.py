@@ -28,18 +28,16 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import tuning_pruning
-from rl_bridge import cli
-from rl_bridge.atomic import replacing, write_json
-from rl_bridge.tracking.intervals import confidence_interval
-from rl_bridge.tuning.objectives import parse_goal
-from rl_bridge.tuning.options import options_of, words_of
-from rl_bridge.tuning.report import read_study, summary_of
-from rl_bridge.tuning.samplers import SAMPLERS, Result, make_sampler
-from rl_bridge.tuning.samplers.function import FunctionSampler
-from rl_bridge.tuning.scheduler import Plan
-from rl_bridge.tuning.space import Choice, Interval, Parameter, Space
-from rl_bridge.tuning.study import Study, run_study
-from rl_bridge.tuning.trials import places, training_command
+from rl_bridge.common.files import replacing, write_json
+from rl_bridge.common.statistics import confidence_interval
+from rl_tools import cli, trainers
+from rl_tools.trainers import options_of
+from rl_tools.tune.goals import parse_goal
+from rl_tools.tune.samplers import SAMPLERS, FunctionSampler, Result, make_sampler
+from rl_tools.tune.scheduler import Plan
+from rl_tools.tune.space import Choice, Interval, Parameter, Space, words_of
+from rl_tools.tune.study import Study, places, run_study, training_command
+from rl_tools.tune.study_report import read_study, summary_of
 
 RESULTS = Path(__file__).parent / "results/tuning"
 TOY = Space(
@@ -136,7 +134,7 @@ def quickstart(arguments: argparse.Namespace) -> None:
             if cli.main(["tune", "policy", *words, *fixed]):
                 sys.exit(f"the study {folder.name} did not come to its end; the same command goes on")
             done[name, seed] = summary_of(read_study(folder))
-    options = options_of(cli.load(cli.TRAINERS["policy"].default)())
+    options = options_of(trainers.load(trainers.TRAINERS["policy"].default)())
     chosen = [found["trials"][found["best"]["trial"]]["assignment"] for found in done.values()]
     confirming = Study(
         runs / "confirmed",

@@ -13,11 +13,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.machine import facts
-from rl_bridge import cli
-from rl_bridge.atomic import replacing, write_json
-from rl_bridge.tracking.records import METRICS, read_records
-from rl_bridge.tuning.report import read_study, summary_of
-from rl_bridge.tuning.trials import RUNS
+from rl_bridge.common.files import replacing, write_json
+from rl_bridge.run.records import METRICS, read_records
+from rl_tools import cli
+from rl_tools.tune.study import RUNS
+from rl_tools.tune.study_report import read_study, summary_of
 
 KINDS = ("none", "paired", "asha")
 OPTIONS = "--prune-after 8 --prune-factor 3 --prune-pairs 4"

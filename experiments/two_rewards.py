@@ -15,9 +15,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.policy_runs import experiment, save
+from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.trainers.policy_inputs.scalar import ScalarOptions
+from rl_bridge.pipelines.objective_options import objective_options
 from rl_fn import pareto_mask
 
 WEIGHTS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from experiments.benchmarks.core_peers import Call, Data, Pair, groups, losses, recursions
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "core"
 PACKAGES = ("rl-fn", "jax", "torch", "trl", "verl", "openrlhf", "google-tunix", "rlax", "torchrl")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 import rl_fn
-from rl_bridge.check import openrlhf_cases, trl_losses, tunix_cases, verl_cases
-from rl_bridge.check.loading import load
 from rl_fn.objectives.dialects import openrlhf, trl, tunix, verl
+from rl_tools.check import openrlhf_cases, trl_losses, tunix_cases, verl_cases
+from rl_tools.check.cases import load
 
 GROUP, GAMMA, LAM = 8, 0.99, 0.95
 Call = Callable[[], Any]

@@ -24,7 +24,7 @@ import torch
 
 import rl_bridge
 from experiments.benchmarks.jobs import run
-from rl_bridge.session import Name
+from rl_bridge.executors.session import Name
 
 OUT = Path(__file__).parents[1] / "results" / "executor_overhead"
 KINDS = ("local", "torchrun", "ray")

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 import rl_fn
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_bridge.functional import from_jax
 
 Tensors = Sequence[torch.Tensor]

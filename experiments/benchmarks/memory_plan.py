@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
+from experiments.benchmarks.memory_grid import models, settings, workload
 from experiments.machine import facts
-from rl_bridge.atomic import replacing, write_json
-from rl_bridge.memory.grid import models, settings, workload
-from rl_bridge.memory.planning import Plan, measure, plan
-from rl_bridge.memory.steps import PHASES
+from rl_bridge.common.files import replacing, write_json
+from rl_tools.plan.planning import Plan, measure, plan
+from rl_tools.plan.steps import PHASES
 
 MIB = 1 << 20
 

@@ -3,8 +3,8 @@
     python experiments/benchmarks/memory_policies.py --output experiments/results/memory_policies --threads 2
 
 A step is two micro-batches of rows of one length through a policy module, and its update. Bytes are those of live
-tensors (rl_bridge.memory.live), in a step that is not timed. Device bytes leave out what a GPU's host would hold:
-offloaded activations; with --offload always weights, gradients and optimiser too, as many bytes as four times the
+tensors (rl_bridge.profiling.live_bytes), in a step that is not timed. Device bytes leave out what a GPU's host would
+hold: offloaded activations; with --offload always weights, gradients and optimiser too, as many bytes as four times the
 weights. On a CPU both are one memory, and copies between them cost the same memory's time. --draw draws again.
 """
 
@@ -19,18 +19,17 @@ from typing import Any, get_args
 import torch
 from matplotlib.figure import Figure
 
+from experiments.benchmarks.memory_grid import models
 from experiments.machine import facts
-from rl_bridge.atomic import replacing, write_json
-from rl_bridge.memory.grid import models
-from rl_bridge.memory.live import LiveBytes
-from rl_bridge.memory.places import OFFLOADED
-from rl_bridge.memory.workload import Workload
+from rl_bridge.common.files import replacing, write_json
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.checkpointing import Activations
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_bridge.profiling.live_bytes import OFFLOADED, LiveBytes
+from rl_tools.plan.workload import Workload
 
 ROWS = Workload(prompts=2, responses=4, prompt_tokens=32, new_tokens=96)
 MIB = 1 << 20

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_bridge.parallel.attention import AttentionPlan
-from rl_bridge.parallel.attention.packed import runs_of
 from rl_bridge.parallel.attention.plan import held, rank_plan, segments_of
+from rl_bridge.parallel.attention.rectangles import runs_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "ring_attention"
 HEADS, KEY_HEADS, DIM = 8, 2, 64

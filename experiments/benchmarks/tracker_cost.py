@@ -34,8 +34,8 @@ from scipy.stats import t as student
 from tqdm import tqdm
 
 from experiments.machine import facts
-from rl_bridge.atomic import replacing, write_json
-from rl_bridge.tracking.options import TRACKERS
+from rl_bridge.common.files import replacing, write_json
+from rl_bridge.run.exporters.exporter import TRACKERS
 
 HUNG = "all four, hung"
 KINDS = {**{name: (name,) for name in TRACKERS}, "all four": TRACKERS, HUNG: TRACKERS}
@@ -55,7 +55,7 @@ class Training:
         self.live_at: float | None = None if kind else 0.0
         self._known: dict[int, psutil.Process] = {}
         self._hung: set[int] = set()
-        place, words = folder.parent, ["-m", "rl_bridge.cli", "train", "sft", "--name", folder.name]
+        place, words = folder.parent, ["-m", "rl_tools.cli", "train", "sft", "--name", folder.name]
         words += ["--data", str(place / "sums.jsonl"), "--output", str(place), "--held-out", "16"]
         words += ["--sft.steps", str(options.steps), "--sft.rows-per-step", str(options.rows)]
         words += ["--sft.evaluate-every", "100000", "--checkpoint-every", "100000", "--threads", str(options.threads)]

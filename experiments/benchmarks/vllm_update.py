@@ -25,18 +25,18 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_bridge.atomic import write_json
+from rl_bridge.common.files import write_json
 from rl_bridge.engines import InferenceEngine, TrainEngine
-from rl_bridge.engines.results import returns
+from rl_bridge.engines.dispatch import returns
 from rl_bridge.executors import LocalExecutor
+from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import StateSource
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.rollout.vllm.client import InProcessEngine, open_in_process
 from rl_bridge.rollout.vllm.probe import Tolerance
-from rl_bridge.rollout.vllm.updated import TakesProvedWeights, UpdatedEngine
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.weights.compressed_tensors import write_checkpoint
-from rl_bridge.weights.quantized import Precision
+from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
+from rl_bridge.weights.transforms import Precision
 
 RESULTS = Path(__file__).parents[1] / "results" / "vllm_update"
 # SmolLM2-135M: config.json of HuggingFaceTB/SmolLM2-135M-Instruct.

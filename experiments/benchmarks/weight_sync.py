@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import rl_bridge
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_bridge.executors.host import Host
 from rl_bridge.weights import EngineRef, checksum, receiver_of, sync_weights
 
@@ -73,7 +73,7 @@ class Weights(torch.nn.Module):
 def weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
     """The real model's tensors for seed 0 where it is installed, else random ones."""
     if seed == 0 and layers == LAYERS and real():
-        from rl_bridge.models.smollm2 import load_smollm2
+        from rl_bridge.models.small import load_smollm2
 
         return {name: p.detach().clone() for name, p in load_smollm2(torch.bfloat16)[0].named_parameters()}
     generator = torch.Generator().manual_seed(seed)

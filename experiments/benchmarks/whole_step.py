@@ -29,7 +29,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "whole_step"

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 
 import rl_bridge
-from rl_bridge.atomic import write_json
-from rl_bridge.data.arithmetic import arithmetic_rows
+from rl_bridge.common.files import write_json
+from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.models.encoding import encode_prompt
-from rl_bridge.models.loading import new_for_rows, save_pretrained
-from rl_bridge.models.smollm2 import load_smollm2
+from rl_bridge.models.pretrained import new_for_rows, save_pretrained
+from rl_bridge.models.small import load_smollm2
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.scoring import ScoringConfig
 
 ROWS, BATCH = 20_000, 256
 

@@ -72,17 +72,17 @@ def rows_of(folder: Path, name: str, count: int) -> list[dict[str, Any]]:
 def ours(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     """Steps of this library, as ``train_policy`` makes them."""
     import rl_bridge
-    from rl_bridge.data.requests import SamplingParams
     from rl_bridge.data.token_batch import collate
+    from rl_bridge.data.trajectory import SamplingParams
     from rl_bridge.engines import Mesh, NeedParallel
     from rl_bridge.functional import from_jax
-    from rl_bridge.models.loading import pretrained
+    from rl_bridge.models.pretrained import pretrained
+    from rl_bridge.modules.scoring import ScoringConfig
+    from rl_bridge.modules.trainable import OptimizerConfig
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.pipelines.placement import Engines
-    from rl_bridge.pipelines.rollouts import RolloutOptions
+    from rl_bridge.pipelines.rollout_options import RolloutOptions
     from rl_bridge.rollout.vllm import VLLMOptions
-    from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-    from rl_bridge.trainers.modules.scoring import ScoringConfig
     from rl_fn import Rollouts
     from rl_fn.objectives.dialects import trl
 

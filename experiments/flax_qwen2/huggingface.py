@@ -13,7 +13,7 @@ from safetensors.flax import load_file, save_file
 
 from experiments.flax_qwen2.config import Qwen2Config
 from experiments.flax_qwen2.decoder import Qwen2
-from rl_bridge.atomic import replacing
+from rl_bridge.common.files import replacing
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
 LEAF_NAMES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}

@@ -15,8 +15,8 @@ import orbax.checkpoint as ocp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from rl_bridge import step_folders
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common import step_folders
+from rl_bridge.common.files import replacing, write_json
 
 State = TypeVar("State")
 SHOWN = {"reward": "reward", "nll": "nll", "entropy": "entropy", "clip_fraction": "clip", "tokens_per_second": "tok/s"}

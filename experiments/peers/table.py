@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 
-from rl_bridge.atomic import replacing, write_json
-from rl_bridge.check.loading import DISTRIBUTIONS, Absent, version
-from rl_bridge.check.report import LIBRARIES, number, rows
+from rl_bridge.common.files import replacing, write_json
+from rl_tools.check.cases import DISTRIBUTIONS, LIBRARIES, Absent, number, rows, version
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers"
 HEAD = """# rl_fn against the libraries themselves

@@ -213,7 +213,7 @@ def main() -> int:
                 wrong += [f"{kernel.name} on {target}: {fault}" for fault in faults(rows[-1], kernel)]
                 print(*rows[-1].values(), sep=" | ", flush=True)
     if not arguments.check:
-        from rl_bridge.atomic import write_json
+        from rl_bridge.common.files import write_json
 
         arguments.results.parent.mkdir(exist_ok=True)
         versions = {"python": platform.python_version(), "triton": version("triton")}

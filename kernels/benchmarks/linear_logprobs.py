@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_kernels import linear_logprobs, linear_policy_loss
 from rl_kernels.backends import refusal
 

@@ -13,7 +13,7 @@ import torch
 from harness import RESULTS, cells, child, device, disagreements, everything, facts, preamble
 from limits import MODELS
 
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_kernels import logits_logprobs
 
 LENGTH = 512

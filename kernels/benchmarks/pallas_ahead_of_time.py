@@ -115,7 +115,7 @@ def main() -> int:
                 if name == "linear_logprobs_forward" and dtype == "bfloat16" and not row["matrix"]:
                     wrong.append(f"{case}, {name} on {target}: no matrix instruction")
     if not arguments.check:
-        from rl_bridge.atomic import write_json
+        from rl_bridge.common.files import write_json
 
         versions = {name: version(name) for name in ("jax", "triton")} | {"python": platform.python_version()}
         write_json(RESULTS, {"versions": versions, "compiled": rows})

@@ -16,7 +16,7 @@ import torch
 from harness import RESULTS, device, facts
 from timing import compare, versions
 
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_kernels import quantize_
 
 # Scheme, granularity, dtype of the codes.

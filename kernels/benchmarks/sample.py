@@ -17,7 +17,7 @@ import torch
 from harness import RESULTS, device, facts
 from timing import compare, versions
 
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_kernels import sample
 
 HEAT, TOP_K, TOP_P = 0.8, 50, 0.95

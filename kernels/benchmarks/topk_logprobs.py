@@ -19,7 +19,7 @@ from harness import RESULTS, device, facts
 from limits import MODELS
 from timing import compare
 
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 from rl_kernels import linear_topk_logprobs, topk_logprobs
 
 Result = tuple[torch.Tensor, torch.Tensor]

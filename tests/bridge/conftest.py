@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 
 
 @pytest.fixture(autouse=True, scope="session")

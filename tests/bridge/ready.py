@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_bridge.engines.lifecycle import torch_worker
+from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.source import StateSource
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from rl_bridge.atomic import replacing, sweep, write_json
+from rl_bridge.common.files import replacing, sweep, write_json
 
 
 def test_a_file_is_replaced_when_it_is_whole(tmp_path):

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from rl_bridge import cli
 from rl_bridge.checkpoints import CheckpointError
-from rl_bridge.cli import main, parse, report
-from rl_bridge.executors.errors import WorkerDied, worker_error
-from rl_bridge.recipes import policy, quickstart
-from rl_bridge.tracking.run import Stopped
-from rl_bridge.tracking.signals import StopRequest
+from rl_bridge.common.terminal import StopRequest
+from rl_bridge.executors.executor import WorkerDied, worker_error
+from rl_bridge.pipelines.policy import policy, quickstart
+from rl_bridge.run.run import Stopped
+from rl_tools import cli, trainers
+from rl_tools.cli import main, report
+from rl_tools.trainers import parse
 
 REFUSED = {
     "out of the folder": (["--name", "../../x"], "name is that of a folder in runs, not a path and not hidden"),
@@ -180,7 +181,7 @@ def test_a_platform_that_jax_has_not_is_named_with_its_variable_usr_16(monkeypat
 
 
 def test_traceback_is_an_option_of_every_trainer(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "load", lambda place: policy if "recipes" in place else broken(ValueError("no")))
+    monkeypatch.setattr(cli, "load", lambda place: policy if place.endswith(":policy") else broken(ValueError("no")))
     assert main(["train", "policy", "--traceback"]) == 1
     assert "Traceback" in capsys.readouterr().err
     assert main(["train", "policy"]) == 1
@@ -190,7 +191,7 @@ def test_traceback_is_an_option_of_every_trainer(monkeypatch, capsys):
 def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(cli, "load", lambda place: policy if "recipes" in place else finished)
+    monkeypatch.setattr(cli, "load", lambda place: policy if place.endswith(":policy") else finished)
     assert main(["train", "policy"]) == 0
     terminal.flush()
     assert terminal.buffer.getvalue() == b"held-out accuracy 0.10 ? 0.20 in 3 s\n"
@@ -221,7 +222,7 @@ def test_a_misspelt_word_gets_its_near_names_tool_15(words, capsys):
 def test_what_prints_words_alone_imports_no_library_of_models():
     """Of the whole command: help, version and a misspelt word take the time of their own modules."""
     code = (
-        "import sys; from rl_bridge.cli import main\n"
+        "import sys; from rl_tools.cli import main\n"
         "for words in (['--help'], ['--version'], ['trian']): main(words)\n"
         "heavy = {'torch', 'transformers', 'jax', 'numpy', 'tyro', 'datasets', 'rl_fn'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -236,8 +237,8 @@ def finished(_):
 
 
 def test_every_trainer_of_the_table_is_there_with_a_default():
-    for name, trainer in cli.TRAINERS.items():
-        default = cli.load(trainer.default)
+    for name, trainer in trainers.TRAINERS.items():
+        default = trainers.load(trainer.default)
         config = default()
-        assert callable(cli.load(trainer.run)), name
+        assert callable(trainers.load(trainer.run)), name
         assert config.resume is False and config.name, name

@@ -8,8 +8,8 @@ from collections import namedtuple
 
 import pytest
 
-from rl_bridge import doctor
-from rl_bridge.cli import main
+from rl_tools import doctor
+from rl_tools.cli import main
 
 WITHOUT_EXTRAS = """
 import sys
@@ -18,7 +18,7 @@ from importlib import metadata
 class Nothing:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top not in sys.stdlib_module_names and top not in ("rl_fn", "rl_kernels", "rl_bridge"):
+        if top not in sys.stdlib_module_names and top not in ("rl_fn", "rl_kernels", "rl_bridge", "rl_tools"):
             raise ModuleNotFoundError(f"No module named {top!r}", name=top)
 
 def absent(name):
@@ -26,7 +26,7 @@ def absent(name):
 
 sys.meta_path.insert(0, Nothing())
 metadata.version = absent
-from rl_bridge.cli import main
+from rl_tools.cli import main
 sys.exit(main(["doctor"]))
 """
 Usage = namedtuple("Usage", "total used free")

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 
-from rl_bridge import step_folders
 from rl_bridge.checkpoints import Checkpointer
+from rl_bridge.common import step_folders
 
 
 class Killed(BaseException):

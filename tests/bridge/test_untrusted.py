@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 import rl_bridge
-from rl_bridge.cli import main, report
-from rl_bridge.executors.errors import worker_error
+from rl_bridge.common.terminal import escaped, tell
+from rl_bridge.executors.executor import worker_error
 from rl_bridge.models.stored_tensors import INDEX, SafetensorsFolder
-from rl_bridge.rewards.http import NoReply, Server
-from rl_bridge.rewards.judge import Judge
-from rl_bridge.terminal import escaped
-from rl_bridge.tracking.signals import tell
+from rl_bridge.rewards.scoring_models import Judge, NoReply, Server
+from rl_tools.cli import main, report
 
-SOURCES = sorted(Path(rl_bridge.__file__).parent.rglob("*.py"))
+BRIDGE = Path(rl_bridge.__file__).parents[1]
+SOURCES = sorted(BRIDGE.rglob("*.py"))
 CODES = "\x1b]0;t\x07 \x1b[2J \x9b31m \u202e \u2066 \u200b \x00 \x7f \r"
 
 
@@ -74,10 +73,10 @@ def test_no_result_command_or_line_of_a_run_does_usr_12(capsys):
 
 def test_all_that_is_printed_goes_through_one_place_usr_12():
     """A ``print`` elsewhere says fixed words alone, or stands where no package can be imported."""
-    apart = {"terminal.py", "tuning/guard.py", "check/report.py"}
+    apart = {"rl_bridge/common/terminal.py", "rl_tools/tune/guard.py", "rl_tools/check/cases.py"}
     found = []
     for file in SOURCES:
-        place = str(file.relative_to(SOURCES[0].parent))
+        place = str(file.relative_to(BRIDGE))
         for call in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)):
             if isinstance(call.func, ast.Name) and call.func.id == "print" and place not in apart:
                 said = ast.unparse(call.args[0])

@@ -19,9 +19,9 @@ from experiments.flax_qwen2.learner import Rollout, policy_loss
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.functional import from_jax
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from tests.bridge.ready import ready
 
 SHAPES = {

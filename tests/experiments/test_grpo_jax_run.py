@@ -119,7 +119,7 @@ KILLED = """
 import json, os, signal, sys
 from experiments import grpo_jax
 from experiments.flax_qwen2.run_folder import RunFolder
-from rl_bridge import step_folders
+from rl_bridge.common import step_folders
 
 where, step = sys.argv[1], int(sys.argv[2])
 grpo_jax.arithmetic_rows = lambda operations: json.loads(sys.argv[3])

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_bridge.models.smollm2 import smollm2_tokenizer
-from rl_bridge.models.turns import REASONING, TurnTemplate, UnusableTemplate
+from rl_bridge.models.small import smollm2_tokenizer
+from rl_bridge.models.turn_template import REASONING, TurnTemplate, UnusableTemplate
 
 pytestmark = pytest.mark.peers
 SPECIAL = re.compile(r"<\|[^|<>{}\s]+\|>|<｜[^｜<>{}\s]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|<\w+_of_\w+>|</s>|\[/?INST\]")

@@ -6,9 +6,9 @@ import types
 import numpy as np
 import pytest
 
-from rl_bridge import cli
-from rl_bridge.check import loading, report
-from rl_bridge.check.case import Case, Example, difference
+from rl_tools import cli
+from rl_tools.check import cases
+from rl_tools.check.cases import Case, Example, difference
 
 
 def _case(shift: float) -> Case:
@@ -23,11 +23,11 @@ def library(monkeypatch):
     """A library `trl` whose only comparison differs by a given shift."""
 
     def install(shift: float) -> None:
-        module = types.ModuleType("rl_bridge.check.of_a_test")
+        module = types.ModuleType("rl_tools.check.of_a_test")
         module.cases = lambda: [_case(shift)]
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(report.MODULES, "trl", ("of_a_test",))
-        for where in (report, loading):
+        monkeypatch.setitem(cases.MODULES, "trl", ("of_a_test",))
+        for where in (cases, cases):
             monkeypatch.setattr(where, "version", lambda _: "0.0")
 
     return install
@@ -44,7 +44,7 @@ def test_agreement_is_0_and_a_difference_is_1(library, capsys):
 
 
 def test_an_absent_library_is_2_with_what_to_do(monkeypatch, capsys):
-    monkeypatch.setitem(loading.DISTRIBUTIONS, "verl", "no-such-distribution")
+    monkeypatch.setitem(cases.DISTRIBUTIONS, "verl", "no-such-distribution")
     assert cli.main(["check", "verl"]) == 2
     assert "verl is not installed" in capsys.readouterr().out
 
@@ -82,6 +82,6 @@ def test_a_branch_is_run_out_of_an_installed_method():
             return y + unknown  # noqa: F821
 
     me = types.SimpleNamespace(kind="triple")
-    assert loading.run_branch(Trainer.method, "self.kind", "y", {"self": me, "x": 5})["y"] == 15
+    assert cases.run_branch(Trainer.method, "self.kind", "y", {"self": me, "x": 5})["y"] == 15
     with pytest.raises(LookupError, match=r"no branch on 'self\.kind' that sets 'z'"):
-        loading.run_branch(Trainer.method, "self.kind", "z", {})
+        cases.run_branch(Trainer.method, "self.kind", "z", {})

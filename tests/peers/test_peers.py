@@ -5,9 +5,7 @@ import importlib
 import jax
 import pytest
 
-from rl_bridge.check.case import compare
-from rl_bridge.check.loading import Absent, version
-from rl_bridge.check.report import LIBRARIES, MODULES
+from rl_tools.check.cases import LIBRARIES, MODULES, Absent, compare, version
 
 
 def _is_there(library: str) -> bool:
@@ -23,7 +21,7 @@ CASES = [
     for library in LIBRARIES
     if _is_there(library)
     for module in MODULES[library]
-    for case in importlib.import_module(f"rl_bridge.check.{module}").cases()
+    for case in importlib.import_module(f"rl_tools.check.{module}").cases()
 ]
 
 

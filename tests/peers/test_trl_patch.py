@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # TRL's 
 trl = pytest.importorskip("trl")
 
 from rl_bridge.integrations import trl as integration  # noqa: E402
-from rl_bridge.models.loading import new_for_rows  # noqa: E402
+from rl_bridge.models.pretrained import new_for_rows  # noqa: E402
 
 
 class LiveBytes(TorchDispatchMode):

@@ -120,9 +120,9 @@ COMMANDS = [
         "the files are the reader's own; the model is the quickstart's",
     ),
     Command(
-        ".venv/bin/torchrun --nproc_per_node=2 -m rl_bridge.cli train sft --data conversations.jsonl "
+        ".venv/bin/torchrun --nproc_per_node=2 -m rl_tools.cli train sft --data conversations.jsonl "
         "--model path/or/hub-id",
-        "cd $SCRATCH && torchrun --standalone --nproc_per_node=2 -m rl_bridge.cli train sft "
+        "cd $SCRATCH && torchrun --standalone --nproc_per_node=2 -m rl_tools.cli train sft "
         f"{SFT} --name two --sft.steps 2",
         "the files are the reader's own; the model is the quickstart's",
     ),

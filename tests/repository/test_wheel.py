@@ -1,4 +1,4 @@
-"""The wheel: three packages with py.typed, a report's page, nothing else; a consumer's type checker reads the types."""
+"""The wheel: four packages with py.typed, a report's page, nothing else; a consumer's type checker reads the types."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {"rl_fn": "rl_fn", "rl_kernels": "kernels/rl_kernels", "rl_bridge": "bridge/rl_bridge"}
+SOURCES |= {"rl_tools": "bridge/rl_tools"}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(unpacked):
         for path in (ROOT / source).rglob("*")
         if path.suffix in (".py", ".html", ".css", ".js") or path.name == "py.typed"
     }
-    assert {f"{package}/py.typed" for package in SOURCES} | {"rl_bridge/report/page/page.html"} <= wanted
+    assert {f"{package}/py.typed" for package in SOURCES} | {"rl_tools/report/page/page.html"} <= wanted
     assert {path for path in there if ".dist-info/" not in path} == wanted
 
 

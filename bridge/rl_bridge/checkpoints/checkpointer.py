@@ -1,21 +1,161 @@
-"""The driver's side of checkpoints: asks the workers to write and read them, knows which is the newest whole one."""
+"""Checkpoints: the driver asks the workers to write and read them, and knows which is the newest whole one."""
 
+import base64
+import random
 import secrets
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from rl_bridge import step_folders
-from rl_bridge.checkpoints import hosts
-from rl_bridge.checkpoints.errors import CheckpointError
-from rl_bridge.checkpoints.random_states import random_states, set_random_states
-from rl_bridge.checkpoints.reading import read_driver
-from rl_bridge.checkpoints.tree import take_apart
-from rl_bridge.checkpoints.writing import DRIVER, RANDOM, Request
-from rl_bridge.engines.base import Engine
+import numpy as np
+import torch
+
+from rl_bridge.checkpoints.restoring import read_driver, read_engine, read_random
+from rl_bridge.checkpoints.snapshot import HostBuffers, take_apart
+from rl_bridge.checkpoints.writing import DRIVER, RANDOM, CheckpointError, Request, Share, write
+from rl_bridge.common import step_folders
+from rl_bridge.common.terminal import say
+from rl_bridge.engines.engine import Engine
 from rl_bridge.executors import Executor, LocalExecutor
-from rl_bridge.terminal import say
+from rl_bridge.executors.host import Host
+
+# The global random states of a process, as JSON has them.
+
+
+def random_states(device: torch.device | None = None) -> dict[str, Any]:
+    """States of Python's, NumPy's and torch's global generators; with a CUDA ``device`` that of its generator too."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = numpy_state
+    version, internal, gauss = random.getstate()
+    cuda = device if device is not None and device.type == "cuda" else None
+    return {
+        "torch": _text(torch.get_rng_state()),
+        "cuda": None if cuda is None else _text(torch.cuda.get_rng_state(cuda)),
+        "python": [version, list(internal), gauss],
+        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
+    """Set the generators to what ``random_states`` read. CUDA's is left alone on a machine without the device."""
+    torch.set_rng_state(_tensor(states["torch"]))
+    if states["cuda"] is not None and device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(_tensor(states["cuda"]), device)
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# What a checkpoint does in the processes of the workers: functions that an executor runs over hosts.
+
+PURPOSE = "checkpoint"
+
+
+class _Saver:
+    """Of one host: its buffers, the share that is staged, the thread that writes."""
+
+    def __init__(self) -> None:
+        self.buffers = HostBuffers()
+        self.share: Share | None = None
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+
+    def write(self) -> None:
+        assert self.share is not None
+        try:
+            write(self.share)
+        except Exception as error:
+            self.error = error
+
+
+_savers: WeakKeyDictionary[Host, _Saver] = WeakKeyDictionary()
+
+
+def stage(host: Host, request: Request) -> None:
+    """Copy the states of this slot's workers to host memory: all that a step has to wait for.
+
+    An error in one slot shows here, before any of them waits for the others.
+    """
+    saver = _savers.setdefault(host, _Saver())
+    assert saver.thread is None
+    saver.buffers.only(request.engines)
+    saver.share = Share(
+        request,
+        ranks={name: host.workers[engine].rank for name, engine in _here(host, request.engines).items()},
+        snapshots={
+            name: saver.buffers.snapshot(name, host.workers[engine].module)
+            for name, engine in _here(host, request.engines).items()
+        },
+        random=random_states(host.device),
+        group=host.group(request.slots, "gloo", purpose=PURPOSE),
+    )
+
+
+def start(host: Host) -> None:
+    """Begin to write what is staged, in a thread."""
+    saver = _savers[host]
+    saver.thread = threading.Thread(target=saver.write, name="checkpoint", daemon=True)
+    saver.thread.start()
+
+
+def finish(host: Host, timeout: float) -> None:
+    """Wait until what was begun is written.
+
+    Raises:
+        CheckpointError: it was not written, or not within ``timeout`` seconds.
+    """
+    saver = _savers[host]
+    assert saver.thread is not None and saver.share is not None
+    saver.thread.join(timeout)
+    if saver.thread.is_alive():
+        raise CheckpointError(f"{saver.share.request.path} was not written within {timeout} s")
+    error, saver.thread, saver.share, saver.error = saver.error, None, None, None
+    if error is not None:
+        raise error
+
+
+def forget(host: Host) -> None:
+    """Let go of the buffers of a run that is over."""
+    saver = _savers.get(host)
+    if saver is not None and saver.thread is None:
+        del _savers[host]
+
+
+def leave_mark(host: Host, path: Path) -> str:
+    """Write a small file for the driver to find; why that cannot be, if it cannot."""
+    try:
+        path.touch()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def load(host: Host, path: Path, engines: Mapping[str, str]) -> None:
+    """Give this slot's workers their states, and the process the random states that its slot had."""
+    for name, engine in _here(host, engines).items():
+        read_engine(path, name, host.workers[engine].module)
+    states = read_random(path, host.slot)
+    if states is not None:
+        set_random_states(states, host.device)
+
+
+def _here(host: Host, engines: Mapping[str, str]) -> dict[str, str]:
+    return {name: engines[name] for name in sorted(engines) if engines[name] in host.workers}
+
+
+# The driver's side of checkpoints: asks the workers to write and read them, knows which is the newest whole one.
 
 
 class Checkpointer:
@@ -74,8 +214,8 @@ class Checkpointer:
             for slot in slots
         }
         self._copied_on = executor, slots
-        executor.call(hosts.stage, arguments, what=f"snapshot for {path.name}", timeout=self._timeout)
-        executor.call(hosts.start, dict.fromkeys(slots, ()), what=f"start of {path.name}")
+        executor.call(stage, arguments, what=f"snapshot for {path.name}", timeout=self._timeout)
+        executor.call(start, dict.fromkeys(slots, ()), what=f"start of {path.name}")
         self._writers = executor, slots
         if not self._asynchronous:
             self.wait()
@@ -92,7 +232,7 @@ class Checkpointer:
         (executor, slots), self._writers = self._writers, None
         arguments = dict.fromkeys(slots, (self._timeout,))
         try:
-            executor.call(hosts.finish, arguments, what="writing a checkpoint", timeout=self._timeout + 60)
+            executor.call(finish, arguments, what="writing a checkpoint", timeout=self._timeout + 60)
         except Exception as error:
             reason = error.__cause__ if isinstance(error.__cause__, CheckpointError) else error
             newest = self.newest()
@@ -110,7 +250,7 @@ class Checkpointer:
         finally:
             place, self._copied_on = self._copied_on, None
             if place is not None and not place[0].stopped and not place[0].dead():
-                place[0].call(hosts.forget, dict.fromkeys(place[1], ()), what="end of checkpoints")
+                place[0].call(forget, dict.fromkeys(place[1], ()), what="end of checkpoints")
 
     def path(self, step: int) -> Path:
         """Of the checkpoint ``step-N``."""
@@ -162,7 +302,7 @@ class Checkpointer:
         executor, slots = self._place(engines)
         names = {name: engine.name for name, engine in engines.items()}
         arguments = dict.fromkeys(slots, (path, names))
-        executor.call(hosts.load, arguments, what=f"loading {path.name}", timeout=self._timeout)
+        executor.call(load, arguments, what=f"loading {path.name}", timeout=self._timeout)
         driver = read_driver(path)
         set_random_states(driver["random"])
         return driver["state"]
@@ -180,7 +320,7 @@ class Checkpointer:
         self.folder.mkdir(parents=True, exist_ok=True)
         names = {slot: f"seen-by-{slot}-{secrets.token_hex(8)}" for slot in hosts_of.values()}
         arguments = {slot: (self.folder / name,) for slot, name in names.items()}
-        answers = executor.call(hosts.leave_mark, arguments, what="a look at the checkpoints' folder")
+        answers = executor.call(leave_mark, arguments, what="a look at the checkpoints' folder")
         wrong = []
         for node, slot in sorted(hosts_of.items()):
             mark = self.folder / names[slot]

@@ -1,9 +1,16 @@
-"""What a row may look like: supervised rows and rows of prompts; each in one form after the check."""
+"""Rows from the user's files: what a row may look like, how it is read and checked, and an endless stream of rows."""
 
+import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+# What a row may look like: supervised rows and rows of prompts; each in one form after the check.
 
 RESPONSES = ("response", "completion", "answer")
 """Fields that may hold what the model is to say, in the order in which they are looked for."""
@@ -173,3 +180,307 @@ def _response(value: Any, field: str) -> Any:
     if isinstance(value, Mapping) or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"{field} must be text or messages, got {shortened(value)}")
     return value
+
+
+# Rows from the user's files: JSON, JSONL, CSV, Parquet, Arrow, or a Hugging Face dataset; checked row by row.
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+SHOWN = 5
+"""Bad rows that an error names; the others are counted."""
+PARAGRAPH = 500
+"""Characters of their reasons, of which the first is shown whatever it has."""
+
+
+class Unreadable(NamedTuple):
+    """What stands where a row should."""
+
+    reason: str
+
+
+def read_rows(
+    source: str,
+    *,
+    fields: Sequence[str] = ("prompt",),
+    check: Callable[[Mapping[str, Any]], dict[str, Any]] = policy_row,
+) -> list[dict[str, Any]]:
+    """All rows of ``source``, each as ``check`` returns it, with the ``fields``; ``_where`` has its file and number.
+
+    ``source`` is a file by its suffix, a folder of such files, a folder written by ``save_to_disk``, or the name of a
+    dataset that ``datasets.load_dataset`` finds. A split follows as ``SOURCE@SPLIT`` or ``NAME:SPLIT`` (``train``
+    unless named); a part of it as ``train[10:20]``.
+
+    ``check`` takes a row and returns it in the form that is trained on, or raises ValueError with the field and what
+    was expected: ``policy_row``, ``supervised_row``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: rows that cannot be read, lack a field, or are refused by ``check``: the first few with file and
+            row number, and how many others.
+    """
+    rows: list[dict[str, Any]] = []
+    bad: list[str] = []
+    for where, row in _numbered(source):
+        try:
+            rows.append(_checked(row, fields, check) | {"_where": where})
+        except ValueError as error:
+            bad.append(f"{where}: {error}")
+    refuse(bad, len(bad) + len(rows))
+    if not rows:
+        raise ValueError(f"{source} has no rows")
+    return rows
+
+
+def refuse(bad: Sequence[str], total: int) -> None:
+    """Raise ValueError for what is wrong with ``bad`` of ``total`` rows, if anything is: the first few in words."""
+    if bad:
+        # What is wrong with all of them is said once.
+        same = len(bad) > 1 and len({reason.partition(": ")[2] for reason in bad}) == 1
+        others = ", ".join(reason.partition(": ")[0] for reason in bad[1:SHOWN])
+        shown = [bad[0], f"the same in {others}"] if same else _fitting(bad[:SHOWN])
+        left = len(bad) - (min(len(bad), SHOWN) if same else len(shown))
+        more = [f"and {left} more bad rows of {total}"] if left else []
+        raise ValueError("; ".join([*shown, *more]))
+
+
+def _fitting(reasons: Sequence[str]) -> list[str]:
+    """The first reason, and the next ones while all are a paragraph."""
+    shown = [reasons[0]]
+    for reason in reasons[1:]:
+        if sum(len(said.partition(": ")[2]) for said in [*shown, reason]) > PARAGRAPH:
+            break
+        shown.append(reason)
+    return shown
+
+
+def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    if isinstance(row, Unreadable):
+        raise ValueError(row.reason)
+    if not isinstance(row, dict):
+        wanted = f"an object with fields {', '.join(fields)}" if fields else "an object with the row's fields"
+        raise ValueError(f"expected {wanted}, got {type(row).__name__}")
+    checked = check(row)
+    for field in fields:
+        if missing(checked, field):
+            raise ValueError(f"field {field!r} is missing or empty; the row has {sorted(map(str, row))}")
+    return checked
+
+
+def _numbered(source: str) -> Iterator[tuple[str, Any]]:
+    """The rows, each with its place as an error names it."""
+    name, split = _split_of(source)
+    path = Path(name)
+    if path.suffix.lower() in SUFFIXES and not path.is_dir():
+        files = [path]
+    elif path.is_dir() and not any((path / saved).is_file() for saved in _SAVED):
+        files = _files_of(path, split)
+        split = None if split is None else "".join(split.partition("[")[1:])
+    elif path.is_file():
+        raise ValueError(f"{source} is a file whose name does not end in {', '.join(SUFFIXES)}: its kind is not known")
+    else:
+        yield from (
+            (f"{source}, row {number}", row) for number, row in enumerate(_hugging_face(source, path, split), 1)
+        )
+        return
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"no such file: {source}")
+    places = ((f"{file}, row {number}", row) for file in files for number, row in _READERS[file.suffix.lower()](file))
+    yield from places if split is None else _part(source, split, list(places))
+
+
+def _split_of(source: str) -> tuple[str, str | None]:
+    """``PATH@SPLIT`` or ``NAME:SPLIT`` in two; a path that exists is one, whatever characters it has."""
+    if Path(source).exists():
+        return source, None
+    name, at, split = source.rpartition("@")
+    if at and name and split:
+        return name, split
+    name, colon, split = source.partition(":")
+    return (name, split) if colon and split and Path(name).suffix.lower() not in SUFFIXES else (source, None)
+
+
+def _files_of(folder: Path, split: str | None) -> list[Path]:
+    """The data files in a folder, by name. Those of a split lie in a folder of its name, or begin with the name."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    wanted = None if split is None else split.partition("[")[0]
+    if wanted:
+        files = [
+            file
+            for file in files
+            if wanted in file.relative_to(folder).parts[:-1] or re.match(rf"{re.escape(wanted)}(?![^\W_])", file.name)
+        ]
+    if not files:
+        of_split = f" of the split {wanted!r}" if wanted else ""
+        raise ValueError(f"{folder} has no file{of_split} that ends in {', '.join(SUFFIXES)}")
+    return files
+
+
+def _part(source: str, split: str, rows: list[Any]) -> list[Any]:
+    """The rows of ``train[10:20]``; a file is one split, ``train``."""
+    match = re.fullmatch(r"(?:train)?(?:\[(-?\d+)?:(-?\d+)?\])?", split)
+    if match is None:
+        raise ValueError(f"{source!r}: a file has one split, 'train', or a part as 'train[10:20]'; got {split!r}")
+    start, stop = (int(number) if number else None for number in match.groups())
+    return rows[start:stop]
+
+
+def _json(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{path}: not a list of rows: it is nested too deep to be read") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__} (one row a line is .jsonl)")
+    yield from enumerate(rows, 1)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    # Bytes, so that a line that is not UTF-8 is an error of this line, and a byte order mark is none.
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except RecursionError:
+                    yield number, Unreadable("nested too deep to be read")
+                except ValueError as error:
+                    yield number, Unreadable(f"not valid JSON: {error}")
+
+
+def _csv(path: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(2**31 - 1)  # a cell may hold a conversation
+    with path.open("rb") as lines:
+        decoded = (line.decode("utf-8" if place else "utf-8-sig") for place, line in enumerate(lines))
+        reader = csv.DictReader(decoded, strict=True)
+        try:
+            names = reader.fieldnames or ()
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, row 1: not valid CSV: {error}") from error
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{path}: the header names the column {twice[0]!r} twice, so one of them would be lost")
+        for number in count(1):
+            try:
+                row = next(reader, None)
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}, row {number}: not valid CSV: {error}") from error
+            if row is None:
+                return
+            if None in row or None in row.values():
+                expected = len(reader.fieldnames or ())
+                yield number, Unreadable(f"expected {expected} columns as in the header line")
+            else:
+                yield number, {name: _messages_or_text(cell) for name, cell in row.items()}
+
+
+def _messages_or_text(cell: str) -> Any:
+    """A cell; messages, which are JSON text there, are read. Other JSON is what the row's reward makes of it."""
+    if not cell.lstrip().startswith("["):
+        return cell
+    try:
+        value = json.loads(cell)
+    except ValueError:
+        return cell
+    of_messages = value and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
+    return value if of_messages else cell
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow.parquet
+
+    yield from enumerate(_arrow_rows(path, pyarrow.parquet.read_table), 1)
+
+
+def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+
+    def read(name: Path) -> Any:
+        try:
+            return pyarrow.ipc.open_file(name).read_all()
+        except pyarrow.ArrowInvalid:  # the other of Arrow's two formats
+            return pyarrow.ipc.open_stream(name).read_all()
+
+    yield from enumerate(_arrow_rows(path, read), 1)
+
+
+def _arrow_rows(path: Path, read: Any) -> list[Any]:
+    import pyarrow
+
+    try:
+        return read(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+
+
+def _hugging_face(source: str, path: Path, split: str | None) -> Iterable[Any]:
+    import datasets
+
+    if path.is_dir():
+        try:
+            saved: Any = datasets.load_from_disk(str(path))
+        except Exception as error:  # of JSON, of Arrow, of the file system
+            raise ValueError(f"{path} is a saved dataset that cannot be loaded: {error}") from error
+        if not isinstance(saved, Mapping):
+            return _part(source, split, list(saved)) if split else saved
+        wanted, bracket, rest = (split or "train").partition("[")
+        if wanted not in saved:
+            raise ValueError(f"{source} has no split {wanted!r}; it has {', '.join(map(repr, saved))}")
+        return _part(source, bracket + rest, list(saved[wanted])) if bracket else saved[wanted]
+    try:
+        return datasets.load_dataset(source if split is None else source[: -1 - len(split)], split=split or "train")
+    except Exception as error:
+        known = ", ".join(SUFFIXES)
+        raise ValueError(f"{source!r} is neither a file ({known}) nor a dataset that loads: {error}") from error
+
+
+_SAVED = ("state.json", "dataset_dict.json")
+_READERS = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+
+# An endless stream of rows: shuffled anew each epoch, its place in the data part of a checkpoint.
+
+Row = TypeVar("Row")
+
+
+class RowStream(Generic[Row]):
+    """Every row once an epoch, in an order that depends on the seed and the epoch alone."""
+
+    def __init__(self, rows: Sequence[Row], seed: int) -> None:
+        if not rows:
+            raise ValueError("there are no rows to train on")
+        self._rows = rows
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._shuffled()
+
+    def take(self, count: int) -> list[Row]:
+        """The next ``count`` rows; an epoch's end in the middle of them is no boundary."""
+        taken: list[Row] = []
+        while len(taken) < count:
+            stop = min(len(self._order), self._position + count - len(taken))
+            taken += [self._rows[i] for i in self._order[self._position : stop]]
+            self._position = stop
+            if stop == len(self._order):
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._shuffled()
+        return taken
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The place in the data."""
+        return {"epoch": self._epoch, "position": self._position, "rows": len(self._rows), "seed": self._seed}
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Go on at a saved place; other data than was saved raises."""
+        if (state["rows"], state["seed"]) != (len(self._rows), self._seed):
+            raise ValueError(
+                f"the checkpoint was made on {state['rows']} rows with seed {state['seed']}, "
+                f"this run has {len(self._rows)} rows and seed {self._seed}"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self._rows)))
+        random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        return order

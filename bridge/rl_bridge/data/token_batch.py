@@ -1,13 +1,110 @@
-"""``TokenBatch``: the tensors that travel between rollouts and trainers, under the names of ``rl_fn.Batch``."""
+"""``TokenBatch``: the tensors between rollouts and trainers, their common prefixes, and their micro-batches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from rl_bridge.data.prefixes import Unit, prefixes_worth_sharing, units_of
 from rl_bridge.data.trajectory import Trajectory
+from rl_fn.packing import pack
+
+# Which first tokens the rows of a group have in common, and which rows then go together.
+
+# Sharing pays from this part of a group's longest row on: below, the calls of attention cost what the tokens saved.
+WORTH = 1 / 8
+
+
+def shared_prefixes(
+    tokens: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, *alike: torch.Tensor
+) -> torch.Tensor:
+    """How many first tokens the rows of a group need to compute only once, [N].
+
+    That is one less than they have in common: the last common token predicts another token in every row. Rows without
+    others in their group have 0.
+
+    tokens: [N, L]. lengths, groups: [N]. alike: [N, L, …], what must be equal besides for tokens to be in common.
+
+    >>> import torch
+    >>> tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0], [5, 6, 7, 8]])
+    >>> shared_prefixes(tokens, torch.tensor([4, 3, 4]), torch.tensor([1, 1, 2]))
+    tensor([1, 1, 0])
+    """
+    if not len(groups):
+        return torch.zeros_like(lengths)
+    found = _Groups(groups)
+    first = found.least(torch.arange(len(groups), device=groups.device))
+    same = torch.arange(tokens.shape[1], device=tokens.device) < torch.minimum(lengths, lengths[first])[:, None]
+    for value in (tokens, *alike):
+        same &= (value == value[first]).flatten(2).all(-1) if value.dim() > 2 else value == value[first]
+    common = found.least(same.int().cumprod(1).sum(1))
+    return torch.where(found.sizes > 1, (common - 1).clamp(min=0), 0).to(lengths.dtype)
+
+
+def prefixes_worth_sharing(
+    tokens: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, *alike: torch.Tensor
+) -> torch.Tensor:
+    """``shared_prefixes`` where these are at least an eighth of their group's longest row, else 0.
+
+    What is worth sharing in a group is so among some of its rows too: they have at least as much in common.
+    """
+    shared = shared_prefixes(tokens, lengths, groups, *alike)
+    if not bool(shared.any()):
+        return shared
+    longest = -_Groups(groups).least(-lengths)
+    return torch.where(shared >= WORTH * longest, shared, 0)
+
+
+class Unit(NamedTuple):
+    """Rows that go together, ascending, and the tokens that they cost: a shared prefix counts once."""
+
+    rows: np.ndarray
+    tokens: int
+
+
+def units_of(
+    lengths: Sequence[int], groups: Sequence[int], shared: Sequence[int], max_tokens: int | None = None
+) -> list[Unit]:
+    """The rows of a group that shares a prefix as one unit, every other row as one of its own.
+
+    A group of more than ``max_tokens`` is several units; a row that such a limit leaves alone shares nothing.
+
+    >>> [(unit.rows.tolist(), unit.tokens) for unit in units_of([6, 3, 5, 6], [0, 1, 0, 0], [4, 0, 4, 4], 8)]
+    [([0, 2], 7), ([1], 3), ([3], 6)]
+    """
+    units: list[list[int]] = []
+    tokens: list[int] = []
+    open_unit: dict[int, int] = {}
+    for row, (length, group, prefix) in enumerate(zip(lengths, groups, shared, strict=True)):
+        number = open_unit.get(group) if prefix else None
+        if number is None or (max_tokens is not None and tokens[number] + length - prefix > max_tokens):
+            number = len(units)
+            units.append([row])
+            tokens.append(length)
+            if prefix:
+                open_unit[group] = number
+        else:
+            units[number].append(row)
+            tokens[number] += length - prefix
+    return [Unit(np.asarray(rows, np.int64), count) for rows, count in zip(units, tokens, strict=True)]
+
+
+class _Groups:
+    """Rows by group."""
+
+    def __init__(self, groups: torch.Tensor) -> None:
+        _, self._index, counts = groups.unique(return_inverse=True, return_counts=True)
+        self._count = len(counts)
+        self.sizes = counts[self._index]
+
+    def least(self, values: torch.Tensor) -> torch.Tensor:
+        """The least value of each row's group."""
+        start = values.new_full((self._count,), torch.iinfo(values.dtype).max)
+        return start.scatter_reduce(0, self._index, values, "amin")[self._index]
+
+
+# ``TokenBatch``: the tensors that travel between rollouts and trainers, under the names of ``rl_fn.Batch``.
 
 
 class TokenBatch(NamedTuple):
@@ -134,3 +231,116 @@ def _allowed_tokens(trajectories: Sequence[Trajectory], inside: torch.Tensor) ->
     row, column = (x.repeat_interleave(counts) for x in inside.nonzero(as_tuple=True))
     allowed[row, column, torch.arange(len(ids)) - (counts.cumsum(0) - counts).repeat_interleave(counts)] = ids
     return allowed
+
+
+# A worker's rows cut into micro-batches that fit its memory, and their results put back in place.
+
+
+class MicroBatch(NamedTuple):
+    """``batch`` holds the rows ``places`` of a larger one, without the columns that are padding in all of them.
+
+    Without places it is a stand-in: one row in which nothing counts.
+    """
+
+    places: torch.Tensor
+    batch: TokenBatch
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The batch on a device; the places stay where the larger batch is."""
+        return self._replace(batch=self.batch.to(device))
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The entries of [N, L, ...] that belong to this part; zeros for a stand-in."""
+        rows, columns = self.batch.tokens.shape
+        return whole[self.places, :columns] if len(self.places) else whole.new_zeros((rows, columns, *whole.shape[2:]))
+
+
+def padded_rows(lengths: Sequence[int], max_tokens: int) -> list[np.ndarray]:
+    """Rows that go together when each is padded to the longest beside it: rows of similar length.
+
+    A micro-batch has at most ``max_tokens`` tokens, padding included, or one row. Returns ascending row numbers; every
+    row is in exactly one.
+
+    >>> [part.tolist() for part in padded_rows([3, 9, 4, 8], 18)]
+    [[0, 2], [1, 3]]
+    """
+    order = np.argsort(np.asarray(lengths), kind="stable")
+    parts: list[list[int]] = []
+    for row in order.tolist():
+        # Rows come by length: this one is the widest so far.
+        if parts and (len(parts[-1]) + 1) * max(1, lengths[row]) <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return [np.sort(np.asarray(part, np.int64)) for part in parts]
+
+
+def packed_rows(lengths: Sequence[int], max_tokens: int) -> list[np.ndarray]:
+    """Rows that go together when they lie one behind another, without padding: as few micro-batches as will do.
+
+    A micro-batch has at most ``max_tokens`` tokens, or one row. Returns ascending row numbers; every row is in exactly
+    one.
+
+    >>> [part.tolist() for part in packed_rows([3, 9, 20, 4, 8], 12)]
+    [[2], [0, 1], [3, 4]]
+    """
+    array = np.asarray(lengths, np.int64)
+    alone, rest = np.flatnonzero(array > max_tokens), np.flatnonzero(array <= max_tokens)
+    return [np.array([row]) for row in alone] + [rest[part] for part in pack(array[rest], max_tokens)]
+
+
+def sharing_rows(
+    lengths: Sequence[int], groups: Sequence[int], shared: Sequence[int], max_tokens: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Rows that share prefixes, packed into as few micro-batches as will do, and the rows that share with no other.
+
+    The rows of a group go together where ``max_tokens`` has room for them, and their prefix counts once.
+
+    >>> [part.tolist() for part in sharing_rows([6, 3, 5, 6, 6], [0, 1, 0, 2, 2], [4, 0, 4, 5, 5], 14)[0]]
+    [[0, 2, 3, 4]]
+    """
+    units = units_of(lengths, groups, shared, max_tokens)
+    together = [unit for unit in units if len(unit.rows) > 1]
+    alone = [unit.rows for unit in units if len(unit.rows) == 1]
+    parts = [
+        np.sort(np.concatenate([together[i].rows for i in part]))
+        for part in pack([unit.tokens for unit in together], max_tokens)
+    ]
+    return parts, np.concatenate(alone) if alone else np.zeros(0, np.int64)
+
+
+def micro_batches(
+    batch: TokenBatch, max_tokens: int, *, packing: bool = False, share_prefixes: bool = False
+) -> list[MicroBatch]:
+    """The batch in parts, each row in exactly one.
+
+    ``max_tokens`` counts padding, unless rows are packed. Rows that share a prefix worth it always are.
+    """
+    lengths, parts, alone = batch.row_tokens(), [], np.arange(len(batch.lengths))
+    if share_prefixes:
+        shared = batch.prefixes_worth_sharing().tolist()
+        parts, alone = sharing_rows(lengths, batch.groups.tolist(), shared, max_tokens)
+    rest = (packed_rows if packing else padded_rows)([lengths[row] for row in alone.tolist()], max_tokens)
+    parts += [alone[part] for part in rest]
+    places = [torch.from_numpy(part).to(batch.tokens.device) for part in parts]
+    return [MicroBatch(rows, batch.rows(rows).trim()) for rows in places]
+
+
+def stand_in(batch: TokenBatch) -> MicroBatch:
+    """What a worker computes while others still have rows, so that all join the same collectives: it adds nothing."""
+
+    def nothing(value: torch.Tensor) -> torch.Tensor:
+        # Behind [N, L] there are sets of tokens: −1 is no token.
+        return value.new_zeros((1, 2)[: value.dim()]) if value.dim() < 3 else value.new_full((1, 2, 1), -1)
+
+    empty = batch.map(nothing)
+    return MicroBatch(batch.lengths.new_zeros(0), empty._replace(lengths=empty.lengths + 2))
+
+
+def restore(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+    """[N, L] of the shape of ``like`` from (places, [n, l ≤ L]) pairs; zero in the columns that were cut off."""
+    whole = torch.zeros(like.shape, device=like.device)
+    for places, values in parts:
+        if len(places):
+            whole[places, : values.shape[1]] = values.to(whole)
+    return whole

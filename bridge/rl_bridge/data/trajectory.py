@@ -1,11 +1,259 @@
-"""``Trajectory``: a prompt and all turns as the model saw them, with what is known of each token."""
+"""What a rollout is asked and gives back: requests, what a call may take, ``Trajectory`` with each token's origin."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, get_args
 
-from rl_bridge.data.requests import Message, RequestId
-from rl_bridge.data.spans import GIVEN, Span, require_sampled, spans_of_turn
+# What a rollout is asked: prompts with an id each, and how their completions are sampled.
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message] | Sequence[int]
+"""Text, chat messages (``{"role": ..., "content": ...}``), or token ids that are used as they are."""
+RequestId = tuple[int, ...]
+"""Random numbers are made from it, so no two requests of a run share one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions are sampled. ``temperature`` 0 is greedy; ``n`` completions a prompt.
+
+    A token depends on the request's id, the sample's number and the position alone: not on how the rows were batched
+    and not on the worker.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the tokenizer's and the model's own stop tokens. All tokens that were drawn
+    are kept, the one that completed the text included (``rl_bridge.rollout.sampling``)."""
+    seed: int = 0
+    """First number of the ids of requests that are made from bare prompts (``requests_of``)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be sampled, naming the argument.
+
+        Raises:
+            TypeError: for what is no number of its kind; True and False are none.
+            ValueError: for a number out of range.
+        """
+        for name in ("max_new_tokens", "n", "seed", "temperature", "top_k", "top_p", "min_p"):
+            value, kind = getattr(self, name), Real if name in ("temperature", "top_p", "min_p") else Integral
+            optional = name in ("top_k", "top_p", "min_p")
+            if (isinstance(value, bool) or not isinstance(value, kind)) and not (optional and value is None):
+                wanted = ("a number" if kind is Real else "an integer") + (" or None" if optional else "")
+                raise TypeError(f"{name} must be {wanted}, got {value!r}")
+        if self.max_new_tokens < 1 or self.n < 1:
+            raise ValueError(f"max_new_tokens and n must be ≥ 1, got {self.max_new_tokens} and {self.n}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be ≥ 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be ≥ 1, got {self.top_k}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {value}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise TypeError(f"stop must be a sequence of texts, got {self.stop!r}")
+        if not all(self.stop) or any("\N{REPLACEMENT CHARACTER}" in text for text in self.stop):
+            raise ValueError(f"a stop text has characters, and no U+FFFD among them, got {self.stop!r}")
+
+    def greedily(self) -> "SamplingParams":
+        """The same with the most likely tokens.
+
+        >>> SamplingParams(max_new_tokens=8, temperature=0.7, top_p=0.9).greedily()
+        SamplingParams(max_new_tokens=8, temperature=0.0, top_k=None, top_p=None, min_p=None, n=1, stop=(), seed=0)
+        """
+        return replace(self, temperature=0.0, top_k=None, top_p=None, min_p=None)
+
+
+class Request(NamedTuple):
+    """A prompt; each of its ``SamplingParams.n`` trajectories bears ``group``, and the id with its number added."""
+
+    prompt: Prompt
+    id: RequestId
+    group: int = 0
+
+
+class RowRequest(NamedTuple):
+    """A row that an environment begins a conversation with; ``id`` and ``group`` as a ``Request`` has them."""
+
+    row: Mapping[str, Any]
+    id: RequestId
+    group: int = 0
+
+
+def requests_of(prompts: Sequence[Prompt], seed: int) -> list[Request]:
+    """One request a prompt: its id is (seed, place in the call), its group its place.
+
+    >>> requests_of(["1+1=", "2+2="], seed=7)[1]
+    Request(prompt='2+2=', id=(7, 1), group=1)
+    """
+    return [Request(prompt, (seed, place), place) for place, prompt in enumerate(prompts)]
+
+
+# What one call of a rollout may take.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits of a call. What is unfinished at a limit ends by "abort", with the tokens that it has."""
+
+    seconds: float | None = None
+    """From the call's beginning."""
+    request_seconds: float | None = None
+    """Of one completion or conversation, from its own beginning."""
+    tokens: int | None = None
+    """That the policy draws in the whole call."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that leave nothing.
+
+        Raises:
+            ValueError: naming the limit.
+        """
+        for name in ("seconds", "request_seconds", "tokens"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0 or None, got {value}")
+
+    def __bool__(self) -> bool:
+        """Whether there is a limit."""
+        return self != Budget()
+
+    def share(self, workers: int) -> "Budget":
+        """That of each of so many workers, whose rows are as many: tokens are cut up, time passes for all.
+
+        >>> Budget(tokens=10).share(4).tokens
+        2
+        """
+        tokens = None if self.tokens is None else max(1, self.tokens // workers)
+        return Budget(seconds=self.seconds, request_seconds=self.request_seconds, tokens=tokens)
+
+
+class Spending:
+    """A budget from the moment on that this is made."""
+
+    def __init__(self, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
+        self.budget, self.clock, self._began = budget, clock, clock()
+
+    def over(self, tokens: int) -> bool:
+        """Whether the call's time is over, or the policy has drawn all the tokens that it may."""
+        budget = self.budget
+        late = budget.seconds is not None and self.clock() - self._began > budget.seconds
+        return late or (budget.tokens is not None and tokens >= budget.tokens)
+
+    def late(self, began: float) -> bool:
+        """Whether what began then has had its time."""
+        limit = self.budget.request_seconds
+        return limit is not None and self.clock() - began > limit
+
+
+# Where the tokens of a trajectory come from: *sampled by request r at offset o*, or *given*.
+
+GIVEN = -1
+"""The weights version of a token that nobody drew."""
+
+
+class Span(NamedTuple):
+    """Tokens that one version of the weights drew one behind another. Tokens in no span were given.
+
+    ``drawn`` is what the engine returned, kept beside the trajectory's tokens: so whoever changes one of the two is
+    found out.
+    """
+
+    request_id: RequestId
+    """The trajectory's id as the engine was asked; with ``turn`` it names one request to the engine."""
+    turn: int
+    offset: int
+    """Number of the first token among all that were drawn in this turn."""
+    start: int
+    """Place of the first token in the trajectory."""
+    version: int
+    drawn: array
+    """Token ids in ``array("i")``, 4 bytes an id."""
+
+    @property
+    def stop(self) -> int:
+        """Place behind the last token."""
+        return self.start + len(self.drawn)
+
+    def where(self, place: int) -> str:
+        """What message texts call the token at this place of the trajectory."""
+        name = "-".join(map(str, self.request_id)) or "without id"
+        return f"token {place} (request {name}, turn {self.turn}, offset {self.offset + place - self.start})"
+
+
+def spans_of_turn(
+    request_id: RequestId, turn: int, start: int, drawn: Sequence[int], versions: Sequence[int] | int
+) -> tuple[Span, ...]:
+    """One span for each run of tokens of one version. ``versions``: of each token, or of all.
+
+    >>> [(s.offset, s.start, s.version, list(s.drawn)) for s in spans_of_turn((7, 0), 0, 5, [3, 4, 2], [1, 1, 2])]
+    [(0, 5, 1, [3, 4]), (2, 7, 2, [2])]
+
+    Raises:
+        ValueError: not one version a token.
+    """
+    each = [versions] * len(drawn) if isinstance(versions, int) else list(versions)
+    if len(each) != len(drawn):
+        raise ValueError(f"request {request_id}, turn {turn}: {len(each)} versions for {len(drawn)} tokens")
+    spans, offset = [], 0
+    for version, run in groupby(each):
+        length = len(list(run))
+        tokens = array("i", drawn[offset : offset + length])
+        spans.append(Span(request_id, turn, offset, start + offset, version, tokens))
+        offset += length
+    return tuple(spans)
+
+
+def require_sampled(
+    spans: Sequence[Span], tokens: Sequence[int], mask: Sequence[bool], versions: Sequence[int]
+) -> None:
+    """Refuse tokens that count in a loss and are not the engine's own.
+
+    A token that the policy drew may be masked out; one that the policy did not draw may not count.
+
+    Raises:
+        ValueError: naming the token, the request and what the engine drew.
+    """
+    behind = 0
+    for span in spans:
+        if span.start < behind or span.stop > len(tokens):
+            raise ValueError(
+                f"{span.where(span.start)}: the span of {len(span.drawn)} tokens begins before {behind} or ends "
+                f"behind the {len(tokens)} tokens of its trajectory"
+            )
+        _require_given(mask, behind, span.start)
+        if list(tokens[span.start : span.stop]) != span.drawn.tolist():
+            place = next(n for n, drawn in enumerate(span.drawn, span.start) if tokens[n] != drawn)
+            raise ValueError(
+                f"{span.where(place)} is {tokens[place]}, and the engine drew {span.drawn[place - span.start]}: a "
+                "policy would be trained on tokens that the policy did not draw"
+            )
+        if set(versions[span.start : span.stop]) - {span.version}:
+            place = next(n for n in range(span.start, span.stop) if versions[n] != span.version)
+            raise ValueError(
+                f"{span.where(place)} has weights version {versions[place]}, and version {span.version} drew it"
+            )
+        behind = span.stop
+    _require_given(mask, behind, len(tokens))
+
+
+def _require_given(mask: Sequence[bool], start: int, stop: int) -> None:
+    if True in mask[start:stop]:
+        place = mask.index(True, start, stop)
+        raise ValueError(f"token {place} counts in the loss, and no request to the engine drew it")
+
+
+# ``Trajectory``: a prompt and all turns as the model saw them, with what is known of each token.
 
 FinishReason = Literal["stop", "length", "turns", "abort", "error"]
 """A stop token or text; out of tokens; out of turns; given up by the caller; the environment or engine failed."""

@@ -6,15 +6,12 @@ from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Self
 
-from rl_bridge.data.budget import Budget
-from rl_bridge.data.requests import Prompt, RowRequest, SamplingParams, requests_of
-from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.engines.base import Engine, What
+from rl_bridge.data.trajectory import Budget, Prompt, RowRequest, SamplingParams, Trajectory, requests_of
+from rl_bridge.engines.dispatch import NeedParallel
+from rl_bridge.engines.engine import Engine, Revived, What
 from rl_bridge.engines.mesh import Mesh
-from rl_bridge.engines.reviving import Revived
-from rl_bridge.engines.splitting import NeedParallel
 from rl_bridge.engines.worker import TENSOR_PARALLEL_SIZE
-from rl_bridge.environments.base import EnvironmentFactory
+from rl_bridge.environments.environment import EnvironmentFactory
 
 
 class InferenceEngine(Revived, Engine):

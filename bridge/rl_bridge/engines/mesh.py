@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rl_bridge.messages import given
+from rl_bridge.common.terminal import given
 
 AXES = ("replicate", "shard", "sequence", "tensor")
 """The axes of a mesh, slowest first: neighbours in ``tensor`` have neighbouring ranks."""

@@ -17,11 +17,12 @@ from rl_bridge.engines.optimizers import (
     require_states,
     schedules_of,
 )
-from rl_bridge.parallel.moving import move_weights
-from rl_bridge.parallel.parts import parallelize_parts
+from rl_bridge.parallel.fsdp import move_weights
+from rl_bridge.parallel.parallelize import parallelize_parts
 from rl_bridge.weights.manifest import Manifest
+from rl_bridge.weights.module_tensors import is_peft
 from rl_bridge.weights.receiver import ModuleReceiver, ReceivesWeights, WeightReceiver
-from rl_bridge.weights.source import SendsWeights, WeightSource, is_peft, own_source, put_in_charge, source_of
+from rl_bridge.weights.source import SendsWeights, WeightSource, own_source, put_in_charge, source_of
 
 
 class Lifecycle:

@@ -9,8 +9,8 @@ import socket
 import sys
 from typing import IO
 
+from rl_bridge.common.terminal import say
 from rl_bridge.executors.serving import OnError
-from rl_bridge.terminal import say
 
 # How long a worker waits for somebody to debug it.
 PATIENCE = 3600.0

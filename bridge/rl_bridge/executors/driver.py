@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from rl_bridge.executors.base import Arguments, Slot
-from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied
-from rl_bridge.executors.futures import Call, Clock, join
+from rl_bridge.executors.calls import Call, Clock, Step, Steps, join, out_of_step
+from rl_bridge.executors.executor import Arguments, DeadlineExceeded, Slot, Together, WorkerDied
 from rl_bridge.executors.host import Host
-from rl_bridge.executors.outbox import Outgoing
 from rl_bridge.executors.serving import leave
-from rl_bridge.executors.steps import Step, Steps, Together, out_of_step
+from rl_bridge.executors.slots import Outgoing
 
 # How long a slot may still be in a call that has failed elsewhere before the next call to the slot is given up. A
 # collective that one side has joined cannot be freed.

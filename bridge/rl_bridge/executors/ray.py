@@ -17,17 +17,22 @@ from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
-from rl_bridge.executors.addresses import use_gloo_interface
-from rl_bridge.executors.base import Slot
-from rl_bridge.executors.bundles import Resources, bundles, check_feasible, lacking
 from rl_bridge.executors.channel import Address, Listener, connect
 from rl_bridge.executors.debug import debugger
 from rl_bridge.executors.driver import RemoteExecutor, Worker
-from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied
-from rl_bridge.executors.host import Host
-from rl_bridge.executors.remote import Remote
+from rl_bridge.executors.executor import DeadlineExceeded, Slot, WorkerDied
+from rl_bridge.executors.host import (
+    Host,
+    TCPStore,
+    join_world,
+    leave_world,
+    open_store,
+    rejoin_world,
+    use_gloo_interface,
+)
+from rl_bridge.executors.placement import Resources, bundles, check_feasible, lacking
 from rl_bridge.executors.serving import serve
-from rl_bridge.executors.world import TCPStore, join_world, leave_world, open_store, rejoin_world
+from rl_bridge.executors.slots import Remote
 
 logger = logging.getLogger(__name__)
 

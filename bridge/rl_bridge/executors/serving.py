@@ -11,13 +11,21 @@ from typing import Any, NoReturn
 
 import torch
 
-from rl_bridge.executors.channel import Channel, Frame
-from rl_bridge.executors.errors import Progress
+from rl_bridge.common.terminal import say
+from rl_bridge.executors.calls import Step
+from rl_bridge.executors.channel import Buffer, Channel, Frame, dumps, loads
+from rl_bridge.executors.executor import Progress
 from rl_bridge.executors.host import Host
-from rl_bridge.executors.stacks import where
-from rl_bridge.executors.steps import Step
-from rl_bridge.executors.wire import Buffer, dumps, loads
-from rl_bridge.terminal import say
+
+
+def where(thread: int | None, frames: int = 12) -> str:
+    """The innermost frames of the thread with that identity, the last one first."""
+    frame = None if thread is None else sys._current_frames().get(thread)
+    if frame is None:
+        return "no thread"
+    stack = traceback.extract_stack(frame)[-frames:]
+    return "\n".join(f"    {entry.filename}:{entry.lineno} {entry.name}" for entry in reversed(stack))
+
 
 CALL, WHERE, STOP, RESULT, ERROR = range(5)
 """Kinds of frames. The driver sends CALL, WHERE and STOP; WHERE and STOP are answered by their own kind."""

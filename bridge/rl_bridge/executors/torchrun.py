@@ -18,17 +18,13 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from rl_bridge.executors.addresses import own_addresses, use_gloo_interface
-from rl_bridge.executors.base import Slot
 from rl_bridge.executors.channel import Address, Channel, Listener, connect
 from rl_bridge.executors.debug import debugger
 from rl_bridge.executors.driver import RemoteExecutor, Worker
-from rl_bridge.executors.errors import DeadlineExceeded, WorkerDied, WorkerError
-from rl_bridge.executors.host import Host
-from rl_bridge.executors.own import Own
-from rl_bridge.executors.remote import Remote
+from rl_bridge.executors.executor import DeadlineExceeded, Slot, WorkerDied, WorkerError
+from rl_bridge.executors.host import Host, backend, job_store, leave_world, own_addresses, use_gloo_interface
 from rl_bridge.executors.serving import OnError, serve
-from rl_bridge.executors.world import backend, job_store, leave_world
+from rl_bridge.executors.slots import Own, Remote
 
 _KEY = "rl_bridge/driver"
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

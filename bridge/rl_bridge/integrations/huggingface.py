@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.head import head_options, of_targets
+from rl_bridge.parallel.heads import head_options, of_targets
 from rl_kernels import TokenLogprobs
 
 

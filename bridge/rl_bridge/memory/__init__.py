@@ -1,1 +1,1 @@
-"""Memory: what a run will need before it starts, what it has while it goes on, and a token budget that keeps to it."""
+"""Memory while a run goes on: a token budget that keeps to what there is, and garbage collected between phases."""

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_bridge.models.kinds import FLOATS
+from rl_bridge.models.model_folder import FLOATS
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 
 _NEEDED = {

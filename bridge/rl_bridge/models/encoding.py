@@ -6,10 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.requests import Message, Prompt
 from rl_bridge.data.rows import RESPONSES, response_field, shortened
-from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.models.templates import rendered, spans, template_of
+from rl_bridge.data.trajectory import Message, Prompt, Trajectory
+from rl_bridge.models.chat_templates import rendered, spans, template_of
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:

@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rl_bridge.models.filling import require_finite
 from rl_bridge.models.lora_targets import ALL_LINEAR, Targets, targets_of
 from rl_bridge.models.source import ModelSource, device_of
-from rl_bridge.models.stored_tensors import SafetensorsFolder
-from rl_bridge.parallel.moving import materialize, part_of
-from rl_bridge.weights.parts import local
+from rl_bridge.models.stored_tensors import SafetensorsFolder, require_finite
+from rl_bridge.parallel.fsdp import materialize, part_of
+from rl_bridge.weights.manifest import local
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -1,22 +1,34 @@
-"""Where a model comes from: its structure first, on any device, and its weights later, each worker its own part."""
+"""Where a model comes from: structure first, weights later; the whole, partly frozen, or with a head of one number."""
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel
 
 from rl_bridge.models.conversion import ConvertedTensors
-from rl_bridge.models.filling import fill_computed_buffers, fill_parameters, require_fit
-from rl_bridge.models.kinds import require_causal, require_floats
-from rl_bridge.models.reading import config_of, folder_of, made
-from rl_bridge.models.stored_tensors import SafetensorsFolder, StoredTensors, TensorsInHand
-from rl_bridge.parallel.moving import materialize
+from rl_bridge.models.model_folder import config_of, folder_of, made, require_causal, require_floats
+from rl_bridge.models.stored_tensors import (
+    SafetensorsFolder,
+    StoredTensors,
+    TensorsInHand,
+    fill_computed_buffers,
+    fill_parameters,
+    require_fit,
+)
+from rl_bridge.parallel.fsdp import materialize, part_of
+from rl_bridge.weights.module_tensors import is_peft
+
+# Where a model comes from: its structure first, on any device, and its weights later, each worker its own part.
 
 
 class ModelSource(Protocol):
@@ -153,3 +165,167 @@ def device_of(model: PreTrainedModel) -> torch.device:
             kind = parameter.device_mesh.device_type
             return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     return torch.device("cpu")
+
+
+# Parameters that are not trained, chosen by patterns of their names.
+
+_WRAPPER = "base_model.model."
+"""What peft puts before the names of the model that it wraps."""
+
+
+@dataclass(frozen=True)
+class FreezingSource:
+    """The model of ``source``, in which parameters whose names match a pattern are not trained.
+
+    Patterns are those of file names: ``model.embed_tokens.*``, ``*.layers.[0-3].*``. Of a tensor with two names, such
+    as tied output embeddings, either name freezes both. A peft model's names go without peft's prefix.
+    """
+
+    source: ModelSource
+    patterns: tuple[str, ...]
+
+    def empty(self) -> PreTrainedModel:
+        """The model, its matching parameters without a gradient.
+
+        Raises:
+            ValueError: a pattern that matches no parameter, with near names; or nothing is left to train.
+        """
+        model = self.source.empty()
+        named = [(name.removeprefix(_WRAPPER), p) for name, p in model.named_parameters(remove_duplicate=False)]
+        for pattern in self.patterns:
+            chosen = [parameter for name, parameter in named if fnmatch.fnmatchcase(name, pattern)]
+            if not chosen:
+                raise ValueError(f"freeze pattern {pattern!r} matches no parameter of the model{_near(pattern, named)}")
+            for parameter in chosen:
+                parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise ValueError(f"freeze patterns {', '.join(map(repr, self.patterns))} leave no parameter to train")
+        return model
+
+    def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
+        """As ``source`` does."""
+        self.source.load(model, device)
+
+
+def _near(pattern: str, named: Sequence[tuple[str, torch.nn.Parameter]]) -> str:
+    """The names that look most like the pattern, each with its own number in place of the layer's star."""
+    near = difflib.get_close_matches(pattern, list(dict.fromkeys(name for name, _ in named)), n=3, cutoff=0.3)
+    return f"; near names are {', '.join(near)}" if near else f"; the first is {named[0][0]}"
+
+
+# Critics and reward models: the trunk of a language model with a head of one number in place of the vocabulary.
+
+HEAD = "score"
+"""transformers' name of the head of its decoder families."""
+
+
+@dataclass(frozen=True)
+class ValueSource:
+    """A transformers ``*ForSequenceClassification`` with one label, whose trunk is that of ``source``.
+
+    The head's weight is zero, so that every value starts at 0; or drawn from ``seed``, the same on every layout. For
+    LoRA, ``LoRASource`` goes around this source.
+    """
+
+    source: ModelSource
+    """Of a causal language model without adapters."""
+    seed: int | None = None
+    pad_token: int | None = None
+    """For the configuration, in place of its own: transformers reads a row's score before such tokens at its end."""
+
+    def empty(self) -> PreTrainedModel:
+        """The model with the configuration of ``source``'s.
+
+        Raises:
+            ValueError: transformers has no such class for the family, or the model of ``source`` has adapters.
+        """
+        base = self.source.empty()
+        if is_peft(base):
+            raise ValueError("the trunk of a value model is plain: put LoRASource around ValueSource")
+        config = copy.deepcopy(base.config)
+        config.num_labels = 1
+        if self.pad_token is not None:
+            config.get_text_config().pad_token_id = self.pad_token
+        try:
+            model = scorer_of(config)
+        except ValueError as error:
+            raise ValueError(
+                f"there is no value model of the family {config.model_type!r}: transformers has no "
+                "*ForSequenceClassification of it; take a model of another family as critic or reward model"
+            ) from error
+        return with_head(model).eval()
+
+    def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
+        """Load the trunk as ``source`` does, then fill the head."""
+        device = device_of(model) if device is None else device
+        if any(parameter.is_meta for parameter in model.parameters()):
+            materialize(model, device)
+        self.source.load(self._language_model(model), device)
+        head: Any = getattr(model, HEAD).weight
+        whole = torch.zeros(head.shape, device="cpu")
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed)
+            whole.normal_(0.0, whole.shape[1] ** -0.5, generator=generator)
+        with torch.no_grad():
+            (head.to_local() if isinstance(head, DTensor) else head).copy_(whole[part_of(head)])
+
+    def _language_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The language model that ``source`` knows, around the trunk of ``model``; its output embeddings take no room.
+
+        Tied ones are the trunk's own. Others are left out, with whatever is stored for them.
+        """
+        with torch.device("meta"):
+            base = self.source.empty()
+        head: Any = base.get_output_embeddings()
+        tied = head.weight is base.get_input_embeddings().weight
+        setattr(base, base.base_model_prefix, model.base_model)
+        if tied:
+            head.weight = model.get_input_embeddings().weight
+            return base
+        name = next(name for name, module in base.named_modules() if module is head)
+        base.set_output_embeddings(nn.Identity())
+        ignored = base._keys_to_ignore_on_load_unexpected or []
+        base._keys_to_ignore_on_load_unexpected = [*ignored, rf"^{re.escape(name)}\."]
+        return base
+
+
+@dataclass(frozen=True)
+class PretrainedValueSource(PretrainedSource):
+    """A folder or hub id that holds a value model with its head, such as a trained reward model."""
+
+    def empty(self) -> PreTrainedModel:
+        """As ``AutoModelForSequenceClassification`` makes it.
+
+        Raises:
+            ValueError: there is no such model, or its head has more numbers than one.
+        """
+        folder = self.folder()
+        config = config_of(self.name, folder)
+        require_one_label(config, self.name)
+        model = made(self.name, lambda: scorer_of(config))
+        return with_head(model).eval()
+
+
+def scorer_of(config: Any) -> PreTrainedModel:
+    """As ``AutoModelForSequenceClassification`` makes it, in float32."""
+    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def require_one_label(config: Any, name: str) -> None:
+    """Raise ValueError for another head than one number; transformers gives a language model's two labels."""
+    if config.num_labels != 1:
+        language = any("CausalLM" in kind for kind in config.architectures or ())
+        hint = ": it is a language model, and `rl-fn train reward-model` makes a reward model of it" if language else ""
+        raise ValueError(f"a value model has one label, that in {name!r} has {config.num_labels}{hint}")
+
+
+def with_head(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, if its head is one number of a token's hidden state.
+
+    Raises:
+        ValueError: another head.
+    """
+    head = getattr(model, HEAD, None)
+    if not (isinstance(head, nn.Linear) and head.out_features == 1 and head.bias is None):
+        raise ValueError(f"{type(model).__name__} has no linear head {HEAD!r} with one output and no bias: {head}")
+    return model

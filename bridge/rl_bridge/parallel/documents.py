@@ -50,8 +50,8 @@ class Documents:
             rows: the rows to pack, all of them by default.
             groups: with ``shared``, [N]: the packed rows of a group have their first tokens once, as a prefix that
                 each of them continues. Numbers and gradients are the same as without.
-            shared: [N], the number of those tokens; ``rl_bridge.data.prefixes.shared_prefixes`` finds it. Whatever is
-                taken is equal there.
+            shared: [N], the number of those tokens; ``rl_bridge.data.token_batch.shared_prefixes`` finds it. Whatever
+                is taken is equal there.
             device: where the batch is; by default where ``lengths`` is, or else the mesh's kind of device.
 
         Raises:

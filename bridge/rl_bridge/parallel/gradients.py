@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from rl_bridge.parallel.mesh import MODEL_DIMS, model_mesh
+from rl_bridge.parallel.process_groups import MODEL_DIMS, model_mesh
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_bridge.weights.source import is_peft
+from rl_bridge.weights.module_tensors import is_peft
 
 
 def without_peft(model: nn.Module) -> nn.Module:

@@ -9,26 +9,23 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
+from rl_bridge.common.terminal import remarks, tell
 from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
-from rl_bridge.engines.base import Engine
-from rl_bridge.engines.turns import Turns
+from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors import Executor
 from rl_bridge.executors.host import Host
+from rl_bridge.executors.session import current_executor, init
 from rl_bridge.models.source import ModelSource
+from rl_bridge.modules.comparison import ComparisonLoss, CompletionScorer, PreferenceModule, RewardModule
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.value import ValueModule
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.pipelines.rollouts import RolloutOptions
-from rl_bridge.session import current_executor, init
-from rl_bridge.tracking.options import MAY_CHANGE
-from rl_bridge.tracking.run import Run
-from rl_bridge.tracking.signals import remarks, tell
-from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.preference import CompletionScorer, PreferenceModule
-from rl_bridge.trainers.modules.reward_model import RewardModule
-from rl_bridge.trainers.modules.scoring import Scorer, ScoringConfig, TokenScorer
-from rl_bridge.trainers.modules.supervised import SupervisedModule
-from rl_bridge.trainers.modules.value import ValueModule
+from rl_bridge.pipelines.rollout_options import RolloutOptions
+from rl_bridge.run.options import MAY_CHANGE
+from rl_bridge.run.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)

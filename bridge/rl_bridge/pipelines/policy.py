@@ -6,24 +6,31 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
-from rl_bridge.atomic import write_json
-from rl_bridge.data.rows import answered_row, policy_row
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.coefficients import Coefficients
+from rl_bridge.algorithms.completion_log import CompletionLog
+from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, require_objective
+from rl_bridge.algorithms.policy_training import train_policy
+from rl_bridge.algorithms.sampling import Complete, Sampler
+from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
+from rl_bridge.common.files import write_json
+from rl_bridge.common.plots import spared
+from rl_bridge.common.statistics import confidence_interval
+from rl_bridge.data.rows import RowStream, answered_row, policy_row
 from rl_bridge.executors import Executor
-from rl_bridge.memory.profiler import profiled
-from rl_bridge.models.checks import check_rows, prompted, supervised
 from rl_bridge.models.encoding import encode_row
-from rl_bridge.models.loading import save_pretrained
-from rl_bridge.models.source import ModelSource
-from rl_bridge.pipelines.asynchronous import AsynchronousOptions
-from rl_bridge.pipelines.control import ControlOptions, controlled
-from rl_bridge.pipelines.environments import EnvironmentOptions
-from rl_bridge.pipelines.models_of_policy import CriticOptions, critic_source, require_critic, teacher_source
-from rl_bridge.pipelines.objective import ALGORITHMS, Algorithm
-from rl_bridge.pipelines.rollouts import RolloutOptions
+from rl_bridge.models.pretrained import pretrained, save_pretrained
+from rl_bridge.models.row_checks import check_rows, prompted, supervised
+from rl_bridge.models.source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
+from rl_bridge.modules.policy import require_token_local
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.objective_options import ALGORITHMS, Algorithm, ControlOptions, controlled, objective_options
+from rl_bridge.pipelines.rollout_options import AsynchronousOptions, EnvironmentOptions, RolloutOptions
 from rl_bridge.pipelines.training import (
     TrainingOptions,
     common_summary,
@@ -31,24 +38,63 @@ from rl_bridge.pipelines.training import (
     load_rows,
     prepare_processes,
 )
-from rl_bridge.plots import spared
+from rl_bridge.profiling.profiler import profiled
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
-from rl_bridge.tracking.fingerprints import of_rows
-from rl_bridge.tracking.intervals import confidence_interval
-from rl_bridge.tracking.options import MAY_CHANGE, require_used
-from rl_bridge.tracking.run import open_run
-from rl_bridge.trainers.evaluation import Evaluator, evaluate
-from rl_bridge.trainers.modules.fused import require_token_local
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy import train_policy
-from rl_bridge.trainers.policy_config import PolicyConfig
-from rl_bridge.trainers.policy_inputs.archive import Archive
-from rl_bridge.trainers.policy_inputs.completion_log import CompletionLog
-from rl_bridge.trainers.policy_inputs.controlled import Coefficients
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, require_objective
-from rl_bridge.trainers.policy_inputs.sampling import Complete, Sampler
-from rl_bridge.trainers.sft import WarmStart, train_sft
+from rl_bridge.run.options import MAY_CHANGE, require_used
+from rl_bridge.run.provenance import of_rows
+from rl_bridge.run.run import open_run
+
+# The models beside the policy: where its critic and its teacher come from.
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticOptions:
+    """The model of the values, for an algorithm that has one (ppo, vapo)."""
+
+    model: str | None = None
+    """Folder or hub id of a value or reward model. None: the policy's own trunk with a head of zeros."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-4, final=0.2)
+
+
+def critic_source(
+    options: CriticOptions, source: ModelSource, warm: Path | None, tokenizer: PreTrainedTokenizerBase
+) -> ModelSource:
+    """Where the critic comes from; ``warm`` is the policy after its warm start, where there was one."""
+    if options.model is not None:
+        return PretrainedValueSource(options.model)
+    trunk = source if warm is None else PretrainedSource(str(warm))
+    pad = tokenizer.pad_token_id
+    return ValueSource(trunk, pad_token=pad if isinstance(pad, int) else None)
+
+
+def require_critic(options: CriticOptions) -> None:
+    """Refuse a folder that is no value model, before a run begins.
+
+    Raises:
+        ValueError: no such model, another head, or weights that do not fit.
+    """
+    if options.model is not None:
+        source = PretrainedValueSource(options.model)
+        with torch.device("meta"):
+            source.check(source.empty())
+
+
+def teacher_source(name: str, tokenizer: PreTrainedTokenizerBase) -> ModelSource:
+    """Where the teacher comes from.
+
+    Raises:
+        ValueError: no such model, or its vocabulary is not the policy's: its probabilities would be of other tokens.
+    """
+    source, its_own = pretrained(name)
+    # Tokens that the teacher has besides are never asked about.
+    if other := tokenizer.get_vocab().items() - its_own.get_vocab().items():
+        example = min(other, key=lambda pair: pair[1])
+        raise ValueError(f"the teacher {name!r} has another vocabulary than the policy: it has no token {example}")
+    return source
+
+
+# GRPO post-training from a config: data, model, warm start, reinforcement learning, evaluation, results.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,3 +371,92 @@ def rows_of(pipeline: PolicyPipeline) -> tuple[list[dict], list[dict]]:
     compared = "exact" in [source for _, source in map(named, sources)]
     fields = ("prompt", "answer") if compared or pipeline.sft.steps else ("prompt",)
     return load_rows(pipeline, fields, answered_row if compared else policy_row)
+
+
+# Full configs of known-good runs; start from one with ``dataclasses.replace`` or command-line flags.
+
+EXPORTED = ("model", "best", "warm_start")
+"""Folders that a run exports: its own name says more."""
+
+
+def policy(words: Sequence[str] = ()) -> PolicyPipeline:
+    """What ``rl-fn train policy`` begins with: ``pretrained`` where the words of the command name a model, else the
+    quickstart.
+
+    >>> policy(["--model", "org/Small-1B", "--data", "problems.jsonl"]).name
+    'Small-1B-problems'
+    """
+    model = _given(words, "--model")
+    if model is None:
+        return quickstart()
+    return pretrained_config(model, _given(words, "--data"), adapters=_given(words, "--lora.rank") not in (None, "0"))
+
+
+def pretrained_config(model: str, data: str | None = None, *, adapters: bool = False) -> PolicyPipeline:
+    """GRPO of a user's model: no supervised steps, completions of up to 512 tokens, a rate that keeps what it knows.
+
+    The learning rate is DAPO's (Yu et al., 2025) and TRL's, 1e-6 after a warm-up; of ``adapters`` ten times that, as
+    LoRA's best rates are about ten times those of all weights (Schulman et al., LoRA Without Regret, 2025).
+    """
+    return PolicyPipeline(
+        name=_name_of(model, data),
+        model=model,
+        data=data,
+        sft=WarmStart(rows_per_step=32, optimizer=OptimizerConfig(learning_rate=1e-5, beta2=0.999)),
+        policy=PolicyConfig(
+            steps=200,
+            prompts_per_step=16,
+            responses_per_prompt=8,
+            evaluate_every=25,
+            sampling=SamplingOptions(max_new_tokens=512),
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-5 if adapters else 1e-6, decay="constant", beta2=0.999),
+        objective=objective_options("dapo"),
+    )
+
+
+def _given(words: Sequence[str], option: str) -> str | None:
+    """The value of an option among the words of a command, the last one."""
+    found = None
+    for place, word in enumerate(words):
+        if word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+        elif word == option and place + 1 < len(words):
+            found = words[place + 1]
+    return found
+
+
+def _name_of(model: str, data: str | None) -> str:
+    """Of a run, from what it learns with: runs/first/model and problems.jsonl are first-problems."""
+    folder = Path(model)
+    of_model = folder.parent.name if folder.name in EXPORTED and folder.parent.name else folder.name
+    parts = [of_model, "" if data is None else Path(data.partition("@")[0]).stem]
+    return "-".join(filter(None, parts)).strip(".")[:100] or "policy"
+
+
+def quickstart() -> PolicyPipeline:
+    """GRPO of a 1 M-parameter Qwen2 on two-digit addition: under five minutes on two CPU cores.
+
+    The warm start ends at its full learning rate, before it has learned the task.
+    """
+    return PolicyPipeline(
+        name="quickstart",
+        sft=WarmStart(
+            steps=135,
+            rows_per_step=256,
+            optimizer=OptimizerConfig(learning_rate=2e-3, warmup=50, decay="constant", beta2=0.99),
+        ),
+        policy=PolicyConfig(
+            steps=240,
+            prompts_per_step=192,
+            updates_per_step=2,
+            evaluate_every=20,
+            # At the same cost, four completions of 192 prompts learn faster than eight of 96,
+            # and eight of 96 faster than sixteen of 48.
+            responses_per_prompt=4,
+            sampling=SamplingOptions(max_new_tokens=5),
+        ),
+        # Five times this rate learns more slowly: the noise of a group's advantage undoes what it teaches.
+        optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup=10, final=0.2, beta2=0.99),
+        objective=objective_options("dapo"),
+    )

@@ -7,22 +7,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.reading import refuse
-from rl_bridge.data.rows import supervised_row
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.supervised_training import SFTConfig, held_out_nll, train_sft
+from rl_bridge.data.rows import RowStream, refuse, supervised_row
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.memory.profiler import profiled
-from rl_bridge.models.checks import check_rows
 from rl_bridge.models.encoding import encode_row
-from rl_bridge.models.loading import save_pretrained
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.row_checks import check_rows
 from rl_bridge.models.source import ModelSource
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
-from rl_bridge.tracking.fingerprints import of_rows
-from rl_bridge.tracking.options import MAY_CHANGE, require_used
-from rl_bridge.tracking.run import open_run
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.sft import SFTConfig, held_out_nll, train_sft
+from rl_bridge.profiling.profiler import profiled
+from rl_bridge.run.options import MAY_CHANGE, require_used
+from rl_bridge.run.provenance import of_rows
+from rl_bridge.run.run import open_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,25 +13,22 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
-from rl_bridge.data.reading import read_rows
-from rl_bridge.data.rows import policy_row
+from rl_bridge.common.terminal import given, remark, tell
+from rl_bridge.data.rows import policy_row, read_rows
+from rl_bridge.data.tasks import arithmetic_rows, split_rows
 from rl_bridge.engines import Mesh
 from rl_bridge.executors import Executor
-from rl_bridge.messages import given
-from rl_bridge.models.freezing import FreezingSource
-from rl_bridge.models.loading import new_for_rows, pretrained
+from rl_bridge.models.chat_templates import read_template, use_template
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.source import ModelSource, PretrainedSource
-from rl_bridge.models.templates import read_template, use_template
+from rl_bridge.models.pretrained import new_for_rows, pretrained
+from rl_bridge.models.source import FreezingSource, ModelSource, PretrainedSource
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.checkpointing import Activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
-from rl_bridge.tracking.fingerprints import of_folder, of_rows
-from rl_bridge.tracking.options import MAY_CHANGE, RunOptions, require_used
-from rl_bridge.tracking.signals import remark, tell
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.run.options import MAY_CHANGE, RunOptions, require_used
+from rl_bridge.run.provenance import of_folder, of_rows
 
 
 @dataclass(frozen=True, kw_only=True)

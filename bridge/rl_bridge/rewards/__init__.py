@@ -3,12 +3,9 @@
 A light package: the process of a reward with a time limit loads no torch for it.
 """
 
-from rl_bridge.rewards.errors import RewardError
-from rl_bridge.rewards.loading import load_reward
-from rl_bridge.rewards.protocols import Reward
+from rl_bridge.rewards.function import Reward, RewardError, load_reward
 from rl_bridge.rewards.rewards import Rewards, with_rows
-from rl_bridge.rewards.sources import RewardOptions, load, score
-from rl_bridge.rewards.verifiable import exact_match
+from rl_bridge.rewards.sources import RewardOptions, exact_match, load, score
 
 __all__ = [
     "Reward",

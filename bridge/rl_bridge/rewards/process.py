@@ -14,9 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.rewards.asking import Values, said
-from rl_bridge.rewards.errors import RewardError
-from rl_bridge.rewards.protocols import OF_LISTS, Protocol
+from rl_bridge.rewards.function import OF_LISTS, Protocol, RewardError, Values, said
 
 START = 60.0
 """Seconds for Python to start and to import the function's file, beside the time limit of a call."""
@@ -126,13 +124,13 @@ class AskedElsewhere:
 
 
 class _Process:
-    """``python -m rl_bridge.rewards.served`` at the other end of a socket; ended with this object."""
+    """``python -m rl_bridge.rewards.process_main`` at the other end of a socket; ended with this object."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "rl_bridge.rewards.served", str(theirs.fileno())],
+                [sys.executable, "-m", "rl_bridge.rewards.process_main", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # what the function starts ends with it; Ctrl-C is the driver's alone
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},

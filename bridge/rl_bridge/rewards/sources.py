@@ -1,28 +1,78 @@
-"""Rewards from what the command line or a program names."""
+"""Rewards from what the command line or a program names, with those that need no file."""
 
 import hashlib
 import re
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_bridge.common.user_files import content_of
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.rewards.asking import Asked
-from rl_bridge.rewards.environment import EnvironmentReward
-from rl_bridge.rewards.http import Server
-from rl_bridge.rewards.judge import Judge, RemoteRewardModel
-from rl_bridge.rewards.loading import load_reward
-from rl_bridge.rewards.model import RewardModel
+from rl_bridge.rewards.function import Asked, Protocol, Reward, RewardError, load_reward
 from rl_bridge.rewards.process import AskedElsewhere
-from rl_bridge.rewards.protocols import Protocol, Reward
-from rl_bridge.rewards.rewards import NamedReward, Rewards, with_rows
-from rl_bridge.rewards.verifiable import exact_match
-from rl_bridge.rewards.waiting import watched
-from rl_bridge.tracking.fingerprints import of_folder, of_function
-from rl_bridge.tracking.options import MAY_CHANGE, require_used
-from rl_bridge.user_files import content_of
+from rl_bridge.rewards.rewards import NamedReward, Rewards, watched, with_rows
+from rl_bridge.rewards.scoring_models import Judge, RemoteRewardModel, RewardModel, Server
+from rl_bridge.run.options import MAY_CHANGE, require_used
+from rl_bridge.run.provenance import of_folder, of_function
+
+# Rewards that compare a completion with the row.
+
+
+def exact_match(completion: str, row: Mapping[str, Any]) -> float:
+    """1 if the completion is the row's ``answer``, surrounding white space aside, else 0.
+
+    >>> exact_match(" 95", {"answer": "95"}), exact_match("96", {"answer": "95"})
+    (1.0, 0.0)
+    """
+    if isinstance(row["answer"], Mapping | list | tuple):
+        raise ValueError(f"answer must be text or a number to be compared, got {row['answer']!r}")
+    return float(completion.strip() == str(row["answer"]).strip())
+
+
+# The reward that an environment gave, as one of a run's rewards.
+
+
+class EnvironmentReward:
+    """What the environment gave over all turns of a trajectory; 0 where it has not come so far.
+
+    An environment may give its reward at the end alone: a conversation that fails, or whose turns or tokens run out
+    before, has none.
+    """
+
+    apart = False
+    """Whether an environment gives rewards is seen in a whole call."""
+
+    def __init__(self, name: str = "environment") -> None:
+        self.name = name
+        self._gives = False
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Iterator[dict[str, float]]:
+        """The values, in order.
+
+        Raises:
+            RewardError: an environment that gave no reward in a whole batch, and none before or to a conversation that
+                it ended itself.
+        """
+        # Without a request's id a trajectory is a trial that no environment has seen.
+        without = [t for t in trajectories if t.request_id and "environment" not in t.rewards]
+        given = any(t.turn_rewards or t.rewards.get("environment") for t in trajectories)
+        self._gives |= given
+        if without and not given and (not self._gives or any(t.finish_reason == "stop" for t in without)):
+            where = without[0].row.get("_where", "a row")
+            raise RewardError(
+                f"reward environment on {where}: the environment gave none; its steps say reward=…, or another "
+                "reward is named"
+            )
+        for trajectory in trajectories:
+            yield {self.name: trajectory.rewards.get("environment", 0.0)}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# Rewards from what the command line or a program names.
 
 Source = str | Reward
 NO_FILES = ("http", "https", "judge", "model")
@@ -175,8 +225,8 @@ def _fingerprint(source: Source) -> str:
     kind, _, rest = source.partition(":")
     if kind == "model":
         # Not at the top: a reward's own process needs no torch.
+        from rl_bridge.common.terminal import tell
         from rl_bridge.models.source import PretrainedSource
-        from rl_bridge.tracking.signals import tell
 
         return f"model {of_folder(PretrainedSource(rest).folder(), tell)}"
     if kind == "judge":

@@ -9,11 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.models.rotary import rotary_bound
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.models.row_checks import rotary_bound
 from rl_bridge.rollout.cached_model import Arrangement, CachedModel
-from rl_bridge.rollout.stop_texts import CompletionText, StopTexts
-from rl_bridge.rollout.token_sampler import draw
+from rl_bridge.rollout.sampling import CompletionText, StopTexts, draw
 from rl_kernels.sampling import Workspace
 
 
@@ -140,7 +139,7 @@ class Decoder:
 
         Raises:
             ValueError: for no tokens, a limit below 1, or a row that could become longer than the model's rotary
-                frequencies hold for (``rl_bridge.models.rotary``).
+                frequencies hold for (``rl_bridge.models.row_checks``).
         """
         if not tokens or limit < 1 or drawn < 0:
             raise ValueError(

@@ -1,10 +1,146 @@
-"""What one end sends and the other expects, compared before anything is overwritten."""
+"""The tensors of a sync: the part that each worker holds, the manifest that both ends compare, and buckets of bytes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+# Which rectangle of a tensor a worker holds, and what two rectangles share.
+
+# (start, length) for each dimension.
+Part = tuple[tuple[int, int], ...]
+
+
+def whole(shape: Sequence[int]) -> Part:
+    """The part that is everything."""
+    return tuple((0, length) for length in shape)
+
+
+def volume(part: Part) -> int:
+    """How many elements a part has."""
+    elements = 1
+    for _, length in part:
+        elements *= length
+    return elements
+
+
+def overlap(one: Part, other: Part) -> Part:
+    """What both parts hold; of volume 0 if nothing.
+
+    >>> overlap(((0, 4), (0, 2)), ((3, 4), (0, 2)))
+    ((3, 1), (0, 2))
+    """
+    shared = []
+    for (a, m), (b, n) in zip(one, other, strict=True):
+        start = max(a, b)
+        shared.append((start, max(0, min(a + m, b + n) - start)))
+    return tuple(shared)
+
+
+def inside(tensor: torch.Tensor, held: Part, part: Part) -> torch.Tensor:
+    """The view of ``part`` (a part of the whole) in a tensor that holds the part ``held`` of the whole."""
+    for dim, ((start, length), (origin, _)) in enumerate(zip(part, held, strict=True)):
+        tensor = tensor.narrow(dim, start - origin, length)
+    return tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that this process holds of a tensor; shares its memory."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor. Of a DTensor, all processes of its mesh take part."""
+    detached = tensor.detach()
+    if not isinstance(detached, DTensor):
+        return detached
+    # Shards that were offloaded to host memory are gathered where the mesh communicates.
+    moved = detached.to(detached.device_mesh.device_type)
+    assert isinstance(moved, DTensor)
+    return moved.full_tensor()
+
+
+def part_of(tensor: torch.Tensor) -> Part:
+    """The part of the whole tensor that this process holds.
+
+    Raises:
+        NotImplementedError: a DTensor whose local values are sums to be reduced, are no single rectangle, or are not
+            what its placements say.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this process is not in the tensor's mesh"
+    part = placed_part(tensor.shape, mesh.shape, coordinate, tensor.placements)
+    held = tuple(tensor.to_local().shape)
+    if tuple(length for _, length in part) != held:
+        # FSDP2 over tensor parallelism, where the rows do not split evenly: the placements are not what FSDP2 did.
+        raise NotImplementedError(
+            f"a weight of shape {tuple(tensor.shape)} placed {tuple(tensor.placements)} over {tuple(mesh.shape)} ranks "
+            f"should have {part} here, and has a shape of {held}: it does not split evenly"
+        )
+    return part
+
+
+def placed_part(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> Part:
+    """The part of a tensor of ``shape`` at a coordinate of a mesh: each placement cuts what those before it left.
+
+    >>> placed_part([5, 2], [2], [1], [Shard(0)])
+    ((3, 2), (0, 2))
+    """
+    kept = [[(0, length)] for length in shape]
+    for ranks, number, placement in zip(mesh, coordinate, placements, strict=True):
+        if isinstance(placement, _StridedShard):
+            dim = placement.dim
+            kept[dim] = [
+                interval
+                for chunk in _chunks(kept[dim], int(placement.split_factor))
+                for interval in _chunks(chunk, ranks)[number]
+            ]
+        elif isinstance(placement, Shard):
+            kept[placement.dim] = _chunks(kept[placement.dim], ranks)[number]
+        elif not placement.is_replicate():
+            raise NotImplementedError(f"a weight placed {placement} over {ranks} ranks: only shards and copies travel")
+    return tuple(_one(intervals, placements) for intervals in kept)
+
+
+def _chunks(intervals: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
+    """Places of a dimension, cut into ``count`` chunks as ``torch.chunk`` cuts: the last ones smaller or empty."""
+    total = sum(length for _, length in intervals)
+    size = -(-total // count)
+    cuts = [min(i * size, total) for i in range(count + 1)]
+    return [_between(intervals, low, high) for low, high in pairwise(cuts)]
+
+
+def _between(intervals: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+    kept, passed = [], 0
+    for start, length in intervals:
+        first, last = max(low, passed), min(high, passed + length)
+        if first < last:
+            kept.append((start + first - passed, last - first))
+        passed += length
+    return kept
+
+
+def _one(intervals: list[tuple[int, int]], placements: Sequence[Placement]) -> tuple[int, int]:
+    """The intervals as one: neighbours are joined; none at all is an empty one."""
+    if not intervals:
+        return (0, 0)
+    for (a, m), (b, _) in pairwise(intervals):
+        if a + m != b:
+            raise NotImplementedError(f"a weight placed {tuple(placements)}: this process holds no single rectangle")
+    return (intervals[0][0], sum(length for _, length in intervals))
+
+
+# What one end sends and the other expects, compared before anything is overwritten.
 
 _SHOWN = 4
 
@@ -69,3 +205,121 @@ def compare(sent: Manifest, expected: Manifest, ends: str) -> None:
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise ValueError(f"{ends}: nothing was overwritten: " + "; ".join(faults[:_SHOWN]) + more)
+
+
+# Tensors packed into buckets of bytes, each with the checksums that its writers claim.
+
+_ALIGNMENT = 64
+
+
+class Entry(NamedTuple):
+    """A tensor of the stream: ``origin`` is the number of the source's tensor that it was made from."""
+
+    name: str
+    spec: TensorSpec
+    origin: int
+    offset: int
+
+
+class Bucket(NamedTuple):
+    """Tensors that travel together; ``nbytes`` without the claims."""
+
+    number: int
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+
+class Claim(NamedTuple):
+    """A writer's word about the bits of one part of a tensor."""
+
+    part: Part
+    checksum: int
+
+
+def plan_buckets(tensors: Sequence[tuple[str, TensorSpec, int]], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Cut (name, spec, origin) into buckets of at most ``bucket_bytes``; a larger tensor has a bucket of its own."""
+    buckets: list[Bucket] = []
+    entries: list[Entry] = []
+    end = 0
+    for name, spec, origin in tensors:
+        if entries and end + spec.nbytes > bucket_bytes:
+            buckets.append(Bucket(len(buckets), tuple(entries), end))
+            entries, end = [], 0
+        entries.append(Entry(name, spec, origin, end))
+        end = aligned(end + spec.nbytes)
+    if entries:
+        buckets.append(Bucket(len(buckets), tuple(entries), end))
+    return tuple(buckets)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 64 bytes, where a tensor of any dtype may begin."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Frame:
+    """One bucket in a buffer of bytes: the claims of its writers, then its tensors.
+
+    The claims are int64 [writers, 1 + entries, 2 + 2·dimensions]. A writer's first row is (failed, bucket's number);
+    the row of an entry is (claimed, checksum, starts…, lengths…).
+    """
+
+    def __init__(self, buffer: torch.Tensor, bucket: Bucket, writers: int) -> None:
+        """``buffer``: uint8, at least ``Frame.nbytes`` of it."""
+        self.bucket = bucket
+        rows, columns = _claims_shape(bucket)
+        size = writers * rows * columns * 8
+        self._claims = buffer[:size].view(torch.int64).view(writers, rows, columns)
+        self._payload = buffer[aligned(size) :]
+        self.buffer = buffer[: aligned(size) + bucket.nbytes]
+
+    @staticmethod
+    def nbytes(bucket: Bucket, writers: int) -> int:
+        """Bytes of a bucket with its claims."""
+        rows, columns = _claims_shape(bucket)
+        return aligned(writers * rows * columns * 8) + bucket.nbytes
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """The memory of an entry, in its shape and dtype."""
+        octets = self._payload[entry.offset : entry.offset + entry.spec.nbytes]
+        return octets.view(entry.spec.dtype).view(entry.spec.shape)
+
+    def claim(self, writer: int, claims: dict[int, Claim], *, failed: bool) -> None:
+        """Write what a writer claims: {place of the entry in the bucket: claim}."""
+        table = torch.zeros(self._claims.shape[1:], dtype=torch.int64)
+        table[0, 0], table[0, 1] = int(failed), self.bucket.number
+        for place, (part, bits) in claims.items():
+            starts, lengths = [start for start, _ in part], [length for _, length in part]
+            row = [1, bits, *starts, *lengths]
+            table[1 + place, : len(row)] = torch.tensor(row)
+        self._claims[writer].copy_(table)
+
+    def claims(self) -> list[list[Claim]]:
+        """The claims of each entry.
+
+        Raises:
+            ValueError: a writer failed, or the bytes are another bucket's.
+        """
+        table = self._claims.cpu()
+        for writer, (failed, number) in enumerate(table[:, 0, :2].tolist()):
+            if failed:
+                raise SourceFailed(f"the source's member {writer} failed at bucket {self.bucket.number}")
+            if number != self.bucket.number:
+                raise ValueError(f"bucket {self.bucket.number} was damaged on the way: it says that it is {number}")
+        made: list[list[Claim]] = []
+        for place, entry in enumerate(self.bucket.entries):
+            dims = len(entry.spec.shape)
+            rows = [row for row in table[:, 1 + place].tolist() if row[0]]
+            made.append(
+                [Claim(tuple(zip(r[2 : 2 + dims], r[2 + dims : 2 + 2 * dims], strict=True)), r[1]) for r in rows]
+            )
+        return made
+
+
+class SourceFailed(RuntimeError):
+    """The sending end gave up; its own error says why."""
+
+
+def _claims_shape(bucket: Bucket) -> tuple[int, int]:
+    dims = max(len(entry.spec.shape) for entry in bucket.entries)
+    return 1 + len(bucket.entries), 2 + 2 * dims

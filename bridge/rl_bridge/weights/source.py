@@ -1,16 +1,16 @@
 """The sending end: weights under their Hugging Face names, whole or sharded."""
 
-import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from rl_bridge.weights.module_tensors import is_peft, module_tensors
+
 if TYPE_CHECKING:
-    from peft import PeftModel
+    pass
 
 _IN_CHARGE = "_rl_bridge_in_charge"
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class WeightSource(Protocol):
@@ -94,41 +94,3 @@ def own_source(module: torch.nn.Module) -> WeightSource:
 
         return PeftSource(module)
     return ModuleSource(module)
-
-
-def is_peft(module: Any) -> "TypeGuard[PeftModel]":
-    """Whether this is a peft model; without peft loaded there is none."""
-    return "peft" in sys.modules and isinstance(module, sys.modules["peft"].PeftModel)
-
-
-def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, parameter or persistent buffer), tied ones once; FSDP2 parameters as the shards they are stored as."""
-    reshard(module)
-    for name, parameter in module.named_parameters():
-        yield plain_name(name), parameter
-    seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """Give FSDP2 parameters their shards back.
-
-    After a forward pass the root keeps gathered copies in the compute dtype: reading them would send rounded values,
-    and what is written to them is lost.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def plain_name(name: str) -> str:
-    """The name without what activation checkpointing and torch.compile put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

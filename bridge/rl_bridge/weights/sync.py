@@ -1,19 +1,148 @@
-"""The driver's side of a sync: compares both ends, plans, runs one function in all slots. It sees no tensor."""
+"""A sync: the driver compares both ends, plans, and runs one function in all slots. The driver sees no tensor."""
 
 import time
+import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_bridge.executors.base import Executor
-from rl_bridge.weights.buckets import Bucket, plan_buckets
-from rl_bridge.weights.ends import Description
-from rl_bridge.weights.exchange import Job, Outcome, describe, transfer
-from rl_bridge.weights.manifest import TensorSpec, compare
-from rl_bridge.weights.parts import Part, volume
-from rl_bridge.weights.peers import WeightSyncError
-from rl_bridge.weights.through import Through, needs_whole_tensors
-from rl_bridge.weights.transports.choice import Transport, check_transport, choose_transport
+import torch
+
+from rl_bridge.executors.executor import Executor
+from rl_bridge.executors.host import Host
+from rl_bridge.weights.ends import Description, Peers, Sender, Taker, WeightSyncError, describe_source, describe_target
+from rl_bridge.weights.manifest import Bucket, Manifest, Part, SourceFailed, TensorSpec, compare, plan_buckets, volume
+from rl_bridge.weights.receiver import WeightReceiver, receiver_of
+from rl_bridge.weights.source import source_of
+from rl_bridge.weights.transforms import Through, needs_whole_tensors
+from rl_bridge.weights.transports import (
+    Broadcast,
+    SharedMemory,
+    Transport,
+    carry,
+    carry_in_files,
+    check_transport,
+    choose_transport,
+    copy_within,
+)
+
+# What runs in each slot of a sync: first the description of both ends, then the transfer.
+
+# Control messages and weights have groups of their own: no collective of an engine comes between.
+_PURPOSE = "weights"
+
+
+def describe(
+    host: Host,
+    source: str | None,
+    target: str | None,
+    through: Through | None,
+    adapter: bool,
+    adapter_sent: Manifest | None = None,
+) -> tuple[Description | None, Description | None]:
+    """Both ends of a sync as far as they are in this slot: what is sent, what is expected.
+
+    ``adapter_sent``: an adapter that the target is told of first.
+    """
+    if target and adapter_sent is not None:
+        receiver_of(host.workers[target].module).expect_adapter(adapter_sent)
+    sent = source and describe_source(source_of(host.workers[source].module), through, adapter)
+    expected = target and describe_target(receiver_of(host.workers[target].module), adapter)
+    return sent or None, expected or None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sync as one slot sees it. ``pieces``: shards travel as they are; otherwise whole tensors, gathered.
+
+    ``gives``: the source's tensors that this slot sends (None: all). ``writers``: the slots that write into shared
+    memory, by row of claims. ``parts``: what the target holds here, by name.
+    """
+
+    title: str
+    source: str
+    target: str
+    source_slots: tuple[int, ...]
+    target_slots: tuple[int, ...]
+    transport: Transport
+    version: int
+    manifest: Manifest
+    buckets: tuple[Bucket, ...]
+    through: Through | None
+    pieces: bool
+    gives: frozenset[int] | None
+    writers: tuple[int, ...]
+    parts: dict[str, Part] | None
+    share: bool
+    folder: Path | None
+    timeout: float
+
+
+class Outcome(NamedTuple):
+    """How a sync ended in one slot; ``consequence``: the failure is another slot's."""
+
+    failure: str | None
+    consequence: bool = False
+
+
+def transfer(host: Host, job: Job) -> Outcome:
+    """Send, receive, or both, and take the version over only if nothing failed in any slot.
+
+    Raises:
+        WeightSyncError: a slot did not come, or is gone.
+    """
+    slots = tuple(sorted({*job.source_slots, *job.target_slots}))
+    peers = Peers(host.group(slots, "gloo", purpose=_PURPOSE), slots, host.slot, job.title, job.timeout)
+    peers.roll_call()
+    adapter = job.manifest.adapter is not None
+    sender = taker = receiver = None
+    if host.slot in job.source_slots:
+        source = source_of(host.workers[job.source].module)
+        sender = Sender(source, job.through, adapter=adapter, pieces=job.pieces, gives=job.gives)
+    if host.slot in job.target_slots:
+        receiver = receiver_of(host.workers[job.target].module)
+        taker = Taker(receiver, job.manifest)
+    if job.buckets:
+        with torch.no_grad():
+            _carry(host, job, peers, sender, taker)
+    return _conclude(job, peers, sender, taker, receiver)
+
+
+def _carry(host: Host, job: Job, peers: Peers, sender: Sender | None, taker: Taker | None) -> None:
+    root = job.source_slots[0]
+    if job.transport == "same_slot":
+        assert sender is not None, "same_slot has a source worker in each slot"
+        copy_within(job.buckets, sender, taker, job.parts or {}, share=job.share)
+    elif job.transport == "file":
+        assert job.folder is not None
+        carry_in_files(job.folder, job.version, peers, root, job.buckets, sender, taker)
+    elif job.transport == "shared_memory":
+        row = job.writers.index(host.slot) if host.slot in job.writers else None
+        carry(SharedMemory(peers, root, job.buckets, len(job.writers), row), job.buckets, sender, taker)
+    else:
+        reached = tuple(sorted({root, *job.target_slots}))
+        group = host.group(reached, purpose=_PURPOSE) if host.slot in reached else None
+        carry(Broadcast(group, reached, root, peers, job.buckets, host.device), job.buckets, sender, taker)
+
+
+def _conclude(
+    job: Job, peers: Peers, sender: Sender | None, taker: Taker | None, receiver: WeightReceiver | None
+) -> Outcome:
+    source_failed = peers.any_failed(sender is not None and sender.failure is not None, "whether the source failed")
+    if taker is not None:
+        if source_failed:
+            taker.failure = taker.failure or SourceFailed("the source failed")
+        taker.finish()
+    failures = [end.failure for end in (sender, taker) if end is not None and end.failure is not None]
+    if not peers.any_failed(bool(failures), "whether all arrived") and receiver is not None:
+        receiver.version = job.version
+    if not failures:
+        return Outcome(None)
+    return Outcome("".join(traceback.format_exception(failures[0])), isinstance(failures[0], SourceFailed))
+
+
+# The driver's side of a sync: compares both ends, plans, runs one function in all slots. It sees no tensor.
 
 BUCKET_BYTES = 64 << 20
 # What the workers' own deadline, which says more, is ahead of the executor's.

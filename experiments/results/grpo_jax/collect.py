@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from experiments.flax_qwen2.run_folder import learning_curve
-from rl_bridge.atomic import replacing, write_json
+from rl_bridge.common.files import replacing, write_json
 
 KEPT = ("seed", "accuracy_before", "accuracy_after", "seconds", "cpu_seconds")
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import torch
 
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.loading import save_pretrained
-from rl_bridge.models.source import PretrainedSource
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.models.values import ValueSource
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
+from rl_bridge.models.source import PretrainedSource, ValueSource
 from tests.bridge.bad_inputs.case import SFT, changed
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -33,7 +31,7 @@ def write_rows(path: Path, rows: list) -> None:
 
 def make_run(folder: Path) -> None:
     """``done/first``, a run that has ended."""
-    from rl_bridge.cli import main
+    from rl_tools.cli import main
 
     os.chdir(folder)
     if main(changed(SFT, "--output done").split()):

@@ -115,11 +115,10 @@ def generated() -> list[Case]:
 
 def listed() -> list[tuple[str, str, str, tuple[str, ...]]]:
     """(Option, a trainer that has it, its recipe, wrong values) of all options that take numbers, each once."""
-    from rl_bridge.cli import TRAINERS as TABLE
-    from rl_bridge.cli import load
-    from rl_bridge.pipelines.losses import LOSSES, REWARD_MODEL_LOSSES
-    from rl_bridge.pipelines.objective import ALGORITHMS
-    from rl_bridge.tuning.options import options_of
+    from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES
+    from rl_bridge.pipelines.objective_options import ALGORITHMS
+    from rl_tools.trainers import TRAINERS as TABLE
+    from rl_tools.trainers import load, options_of
 
     made = {k.replace("_", "-"): v for t in (ALGORITHMS, LOSSES, REWARD_MODEL_LOSSES) for k, v in t.items()}
     having: dict = {}

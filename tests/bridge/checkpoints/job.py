@@ -15,13 +15,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_bridge.checkpoints import Checkpointer, CheckpointError, load_optimizer_state, optimizer_state, writing
-from rl_bridge.data.stream import RowStream
+from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine, returns
 from rl_bridge.engines.module import ParallelModule
+from rl_bridge.executors.session import init
 from rl_bridge.parallel.gradients import clip_grad_norm
-from rl_bridge.parallel.plan import parallelize
-from rl_bridge.session import init
-from rl_bridge.tracking.run import Run
+from rl_bridge.parallel.parallelize import parallelize
+from rl_bridge.run.run import Run
 
 VOCABULARY, ROWS, LENGTH = 24, 4, 5
 SIZES = {"hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4}

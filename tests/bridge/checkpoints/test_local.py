@@ -9,16 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge import step_folders
-from rl_bridge.checkpoints import (
-    Checkpointer,
-    CheckpointError,
-    hosts,
-    load_optimizer_state,
-    optimizer_state,
-    reading,
-)
-from rl_bridge.checkpoints.random_states import random_states, set_random_states
+from rl_bridge.checkpoints import Checkpointer, CheckpointError, load_optimizer_state, optimizer_state, restoring
+from rl_bridge.checkpoints import checkpointer as hosts
+from rl_bridge.checkpoints.checkpointer import random_states, set_random_states
+from rl_bridge.common import step_folders
 from rl_bridge.engines import TrainEngine
 from rl_bridge.engines.optimizers import room_for_states
 from tests.bridge.checkpoints.modules import Trained, draw, engine_of, names
@@ -149,7 +143,7 @@ def test_weights_that_were_read_in_part_are_not_used(tmp_path):
             raise OSError("the disk is gone")
         return torch.zeros(item.lengths)
 
-    with patch.object(reading, "_read", read), pytest.raises(OSError, match="the disk is gone"):
+    with patch.object(restoring, "_read", read), pytest.raises(OSError, match="the disk is gone"):
         checkpointer.load(path, {"policy": policy})
     with pytest.raises(ValueError, match="the weights here are incomplete"):
         checkpointer.save(2, {"policy": policy}, {})

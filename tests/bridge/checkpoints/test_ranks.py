@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_bridge import step_folders
-from rl_bridge.checkpoints.reading import read_driver
+from rl_bridge.checkpoints.restoring import read_driver
+from rl_bridge.common import step_folders
 from tests.bridge.checkpoints.forked import Jobs
 from tests.bridge.checkpoints.modules import names
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_bridge.data.pair_batch import collate_comparisons
+from rl_bridge.data.comparisons import collate_comparisons
 from rl_bridge.data.trajectory import single_turn
 
 PAD = 0

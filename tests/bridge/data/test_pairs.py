@@ -5,13 +5,11 @@ import json
 import pytest
 import torch
 
-from rl_bridge.data.examples import batch_of, examples_of
-from rl_bridge.data.pair_batch import pair_parts, stand_in_pair
-from rl_bridge.data.pairs import comparison_of, read_comparisons
-from rl_bridge.data.prefixes import units_of
+from rl_bridge.data.comparisons import batch_of, comparison_of, examples_of, pair_parts, read_comparisons, stand_in_pair
+from rl_bridge.data.token_batch import units_of
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.encoding import encode_completion
+from rl_bridge.models.small import character_tokenizer
 from tests.bridge.data.comparisons import PAD, random_comparisons
 
 ASK = [{"role": "user", "content": "2+2?"}]

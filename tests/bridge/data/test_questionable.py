@@ -5,21 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from rl_bridge.data.arithmetic import arithmetic_rows
-from rl_bridge.data.pairs import read_comparisons
-from rl_bridge.data.reading import read_rows
-from rl_bridge.data.rows import policy_row, supervised_row
-from rl_bridge.models.checks import check_rows, supervised
-from rl_bridge.models.loading import new_for_rows
-from rl_bridge.models.templates import rendered, use_template
-from rl_bridge.pipelines.comparisons import load_comparisons
-from rl_bridge.pipelines.preference import PreferencePipeline
+from rl_bridge.data.comparisons import read_comparisons
+from rl_bridge.data.rows import policy_row, read_rows, supervised_row
+from rl_bridge.data.tasks import arithmetic_rows
+from rl_bridge.models.chat_templates import rendered, use_template
+from rl_bridge.models.pretrained import new_for_rows
+from rl_bridge.models.row_checks import check_rows, supervised
+from rl_bridge.pipelines.comparison import PreferencePipeline, load_comparisons
 from rl_bridge.pipelines.sft import SFTPipeline
 from rl_bridge.pipelines.training import load_rows
-from rl_bridge.report.findings import warnings_of
-from rl_bridge.report.reading import read_run
-from rl_bridge.rewards.verifiable import exact_match
-from rl_bridge.tracking.run import open_run
+from rl_bridge.rewards.sources import exact_match
+from rl_bridge.run.run import open_run
+from rl_tools.report.run_files import read_run
+from rl_tools.report.sections import warnings_of
 
 USER, SAID = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -5,7 +5,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rl_bridge.data.reading import read_rows
+from rl_bridge.data.rows import read_rows
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 6)] + [{"prompt": 'say "é,\n"', "answer": "é"}]
 CHAT = [{"prompt": [{"role": "user", "content": f"{i}+{i}"}], "answer": str(2 * i)} for i in range(3)]

@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from rl_bridge.data import reasoning
-from rl_bridge.data.arithmetic import split_rows
-from rl_bridge.data.reasoning import extract_answer, reasoning_reward, reasoning_rows
+from rl_bridge.data import tasks as reasoning
+from rl_bridge.data.tasks import extract_answer, reasoning_reward, reasoning_rows, split_rows
 
 needs_gym = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="make install-smollm2")
 TASKS = {

@@ -3,8 +3,7 @@ import re
 
 import pytest
 
-from rl_bridge.data.reading import read_rows
-from rl_bridge.data.rows import policy_row, supervised_row
+from rl_bridge.data.rows import policy_row, read_rows, supervised_row
 
 USER, SYSTEM = {"role": "user", "content": "1+1?"}, {"role": "system", "content": "Be brief."}
 REPLY, TOOL = {"role": "assistant", "content": "2"}, {"role": "tool", "content": "2"}

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.data.spans import spans_of_turn
 from rl_bridge.data.token_batch import collate
-from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.data.trajectory import Trajectory, single_turn, spans_of_turn
 
 TURN = st.lists(st.tuples(st.integers(2, 90), st.integers(0, 3)), max_size=6)
 """Tokens and the version that drew each."""

@@ -1,6 +1,6 @@
 """Which prompts are held out depends on the seed alone."""
 
-from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
+from rl_bridge.data.tasks import arithmetic_rows, split_rows
 
 ROWS = arithmetic_rows(["+"])
 

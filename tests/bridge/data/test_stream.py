@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.data.arithmetic import arithmetic_rows, split_rows
-from rl_bridge.data.stream import RowStream
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.tasks import arithmetic_rows, split_rows
 
 
 def rows(count):

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.data.micro_batches import micro_batches, padded_rows, restore, stand_in
-from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.data.token_batch import TokenBatch, collate, micro_batches, padded_rows, restore, stand_in
 from tests.bridge.data.trajectories import PAD, TRAJECTORIES, trajectory, unpadded, widened
 
 

@@ -3,9 +3,7 @@ from array import array
 
 import pytest
 
-from rl_bridge.data.requests import Request, requests_of
-from rl_bridge.data.spans import Span
-from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.data.trajectory import Request, Span, Trajectory, requests_of, single_turn
 
 
 def trajectory(**changes):

@@ -3,9 +3,8 @@
 import torch
 from hypothesis import strategies as st
 
-from rl_bridge.data.requests import requests_of
 from rl_bridge.data.token_batch import TokenBatch, collate
-from rl_bridge.data.trajectory import single_turn
+from rl_bridge.data.trajectory import requests_of, single_turn
 
 PAD = 0
 TOKENS = st.integers(2, 14)

@@ -14,8 +14,8 @@ import torch
 import rl_bridge
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
-from rl_bridge.executors.errors import WorkerError
-from rl_bridge.weights.parts import full
+from rl_bridge.executors.executor import WorkerError
+from rl_bridge.weights.manifest import full
 from tests.bridge.engines import own
 
 MESHES = {

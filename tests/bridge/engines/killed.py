@@ -18,7 +18,7 @@ import torch
 import rl_bridge
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.engines import NeedParallel, TrainEngine
-from rl_bridge.weights.parts import full
+from rl_bridge.weights.manifest import full
 from tests.bridge.engines import own
 
 ROWS = 3

@@ -5,16 +5,15 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.token_batch import collate
-from rl_bridge.data.trajectory import single_turn
+from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.engines import Engine, InferenceEngine, Mesh, NeedParallel, TrainEngine, returns
 from rl_bridge.models.source import StateSource
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import TokenScorer
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import TokenScorer
-from rl_bridge.trainers.modules.supervised import SupervisedModule
 from tests.bridge.engines.many_hosts import ManyHosts
 from tests.bridge.ready import ready
 

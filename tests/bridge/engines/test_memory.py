@@ -6,14 +6,13 @@ import gc
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.token_batch import collate
-from rl_bridge.data.trajectory import single_turn
+from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
-from rl_bridge.models.tiny import TinySource
+from rl_bridge.models.small import TinySource
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
 
 BATCH = collate([single_turn([2, 3], [4, 5, 1]), single_turn([6], [7, 1])], 0)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup=1)

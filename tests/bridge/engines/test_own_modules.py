@@ -392,8 +392,8 @@ class Unready(Cuts):
 @pytest.mark.parametrize("factory", [Standing, Unready])
 def test_a_call_that_leaves_a_worker_without_rows_is_refused_before_anything_is_sent(factory, monkeypatch):
     """ENG-13."""
-    monkeypatch.setattr("rl_bridge.engines.lifecycle.fill", lambda *_: None)
-    monkeypatch.setattr("rl_bridge.parallel.mesh.make_mesh", lambda *_: None)
+    monkeypatch.setattr("rl_bridge.engines.worker.fill", lambda *_: None)
+    monkeypatch.setattr("rl_bridge.parallel.process_groups.make_mesh", lambda *_: None)
     many = ManyHosts(3)
     engine = TrainEngine(factory, executor=many).build(mesh=Mesh(shard=3))
     many.sent.clear()
@@ -446,7 +446,7 @@ def test_a_call_that_is_on_its_way_cannot_be_cancelled():
 @pytest.mark.parametrize("when", ["before", "in the call"])
 def test_an_engine_with_a_dead_slot_is_released(when):
     """ENG-22: the slots are free, and the workers that live are gone."""
-    from rl_bridge.executors.errors import WorkerDied
+    from rl_bridge.executors.executor import WorkerDied
 
     class Mortal(ManyHosts):
         noticed = True

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_bridge.engines import returns
-from rl_bridge.engines.results import declared, join
+from rl_bridge.engines.dispatch import declared, join
 from rl_fn import Ratio
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh, NeedParallel
-from rl_bridge.engines.order import in_order
-from rl_bridge.engines.splitting import split
+from rl_bridge.engines.dispatch import in_order, split
 from rl_fn.packing import zigzag_split
 
 LAYOUTS = st.builds(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_bridge.engines import TrainEngine
-from rl_bridge.engines.turns import Turns
+from rl_bridge.engines.engine import Turns
 
 
 class Moving:

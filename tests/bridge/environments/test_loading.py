@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_bridge.environments import Interact, Step, load_environment
-from rl_bridge.environments.openenv import OpenEnv, OpenEnvSession, json_action
+from rl_bridge.environments.factories import OpenEnv, OpenEnvSession, json_action
 
 FILE = """
 from dataclasses import dataclass

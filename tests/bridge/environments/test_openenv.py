@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.openenv import OpenEnv
-from rl_bridge.environments.session import Session
-from rl_bridge.environments.steps import ThreadedSteps
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.turns import TurnTemplate
-from rl_bridge.rollout.conversation import Limits, Opening
-from rl_bridge.rollout.conversations import Conversations
+from rl_bridge.environments.calls import ThreadedSteps
+from rl_bridge.environments.environment import Session
+from rl_bridge.environments.factories import OpenEnv
+from rl_bridge.models.small import character_tokenizer
+from rl_bridge.models.turn_template import TurnTemplate
+from rl_bridge.rollout.conversations import Conversations, Limits, Opening
 from tests.bridge.rollout.simulated import SimulatedSampler
 
 pytestmark = pytest.mark.openenv

@@ -6,7 +6,7 @@ import copy
 import pytest
 
 from rl_bridge.environments import Step
-from rl_bridge.environments.session import Session
+from rl_bridge.environments.environment import Session
 
 
 class Spoils:

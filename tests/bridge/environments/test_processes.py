@@ -12,19 +12,16 @@ from dataclasses import replace
 
 import pytest
 
-from rl_bridge.data.budget import Budget, Spending
-from rl_bridge.data.requests import Request, RowRequest, SamplingParams
+from rl_bridge.data.trajectory import Budget, Request, RowRequest, SamplingParams, Spending
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.processes import EnvironmentProcesses, ForkedSession
-from rl_bridge.environments.session import Session
-from rl_bridge.environments.steps import ThreadedSteps
-from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.environments.calls import EnvironmentProcesses, ForkedSession, ThreadedSteps
+from rl_bridge.environments.environment import Session
+from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.source import StateSource
-from rl_bridge.models.turns import TurnTemplate
+from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rewards import RewardError, load
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.rollout.conversation import Limits, Opening
-from rl_bridge.rollout.conversations import Conversations
+from rl_bridge.rollout.conversations import Conversations, Limits, Opening
 from tests.bridge.rollout.simulated import SimulatedSampler
 from tests.processes import gone
 
@@ -204,7 +201,7 @@ def test_an_environment_that_loops_is_ended_at_the_call_s_limit(processes, pids)
 def test_an_environment_that_loops_ends_with_a_driver_that_is_killed(file, pids):
     code = f"""
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.processes import EnvironmentProcesses, ForkedSession
+from rl_bridge.environments.calls import EnvironmentProcesses, ForkedSession
 
 if __name__ == "__main__":
     made = EnvironmentProcesses(load_environment("{file}:Game"), limit=600)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from rl_bridge.environments.session import Session
-from rl_bridge.environments.steps import ThreadedSteps
+from rl_bridge.environments.calls import ThreadedSteps
+from rl_bridge.environments.environment import Session
 
 
 def all_of(steps, count):

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from rl_bridge.executors import addresses
-from rl_bridge.executors.addresses import interface_of, own_addresses, use_gloo_interface
+from rl_bridge.executors import host
+from rl_bridge.executors.host import interface_of, own_addresses, use_gloo_interface
 
 
 def test_addresses_of_this_machine_can_be_bound():
@@ -25,7 +25,7 @@ def test_the_interface_of_an_address_has_it():
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "lo"), ("eth7", "eth7")])
 def test_gloo_gets_the_interface_unless_the_user_has_chosen(monkeypatch, chosen, expected):
-    monkeypatch.setattr(addresses, "own_addresses", lambda towards: ["127.0.0.1"])
+    monkeypatch.setattr(host, "own_addresses", lambda towards: ["127.0.0.1"])
     monkeypatch.setattr(os, "environ", {} if chosen is None else {"GLOO_SOCKET_IFNAME": chosen})
     use_gloo_interface("10.0.0.9")
     assert os.environ["GLOO_SOCKET_IFNAME"] == expected

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_bridge.executors.bundles import bundles, check_feasible, lacking
+from rl_bridge.executors.placement import bundles, check_feasible, lacking
 
 NODES = {"10.0.0.1": {"CPU": 8, "GPU": 2, "memory": 1e9, "node:10.0.0.1": 1.0}, "10.0.0.2": {"CPU": 4, "fast_disk": 1}}
 

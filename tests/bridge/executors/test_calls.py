@@ -7,10 +7,9 @@ import time
 import pytest
 
 from rl_bridge.executors import WorkerDied, WorkerError
-from rl_bridge.executors.errors import worker_error
-from rl_bridge.executors.futures import Call, Clock, first_cause
-from rl_bridge.executors.serving import decode_error, encode_error
-from rl_bridge.executors.stacks import where
+from rl_bridge.executors.calls import Call, Clock, first_cause
+from rl_bridge.executors.executor import worker_error
+from rl_bridge.executors.serving import decode_error, encode_error, where
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def test_a_consequence_waits_for_its_cause(clock):
 
 
 def test_a_consequence_without_a_cause_is_raised_after_a_moment(clock, monkeypatch):
-    monkeypatch.setattr("rl_bridge.executors.futures._GRACE", 0.1)
+    monkeypatch.setattr("rl_bridge.executors.calls._GRACE", 0.1)
     call = Call("step", [0, 1], clock)
     call.fail(0, failed(0, GLOO))
     with pytest.raises(WorkerError, match="Connection closed"):

@@ -7,7 +7,7 @@ import pytest
 from rl_bridge.executors import DeadlineExceeded, Slot, driver
 from rl_bridge.executors.driver import RemoteExecutor
 from rl_bridge.executors.host import Host
-from rl_bridge.executors.own import Own
+from rl_bridge.executors.slots import Own
 from tests.bridge.executors.call_scenarios import add, fail
 
 

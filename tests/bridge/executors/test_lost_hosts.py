@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from rl_bridge.executors import WorkerDied, channel
-from rl_bridge.executors.channel import Listener, connect
-from rl_bridge.executors.futures import Call, Clock
-from rl_bridge.executors.remote import Remote
-from rl_bridge.executors.wire import dumps
+from rl_bridge.executors.calls import Call, Clock
+from rl_bridge.executors.channel import Listener, connect, dumps
+from rl_bridge.executors.slots import Remote
 from tests.bridge.executors.two_hosts import TwoHosts, available
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs root and network namespaces")

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from rl_bridge.executors import DeadlineExceeded, Slot, WorkerDied
-from rl_bridge.executors.channel import Listener, connect
+from rl_bridge.executors.channel import Listener, connect, dumps, loads
 from rl_bridge.executors.driver import RemoteExecutor
 from rl_bridge.executors.host import Host
-from rl_bridge.executors.own import Own
-from rl_bridge.executors.remote import Remote
 from rl_bridge.executors.serving import RESULT
-from rl_bridge.executors.wire import dumps, loads
+from rl_bridge.executors.slots import Own, Remote
 from tests.bridge.executors.call_scenarios import add, size
 
 LARGE = 8 << 20

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 import rl_bridge
-from rl_bridge import session
-from rl_bridge.executors import LocalExecutor
+from rl_bridge.executors import LocalExecutor, session
 
 
 @pytest.fixture(autouse=True)

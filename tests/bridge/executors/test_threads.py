@@ -6,11 +6,10 @@ import weakref
 
 import pytest
 
-from rl_bridge.executors.channel import Listener, connect
-from rl_bridge.executors.futures import Call, Clock
-from rl_bridge.executors.remote import Remote
+from rl_bridge.executors.calls import Call, Clock
+from rl_bridge.executors.channel import Listener, connect, dumps
 from rl_bridge.executors.serving import RESULT, STOP
-from rl_bridge.executors.wire import dumps
+from rl_bridge.executors.slots import Remote
 
 
 class Batch:

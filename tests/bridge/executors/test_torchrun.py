@@ -11,8 +11,7 @@ import pytest
 from rl_bridge.executors import Slot, WorkerDied, torchrun
 from rl_bridge.executors.driver import RemoteExecutor
 from rl_bridge.executors.host import Host
-from rl_bridge.executors.own import Own
-from rl_bridge.executors.remote import Remote
+from rl_bridge.executors.slots import Own, Remote
 from rl_bridge.executors.torchrun import TorchrunExecutor
 from tests.bridge.executors.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS

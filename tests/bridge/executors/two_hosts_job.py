@@ -12,7 +12,7 @@ import torch
 import rl_bridge
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine, returns
 from rl_bridge.executors import WorkerDied
-from rl_bridge.tracking.run import Run
+from rl_bridge.run.run import Run
 from tests.bridge.executors.registry import every, total
 
 

@@ -9,19 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from rl_bridge.data.requests import SamplingParams, requests_of
 from rl_bridge.data.token_batch import TokenBatch
-from rl_bridge.engines.lifecycle import torch_worker
+from rl_bridge.data.trajectory import SamplingParams, requests_of
+from rl_bridge.engines.worker import torch_worker
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.source import ModelSource, PretrainedSource, StateSource
-from rl_bridge.models.values import ValueSource
+from rl_bridge.models.small import character_tokenizer
+from rl_bridge.models.source import ModelSource, PretrainedSource, StateSource, ValueSource
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig
+from rl_bridge.modules.value import ValueScorer
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.trainers.modules.trainable import CausalLMModule
-from rl_bridge.trainers.modules.value import ValueScorer
 from tests.bridge.families import reference, zoo
 from tests.bridge.families.cells import NONE, PADDED, RIGHT, Cell, building, cell, judged
 from tests.bridge.families.reference import TOLERANCE, Numbers

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.atomic import write_json
+from rl_bridge.common.files import write_json
 from tests.bridge.families import page
 from tests.bridge.families.cells import WRONG, Cell
 from tests.bridge.families.ranks import AXES, measured_by_ranks

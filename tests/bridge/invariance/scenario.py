@@ -17,21 +17,19 @@ import torch
 
 import rl_bridge
 import rl_fn
+from rl_bridge.algorithms.comparison_training import accumulate
+from rl_bridge.algorithms.supervised_training import SFTConfig
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.models.values import ValueSource
+from rl_bridge.models.small import TinySource
+from rl_bridge.models.source import ValueSource
+from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss, PreferenceModule, RewardModule
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.value import ValueModule
 from rl_bridge.pipelines.sft import SFTPipeline, run_sft
-from rl_bridge.trainers.comparison_steps import accumulate
-from rl_bridge.trainers.modules.comparison_loss import REWARD_LOSSES, ComparisonLoss
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.preference import PreferenceModule
-from rl_bridge.trainers.modules.reward_model import RewardModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
-from rl_bridge.trainers.modules.value import ValueModule
-from rl_bridge.trainers.sft import SFTConfig
 from rl_fn import components
 from tests.bridge.data.comparisons import random_comparisons
 

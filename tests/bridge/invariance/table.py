@@ -9,7 +9,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from rl_bridge.atomic import write_json
+from rl_bridge.common.files import write_json
 from tests.bridge.invariance import comparison
 
 RESULTS = comparison.ROOT / "experiments" / "results" / "invariance"

@@ -11,16 +11,23 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms import comparison_training, policy_training, supervised_training
+from rl_bridge.algorithms.supervised_training import SFTConfig, train_sft
+from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import TrainEngine
 from rl_bridge.engines.worker import Worker
-from rl_bridge.memory.collecting import GENERATIONS, PATIENCE, collect_all, collector_waits, one_phase, phase_ended
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.trainers import policy, preference, reward_model, sft
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
-from rl_bridge.trainers.sft import SFTConfig, train_sft
+from rl_bridge.memory.garbage_collection import (
+    GENERATIONS,
+    PATIENCE,
+    collect_all,
+    collector_waits,
+    one_phase,
+    phase_ended,
+)
+from rl_bridge.models.small import TinySource
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 
 
 class Cycle:
@@ -179,7 +186,7 @@ def test_what_was_lost_before_the_loop_is_collected_first():
 def test_a_workers_call_is_a_phase(thresholds: int, collected: bool):
     from types import SimpleNamespace
 
-    from rl_bridge.engines.lifecycle import call_worker
+    from rl_bridge.engines.worker import call_worker
 
     calls, objects = Calls(), thresholds * gc.get_threshold()[0]
     worker = Worker("w", calls, 0, (0,), None, None, None, torch.device("cpu"))  # type: ignore[arg-type]
@@ -226,7 +233,11 @@ def test_memory_does_not_grow_over_the_steps_of_a_training():
 @pytest.mark.parametrize("loop", ["train_policy", "train_sft", "train_preference", "train_reward_model"])
 def test_every_trainers_loop_is_in_charge_of_the_collector(loop: str, monkeypatch: pytest.MonkeyPatch):
     """The loop is called with nothing: what it does before it fails is to switch the collector off."""
-    train = next(getattr(module, loop) for module in (policy, sft, preference, reward_model) if hasattr(module, loop))
+    train = next(
+        getattr(module, loop)
+        for module in (policy_training, supervised_training, comparison_training, comparison_training)
+        if hasattr(module, loop)
+    )
     switched: list[bool] = []
     monkeypatch.setattr(gc, "disable", lambda: switched.append(True))
     with pytest.raises(TypeError, match="missing"):

@@ -1,6 +1,6 @@
 import pytest
 
-from rl_bridge import session
+from rl_bridge.executors import session
 
 
 @pytest.fixture(autouse=True)

@@ -5,14 +5,13 @@ import random
 import pytest
 import torch
 
-from rl_bridge.memory.budget import LEAST, TokenBudget
-from rl_bridge.memory.device import in_use, is_out_of_memory, peak, room
-from rl_bridge.memory.workload import Workload
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.memory.token_budget import LEAST, TokenBudget, in_use, is_out_of_memory, peak, room
+from rl_bridge.models.small import TinySource
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_tools.plan.workload import Workload
 
 BATCH = Workload(prompts=3, responses=2, prompt_tokens=4, new_tokens=6).batch(20)
 SHORT = "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"

@@ -6,21 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge.engines.lifecycle import torch_worker
-from rl_bridge.memory.budget import LEAST
-from rl_bridge.memory.workload import Workload
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.models.values import ValueSource
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.trainers.comparison_steps import accumulate
-from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.preference import CompletionScorer, PreferenceModule
-from rl_bridge.trainers.modules.reward_model import RewardModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.trainers.modules.supervised import SupervisedModule
-from rl_bridge.trainers.modules.value import ValueModule, ValueScorer
+from rl_bridge.algorithms.comparison_training import accumulate
+from rl_bridge.engines.worker import torch_worker
+from rl_bridge.memory.token_budget import LEAST
+from rl_bridge.models.small import TinySource
+from rl_bridge.models.source import ValueSource
+from rl_bridge.modules.comparison import ComparisonLoss, CompletionScorer, PreferenceModule, RewardModule
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.value import ValueModule, ValueScorer
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_tools.plan.workload import Workload
 from tests.bridge.data.comparisons import random_comparisons
 from tests.bridge.memory.test_budget import SHORT, fails
 from tests.bridge.parallel.one_step import host_of_rank, mesh_of, whole

@@ -8,11 +8,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rl_bridge.engines import Mesh
-from rl_bridge.memory.first_worker import FirstWorker, world_of
-from rl_bridge.memory.live import LiveBytes
-from rl_bridge.memory.places import ACTIVATIONS, GRADIENTS, WEIGHTS
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.mesh import make_mesh
+from rl_bridge.parallel.process_groups import make_mesh
+from rl_bridge.profiling.live_bytes import ACTIVATIONS, GRADIENTS, WEIGHTS, LiveBytes
+from rl_tools.plan.rehearsal import FirstWorker, world_of
 from tests.bridge.parallel.one_step import make, parallel, token_ids
 
 

@@ -6,23 +6,22 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.memory import planning
-from rl_bridge.memory.grid import models, settings, workload
-from rl_bridge.memory.live import Peak
-from rl_bridge.memory.options import like, pipeline_of
-from rl_bridge.memory.planning import Plan, largest_micro_batch, measure, plan
-from rl_bridge.memory.rehearsal import Rehearsal
-from rl_bridge.memory.sizes import parse_bytes
-from rl_bridge.memory.steps import PHASES
-from rl_bridge.memory.workload import Workload
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.losses import LOSSES
-from rl_bridge.pipelines.objective import ALGORITHMS, objective_options
-from rl_bridge.pipelines.preference import PreferencePipeline
+from experiments.benchmarks.memory_grid import models, settings, workload
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.models.small import TinySource
+from rl_bridge.pipelines.comparison import LOSSES, PreferencePipeline
+from rl_bridge.pipelines.objective_options import ALGORITHMS, objective_options
+from rl_bridge.pipelines.policy import quickstart
 from rl_bridge.pipelines.training import LoRAOptions
-from rl_bridge.recipes import quickstart
-from rl_bridge.rollout.token_sampler import draw
+from rl_bridge.profiling.live_bytes import Peak
+from rl_bridge.profiling.timeline import parse_bytes
+from rl_bridge.rollout.sampling import draw
+from rl_tools.plan import planning
+from rl_tools.plan.commands import like, pipeline_of
+from rl_tools.plan.planning import Plan, largest_micro_batch, measure, plan
+from rl_tools.plan.rehearsal import Rehearsal
+from rl_tools.plan.steps import PHASES
+from rl_tools.plan.workload import Workload
 
 TOLERANCE = 0.05
 SHORT = Workload(prompts=1, responses=2, prompt_tokens=3, new_tokens=3)

@@ -19,17 +19,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rl_bridge.memory.commands import run as rl_fn_plan
-from rl_bridge.memory.first_worker import world_of
-from rl_bridge.memory.live import LiveBytes
-from rl_bridge.memory.planning import knobs, measure, plan
-from rl_bridge.memory.rehearsal import Rehearsal
-from rl_bridge.memory.workload import Workload
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.asynchronous import AsynchronousOptions
+from rl_bridge.models.small import TinySource
 from rl_bridge.pipelines.placement import MeshOptions
-from rl_bridge.pipelines.rollouts import RolloutOptions
-from rl_bridge.recipes import quickstart
+from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.rollout_options import AsynchronousOptions, RolloutOptions
+from rl_bridge.profiling.live_bytes import LiveBytes
+from rl_tools.plan.commands import run as rl_fn_plan
+from rl_tools.plan.planning import knobs, measure, plan
+from rl_tools.plan.rehearsal import Rehearsal, world_of
+from rl_tools.plan.workload import Workload
 from tests.bridge.memory.test_plan_of_runs import written
 from tests.bridge.memory.test_plan_of_supervision import PAIRS, ROWS, TOKENS, common
 
@@ -179,7 +177,7 @@ def trained(trainer: str, folder: Path, options: dict[str, Any], *, ranks: int =
         f"--nproc_per_node={ranks}",
         "--standalone",
         "-m",
-        "rl_bridge.cli",
+        "rl_tools.cli",
         "train",
     ]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")])

@@ -12,18 +12,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rl_bridge.memory.commands import run as rl_fn_plan
-from rl_bridge.memory.live import LiveBytes
-from rl_bridge.memory.steps import PHASES, REWARDS
-from rl_bridge.models.loading import new_for_rows
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.models_of_policy import CriticOptions
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
-from rl_bridge.pipelines.rollouts import RolloutOptions
-from rl_bridge.recipes import quickstart
-from rl_bridge.rewards.model import RewardModel
+from rl_bridge.models.pretrained import new_for_rows
+from rl_bridge.models.small import TinySource
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, quickstart, run_policy
+from rl_bridge.pipelines.rollout_options import RolloutOptions
+from rl_bridge.profiling.live_bytes import LiveBytes
+from rl_bridge.rewards.scoring_models import RewardModel
 from rl_bridge.rollout.vllm import VLLMOptions
+from rl_tools.plan.commands import run as rl_fn_plan
+from rl_tools.plan.steps import PHASES, REWARDS
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 22) for b in (10, 11)]
 REWARD = "def even_digits(completion, row):\n    return sum(c in '02468' for c in completion)\n"

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.memory.commands import run as rl_fn_plan
-from rl_bridge.memory.options import like
-from rl_bridge.memory.supervision import PHASES
-from rl_bridge.models.loading import new_for_rows
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.preference import PreferencePipeline, run_preference
-from rl_bridge.pipelines.reward_model import RewardModelPipeline, run_reward_model
+from rl_bridge.models.pretrained import new_for_rows
+from rl_bridge.models.small import TinySource
+from rl_bridge.pipelines.comparison import PreferencePipeline, RewardModelPipeline, run_preference, run_reward_model
 from rl_bridge.pipelines.sft import SFTPipeline, run_sft
+from rl_tools.plan.commands import like
+from rl_tools.plan.commands import run as rl_fn_plan
+from rl_tools.plan.steps import SUPERVISION_PHASES
 from tests.bridge.memory.test_plan_of_runs import peaks
 
 SUMS = [(a, b) for a in range(40, 52) for b in (10, 11)]
@@ -44,8 +43,8 @@ def agree(folder: Path) -> None:
     assert rl_fn_plan([str(folder / "run"), *words]) == 0
     planned = json.loads((folder / "plan.json").read_text())["phases"]
     measured = peaks(folder / "run" / "memory.jsonl")
-    assert tuple(planned) == PHASES
-    for phase in PHASES:
+    assert tuple(planned) == SUPERVISION_PHASES
+    for phase in SUPERVISION_PHASES:
         assert abs(planned[phase]["bytes"] / measured[phase] - 1) <= 0.05, (phase, planned[phase], measured)
 
 

@@ -11,19 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rl_bridge.memory.commands import run as rl_fn_plan
-from rl_bridge.memory.live import LiveBytes
-from rl_bridge.memory.planning import Plan, measure, plan
-from rl_bridge.memory.rehearsal import Rehearsal
-from rl_bridge.memory.vllm_rollout import PlannedRollout
-from rl_bridge.memory.vllm_share import share_of
-from rl_bridge.memory.workload import Workload
+from rl_bridge.models.small import TinySource
 from rl_bridge.models.source import StateSource
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.pipelines.rollouts import RolloutOptions
+from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.pipelines.training import LoRAOptions
-from rl_bridge.recipes import quickstart
+from rl_bridge.profiling.live_bytes import LiveBytes
 from rl_bridge.rollout.vllm import VLLMOptions
+from rl_tools.plan.commands import run as rl_fn_plan
+from rl_tools.plan.planning import Plan, measure, plan
+from rl_tools.plan.rehearsal import Rehearsal
+from rl_tools.plan.vllm_memory import PlannedRollout, share_of
+from rl_tools.plan.workload import Workload
 
 LOAD = Workload(prompts=2, responses=8, prompt_tokens=130, new_tokens=127)
 SMALL = VLLMOptions(kv_cache_gib=0.05, max_model_len=512, max_num_seqs=64)
@@ -120,15 +119,13 @@ def test_weights_cache_and_update_are_those_of_an_engine(precision: Any, amx: bo
     """
     import vllm._custom_ops as operations
 
-    from rl_bridge.rollout.vllm import keep_alive
-    from rl_bridge.rollout.vllm.checkpoint import checkpoint
-    from rl_bridge.rollout.vllm.copies import header_of
-    from rl_bridge.rollout.vllm.draws import Draws
-    from rl_bridge.rollout.vllm.engine import close_engine
-    from rl_bridge.rollout.vllm.opening import opened
+    from rl_bridge.rollout.inside_vllm import int8_scales
+    from rl_bridge.rollout.inside_vllm.sampler_hooks import Draws
+    from rl_bridge.rollout.vllm.engine import close_engine, opened
+    from rl_bridge.rollout.vllm.weight_copies import checkpoint, header_of
 
     # The meter of an update sees PyTorch's tensors alone, and so nothing that oneDNN holds. Exact layers are tensors.
-    monkeypatch.setattr(keep_alive, "saturates", lambda create: False)
+    monkeypatch.setattr(int8_scales, "saturates", lambda create: False)
     options = replace(SMALL, precision=precision)
     source = model()
     share = share_of(source, options, LOAD, device="cpu")
@@ -177,7 +174,7 @@ def test_weights_cache_and_update_are_those_of_an_engine(precision: Any, amx: bo
 
 @pytest.mark.vllm
 def test_an_int8_layer_has_as_many_bytes_on_a_processor_without_vnni():
-    from rl_bridge.rollout.vllm.keep_alive import ExactLayer
+    from rl_bridge.rollout.inside_vllm.int8_scales import ExactLayer
 
     layer = ExactLayer(torch.ones(48, 512, dtype=torch.int8).T, torch.ones(48, 1))
     assert storages(value for value in vars(layer).values() if isinstance(value, torch.Tensor)) == 48 * 512 + 4 * 48

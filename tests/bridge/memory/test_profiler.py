@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from rl_bridge.engines import TrainEngine
-from rl_bridge.engines.lifecycle import worker_of
+from rl_bridge.engines.worker import worker_of
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.memory.leaks import growth
-from rl_bridge.memory.meters import line_of_peak
-from rl_bridge.memory.profiler import profiled
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.trainers.modules.scoring import TokenScorer
+from rl_bridge.models.small import TinySource
+from rl_bridge.modules.scoring import TokenScorer
+from rl_bridge.profiling.profiler import line_of_peak, profiled
+from rl_bridge.profiling.timeline import growth
 
 
 class Module(torch.nn.Module):

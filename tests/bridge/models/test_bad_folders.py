@@ -6,13 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_bridge.data.arithmetic import arithmetic_rows
-from rl_bridge.models.loading import new_for_rows, pretrained
+from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.source import PretrainedSource
+from rl_bridge.models.pretrained import new_for_rows, pretrained
+from rl_bridge.models.small import TinySource
+from rl_bridge.models.source import PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.stored_tensors import INDEX, ONE_FILE
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.models.values import PretrainedValueSource, ValueSource
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,9 @@
 
 import pytest
 
-from rl_bridge.models import bounded as limits
-from rl_bridge.models.bounded import bounded
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.templates import rendered, use_template
+from rl_bridge.models import chat_templates as limits
+from rl_bridge.models.chat_templates import bounded, rendered, use_template
+from rl_bridge.models.small import character_tokenizer
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HUGE = "{% generation %}{{ 'a' * 3000000000 }}{% endgeneration %}"

@@ -16,10 +16,9 @@ from transformers import (
     ViTModel,
 )
 
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.checks import check_rows, prompted, supervised
-from rl_bridge.models.loading import load_pretrained, new_for_rows, pretrained, save_pretrained
-from rl_bridge.models.tiny import TinySource, tiny_qwen2
+from rl_bridge.models.pretrained import load_pretrained, new_for_rows, pretrained, save_pretrained
+from rl_bridge.models.row_checks import check_rows, prompted, supervised
+from rl_bridge.models.small import TinySource, character_tokenizer, tiny_qwen2
 from tests.bridge.models.chat_templates import bytes_tokenizer, pieces_tokenizer
 
 TINY = {"hidden": 16, "layers": 1, "heads": 2}

@@ -18,10 +18,8 @@ from transformers import (
 
 from rl_bridge.models import conversion
 from rl_bridge.models.conversion import ConvertedTensors
-from rl_bridge.models.filling import fill_computed_buffers
-from rl_bridge.models.source import PretrainedSource
-from rl_bridge.models.stored_tensors import SafetensorsFolder
-from rl_bridge.models.values import PretrainedValueSource, ValueSource
+from rl_bridge.models.source import PretrainedSource, PretrainedValueSource, ValueSource
+from rl_bridge.models.stored_tensors import SafetensorsFolder, fill_computed_buffers
 from tests.bridge.families import zoo
 
 SIZES = {

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from rl_bridge.models.chat_templates import ChangedEarlierText, use_template
 from rl_bridge.models.encoding import encode_prompt, encode_row, special_ids
-from rl_bridge.models.templates import ChangedEarlierText, use_template
 from tests.bridge.models.chat_templates import CHATML, KINDS, bytes_tokenizer, pieces_tokenizer
 
 CHAT = [

@@ -5,10 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
-from rl_bridge.models.saving import save_pretrained
-from rl_bridge.models.source import PretrainedSource, StateSource
-from rl_bridge.models.values import PretrainedValueSource, ValueSource
-from rl_bridge.parallel.values import scored_places, token_values
+from rl_bridge.models.pretrained import save_sharded_model
+from rl_bridge.models.source import PretrainedSource, PretrainedValueSource, StateSource, ValueSource
+from rl_bridge.parallel.heads import scored_places, token_values
 from tests.bridge.families import zoo
 
 # GPT-BigCode's file uses what torch gives up.
@@ -77,7 +76,7 @@ def test_a_folder_is_loaded_and_written_again_without_a_change(kind, tmp_path):
     # Not theirs': transformers draws what it has read anew in a few families (a router's biases, the pad's row).
     assert differing(ours.state_dict(), original.state_dict()) == []
     assert differing(computed(ours), computed(theirs)) == []
-    save_pretrained(ours, str(tmp_path / "again"))
+    save_sharded_model(ours, str(tmp_path / "again"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert differing(again.state_dict(), theirs.state_dict()) == []
     assert type(again) is type(theirs)
@@ -97,7 +96,7 @@ def test_a_classifier_gives_transformers_own_number_or_is_refused(kind, tmp_path
         assert "there is no value model of the family" in str(error) or "has no linear head 'score'" in str(error)
         return
     source.load(model)
-    save_pretrained(model, str(tmp_path))
+    save_sharded_model(model, str(tmp_path))
     ours = loaded(PretrainedValueSource(str(tmp_path)))
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert differing(ours.state_dict(), theirs.state_dict()) == []

@@ -5,12 +5,12 @@ import torch
 
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.engines.lifecycle import torch_worker
-from rl_bridge.models.freezing import FreezingSource
+from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
+from rl_bridge.models.small import TinySource
+from rl_bridge.models.source import FreezingSource
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 
 BASE = TinySource(vocabulary=15, hidden=16, layers=2, heads=2, seed=3)
 BATCH = collate([single_turn([2, 3, 4], [4, 5, 1]), single_turn([6], [7, 1])], 0)

@@ -11,9 +11,9 @@ from rl_bridge.executors import LocalExecutor
 from rl_bridge.models import lora
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.lora_targets import is_linear, routers
-from rl_bridge.models.saving import save_pretrained
+from rl_bridge.models.pretrained import save_sharded_model
 from rl_bridge.models.source import StateSource
-from rl_bridge.parallel.head import token_logprobs
+from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.weights import EngineRef, source_of, sync_weights
 from tests.bridge.models.lora_families import FAMILIES, tiny
 
@@ -113,7 +113,7 @@ def test_what_an_adapter_trains_is_what_it_merges_to(family, targets, tmp_path, 
     close(logits(plain), trained)
     sync(policy, twin, adapter=True)
     assert torch.equal(logits(twin), trained)
-    save_pretrained(policy, str(tmp_path / "merged"))
+    save_sharded_model(policy, str(tmp_path / "merged"))
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
     close(logits(read), trained)
     with warnings.catch_warnings():

@@ -10,17 +10,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.token_batch import collate
-from rl_bridge.data.trajectory import single_turn
+from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
-from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.tiny import TinySource
+from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.modules.scoring import TokenScorer
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.scoring import TokenScorer
-from rl_bridge.trainers.modules.supervised import SupervisedModule
 from rl_bridge.weights import WeightSyncError
 
 TOKENIZER = character_tokenizer("0123456789+=")

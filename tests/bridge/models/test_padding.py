@@ -9,15 +9,13 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.engines.lifecycle import torch_worker
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.padding import pad_with_no_end
-from rl_bridge.models.source import StateSource
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.models.values import PretrainedValueSource, ValueSource
-from rl_bridge.parallel.values import scored_places
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.value import ValueScorer
+from rl_bridge.engines.worker import torch_worker
+from rl_bridge.models.row_checks import pad_with_no_end
+from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.models.source import PretrainedValueSource, StateSource, ValueSource
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.value import ValueScorer
+from rl_bridge.parallel.heads import scored_places
 from tests.bridge.models.chat_templates import bytes_tokenizer
 
 END = "<|im_end|>"

@@ -16,7 +16,7 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-from rl_bridge.models.rotary import rotary_bound
+from rl_bridge.models.row_checks import rotary_bound
 
 SMALL = {
     "vocab_size": 40,

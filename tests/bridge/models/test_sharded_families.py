@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.saving import save_pretrained
+from rl_bridge.models.pretrained import save_sharded_model
 from rl_bridge.models.source import PretrainedSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from tests.bridge.families import zoo
@@ -23,7 +23,7 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 def load_and_save(host, path, kind, layout):
     """Load over two workers and write the folder anew; buffers and the bytes that were read."""
     from rl_bridge.models import source as sources
-    from rl_bridge.parallel.plan import parallelize
+    from rl_bridge.parallel.parallelize import parallelize
 
     source = PretrainedSource(f"{path}/{kind}")
     with torch.device("meta"):
@@ -33,7 +33,7 @@ def load_and_save(host, path, kind, layout):
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     sources.fill(model, stored)
     assert before.keys() == dict(model.named_parameters()).keys()
-    save_pretrained(model, f"{path}/{layout}-{kind}")
+    save_sharded_model(model, f"{path}/{layout}-{kind}")
     return {
         "buffers": {name: buffer.numpy() for name, buffer in model.named_buffers()},
         "read": stored._stored.bytes_read,
@@ -52,7 +52,7 @@ def rank(number, address, queue):
             for layout in (LAYOUTS if kind == "mixtral" else ["shard"])
         }
         if number == 1:
-            save_pretrained(zoo.tiny("mixtral"), f"{path}/second")  # an engine of the second worker alone
+            save_sharded_model(zoo.tiny("mixtral"), f"{path}/second")  # an engine of the second worker alone
         return found
 
     as_rank(work, 2, number, address, queue)
@@ -118,7 +118,7 @@ def test_a_merged_mixture_is_read_by_plain_transformers(path, tmp_path, targets)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    save_pretrained(model, str(tmp_path))
+    save_sharded_model(model, str(tmp_path))
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         wanted = model(input_ids=ids, use_cache=False).logits

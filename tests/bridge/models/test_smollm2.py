@@ -6,50 +6,50 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_bridge.models import smollm2
+from rl_bridge.models import small
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.attention.register import NAME
 from rl_bridge.parallel.probe import probe
 
 needs_model = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in (smollm2.PACKAGE, *smollm2.READERS)),
+    any(importlib.util.find_spec(name) is None for name in (small.PACKAGE, *small.READERS)),
     reason="make install-smollm2",
 )
 
 
 def test_missing_package_names_the_install_command(monkeypatch):
-    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_smollm2")
+    monkeypatch.setattr(small, "PACKAGE", "no_such_package_smollm2")
     with pytest.raises(ModuleNotFoundError, match=r"no_such_package_smollm2.*make install-smollm2"):
-        smollm2.load_smollm2()
+        small.load_smollm2()
 
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_each_package_that_reads_the_file_is_asked_for(monkeypatch, absent):
     readers = ["torch", "torch"]
     readers[absent] = "no_such_reader"
-    monkeypatch.setattr(smollm2, "PACKAGE", "torch")
-    monkeypatch.setattr(smollm2, "READERS", tuple(readers))
+    monkeypatch.setattr(small, "PACKAGE", "torch")
+    monkeypatch.setattr(small, "READERS", tuple(readers))
     with pytest.raises(ModuleNotFoundError, match=r"SmolLM2 needs no_such_reader; install with: make install-smollm2"):
-        smollm2.load_smollm2()
+        small.load_smollm2()
 
 
 def test_the_extra_installs_what_reads_the_file():
-    project = tomllib.loads(Path(smollm2.__file__).parents[3].joinpath("pyproject.toml").read_text("utf-8"))
+    project = tomllib.loads(Path(small.__file__).parents[3].joinpath("pyproject.toml").read_text("utf-8"))
     extra = " ".join(project["project"]["optional-dependencies"]["reasoning"])
-    assert all(f"{name}>=" in extra for name in smollm2.READERS)
+    assert all(f"{name}>=" in extra for name in small.READERS)
 
 
 @needs_model
 def test_incomplete_package_names_the_file(monkeypatch):
-    monkeypatch.setattr(smollm2, "FILE", "absent.gguf")
+    monkeypatch.setattr(small, "FILE", "absent.gguf")
     with pytest.raises(FileNotFoundError, match=r"absent\.gguf.*make install-smollm2"):
-        smollm2.load_smollm2()
+        small.load_smollm2()
 
 
 # Reading the file takes 20 seconds on an idle machine, hence "slow".
 @pytest.fixture(scope="module")
 def loaded():
-    return smollm2.load_smollm2()
+    return small.load_smollm2()
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_model_is_trainable_float32_with_tied_embeddings(loaded):
 @needs_model
 def test_a_source_gives_the_same_model(loaded):
     wanted, _ = loaded
-    source = smollm2.SmolLM2Source()
+    source = small.SmolLM2Source()
     with torch.device("meta"):
         model = source.empty()
     source.load(model)

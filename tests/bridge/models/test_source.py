@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rl_bridge.models import reading
-from rl_bridge.models.filling import fill_computed_buffers
+from rl_bridge.models import model_folder
+from rl_bridge.models.small import TinySource
 from rl_bridge.models.source import PretrainedSource, StateSource
-from rl_bridge.models.tiny import TinySource
+from rl_bridge.models.stored_tensors import fill_computed_buffers
 from tests.bridge.parallel.one_step import make
 
 
@@ -152,14 +152,14 @@ def test_folders_without_readable_weights_are_refused(tmp_path):
 
 def test_a_hub_id_is_downloaded_and_a_failure_names_it(tmp_path, monkeypatch):
     folder, asked = folder_of(tmp_path, make("Llama")), []
-    monkeypatch.setattr(reading, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
+    monkeypatch.setattr(model_folder, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
     assert_same(loaded(PretrainedSource("someone/a-model")), make("Llama"))
     assert set(asked) == {"someone/a-model"}
 
     def fail(name, **_):
         raise OSError("no network")
 
-    monkeypatch.setattr(reading, "snapshot_download", fail)
+    monkeypatch.setattr(model_folder, "snapshot_download", fail)
     with pytest.raises(ValueError, match=r"no model can be loaded from 'someone/a-model': no network"):
         PretrainedSource("someone/a-model").empty()
 

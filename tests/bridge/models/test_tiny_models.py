@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_bridge.models.characters import character_tokenizer
 from rl_bridge.models.encoding import encode_prompt, encode_row, messages_of
-from rl_bridge.models.loading import load_pretrained, new_for_rows, save_pretrained
-from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.models.pretrained import load_pretrained, new_for_rows, save_pretrained
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 
 ALPHABET = "ab 0\n\t.'é→ß中'\"<>"
 ALPHABET = "".join(dict.fromkeys(ALPHABET))

@@ -7,8 +7,8 @@ from hypothesis import given
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.turns import TurnTemplate, UnusableTemplate
+from rl_bridge.models.small import character_tokenizer
+from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"

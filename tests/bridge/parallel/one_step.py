@@ -67,7 +67,7 @@ def whole(tensor):
 
 def scored(model, ids):
     """Log-probabilities and entropies at a temperature a token, from hidden states or, in one process, from logits."""
-    from rl_bridge.parallel.head import token_logprobs
+    from rl_bridge.parallel.heads import token_logprobs
 
     temperature = 0.5 + ids / VOCABULARY
     targets = ids.roll(-1, 1)
@@ -107,7 +107,7 @@ def documents_step(model, batch, mesh, data_part, data_parts, max_norm=0.5):
     from rl_bridge.parallel.attention import use_rl_fn_attention
     from rl_bridge.parallel.documents import Documents
     from rl_bridge.parallel.gradients import clip_grad_norm
-    from rl_bridge.parallel.head import token_logprobs
+    from rl_bridge.parallel.heads import token_logprobs
 
     use_rl_fn_attention(model)
     ids, lengths = batch
@@ -165,7 +165,7 @@ def host_of_rank():
 
 
 def mesh_of(host, sizes):
-    from rl_bridge.parallel.mesh import make_mesh
+    from rl_bridge.parallel.process_groups import make_mesh
 
     # In place of rl_bridge.engines.Mesh, with which every rank would import JAX.
     layout = SimpleNamespace(shape=sizes, size=math.prod(sizes))
@@ -175,7 +175,7 @@ def mesh_of(host, sizes):
 def parallel(model, mesh, config):
     """As a worker makes it: the structure on the meta device, parallelised, then filled."""
     from rl_bridge.models.source import StateSource
-    from rl_bridge.parallel.plan import parallelize
+    from rl_bridge.parallel.parallelize import parallelize
 
     source = StateSource(model)
     with torch.device("meta"):

@@ -52,13 +52,13 @@ def differences(name: str, mesh: Any) -> dict[str, Any]:
     A difference is relative to the tensor's largest number where this is above 1. "held" is the fraction of the
     parameters that the rank holds.
     """
-    from rl_bridge.models.saving import save_pretrained
+    from rl_bridge.models.pretrained import save_sharded_model
     from rl_bridge.models.source import PretrainedSource
     from rl_bridge.parallel.attention import use_rl_fn_attention
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.parallel.gradients import clip_grad_norm
-    from rl_bridge.parallel.plan import parallelize
-    from rl_bridge.weights.parts import full, part_of
+    from rl_bridge.parallel.parallelize import parallelize
+    from rl_bridge.weights.manifest import full, part_of
     from rl_bridge.weights.source import source_of
 
     plain = model_of(name)
@@ -76,7 +76,7 @@ def differences(name: str, mesh: Any) -> dict[str, Any]:
     for tensor in sent.values():
         part_of(tensor)  # a rectangle, or a sync could not send the tensor
     with tempfile.TemporaryDirectory() as own:
-        save_pretrained(model, own)
+        save_sharded_model(model, own)
         wrote = bool(list(Path(own).iterdir()))
         folders = [own]
         dist.broadcast_object_list(folders, src=0)
@@ -103,7 +103,7 @@ def differences(name: str, mesh: Any) -> dict[str, Any]:
 
 
 def _computed(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    from rl_bridge.parallel.head import token_logprobs
+    from rl_bridge.parallel.heads import token_logprobs
 
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits.float()

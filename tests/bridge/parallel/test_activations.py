@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from rl_bridge.memory.grid import models
-from rl_bridge.memory.live import LiveBytes
-from rl_bridge.memory.places import ACTIVATIONS, OFFLOADED
-from rl_bridge.memory.workload import Workload
-from rl_bridge.models.freezing import FreezingSource
+from experiments.benchmarks.memory_grid import models
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.source import FreezingSource
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.checkpointing import Activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.offloading import ActivationOffload
-from rl_bridge.parallel.plan import parallelize
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.parallel.parallelize import parallelize
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_bridge.profiling.live_bytes import ACTIVATIONS, OFFLOADED, LiveBytes
+from rl_tools.plan.workload import Workload
 
 LLAMA, QWEN2, QWEN3 = (models()[name] for name in ("llama", "qwen2", "qwen3"))
 PADDED = ScoringConfig(share_prefixes=False, micro_batch_tokens=60)

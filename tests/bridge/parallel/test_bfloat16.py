@@ -35,7 +35,7 @@ def blocks():
 
 
 def gradients_of_blocks(number=None, mesh=None):
-    from rl_bridge.parallel.plan import parallelize
+    from rl_bridge.parallel.parallelize import parallelize
 
     module, rows = blocks()
     parallelize(module, mesh)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.plan import parallelize
+from rl_bridge.parallel.parallelize import parallelize
 from tests.bridge.parallel.one_step import loss_of, make, token_ids
 
 

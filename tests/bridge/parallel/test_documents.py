@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.data.prefixes import shared_prefixes
+from rl_bridge.data.token_batch import shared_prefixes
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.documents import Documents
 from tests.bridge.parallel.models import FAMILIES, batch, grouped_batch, tiny, transformers_checkpointing

@@ -17,7 +17,7 @@ def load(host, folder, sizes):
     """A folder's weights whole again, the bytes read, and the bytes that are held before and after a step."""
     from rl_bridge.models import source as sources
     from rl_bridge.models.stored_tensors import SafetensorsFolder
-    from rl_bridge.parallel.plan import parallelize
+    from rl_bridge.parallel.parallelize import parallelize
 
     stored = SafetensorsFolder.of_folder(Path(folder))
     with torch.device("meta"):
@@ -62,7 +62,7 @@ def free(host):
     """Bytes alive before the model, with the model, freed, and back; and the logits before and after."""
     from rl_bridge.models.source import StateSource
     from rl_bridge.parallel.config import ParallelConfig
-    from rl_bridge.parallel.moving import move_weights
+    from rl_bridge.parallel.fsdp import move_weights
 
     original = one_step.make("Qwen2", tied=True)
     ids = one_step.token_ids()

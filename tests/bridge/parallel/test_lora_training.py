@@ -37,8 +37,8 @@ def batch():
 def source_of_model(mixture):
     """A dense model with adapters of its linear layers, or a mixture with adapters of all kinds (MUSB-1, MUSB-2)."""
     from rl_bridge.models.lora import LoRASource
+    from rl_bridge.models.small import TinySource
     from rl_bridge.models.source import StateSource
-    from rl_bridge.models.tiny import TinySource
     from tests.bridge.models.lora_families import tiny
 
     if mixture:
@@ -50,11 +50,11 @@ def source_of_model(mixture):
 def module_of(mesh, *, packing=False, activations="keep", mixture=False):
     """As an engine makes it."""
     import rl_fn
-    from rl_bridge.engines.lifecycle import torch_worker
+    from rl_bridge.engines.worker import torch_worker
+    from rl_bridge.modules.policy import PolicyModule
+    from rl_bridge.modules.scoring import ScoringConfig
+    from rl_bridge.modules.trainable import OptimizerConfig
     from rl_bridge.parallel.config import ParallelConfig
-    from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-    from rl_bridge.trainers.modules.policy import PolicyModule
-    from rl_bridge.trainers.modules.scoring import ScoringConfig
 
     make = partial(
         PolicyModule,
@@ -70,7 +70,7 @@ def module_of(mesh, *, packing=False, activations="keep", mixture=False):
 
 def training(mesh, rows, options):
     """Two updates: with B at zero the first one gives A no gradient. Everything whole; and the module."""
-    from rl_bridge.weights.parts import full
+    from rl_bridge.weights.manifest import full
     from rl_bridge.weights.source import source_of
 
     module, mine = module_of(mesh, **options), batch().rows(rows)

@@ -6,7 +6,7 @@ import torch
 from rl_bridge.engines.mesh import AXES, Mesh
 from rl_bridge.executors.host import Host
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.mesh import DIMS, make_mesh, model_mesh
+from rl_bridge.parallel.process_groups import DIMS, make_mesh, model_mesh
 
 
 def test_the_dimensions_are_the_axes_of_an_engine():

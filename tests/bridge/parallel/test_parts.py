@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_bridge.parallel import parts
+from rl_bridge.parallel import parallelize
 
 
 class Module(nn.Module):
@@ -18,19 +18,19 @@ class Module(nn.Module):
 @pytest.fixture
 def made(monkeypatch):
     found = []
-    monkeypatch.setattr(parts, "parallelize", lambda module, mesh, config: found.append(module))
+    monkeypatch.setattr(parallelize, "parallelize", lambda module, mesh, config: found.append(module))
     return found
 
 
 def test_every_sub_module_that_has_parameters_is_one_piece(made):
     module = Module()
-    parts.parallelize_parts(module, None)
+    parallelize.parallelize_parts(module, None)
     assert made == [module.line, module.layers[0], module.layers[1]["inner"]]
 
 
 def test_a_language_model_is_one_piece(made, new_model):
     model = new_model()
-    parts.parallelize_parts(model, None)
+    parallelize.parallelize_parts(model, None)
     assert made == [model]
 
 
@@ -38,7 +38,7 @@ def test_a_parameter_of_the_module_itself_is_refused(made):
     module = Module()
     module.scale = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=r"parameter 'scale' of Module belongs to no sub-module: .*a parallelize\(\)"):
-        parts.parallelize_parts(module, None)
+        parallelize.parallelize_parts(module, None)
     assert not made
 
 
@@ -46,5 +46,5 @@ def test_a_parameter_of_two_sub_modules_is_refused(made):
     module = Module()
     module.layers[0].weight = module.line.weight
     with pytest.raises(ValueError, match=r"parameter '.*weight' of Module belongs to 2 sub-modules"):
-        parts.parallelize_parts(module, None)
+        parallelize.parallelize_parts(module, None)
     assert not made

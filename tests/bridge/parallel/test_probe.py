@@ -22,12 +22,11 @@ from transformers.models.lfm2 import modeling_lfm2
 
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.parallel import probe as probing
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.attention.register import NAME
-from rl_bridge.parallel.plain import eager_attention, plain_values
-from rl_bridge.parallel.probe import probe
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.parallel.probe import eager_attention, plain_values, probe
 from tests.bridge.parallel import one_step
 from tests.bridge.parallel.models import SIZES, tiny
 from tests.bridge.ready import ready

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from rl_bridge.parallel.tensor import cut_matrices
+from rl_bridge.parallel.tensor_parallel import cut_matrices
 from tests.bridge.families import zoo
 from tests.bridge.parallel.one_step import make
 

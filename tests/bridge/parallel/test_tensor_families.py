@@ -9,8 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rl_bridge.parallel.tensor import cut_matrices
-from rl_bridge.parallel.tensor_plans import FAMILIES, plan_of
+from rl_bridge.parallel.tensor_parallel import FAMILIES, cut_matrices, plan_of
 from tests.bridge.families import zoo
 from tests.bridge.parallel import tensor_ranks
 from tests.ranks import found_by_ranks

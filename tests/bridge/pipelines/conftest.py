@@ -2,11 +2,10 @@ import functools
 
 import pytest
 
-from rl_bridge.cli import main
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.loading import save_pretrained
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.tracking import recorder
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
+from rl_bridge.run import recorder
+from rl_tools.cli import main
 
 OPTIONS = {
     # The quickstart's: those of a user's model are for larger ones.

@@ -5,8 +5,8 @@ import json
 import torch
 from safetensors.torch import load_file
 
-from rl_bridge.checkpoints.reading import read_driver
-from rl_bridge.step_folders import damage
+from rl_bridge.checkpoints.restoring import read_driver
+from rl_bridge.common.step_folders import damage
 
 
 def metrics(folder):

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from rl_bridge.checkpoints.reading import read_driver
-from rl_bridge.cli import main
-from rl_bridge.trainers.modules.trainable import CausalLMModule
+from rl_bridge.checkpoints.restoring import read_driver
+from rl_bridge.modules.trainable import CausalLMModule
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import assert_same, metrics, result
 from tests.bridge.pipelines.test_drills import ended, lines, start
 

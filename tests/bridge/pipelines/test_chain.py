@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rl_bridge.cli import main
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import metrics
 
 SUMS = [(a, b) for a in range(10, 20) for b in range(10, 16)]

@@ -20,16 +20,14 @@ from transformers import (
 )
 
 import rl_fn
-from rl_bridge.cli import main
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.loading import save_pretrained
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.pipelines.losses import LOSSES, REWARD_MODEL_LOSSES, loss_options
-from rl_bridge.pipelines.preference import PreferencePipeline
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
+from rl_bridge.modules.comparison import PREFERENCE_LOSSES, REWARD_LOSSES, constants_of
+from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES, PreferencePipeline, loss_options
 from rl_bridge.rewards import load
-from rl_bridge.tracking.run import Run
-from rl_bridge.trainers.modules.comparison_loss import PREFERENCE_LOSSES, REWARD_LOSSES, constants_of
+from rl_bridge.run.run import Run
+from rl_tools.cli import main
 from tests.bridge.models.chat_templates import bytes_tokenizer
 from tests.bridge.pipelines.results import metrics
 
@@ -226,7 +224,7 @@ def test_two_workers_end_as_one_process_does(words, run_to_end, tmp_path, execut
     one = metrics(run_to_end(words(trainer, form, "one", f"loss:{loss}")))
     more = ("--executor", "ray", "--workers", "2") if executor == "ray" else ()
     launch = [] if executor == "ray" else ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command = [sys.executable, *launch, "-m", "rl_bridge.cli", *words(trainer, form, "two", f"loss:{loss}", *more)]
+    command = [sys.executable, *launch, "-m", "rl_tools.cli", *words(trainer, form, "two", f"loss:{loss}", *more)]
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.checkpoints.reading import read_driver
+from rl_bridge.checkpoints.restoring import read_driver
 from tests.bridge.pipelines.results import metrics
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def words(tmp_path, arguments):
 def start(words):
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "rl_bridge.cli"]
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "rl_tools.cli"]
     command = [sys.executable, *launch, *words]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from rl_bridge.cli import main
-from rl_bridge.trainers.modules.trainable import Trainable
+from rl_bridge.modules.trainable import Trainable
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import assert_same, metrics, result
 
 # A process of the command, which dies a number of seconds after it touched the run's record for the nth time; of a
@@ -20,8 +20,8 @@ from tests.bridge.pipelines.results import assert_same, metrics, result
 COMMAND = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from rl_bridge import cli
-from rl_bridge.recipes import quickstart
+from rl_tools import cli
+from rl_bridge.pipelines.policy import quickstart
 from rl_bridge.pipelines.policy import run_policy
 
 def touched():

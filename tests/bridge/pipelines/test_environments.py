@@ -3,10 +3,10 @@ import re
 
 import pytest
 
-from rl_bridge.cli import main
-from rl_bridge.pipelines.environments import EnvironmentOptions
+from rl_bridge.pipelines.rollout_options import EnvironmentOptions
 from rl_bridge.rewards import load
-from rl_bridge.rewards.errors import RewardError
+from rl_bridge.rewards.function import RewardError
+from rl_tools.cli import main
 from tests.bridge.data.trajectories import trajectory
 
 SMALL = {

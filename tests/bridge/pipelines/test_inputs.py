@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_bridge.models.source import PretrainedSource
-from rl_bridge.models.values import ValueSource
-from rl_bridge.pipelines.models_of_policy import CriticOptions
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
-from rl_bridge.pipelines.preference import PreferencePipeline, run_preference
-from rl_bridge.recipes import quickstart
-from rl_bridge.tracking.fingerprints import of_folder
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.preference import PreferenceConfig
-from rl_bridge.user_files import content_of, sources_of
+from rl_bridge.algorithms.comparison_training import PreferenceConfig
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.common.user_files import content_of, sources_of
+from rl_bridge.models.source import PretrainedSource, ValueSource
+from rl_bridge.pipelines.comparison import PreferencePipeline, run_preference
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, quickstart, run_policy
+from rl_bridge.run.provenance import of_folder
 
 REWARD = "import helper\n\ndef score(completion, row):\n    from package.inner import half\n    return half(row)\n"
 PLAY = "def interact(messages):\n    import rules\n    return [][: rules.TURNS]\n"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.cli import main
-from rl_bridge.data.arithmetic import split_rows
-from rl_bridge.data.stream import RowStream
-from rl_bridge.models.loading import load_pretrained
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.tasks import split_rows
+from rl_bridge.models.pretrained import load_pretrained
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_tools.cli import main
 from tests.bridge.pipelines.conftest import OPTIONS, words_of
 from tests.bridge.pipelines.results import metrics
 from tests.bridge.pipelines.tracing import REWARD, same, trace_calls

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_bridge.cli import main
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import metrics
 from tests.bridge.pipelines.test_torchrun import REWARD
 

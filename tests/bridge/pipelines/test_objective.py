@@ -8,15 +8,17 @@ import pytest
 import tyro
 
 import rl_fn
-from rl_bridge.cli import parse
-from rl_bridge.pipelines.objective import (
+from rl_bridge.pipelines.objective_options import (
     ALGORITHMS,
+    AggregationOptions,
+    CorrectionOptions,
+    KLOptions,
     ObjectiveOptions,
     objective_options,
 )
-from rl_bridge.pipelines.terms import AggregationOptions, CorrectionOptions, KLOptions
-from rl_bridge.recipes import quickstart
+from rl_bridge.pipelines.policy import quickstart
 from rl_fn import components
+from rl_tools.trainers import parse
 
 
 def built(*words):

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.cli import TRAINERS, load, parse
-from rl_bridge.pipelines.losses import LOSSES, REWARD_MODEL_LOSSES
-from rl_bridge.pipelines.objective import ALGORITHMS
-from rl_bridge.pipelines.policy import rows_of
-from rl_bridge.recipes import policy, quickstart
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES
+from rl_bridge.pipelines.objective_options import ALGORITHMS
+from rl_bridge.pipelines.policy import policy, quickstart, rows_of
+from rl_tools.trainers import TRAINERS, load, parse
 
 
 def _has_float(kind):
@@ -57,7 +56,7 @@ def test_usr_5_no_number_of_any_option_may_be_nan_or_infinite(name):
         assert {(None, "reward_weights"), (None, "coef"), (None, "ideal"), ("objective", "clip_high")} <= seen
 
 
-BRIDGE = Path(__file__).parents[3] / "bridge/rl_bridge"
+BRIDGE = Path(__file__).parents[3] / "bridge"
 SIMPO, GRPO, PPO = LOSSES["simpo"](), ALGORITHMS["grpo"](), ALGORITHMS["ppo"]()
 USELESS = [
     ("sft", {"lora.target_modules": ("q_proj",)}, "without a --lora.rank"),

@@ -12,7 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_bridge.cli import main
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import metrics
 
 LAST_LINE = r"held-out accuracy \d\.\d\d → \d\.\d\d in \d+ s"

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from rl_bridge.cli import main
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import assert_same, metrics, result
 
 # The process kills itself in the middle of a step: no handler, no finally, nothing flushed.
 DYING = """
 import os, signal, sys
 from rl_bridge.checkpoints import Checkpointer
-from rl_bridge.cli import main
-from rl_bridge.trainers.modules.trainable import CausalLMModule
+from rl_tools.cli import main
+from rl_bridge.modules.trainable import CausalLMModule
 
 # What the kill finds on the disk is then known. Kills while one is being written: tests/bridge/checkpoints.
 Checkpointer.__init__.__kwdefaults__["asynchronous"] = False

@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_bridge.cli import main
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.loading import save_pretrained
-from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import metrics
 
 ROOT = Path(__file__).parents[3]
@@ -106,7 +105,7 @@ def test_a_run_lowers_the_loss_and_exports_its_best_model(words, tmp_path, rows)
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(words, tmp_path):
     whole = ended(words("whole", **{"--checkpoint-every": 2}))
     stopped = words("stopped", **{"--checkpoint-every": 2, "--stop-after-skips": 3})
-    from rl_bridge.trainers.modules import trainable
+    from rl_bridge.modules import trainable
 
     update, calls = trainable.Trainable.optimizer_step, []
 
@@ -206,7 +205,7 @@ def test_two_ranks_of_torchrun_end_as_one_process_does(words, tmp_path):
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command = [*launch, "-m", "rl_bridge.cli", *words("two", "--micro-batch-tokens", 64)]
+    command = [*launch, "-m", "rl_tools.cli", *words("two", "--micro-batch-tokens", 64)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same_run(tmp_path / "two", one)
@@ -218,7 +217,7 @@ def test_ray_does_too(words, tmp_path):
     one = ended(words("one"))
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "rl_bridge.cli", *words("two", "--executor", "ray", "--workers", 2)]
+    command = [sys.executable, "-m", "rl_tools.cli", *words("two", "--executor", "ray", "--workers", 2)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same_run(tmp_path / "two", one)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_bridge.cli import main
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import metrics
 
 OPTIONS = {"--sft.steps": 0, "--policy.steps": 2, "--policy.evaluate-every": 2, "--policy.updates-per-step": 2}

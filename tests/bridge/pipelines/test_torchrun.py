@@ -92,7 +92,7 @@ def test_ray_does_too(tmp_path, words, run_to_end):
 
 
 def test_a_mesh_that_does_not_fit_is_refused(words, capsys):
-    from rl_bridge.cli import main
+    from rl_tools.cli import main
 
     assert main(["train", "policy", *words("never"), "--mesh.tensor", "2"]) == 1
     assert "is of 2 workers, and there are 1" in capsys.readouterr().err

@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.loading import save_pretrained
-from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from tests.bridge.pipelines.conftest import words_of
 from tests.bridge.pipelines.results import metrics
 from tests.bridge.pipelines.test_torchrun import REWARD, SHORT, assert_same_run, in_a_process

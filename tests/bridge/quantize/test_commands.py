@@ -6,12 +6,12 @@ import pytest
 import torch
 import yaml
 
-from rl_bridge.cli import main
+from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import PretrainedSource
-from rl_bridge.quantize.budget import weight_errors
-from rl_bridge.rollout.vllm.flashrl import settings_of
-from rl_bridge.weights.compressed_tensors import write_checkpoint
-from rl_bridge.weights.quantized import LAYOUTS
+from rl_bridge.rollout.inside_vllm.flashrl import settings_of
+from rl_bridge.weights.transforms import LAYOUTS
+from rl_tools.cli import main
+from rl_tools.quantize import weight_errors
 
 
 @pytest.fixture

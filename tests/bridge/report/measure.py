@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rl_bridge.report.page import write_report
+from rl_tools.report.page import write_report
 from tests.bridge.report.browser import Page, browser
 from tests.bridge.report.runs import record, sample, write_lines, write_run
 

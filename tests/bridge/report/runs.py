@@ -4,7 +4,7 @@ import json
 import math
 import random
 
-from rl_bridge.tuning.journal import Journal
+from rl_tools.tune.journal import Journal
 
 NAUGHTY = '</script><script>document.title="broken"</script><!-- \u202eleft\u2066\u0000\u001b[31m\u2028 & <b>'
 TOKENS = ("4", "2", "</script>", "\u202e", "\n", "")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.report.page import write_report
+from rl_tools.report.page import write_report
 from tests.bridge.report.browser import browser
 from tests.bridge.report.runs import NAUGHTY, memory_lines, sample, write_lines, write_run, write_study
 

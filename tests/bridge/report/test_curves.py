@@ -5,13 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from rl_bridge.report.comparing import comparison
-from rl_bridge.report.curves import curves
-from rl_bridge.report.grouping import grouped
-from rl_bridge.report.reading import read_run
-from rl_bridge.report.series import buckets, thinned, thinned_clock
-from rl_bridge.tracking.curves import draw_curves
-from rl_bridge.tracking.intervals import over_seeds
+from rl_bridge.common.statistics import over_seeds
+from rl_bridge.run.recorder import draw_curves
+from rl_tools.report.curves import comparison, curves, grouped
+from rl_tools.report.run_files import buckets, read_run, thinned, thinned_clock
 from tests.bridge.report.runs import record, write_lines, write_run
 
 

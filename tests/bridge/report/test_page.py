@@ -12,12 +12,10 @@ import time
 import pytest
 
 import rl_fn
-from rl_bridge.cli import main
-from rl_bridge.report import commands
-from rl_bridge.report.equation import equation_of, parts_of
-from rl_bridge.report.memory import memory_of
-from rl_bridge.report.reading import read_run
-from rl_bridge.report.tokens import completions_of
+from rl_tools.cli import main
+from rl_tools.report import page
+from rl_tools.report.run_files import read_run
+from rl_tools.report.sections import completions_of, equation_of, memory_of, parts_of
 from tests.bridge.report.runs import NAUGHTY, memory_lines, write_lines, write_run, write_study
 
 
@@ -101,7 +99,7 @@ def test_a_running_run_is_watched_to_its_end(tmp_path, monkeypatch, capsys):
         elif moment == 4:
             (folder / "summary.json").write_text("{}", encoding="utf-8")
 
-    monkeypatch.setattr(commands.time, "sleep", pause)
+    monkeypatch.setattr(page.time, "sleep", pause)
     assert main(["report", str(folder), "--watch", "3"]) == 0
     # Nothing yet; five records; nothing new; all of them; the end.
     assert seen == [0, 5, 5, 12] and capsys.readouterr().out.count("report.html") == 3

@@ -6,10 +6,10 @@ from typing import cast
 
 import pytest
 
-from rl_bridge.cli import main
-from rl_bridge.report.findings import slowest_steps, warnings_of
-from rl_bridge.report.reading import read_run
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, Replaced
+from rl_bridge.algorithms.policy_setup import PolicyEngines, Replaced
+from rl_tools.cli import main
+from rl_tools.report.run_files import read_run
+from rl_tools.report.sections import slowest_steps, warnings_of
 from tests.bridge.report.runs import record, write_lines, write_run
 
 

@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rewards import RewardError, load
-from rl_bridge.rewards.http import NoReply, Server
-from rl_bridge.rewards.judge import Judge, RemoteRewardModel
+from rl_bridge.rewards.scoring_models import Judge, NoReply, RemoteRewardModel, Server
 from rl_bridge.rollout.served.openai import OpenAIEndpoint
 from tests.bridge.rewards.batches import rows, trajectories, values
 from tests.bridge.rewards.servers import said, serving

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.small import character_tokenizer
 from rl_bridge.rewards import RewardError, load
 from tests.bridge.models.chat_templates import bytes_tokenizer
 from tests.bridge.rewards.batches import trajectories, values

@@ -11,7 +11,7 @@ import torch
 
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import RewardError, load, with_rows
-from rl_bridge.rewards.protocols import ALL, protocol_of
+from rl_bridge.rewards.function import ALL, protocol_of
 from tests.bridge.rewards.batches import rows, trajectories, values
 
 

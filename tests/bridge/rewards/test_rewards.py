@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.rewards import exact_match, load_reward, score, waiting
+from rl_bridge.rewards import exact_match, load_reward, score
+from rl_bridge.rewards import rewards as waiting
 
 ROW = {"prompt": "1+1=", "answer": "2", "_where": "problems.jsonl, row 7"}
 

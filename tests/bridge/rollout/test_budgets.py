@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from rl_bridge.data.budget import Budget, Spending
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import Budget, SamplingParams, Spending
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
 from rl_bridge.models.source import StateSource
-from rl_bridge.models.turns import TurnTemplate
+from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.conversations import Conversations
 from tests.bridge.rollout.simulated import SimulatedSampler, SimulatedSteps

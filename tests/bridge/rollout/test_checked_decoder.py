@@ -22,13 +22,13 @@ from transformers import (
     RecurrentGemmaForCausalLM,
 )
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.source import StateSource
 from rl_bridge.parallel.attention import use_rl_fn_attention
-from rl_bridge.rollout import InProcessRollout, checked_decoder
+from rl_bridge.rollout import InProcessRollout, inprocess
 from rl_bridge.rollout.cached_model import Arrangement
-from rl_bridge.rollout.checked_decoder import check_decoder
 from rl_bridge.rollout.decoder import Decoder
+from rl_bridge.rollout.inprocess import check_decoder
 from tests.bridge.families import zoo
 
 SAMPLING = SamplingParams(max_new_tokens=1)
@@ -207,7 +207,7 @@ class CountsFromTheLongest(MistralForCausalLM):
 
 def test_what_differs_falls_back_to_rows_of_one_length_with_one_line(caplog):
     model = made(lambda: CountsFromTheLongest(MistralConfig(**SMALL, sliding_window=4)))
-    with caplog.at_level(logging.WARNING, "rl_bridge.rollout.checked_decoder"):
+    with caplog.at_level(logging.WARNING, "rl_bridge.rollout.inprocess"):
         arrangement = check_decoder(model)
     assert arrangement == Arrangement(attention="eager", read_packed=False, step_together=False)
     (record,) = caplog.records
@@ -239,7 +239,7 @@ def calls_of(model):
 
 
 def test_a_class_with_one_configuration_is_tried_once(monkeypatch):
-    monkeypatch.setattr(checked_decoder, "_found", {})
+    monkeypatch.setattr(inprocess, "_found", {})
     config = LlamaConfig(**SMALL)
     first, second, other = (
         made(lambda c=c: LlamaForCausalLM(c)) for c in (config, config, LlamaConfig(**SMALL | {"num_hidden_layers": 1}))
@@ -261,7 +261,7 @@ def test_nothing_is_tried_without_values():
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_rollout_is_checked_when_it_is_built(precision, tokenizer, monkeypatch):
-    monkeypatch.setattr(checked_decoder, "_found", {})
+    monkeypatch.setattr(inprocess, "_found", {})
     source = StateSource(made(lambda: LeaksBetweenRows(LlamaConfig(**SMALL))))
     with pytest.raises(NotImplementedError, match="LeaksBetweenRows"):
         InProcessRollout(source, tokenizer, precision=precision)

@@ -3,11 +3,10 @@ import random
 import pytest
 
 from rl_bridge.environments import Step
-from rl_bridge.environments.session import Session
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.turns import TurnTemplate
-from rl_bridge.rollout.conversation import Limits, Opening
-from rl_bridge.rollout.conversations import Conversations
+from rl_bridge.environments.environment import Session
+from rl_bridge.models.small import character_tokenizer
+from rl_bridge.models.turn_template import TurnTemplate
+from rl_bridge.rollout.conversations import Conversations, Limits, Opening
 from tests.bridge.rollout.simulated import SimulatedSampler, SimulatedSteps
 
 TOKENIZER = character_tokenizer("0123456789+-=?")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.data.requests import RowRequest, SamplingParams
 from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import RowRequest, SamplingParams
 from rl_bridge.engines import InferenceEngine, Mesh
 from rl_bridge.environments import Step
-from rl_bridge.executors.local import LocalExecutor
+from rl_bridge.executors.session import LocalExecutor
 from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
 

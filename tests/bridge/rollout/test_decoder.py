@@ -20,10 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.rollout.decoder import Decoder
-from rl_bridge.rollout.token_sampler import draw
+from rl_bridge.rollout.sampling import draw
 
 STOP = 1
 SAMPLING = SamplingParams(max_new_tokens=1, temperature=0.8)

@@ -5,7 +5,16 @@ import logging
 import pytest
 import yaml
 
-from rl_bridge.rollout.vllm.flashrl import FILE, FUNCTIONS, HEAD, LEVEL, Setting, Settings, set_logging, settings_of
+from rl_bridge.rollout.inside_vllm.flashrl import (
+    FILE,
+    FUNCTIONS,
+    HEAD,
+    LEVEL,
+    Setting,
+    Settings,
+    set_logging,
+    settings_of,
+)
 
 
 def test_without_a_variable_nothing_is_set():
@@ -67,12 +76,12 @@ def test_variables_that_say_nothing_are_refused(variables, message):
 
 
 def test_messages_go_to_the_file_at_the_level(tmp_path):
-    logger = logging.getLogger("rl_bridge.rollout.vllm")
+    logger = logging.getLogger("rl_bridge.rollout.inside_vllm")
     level, handlers = logger.level, list(logger.handlers)
     try:
         for _ in range(2):  # every process calls it, some twice
             set_logging({LEVEL: "debug", FILE: str(tmp_path / "log")})
-        logging.getLogger("rl_bridge.rollout.vllm.quantizing").debug("quantised")
+        logging.getLogger("rl_bridge.rollout.inside_vllm.quantized_loading").debug("quantised")
         assert (tmp_path / "log").read_text().count("DEBUG quantised") == 1
         with pytest.raises(ValueError, match="must be a level of logging, got 'loud'"):
             set_logging({LEVEL: "loud"})

@@ -6,14 +6,13 @@ import pytest
 import scipy.stats
 import torch
 
-from rl_bridge.data.budget import Budget, Spending
-from rl_bridge.data.requests import SamplingParams, requests_of
 from rl_bridge.data.token_batch import collate
-from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.data.trajectory import Budget, SamplingParams, Spending, requests_of
+from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.source import PretrainedSource, StateSource, fill
 from rl_bridge.models.stored_tensors import TensorsInHand
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
 from tests.bridge.data.trajectories import generate
 from tests.bridge.rollout.distribution import HOSTILE, truncated
 
@@ -256,7 +255,7 @@ def test_what_is_not_finished_in_time_comes_back_with_what_it_has(rollout, monke
     """The clock counts how often it is read: once at the start, and once a token."""
     whole = generate(rollout, PROMPTS, SAMPLING)
     clock = itertools.count()
-    monkeypatch.setattr("rl_bridge.rollout.generating.Spending", lambda budget: Spending(budget, lambda: next(clock)))
+    monkeypatch.setattr("rl_bridge.rollout.worker.Spending", lambda budget: Spending(budget, lambda: next(clock)))
     found = [
         t for row in rollout.generate(requests_of(PROMPTS, SAMPLING.seed), SAMPLING, Budget(seconds=3.5)) for t in row
     ]

@@ -4,12 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.pinned import truncation
-from rl_bridge.rollout.served.asking import Ask
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.sampling import truncation
 from rl_bridge.rollout.served.openai import EXTENSIONS, OpenAIEndpoint
+from rl_bridge.rollout.served.protocol import Ask
 from rl_bridge.rollout.served.sglang import request_of
-from rl_bridge.rollout.served.vllm_requests import sampling_fields
+from rl_bridge.rollout.served.vllm_server import sampling_fields
 
 NEUTRAL = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 NEUTRAL |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -55,7 +55,7 @@ def test_vllm_takes_no_default_for_what_is_sent(options):
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from rl_bridge.rollout.vllm.sampling import vllm_sampling
+    from rl_bridge.rollout.vllm.engine import vllm_sampling
 
     class Defaults(dict):
         def get(self, name, default=None):

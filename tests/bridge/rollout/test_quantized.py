@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.source import StateSource
-from rl_bridge.pipelines.rollouts import RolloutOptions
+from rl_bridge.modules.scoring import TokenScorer
+from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.rollout.quantized import Int8Linear
-from rl_bridge.trainers.modules.scoring import TokenScorer
-from rl_bridge.weights.quantized import Quantize
-from rl_bridge.weights.through import Cast
+from rl_bridge.rollout.inprocess import Int8Linear
+from rl_bridge.weights.transforms import Cast, Quantize
 from tests.bridge.data.trajectories import generate
 
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]

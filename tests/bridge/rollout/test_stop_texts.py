@@ -7,15 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
-from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.source import StateSource
-from rl_bridge.models.turns import TurnTemplate
+from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.rollout.stop_texts import StopTexts
-from rl_bridge.rollout.token_sampler import request_seeds
+from rl_bridge.rollout.sampling import StopTexts, request_seeds
 from tests.bridge.data.trajectories import generate
 from tests.bridge.models.chat_templates import bytes_tokenizer, pieces_tokenizer
 from tests.bridge.rollout.stopped import assert_cut_at_the_text, naive

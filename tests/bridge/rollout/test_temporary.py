@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import rl_bridge.rollout.temporary
-from rl_bridge.rollout.temporary import KINDS, TemporaryFolder
+import rl_bridge.common.files
+import rl_bridge.rollout
+from rl_bridge.common.files import KINDS, TemporaryFolder
 
 # Loaded from its file: nothing of the package need be imported in a process that is to be killed.
 HOLDS = """
@@ -35,7 +36,7 @@ time.sleep(60)
 @pytest.fixture
 def holder(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, rl_bridge.rollout.temporary.__file__, str(tmp_path)], stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLDS, rl_bridge.common.files.__file__, str(tmp_path)], stdout=subprocess.PIPE
     )
     process.folders = [Path(process.stdout.readline().decode().strip()) for _ in KINDS]
     forked = int(process.stdout.readline())
@@ -63,7 +64,7 @@ def test_a_killed_process_leaves_nothing_to_the_next_start(holder, tmp_path, kin
 
 def test_the_folders_of_engines_are_of_these_kinds():
     """No other temporary folder is made for a rollout."""
-    package = Path(rl_bridge.rollout.temporary.__file__).parent
+    package = Path(rl_bridge.rollout.__file__).parent
     for path in package.rglob("*.py"):
         assert "mkdtemp" not in path.read_text(), path
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.token_sampler import draw, request_seeds
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.sampling import draw, request_seeds
 from tests.bridge.rollout.distribution import truncated
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from rl_bridge.atomic import replacing
+from rl_bridge.common.files import replacing
 from rl_bridge.engines import TrainEngine
-from rl_bridge.tracking import recorder
-from rl_bridge.tracking.run import Run
+from rl_bridge.run import recorder
+from rl_bridge.run.run import Run
 
 CALLS = ("rename", "replace", "fsync", "mkdir", "unlink", "ftruncate", "rmdir")
 STEPS = 6

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rl_bridge.tracking.records import read_records
-from rl_bridge.tracking.run import Run
+from rl_bridge.run.records import read_records
+from rl_bridge.run.run import Run
 
 STEPS = 60
 
@@ -47,7 +47,7 @@ def test_a_figure_that_cannot_be_drawn_costs_no_run_usr_16(tmp_path, capsys, mon
     def broken(*_, **__):
         raise RuntimeError("no font")
 
-    monkeypatch.setattr("rl_bridge.tracking.recorder.draw_curves", broken)
+    monkeypatch.setattr("rl_bridge.run.recorder.draw_curves", broken)
     with Run(tmp_path / "run", Config()) as run:
         for step in run.steps("policy", 1, state={}):
             run.log(step, {"reward": 1.0})

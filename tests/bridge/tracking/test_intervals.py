@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl_bridge.tracking.intervals import confidence_interval, over_seeds, over_units, student
+from rl_bridge.common.statistics import confidence_interval, over_seeds, over_units, student
 
 
 def covered(low, high):

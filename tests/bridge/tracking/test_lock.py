@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.tracking import lock
-from rl_bridge.tracking.lock import RunLock
+from rl_bridge.common import files
+from rl_bridge.common.files import RunLock
 from tests.bridge.tracking.test_resuming import Options, Run, go
 
 # A process that takes the lock, says so, and holds it until its input ends. Only the file itself is loaded.
 HOLDER = f"""
 import importlib.util, os, pathlib, sys
-spec = importlib.util.spec_from_file_location("lock", {lock.__file__!r})
+spec = importlib.util.spec_from_file_location("lock", {files.__file__!r})
 lock = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lock)
 sys.stdin.readline()
@@ -72,11 +72,11 @@ def test_the_lock_of_a_dead_process_stops_nobody(tmp_path, how):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait(30)
     held = RunLock(tmp_path)  # a child that the dead process forked lives on without the lock
-    assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / files.NAME).read_text())["pid"] == os.getpid()
     holder.stdin.close(), holder.stdout.close()
     held.release()
     held.release()
-    assert (tmp_path / lock.NAME).read_text() == ""
+    assert (tmp_path / files.NAME).read_text() == ""
 
 
 def test_a_run_is_refused_while_another_one_has_its_folder(tmp_path):

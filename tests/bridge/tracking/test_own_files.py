@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from rl_bridge.tracking.exporters.session import ExportOptions, export
-from rl_bridge.tracking.lock import RunLock
-from rl_bridge.tracking.provenance import write_provenance
-from rl_bridge.tuning.study import run_study
+from rl_bridge.common.files import RunLock
+from rl_bridge.run.exporters.export import ExportOptions, export
+from rl_bridge.run.provenance import write_provenance
+from rl_tools.tune.study import run_study
 from tests.bridge.tracking.test_resuming import go
 from tests.bridge.tuning.tuner import study_of
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rl_bridge.data.arithmetic import arithmetic_rows
+from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.rewards import exact_match, load_reward
-from rl_bridge.tracking.comparison import options_of
-from rl_bridge.tracking.fingerprints import of_function, of_rows
-from rl_bridge.tracking.options import MAY_CHANGE, RunOptions
-from rl_bridge.tracking.run import Run
+from rl_bridge.run.folder import options_of
+from rl_bridge.run.options import MAY_CHANGE, RunOptions
+from rl_bridge.run.provenance import of_function, of_rows
+from rl_bridge.run.run import Run
 
 
 @dataclass(frozen=True)
@@ -232,4 +232,4 @@ def test_fingerprints_are_of_what_is_there_not_of_where_it_lies(tmp_path):
         sources[name] = of_function(load_reward(f"{tmp_path / name}.py:f"))
     assert sources["a"] == sources["b"] != sources["c"]
     assert of_function(load_reward(f"{tmp_path}/a.py:g")) != sources["a"]
-    assert of_function(exact_match) == "rl_bridge.rewards.verifiable.exact_match"
+    assert of_function(exact_match) == "rl_bridge.rewards.sources.exact_match"

@@ -15,12 +15,12 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from rl_bridge import step_folders
 from rl_bridge.checkpoints import CheckpointError
-from rl_bridge.tracking.curves import draw_curves
-from rl_bridge.tracking.intervals import confidence_interval
-from rl_bridge.tracking.options import RunOptions
-from rl_bridge.tracking.run import Run, Stopped
+from rl_bridge.common import step_folders
+from rl_bridge.common.statistics import confidence_interval
+from rl_bridge.run.options import RunOptions
+from rl_bridge.run.recorder import draw_curves
+from rl_bridge.run.run import Run, Stopped
 
 
 @dataclass
@@ -116,7 +116,7 @@ def test_what_a_run_leaves_behind(whole):
 
 def test_seconds_are_of_all_sessions(tmp_path):
     now = 100.0
-    with patch("rl_bridge.tracking.run.time", SimpleNamespace(monotonic=lambda: now)):
+    with patch("rl_bridge.run.run.time", SimpleNamespace(monotonic=lambda: now)):
         with Run(tmp_path / "run", Config(), checkpoint_every=1) as run:
             for step in run.steps("only", 2, state={}):
                 now += 3.0

@@ -6,22 +6,21 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.pair_batch import PairBatch
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
-from rl_bridge.engines.lifecycle import torch_worker
-from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.source import StateSource
+from rl_bridge.modules.comparison import ComparisonLoss, PreferenceModule
+from rl_bridge.modules.policy import PolicyModule, mean
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule, mean
-from rl_bridge.trainers.modules.preference import PreferenceModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.trainers.modules.supervised import SupervisedModule
 from tests.bridge.models.lora_families import tiny
 from tests.bridge.parallel.one_step import host_of_rank, mesh_of, whole
 from tests.bridge.ready import ready

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.algorithms import completion_log
+from rl_bridge.algorithms.completion_log import CompletionLog, due
+from rl_bridge.algorithms.policy_setup import PolicyEngines
+from rl_bridge.algorithms.sampling import Sampled
+from rl_bridge.algorithms.update import Updates
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Engine, Mesh, NeedParallel
-from rl_bridge.engines.results import declared, returns
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy_inputs import completion_log
-from rl_bridge.trainers.policy_inputs.completion_log import CompletionLog, due
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
-from rl_bridge.trainers.policy_inputs.sampling import Sampled
-from rl_bridge.trainers.policy_inputs.updates import Updates
+from rl_bridge.engines.dispatch import declared, returns
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from tests.bridge.engines.many_hosts import ManyHosts
 from tests.bridge.ready import ready
 from tests.bridge.trainers.test_policy_gradient import make_batch

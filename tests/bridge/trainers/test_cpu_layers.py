@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rl_bridge.trainers.modules.cpu_layers import _Linear, _RMSNorm, _SwiGLU, product, use_cpu_layers
+from rl_bridge.modules.cpu_layers import _Linear, _RMSNorm, _SwiGLU, product, use_cpu_layers
 
 
 def made(dtype: Any = torch.float64) -> Any:

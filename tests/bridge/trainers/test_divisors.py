@@ -8,19 +8,18 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.advantages import Inputs
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
+from rl_bridge.algorithms.sampling import Sampled, Sampler
+from rl_bridge.algorithms.supervised_training import SFTConfig, WarmStart, train_sft
+from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.engines import TrainEngine
 from rl_bridge.models.source import StateSource
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rewards import load
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
-from rl_bridge.trainers.policy_inputs.inputs import Inputs
-from rl_bridge.trainers.policy_inputs.sampling import Sampled, Sampler
-from rl_bridge.trainers.sft import SFTConfig, WarmStart, train_sft
 
 # Prompts and completions of different lengths, also where the prompt is longer than all completions together.
 ROWS = [single_turn([2, 3, 4, 5, 6, 7, 8, 9], [4, 1]), single_turn([6], [7, 8, 9, 2, 3, 1]), single_turn([5, 5], [1])]

@@ -9,17 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 import rl_fn
-from rl_bridge.models.loading import save_pretrained
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.update import Updates
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.models.source import StateSource
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.pipelines.control import ControlOptions
-from rl_bridge.pipelines.models_of_policy import CriticOptions
-from rl_bridge.pipelines.objective import objective_options
-from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
-from rl_bridge.tracking import recorder
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.policy_inputs.updates import Updates
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.objective_options import ControlOptions, objective_options
+from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, prepare, train_and_evaluate
+from rl_bridge.run import recorder
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
 # Of four completions there is one set of four, which has no lead over another.

@@ -5,15 +5,14 @@ import copy
 import pytest
 import torch
 
-from rl_bridge.data.pair_batch import collate_comparisons
+from rl_bridge.data.comparisons import collate_comparisons
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.encoding import encode_row
-from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.preference import PreferenceModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
+from rl_bridge.modules.comparison import ComparisonLoss, PreferenceModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from tests.bridge.models.lora_families import tiny
 from tests.bridge.ready import ready
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.trainers.modules.fused import require_token_local
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.modules.policy import PolicyModule, require_token_local
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_fn import components
 from tests.bridge.ready import ready
 from tests.bridge.trainers.test_prefix_sharing import APART, make_batch, step

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.algorithms.update import ALARM, Mismatch
 from rl_bridge.data.token_batch import TokenBatch
-from rl_bridge.trainers.policy_inputs.mismatch import ALARM, Mismatch
 from rl_fn import components
 from tests.bridge.trainers.test_policy_loop import longest_is_best, run_loop
 

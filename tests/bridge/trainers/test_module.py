@@ -4,13 +4,13 @@ import math
 import pytest
 import torch
 
+from rl_bridge.algorithms.supervised_training import supervised_batch
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.encoding import encode_row
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
-from rl_bridge.trainers.sft import supervised_batch
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from tests.bridge.ready import ready
 
 BATCH = collate([single_turn([2, 3, 4], [4, 5, 1]), single_turn([6], [7, 1])], 0)

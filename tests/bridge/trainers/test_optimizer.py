@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.trainable import CausalLMModule
+from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig
 from tests.bridge.ready import ready
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.micro_batches import stand_in
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule, mean
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
+from rl_bridge.data.token_batch import stand_in
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.modules.policy import PolicyModule, mean
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_fn import components
 from tests.bridge.data.trajectories import random_batch
 from tests.bridge.ready import ready

@@ -7,19 +7,15 @@ import math
 import pytest
 
 import rl_fn
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.coefficients import Coefficients, Controlled, constraint
+from rl_bridge.algorithms.evaluation import Archive, Evaluator, pass_rates
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.sampling import Sampler, overlong, without_signal
+from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Trajectory, single_turn
-from rl_bridge.pipelines.control import ControlOptions, controlled
-from rl_bridge.pipelines.objective import objective_options
+from rl_bridge.pipelines.objective_options import ControlOptions, KLOptions, controlled, objective_options
 from rl_bridge.pipelines.policy import evaluate_both
-from rl_bridge.pipelines.terms import KLOptions
 from rl_bridge.rewards import load
-from rl_bridge.trainers.evaluation import Evaluator, pass_rates
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.policy_inputs.archive import Archive
-from rl_bridge.trainers.policy_inputs.controlled import Coefficients, Controlled, constraint
-from rl_bridge.trainers.policy_inputs.rewards import overlong
-from rl_bridge.trainers.policy_inputs.sampling import Sampler, without_signal
 from rl_fn import components
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]

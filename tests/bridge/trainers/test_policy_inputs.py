@@ -8,28 +8,23 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.advantages import Inputs, steps_of
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
+from rl_bridge.algorithms.sampling import Sampled, Sampler, completions
+from rl_bridge.algorithms.update import Updates
+from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
-from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax, trace
-from rl_bridge.models.source import StateSource
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.models.values import ValueSource
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.models.source import StateSource, ValueSource
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.value import ValueModule
 from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.trainers.modules.value import ValueModule
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
-from rl_bridge.trainers.policy_inputs.inputs import Inputs
-from rl_bridge.trainers.policy_inputs.sampling import Sampled, Sampler, completions
-from rl_bridge.trainers.policy_inputs.scalar import ScalarOptions
-from rl_bridge.trainers.policy_inputs.states import steps_of
-from rl_bridge.trainers.policy_inputs.updates import Updates
 from rl_fn import components
 from tests.bridge.pipelines.tracing import module_of
 

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.evaluation import Evaluator, evaluate
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
+from rl_bridge.algorithms.policy_training import train_policy
+from rl_bridge.algorithms.sampling import Sampler, completions
+from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh
+from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import load
-from rl_bridge.trainers.evaluation import Evaluator, evaluate
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy import train_policy
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
-from rl_bridge.trainers.policy_inputs.sampling import Sampler, completions
 
 ROWS = [{"prompt": str(i), "answer": str(i), "_where": f"rows, row {i}"} for i in range(10)]
 

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.pair_batch import collate_comparisons, stand_in_pair
+from rl_bridge.algorithms.comparison_training import accumulate
+from rl_bridge.data.comparisons import collate_comparisons, stand_in_pair
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import NeedParallel
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.trainers.comparison_steps import accumulate
-from rl_bridge.trainers.modules import comparison_loss
-from rl_bridge.trainers.modules.comparison_loss import PREFERENCE_LOSSES, ComparisonLoss
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import mean
-from rl_bridge.trainers.modules.preference import PreferenceModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.modules import comparison
+from rl_bridge.modules.comparison import PREFERENCE_LOSSES, ComparisonLoss, PreferenceModule
+from rl_bridge.modules.policy import mean
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from tests.bridge.data.comparisons import random_comparisons
 from tests.bridge.ready import ready
 
@@ -112,7 +111,7 @@ def test_the_gradient_is_that_of_the_formula_in_one_pass(module, name):
 
 def test_every_loss_of_the_family_is_one_that_trains_or_is_known_to_train_nothing():
     family = set(rl_fn.preference_losses.__all__)
-    known = {*PREFERENCE_LOSSES, *comparison_loss.REWARD_LOSSES, *comparison_loss.WATCHED}
+    known = {*PREFERENCE_LOSSES, *comparison.REWARD_LOSSES, *comparison.WATCHED}
     assert known == family and {loss.name for loss in CASES.values()} == set(PREFERENCE_LOSSES)
     files = [getattr(rl_fn.preference_losses, name).__module__ for name in family]
     assert all(file.startswith("rl_fn.preference_losses.") for file in files)

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.micro_batches import micro_batches
-from rl_bridge.data.prefixes import WORTH, prefixes_worth_sharing, units_of
-from rl_bridge.data.token_batch import collate
+from rl_bridge.data.token_batch import WORTH, collate, micro_batches, prefixes_worth_sharing, units_of
 from rl_bridge.data.trajectory import Trajectory, single_turn
-from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.modules.policy import PolicyModule, mean
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.documents import Documents
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule, mean
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.supervised import SupervisedModule
 from rl_fn import components
 from tests.bridge.ready import ready
 

@@ -8,18 +8,16 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import rl_fn
-from rl_bridge.data.pair_batch import stand_in_pair
-from rl_bridge.engines.lifecycle import torch_worker
-from rl_bridge.models.source import StateSource
-from rl_bridge.models.tiny import tiny_qwen2
-from rl_bridge.models.values import PretrainedValueSource, ValueSource
-from rl_bridge.trainers.comparison_steps import held_out_metrics
-from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import mean
-from rl_bridge.trainers.modules.reward_model import RewardModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.value import ValueScorer
+from rl_bridge.algorithms.comparison_training import held_out_metrics
+from rl_bridge.data.comparisons import stand_in_pair
+from rl_bridge.engines.worker import torch_worker
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.models.source import PretrainedValueSource, StateSource, ValueSource
+from rl_bridge.modules.comparison import ComparisonLoss, RewardModule
+from rl_bridge.modules.policy import mean
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.value import ValueScorer
 from tests.bridge.data.comparisons import random_comparisons
 
 MARGIN = torch.linspace(0.0, 1.0, 7)

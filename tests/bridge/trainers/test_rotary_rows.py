@@ -6,10 +6,10 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.checks import Fits
-from rl_bridge.parallel.plain import eager_attention, plain_values
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.models.row_checks import Fits
+from rl_bridge.models.small import character_tokenizer
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.parallel.probe import eager_attention, plain_values
 from tests.bridge.parallel.models import SIZES, tiny
 from tests.bridge.ready import ready
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule, mean
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.trainers.policy_inputs.engines import require_same_scoring
+from rl_bridge.algorithms.policy_setup import require_same_scoring
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.modules.policy import PolicyModule, mean
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.modules.trainable import OptimizerConfig
 from tests.bridge.data.trajectories import random_batch
 from tests.bridge.ready import ready
 

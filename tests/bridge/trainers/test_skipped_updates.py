@@ -8,15 +8,19 @@ import torch
 from safetensors import safe_open
 
 import rl_fn
-from rl_bridge.data.examples import Example
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.comparison_training import (
+    PreferenceConfig,
+    RewardModelConfig,
+    train_preference,
+    train_reward_model,
+)
+from rl_bridge.algorithms.supervised_training import SFTConfig, train_sft
+from rl_bridge.data.comparisons import Example
+from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import NeedParallel
-from rl_bridge.tracking.run import Run
-from rl_bridge.trainers.modules.comparison_loss import ComparisonLoss
-from rl_bridge.trainers.preference import PreferenceConfig, train_preference
-from rl_bridge.trainers.reward_model import RewardModelConfig, train_reward_model
-from rl_bridge.trainers.sft import SFTConfig, train_sft
+from rl_bridge.modules.comparison import ComparisonLoss
+from rl_bridge.run.run import Run
 from tests.bridge.trainers.test_policy_loop import FakePolicy, longest_is_best, run_loop
 
 STEPS, ROW = 6, single_turn([2, 3], [4, 5])

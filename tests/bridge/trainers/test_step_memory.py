@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.data.micro_batches import micro_batches
-from rl_bridge.data.prefixes import units_of
-from rl_bridge.data.token_batch import collate
+from rl_bridge.data.token_batch import collate, micro_batches, units_of
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.models.tiny import TinySource
+from rl_bridge.models.small import TinySource
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.documents import Documents
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.policy import PolicyModule
-from rl_bridge.trainers.modules.scoring import ScoringConfig
 from rl_fn.objectives.dialects import trl
 from tests.bridge.ready import ready
 from tests.kernels.live_bytes import LiveBytes

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rl_bridge.trainers.modules.policy import mean
-from rl_bridge.trainers.policy_inputs.updates import over_counted
+from rl_bridge.algorithms.update import over_counted
+from rl_bridge.modules.policy import mean
 from tests.rl_fn.recipe_batches import OBJECTIVES, batch, loss_alone, mapped
 
 OF_COMPUTED = {"ratio_mean", "approx_kl", "kl", "entropy", "mismatch_k3", "correction_weight"}

@@ -8,14 +8,13 @@ from transformers import AutoModelForSequenceClassification
 
 import rl_fn
 from rl_bridge.engines import NeedParallel, TrainEngine
-from rl_bridge.engines.lifecycle import torch_worker
-from rl_bridge.models.source import PretrainedSource, StateSource
-from rl_bridge.models.tiny import TinySource
-from rl_bridge.models.values import PretrainedValueSource, ValueSource
+from rl_bridge.engines.worker import torch_worker
+from rl_bridge.models.small import TinySource
+from rl_bridge.models.source import PretrainedSource, PretrainedValueSource, StateSource, ValueSource
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.value import ValueModule, ValueScorer
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.trainers.modules.optimizer import OptimizerConfig
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.modules.value import ValueModule, ValueScorer
 from rl_fn import components
 from tests.bridge.data.trajectories import random_batch
 from tests.bridge.parallel.one_step import make

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.cli import main
-from rl_bridge.tracking.records import METRICS, read_records
-from rl_bridge.tuning.report import read_study
+from rl_bridge.run.records import METRICS, read_records
+from rl_tools.cli import main
+from rl_tools.tune.study_report import read_study
 from tests.processes import gone
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ def tuner(folder, every):
     """``rl-fn tune`` as a terminal starts a command: the leader of a group of its own, which gets Ctrl-C."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "bridge"))}
     with folder.with_name(f"{folder.name}.log").open("wb") as log:
-        words = [sys.executable, "-m", "rl_bridge.cli", "tune", *words_of(folder, every)]
+        words = [sys.executable, "-m", "rl_tools.cli", "tune", *words_of(folder, every)]
         return subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 

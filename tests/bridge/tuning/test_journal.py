@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_bridge.tuning.journal import Journal, read_journal
+from rl_tools.tune.journal import Journal, read_journal
 
 EVENTS = [
     {"kind": "study"},

@@ -2,12 +2,12 @@
 
 import pytest
 
-from rl_bridge import cli
-from rl_bridge.pipelines.preference import PreferencePipeline
-from rl_bridge.recipes import quickstart
-from rl_bridge.tuning.commands import run
-from rl_bridge.tuning.options import corners, options_of, read_space, words_of
-from rl_bridge.tuning.space import Interval
+from rl_bridge.pipelines.comparison import PreferencePipeline
+from rl_bridge.pipelines.policy import quickstart
+from rl_tools import trainers
+from rl_tools.trainers import options_of
+from rl_tools.tune.commands import run
+from rl_tools.tune.space import Interval, corners, read_space, words_of
 
 POLICY = options_of(quickstart())
 
@@ -30,7 +30,7 @@ def test_a_recipe_has_options_of_its_own():
     assert named["policy.steps"].domain == Interval(1, 8, whole=True), "an integer by the option's type"
     for corner in corners(space):
         made = words_of(corner, POLICY, ["--track-kl"])
-        config = cli.parse(quickstart(), made, prog="x")
+        config = trainers.parse(quickstart(), made, prog="x")
         assert config.objective.algorithm == corner["objective"] and config.policy.steps in (1, 8)
         assert config.policy.responses_per_prompt * config.policy.prompts_per_step == 768
         assert config.objective.clip_high == corner["objective.clip-high"] and config.track_kl
@@ -46,10 +46,10 @@ def test_without_a_word_the_recipe_is_the_trainers_own():
     space = read_space({"objective.clip-high": "0.1..0.3"}, POLICY, [])
     made = words_of({"objective.clip-high": 0.25}, POLICY, ["--policy.steps", "3"])
     assert [p.when for p in space] == [None] and made[0] == "objective:dapo"
-    assert cli.parse(quickstart(), made, prog="x").objective.clip_high == 0.25
+    assert trainers.parse(quickstart(), made, prog="x").objective.clip_high == 0.25
     losses = options_of(PreferencePipeline)
     space = read_space({"loss": "dpo,aot_unpaired"}, losses, [])
-    config = cli.parse(
+    config = trainers.parse(
         PreferencePipeline, words_of({"loss": space.parameters[0].domain.points(2)[1]}, losses, []), prog=""
     )
     assert config.loss.loss == "aot_unpaired"
@@ -124,6 +124,6 @@ def test_a_command_that_cannot_be_is_refused_before_a_folder_is_made(wrong, tmp_
 def test_a_study_without_a_complete_trial_exits_with_1(statuses, exit_status, monkeypatch, tmp_path):
     """TOOL-8: it was 0 with every trial failed."""
     events = [{"kind": "told", "trial": number, "status": status} for number, status in enumerate(statuses)]
-    monkeypatch.setattr("rl_bridge.tuning.study.run_study", lambda study, resume: events)
-    monkeypatch.setattr("rl_bridge.tuning.report.write_report", lambda folder: [])
+    monkeypatch.setattr("rl_tools.tune.study.run_study", lambda study, resume: events)
+    monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
     assert run(["policy", "--space.policy.steps", "1..3", "--output", str(tmp_path)]) == exit_status

@@ -2,10 +2,10 @@
 
 import json
 
-from rl_bridge.tuning.objectives import parse_goal
-from rl_bridge.tuning.records import RunRecords
-from rl_bridge.tuning.scheduler import Plan
-from rl_bridge.tuning.state import Key
+from rl_tools.tune.goals import parse_goal
+from rl_tools.tune.journal import Key
+from rl_tools.tune.scheduler import Plan
+from rl_tools.tune.study import RunRecords
 
 KEY = Key(0, 1)
 

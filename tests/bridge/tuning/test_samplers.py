@@ -6,11 +6,16 @@ import json
 import numpy as np
 import pytest
 
-from rl_bridge.tuning.samplers import SAMPLERS, Result, make_sampler
-from rl_bridge.tuning.samplers.function import FunctionSampler, load_function
-from rl_bridge.tuning.samplers.protocol import penalised
-from rl_bridge.tuning.samplers.random import RandomSampler
-from rl_bridge.tuning.space import Choice, Interval, Parameter, Space
+from rl_tools.tune.samplers import (
+    SAMPLERS,
+    FunctionSampler,
+    RandomSampler,
+    Result,
+    load_function,
+    make_sampler,
+    penalised,
+)
+from rl_tools.tune.space import Choice, Interval, Parameter, Space
 
 SPACE = Space(
     (

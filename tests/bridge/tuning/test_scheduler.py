@@ -5,11 +5,10 @@ import zlib
 
 import pytest
 
-from rl_bridge.tuning.objectives import MissingGoal, parse_constraint, parse_goal
-from rl_bridge.tuning.pruning import Pruning
-from rl_bridge.tuning.samplers.protocol import Result
-from rl_bridge.tuning.scheduler import Exit, Plan, Scheduler
-from rl_bridge.tuning.state import Key, State
+from rl_tools.tune.goals import MissingGoal, Pruning, parse_constraint, parse_goal
+from rl_tools.tune.journal import Key, State
+from rl_tools.tune.samplers import Result
+from rl_tools.tune.scheduler import Exit, Plan, Scheduler
 
 STEPS = 4
 NONE = Pruning()

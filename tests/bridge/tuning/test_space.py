@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl_bridge.tuning.space import Choice, Interval, Parameter, Space, parse_domain
+from rl_tools.tune.space import Choice, Interval, Parameter, Space, parse_domain
 
 SPACE = Space(
     (

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.tracking.lock import RunLock
-from rl_bridge.tuning.journal import read_journal
-from rl_bridge.tuning.objectives import parse_goal
-from rl_bridge.tuning.report import read_study, summary_of
-from rl_bridge.tuning.state import Key
-from rl_bridge.tuning.study import run_study
-from rl_bridge.tuning.trials import last_lines, places, training_command
+from rl_bridge.common.files import RunLock
+from rl_tools.tune.goals import parse_goal
+from rl_tools.tune.journal import Key, read_journal
+from rl_tools.tune.study import last_lines, places, run_study, training_command
+from rl_tools.tune.study_report import read_study, summary_of
 from tests.bridge.tuning.tuner import study_of
 from tests.processes import gone
 

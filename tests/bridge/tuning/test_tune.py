@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rl_bridge.cli import main
-from rl_bridge.tuning.report import read_study, summary_of
+from rl_tools.cli import main
+from rl_tools.tune.study_report import read_study, summary_of
 
 TINY = {"sft.steps": 1, "sft.rows-per-step": 4, "policy.steps": 1, "policy.prompts-per-step": 2, "held-out": 4}
 TINY |= {"policy.responses-per-prompt": 2, "policy.evaluate-every": 1, "checkpoint-every": 1}

@@ -4,15 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-from rl_bridge.tracking.signals import Stopped
-from rl_bridge.tuning import study as module
-from rl_bridge.tuning.objectives import parse_constraint, parse_goal
-from rl_bridge.tuning.pruning import Pruning
-from rl_bridge.tuning.samplers import make_sampler
-from rl_bridge.tuning.scheduler import Plan
-from rl_bridge.tuning.space import Choice, Interval, Parameter, Space
-from rl_bridge.tuning.study import Study, run_study
-from rl_bridge.tuning.trials import places
+from rl_bridge.common.terminal import Stopped
+from rl_tools.tune import study as module
+from rl_tools.tune.goals import Pruning, parse_constraint, parse_goal
+from rl_tools.tune.samplers import make_sampler
+from rl_tools.tune.scheduler import Plan
+from rl_tools.tune.space import Choice, Interval, Parameter, Space
+from rl_tools.tune.study import Study, places, run_study
 
 TOY = Path(__file__).with_name("toy.py")
 module.POLL = 0.01

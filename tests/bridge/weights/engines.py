@@ -10,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rl_bridge.executors.base import Slot
+from rl_bridge.executors.executor import Slot
 from rl_bridge.executors.host import Host
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.tiny import tiny_qwen2
+from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.weights import EngineRef
 
 COLUMNS = (

@@ -11,8 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from rl_bridge.weights import Cast, EngineRef, checksum, exchange, receiver_of, sync_weights
-from rl_bridge.weights.transports import broadcast
+from rl_bridge.weights import Cast, EngineRef, checksum, receiver_of, sync, sync_weights, transports
 from tests.bridge.weights.engines import engine, holds, joined, model
 from tests.bridge.weights.one_process import NAME
 
@@ -53,7 +52,7 @@ class World:
 
 
 def damage_in_a_broadcast(world):
-    def arrived(self, number, arrived=broadcast.Broadcast.arrived):
+    def arrived(self, number, arrived=transports.Broadcast.arrived):
         arrived(self, number)
         if number >= 0 and self.writer is None:
             for bucket in buckets:
@@ -61,14 +60,14 @@ def damage_in_a_broadcast(world):
                     if entry.name == NAME and bucket.number == number:
                         self.frame(bucket).tensor(entry).view(-1)[-1].mul_(-1)
 
-    def init(self, *args, init=broadcast.Broadcast.__init__):
+    def init(self, *args, init=transports.Broadcast.__init__):
         buckets.extend(args[4])
         init(self, *args)
 
     buckets = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broadcast.Broadcast, "arrived", arrived)
-        patch.setattr(broadcast.Broadcast, "__init__", init)
+        patch.setattr(transports.Broadcast, "arrived", arrived)
+        patch.setattr(transports.Broadcast, "__init__", init)
         with pytest.raises(RuntimeError, match=f"slot 1: (.|\n)*weight '{NAME}' was damaged on the way"):
             world.sync(SHARDS, COPY, "broadcast")
     assert world.version(ONE) in (None, "elsewhere")
@@ -211,7 +210,7 @@ def nothing_is_left_of_shared_memory(world):
 def a_peer_that_does_not_come(world):
     """The last one: the process group is of no use afterwards."""
 
-    def transfer(host, job, transfer=exchange.transfer):
+    def transfer(host, job, transfer=sync.transfer):
         return transfer(host, job) if host.slot == 0 else None
 
     with pytest.MonkeyPatch.context() as patch:
@@ -256,7 +255,7 @@ def killed_half_way(rank, address, queue):
     host, executor = joined(rank, address, 2)
     world = World(host, executor, None)
 
-    def arrived(self, number, arrived=broadcast.Broadcast.arrived):
+    def arrived(self, number, arrived=transports.Broadcast.arrived):
         if host.slot == 1 and number == 2:
             queue.put((1, "killed", 0.0))
             queue.close()
@@ -264,12 +263,12 @@ def killed_half_way(rank, address, queue):
             os._exit(0)
         arrived(self, number)
 
-    broadcast.Broadcast.arrived = arrived
+    transports.Broadcast.arrived = arrived
     source, target = engine(host, "policy", "copies", (0,), seed=1), engine(host, "rollout", "copies", (0, 1), seed=2)
     outcome = []
 
     def call(function, arguments, /, *, what, timeout, call=executor.call):
-        if function is not exchange.transfer:
+        if function is not sync.transfer:
             return call(function, arguments, what=what, timeout=timeout)
         began = time.monotonic()
         try:

@@ -7,10 +7,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_bridge.splitmix64 import GOLDEN, MASK, mix, signed
+from rl_bridge.common.splitmix64 import GOLDEN, MASK, mix, signed
 from rl_bridge.weights import checksum
 
-bits = importlib.import_module("rl_bridge.weights.bits")
+bits = importlib.import_module("rl_bridge.weights.checksum")
 WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.int8: 1}
 DTYPES = st.sampled_from(list(WIDTHS))
 

@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 
+from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
-from rl_bridge.weights.compressed_tensors import write_checkpoint
-from rl_bridge.weights.quantized import LAYOUTS
-from rl_bridge.weights.through import Cast
+from rl_bridge.weights.transforms import LAYOUTS, Cast
 
 
 def stored(folder):

@@ -9,8 +9,8 @@ from rl_bridge.weights import (
     Arrival,
     WeightSyncError,
     receiver_of,
+    transports,
 )
-from rl_bridge.weights.transports import file, same_slot, shared_memory
 from tests.bridge.weights.one_process import NAME, TRANSPORTS, module_of, same, sync, version
 
 
@@ -24,11 +24,11 @@ def damage_same_slot(patch):
     def arrival(name, tensor, part, claims):
         return Arrival(name, damaged(tensor) if name == NAME else tensor, part, claims)
 
-    patch.setattr(same_slot, "Arrival", arrival)
+    patch.setattr(transports, "Arrival", arrival)
 
 
 def damage_shared_memory(patch):
-    def frame(self, bucket, frame=shared_memory.SharedMemory.frame):
+    def frame(self, bucket, frame=transports.SharedMemory.frame):
         made = frame(self, bucket)
         claims = made.claims
 
@@ -41,18 +41,18 @@ def damage_shared_memory(patch):
         made.claims = damaging
         return made
 
-    patch.setattr(shared_memory.SharedMemory, "frame", frame)
+    patch.setattr(transports.SharedMemory, "frame", frame)
 
 
 def damage_file(patch):
-    def read(path, version, bucket, taker, read=file._read):
+    def read(path, version, bucket, taker, read=transports._read):
         if bucket.entries[-1].name == NAME:
             octets = bytearray(path.read_bytes())
             octets[-1] ^= 1
             path.write_bytes(octets)
         return read(path, version, bucket, taker)
 
-    patch.setattr(file, "_read", read)
+    patch.setattr(transports, "_read", read)
 
 
 DAMAGE = {"same_slot": damage_same_slot, "shared_memory": damage_shared_memory, "file": damage_file}
@@ -78,23 +78,23 @@ def test_one_flipped_bit_on_the_way_is_named_and_the_target_refused_until_a_sync
 
 
 def test_a_truncated_file_is_named(executor, tmp_path, monkeypatch):
-    def read(path, version, bucket, taker, read=file._read):
+    def read(path, version, bucket, taker, read=transports._read):
         path.write_bytes(path.read_bytes()[:-9])
         return read(path, version, bucket, taker)
 
-    monkeypatch.setattr(file, "_read", read)
+    monkeypatch.setattr(transports, "_read", read)
     with pytest.raises(WeightSyncError, match=r"model-00001-of-000\d\d.safetensors"):
         sync(executor, tmp_path, "file")
     assert version(executor) is None
 
 
 def test_a_full_disk_leaves_nothing_behind(executor, tmp_path, monkeypatch):
-    def save(tensors, path, metadata, save=file.save_file):
+    def save(tensors, path, metadata, save=transports.save_file):
         if "00003" in path.name:
             raise OSError(28, "No space left on device")
         save(tensors, path, metadata)
 
-    monkeypatch.setattr(file, "save_file", save)
+    monkeypatch.setattr(transports, "save_file", save)
     with pytest.raises(WeightSyncError, match="No space left on device"):
         sync(executor, tmp_path, "file")
     assert version(executor) is None

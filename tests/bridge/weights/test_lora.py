@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.parallel.head import token_logprobs
+from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.weights import EngineRef, WeightSyncError, checksum, receiver_of, source_of, sync_weights
 from tests.bridge.weights.engines import model
 

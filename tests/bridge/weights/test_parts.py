@@ -10,9 +10,18 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rl_bridge.weights.buckets import Claim, Frame, SourceFailed, plan_buckets
-from rl_bridge.weights.manifest import TensorSpec
-from rl_bridge.weights.parts import inside, overlap, placed_part, volume, whole
+from rl_bridge.weights.manifest import (
+    Claim,
+    Frame,
+    SourceFailed,
+    TensorSpec,
+    inside,
+    overlap,
+    placed_part,
+    plan_buckets,
+    volume,
+    whole,
+)
 
 PLACEMENTS = st.sampled_from([Shard(0), Shard(1), Replicate()])
 

@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams, requests_of
+from rl_bridge.data.trajectory import SamplingParams, requests_of
 from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.weights import Arrival, ModuleReceiver, WeightSyncError, checksum, receiver_of
-from rl_bridge.weights.buckets import Claim
-from rl_bridge.weights.manifest import Manifest, described
-from rl_bridge.weights.parts import inside, whole
-from rl_bridge.weights.source import module_tensors
-from rl_bridge.weights.transports import same_slot
+from rl_bridge.weights import Arrival, ModuleReceiver, WeightSyncError, checksum, receiver_of, transports
+from rl_bridge.weights.manifest import Claim, Manifest, described, inside, whole
+from rl_bridge.weights.module_tensors import module_tensors
 from tests.bridge.weights.engines import model
 from tests.bridge.weights.one_process import NAME, put, sync
 
@@ -84,7 +81,7 @@ def test_a_rollout_draws_from_no_half_and_then_from_the_new_weights(executor, tm
         return Arrival(name, tensor.neg() if name == NAME else tensor, part, claims)
 
     with monkeypatch.context() as patch:
-        patch.setattr(same_slot, "Arrival", damaging)
+        patch.setattr(transports, "Arrival", damaging)
         with pytest.raises(WeightSyncError, match=f"weight '{NAME}' was damaged on the way"):
             sync(executor, tmp_path)
     with pytest.raises(ValueError, match="the weights here are incomplete"):

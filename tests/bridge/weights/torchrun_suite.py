@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 import rl_bridge
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, Mesh, ParallelModule, TrainEngine, returns
 from rl_bridge.executors import WorkerError
-from rl_bridge.models.characters import character_tokenizer
+from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.source import StateSource
+from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.trainers.modules.scoring import TokenScorer
 from rl_bridge.weights import Cast, WeightSyncError, checksum
-from rl_bridge.weights.parts import full
+from rl_bridge.weights.manifest import full
 from tests.bridge.weights.engines import model
 
 TOKENIZER, PROMPTS = character_tokenizer("0123456789+-="), ["1+1=", "22-3="]

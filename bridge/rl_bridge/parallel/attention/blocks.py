@@ -1,15 +1,23 @@
-"""Attention of one block, with its logsumexp, and a backward pass that is given the logsumexp of all blocks.
+"""Attention of one block with its logsumexp, partial attentions as one, sinks, and the backward pass of all blocks.
 
 The backward operation of flash attention computes exp(score − logsumexp) again. With the output and the logsumexp of
 the whole row, not of the block, its results are the block's part of the exact gradients, and parts are simply added.
+
+A sink is one more logit in the logsumexp. With the logsumexp of keys and sink, and the output made smaller by the
+part of the sink, the backward pass of the keys' blocks is what it is without sinks.
+
+SDPA has neither sinks nor soft caps, and drops them without a word.
 """
 
 import functools
 from typing import Any, Literal
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from rl_bridge.parallel.attention import exact
+
+# Attention of one block, with its logsumexp, and a backward pass that is given the logsumexp of all blocks.
 
 Operation = Literal["cpu_flash", "cuda_flash", "cuda_efficient", "math"]
 OPS: Any = torch.ops.aten
@@ -118,3 +126,87 @@ def _repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _summed(grad: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Gradients of repeated heads, summed over the repeats."""
     return grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)
+
+
+# Two partial attentions of the same queries, over disjoint keys, as one.
+
+
+def merge_(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
+    """Take a block's keys into ``out`` and ``lse``, in place.
+
+    With w = sigmoid(block_lse − lse), the block's part of the softmax, out becomes (1 − w) · out + w · block_out. Every
+    query has at least one key on both sides, so both logsumexps are finite.
+
+    out, block_out: [T, H, D]. lse, block_lse: [T, H]. ``out`` and ``lse`` have the dtype to sum in.
+    """
+    weight = torch.sigmoid(block_lse - lse)[..., None].to(out.dtype)
+    out.lerp_(block_out.to(out.dtype), weight)
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+# Attention sinks: a learned logit of each head that takes a part of the probability and has no value.
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and logsumexp with the sinks, from those of the keys alone.
+
+    out: [*, D]. lse: [*]. sinks: broadcast to [*].
+    """
+    sinks = sinks.to(lse.dtype)
+    return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+def sinks_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The gradient of the sinks, where out and lse are what ``with_sinks`` gave and grad is the gradient of out."""
+    part = torch.exp(sinks.to(lse.dtype) - lse)
+    return -(part * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
+
+
+# Attention with sinks or a soft cap where no plan holds rows apart: padded rows, and tokens that come after a cache.
+
+
+def plain_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[N, H, Tq, Dv] of q [N, H, Tq, D], k [N, H / G, Tk, D] and v [N, H / G, Tk, Dv].
+
+    A query that sees nothing has output 0. The mask has no gradient. mask: broadcast to [N, H, Tq, Tk]. sinks: [H].
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        options = {"causal": causal, "scale": scale, "softcap": softcap, "mask": mask}
+        return _Attention.apply(q, k, v, sinks, options)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        of_heads: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        out, lse = forward(q, k, v, **options)
+        if of_heads is not None:
+            out, lse = with_sinks(out, lse, of_heads[:, None])
+        ctx.save_for_backward(q, k, v, out, lse, of_heads)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse, of_heads = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = backward(grad, q, k, v, out, lse, **ctx.options)
+            dsinks = None if of_heads is None else sinks_gradient(grad, out, lse, of_heads[:, None])[:, 0]
+        return dq, dk, dv, dsinks, None

@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rl_bridge.parallel.attention import plain
+from rl_bridge.parallel.attention import blocks
 from rl_bridge.parallel.attention.masks import PAD, LayerMask
 from rl_bridge.parallel.attention.ring import AttentionPlan
 
@@ -118,7 +118,7 @@ def _without_sdpa(
         raise ValueError(f"{name}: {q.shape[2]} queries after a cache, {k.shape[2]} keys in all, need a mask")
     q, k, v = _lowered(q, k, v)
     score = {"softcap": options.get("softcap"), "sinks": _sinks(module, q.transpose(1, 2), options)}
-    out = plain.attention(q, k, v, mask, causal=causal, scale=_scale(q, options), **score)
+    out = blocks.plain_attention(q, k, v, mask, causal=causal, scale=_scale(q, options), **score)
     return out.transpose(1, 2)
 
 

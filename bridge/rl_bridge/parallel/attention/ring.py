@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from rl_bridge.parallel.attention.packed import Squares
+from rl_bridge.parallel.attention.blocks import sinks_gradient, with_sinks
 from rl_bridge.parallel.attention.plan import Exchange, RankPlan, Segment, Span, rank_plan
-from rl_bridge.parallel.attention.rectangles import Rectangles
-from rl_bridge.parallel.attention.sinks import sinks_gradient, with_sinks
+from rl_bridge.parallel.attention.rectangles import Rectangles, Squares
 
 # Groups whose ranks have all spoken to one another.
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

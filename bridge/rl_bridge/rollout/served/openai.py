@@ -12,13 +12,20 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from rl_bridge.data.requests import Message, Prompt, Request, SamplingParams, requests_of
-from rl_bridge.data.trajectory import FinishReason, Trajectory, single_turn
-from rl_bridge.http import Askers, Server
+from rl_bridge.common.http import Askers, Server
+from rl_bridge.data.trajectory import (
+    FinishReason,
+    Message,
+    Prompt,
+    Request,
+    SamplingParams,
+    Trajectory,
+    requests_of,
+    single_turn,
+)
 from rl_bridge.models.encoding import messages_of
-from rl_bridge.rollout.pinned import pinned, refuse_together, truncation
-from rl_bridge.rollout.served.asking import MalformedReply, field_of
-from rl_bridge.rollout.token_sampler import request_seeds
+from rl_bridge.rollout.sampling import pinned, refuse_together, request_seeds, truncation
+from rl_bridge.rollout.served.protocol import MalformedReply, field_of
 
 EXTENSIONS = frozenset({"top_k", "min_p", "repetition_penalty"})
 """Parameters of vLLM's and SGLang's servers that are not in OpenAI's protocol."""

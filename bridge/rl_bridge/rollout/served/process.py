@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rl_bridge.rollout.root_cause import root_cause
+from rl_bridge.common.root_cause import root_cause
 
 WATCHER = Path(__file__).with_name("watcher.py")
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.http import NoReply, Server
-from rl_bridge.rollout.pinned import pinned, refuse_together, truncation
-from rl_bridge.rollout.served.asking import Ask, Completion, MalformedReply, field_of
+from rl_bridge.common.http import NoReply, Server
+from rl_bridge.common.splitmix64 import logical_shift, mix, signed
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.inside_vllm.held_weights import Held
+from rl_bridge.rollout.sampling import pinned, refuse_together, truncation
 from rl_bridge.rollout.served.process import ServerDied
+from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, field_of
 from rl_bridge.rollout.vllm import probe
-from rl_bridge.rollout.vllm.held import Held
-from rl_bridge.splitmix64 import logical_shift, mix, signed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_bridge.rollout.vllm.draws import EXTRA, Draws, DrawsOf
-from rl_bridge.rollout.vllm.held import Held, held_by
+from rl_bridge.rollout.inside_vllm.held_weights import Held, held_by
+from rl_bridge.rollout.inside_vllm.plugin import PROTOCOL
+from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTRA, Draws, DrawsOf
 from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.plugin import PROTOCOL
 from rl_bridge.rollout.vllm.probe import Drawn, EngineLimits
+from rl_bridge.rollout.vllm.ranks import RankDied
 
 _ADAPTER = "rl_fn"
 DEATHS = 3
@@ -23,10 +24,6 @@ DEATHS = 3
 
 
 logger = logging.getLogger(__name__)
-
-
-class RankDied(RuntimeError):
-    """A process of an engine is gone, and with it the engine: the message names the rank."""
 
 
 class EngineClient(Protocol):
@@ -97,8 +94,7 @@ def open_in_process(
     folder: Path, options: VLLMOptions, device: torch.device | None = None, draws: Draws | None = None
 ) -> "InProcessEngine":
     """An engine in this process that takes weights; ``device`` as ``open_engine`` has it, ``draws`` as ``opened``."""
-    from rl_bridge.rollout.vllm.engine import close_engine
-    from rl_bridge.rollout.vllm.opening import opened
+    from rl_bridge.rollout.vllm.engine import close_engine, opened
 
     return InProcessEngine(partial(opened, options, device, draws or draws_of(options)), close_engine, folder)
 

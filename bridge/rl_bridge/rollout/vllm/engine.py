@@ -1,30 +1,110 @@
-"""An engine of vLLM in this process, opened from a folder in Hugging Face format, and what it really is."""
+"""An engine of vLLM in this process: opened from a folder, what it really is, its sampling parameters.
+
+For families without a model of its own (OLMo 2 and 3, SmolLM3, GPT-NeoX, …) vLLM takes the class from transformers, and
+changes the class: each later model of that class asks for vLLM's configuration, and one that is there already cannot be
+called. Here the class gets back what it was, and the engine's modules a class of their own with what vLLM put in.
+"""
 
 # pyright: reportMissingImports=false
 
 import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from transformers import PreTrainedModel
+from vllm.config.lora import MaxLoRARanks
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as EngineSampling
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_bridge.rollout.vllm import keep_alive
-from rl_bridge.rollout.vllm.in_server import EXTENSION
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.inside_vllm import int8_scales
+from rl_bridge.rollout.inside_vllm.plugin import BACKEND, in_place, register, require_in_place
+from rl_bridge.rollout.inside_vllm.quantized_loading import alone
+from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION, EXTRA, Draws, DrawsOf
+from rl_bridge.rollout.sampling import pinned, truncation
 from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.own_classes import Changed, classes_kept, take
 from rl_bridge.rollout.vllm.ranks import BIND, Watch, binding, opening
-from rl_bridge.rollout.vllm.worlds import world_of_one
+from rl_bridge.weights.transforms import Precision
+
+# Torch's default process group, set aside while an engine of vLLM makes its own.
+
+
+@contextmanager
+def world_of_one() -> Iterator[list[dist.ProcessGroup]]:
+    """Inside, no default process group exists until one is made; afterwards that of before is the default again.
+
+    vLLM makes its groups over the default one, all of whose processes would have to start and close their engines
+    together. An engine that is its process's alone gets a world of its own, which the list holds afterwards. A trainer
+    in the process keeps its world, or makes one later.
+    """
+    outer = distributed_c10d.GroupMember.WORLD
+    distributed_c10d._update_default_pg(None)
+    made: list[dist.ProcessGroup] = []
+    try:
+        yield made
+    finally:
+        inner = distributed_c10d.GroupMember.WORLD
+        if inner is not None:
+            made.append(inner)
+        distributed_c10d._update_default_pg(outer)
+
+
+# Classes of transformers that vLLM computes with itself: the trainer's models keep their own.
+
+Changed = dict[type, type]
+"""By class of transformers, the class that the engine's modules get."""
+
+
+@contextmanager
+def classes_kept() -> Iterator[Changed]:
+    """Inside, vLLM changes classes of transformers; afterwards these are as before, and the dictionary is filled."""
+    from vllm.compilation import decorators
+
+    change, before, own = decorators._support_torch_compile, {}, {}
+
+    def recorded(cls: type, *args: Any, **kwargs: Any) -> type:
+        if issubclass(cls, PreTrainedModel) and cls not in before:
+            before[cls] = cls.__bases__, dict(vars(cls))
+        return change(cls, *args, **kwargs)
+
+    decorators._support_torch_compile = recorded
+    try:
+        yield own
+    finally:
+        decorators._support_torch_compile = change
+        for cls, (bases, attributes) in before.items():
+            new = {name: value for name, value in vars(cls).items() if attributes.get(name) is not value}
+            added = tuple(base for base in cls.__bases__ if base not in bases)
+            cls.__bases__ = bases
+            for name in new:
+                if name in attributes:
+                    setattr(cls, name, attributes[name])
+                else:
+                    delattr(cls, name)
+            own[cls] = type(cls.__name__, (cls, *added), new | {"__module__": cls.__module__})
+
+
+def take(model: torch.nn.Module, own: Changed) -> None:
+    """Give the engine's modules their classes."""
+    for module in model.modules():
+        if type(module) in own:
+            module.__class__ = own[type(module)]
+
+
+# An engine of vLLM in this process, opened from a folder in Hugging Face format, and what it really is.
 
 WORLDS: WeakKeyDictionary[LLMEngine, list[dist.ProcessGroup]] = WeakKeyDictionary()
 """Torch's process group of each engine."""
@@ -178,7 +258,7 @@ def _require(found: EngineFacts, options: VLLMOptions) -> None:
         raise ValueError(f"the engine is quantised by {found.quantization}, and {options.precision} was asked for")
     if options.precision not in ("fp32", "bf16") and found.quantization is None:
         raise ValueError(f"the engine is not quantised, and precision {options.precision} was asked for")
-    if options.precision == "int8" and (scales := keep_alive.state()) == "missing":
+    if options.precision == "int8" and (scales := int8_scales.state()) == "missing":
         raise ValueError(f"the scales of int8 layers are {scales}: plugin.register() keeps them, and was not called")
 
 
@@ -222,3 +302,85 @@ def _set(variables: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+# An engine of vLLM in this process, with all that this package does in one.
+
+
+def opened(
+    options: VLLMOptions, device: torch.device | None, draws: Draws, folder: Path, *, own: Precision | None = None
+) -> LLMEngine:
+    """An engine that takes weights from trainers, with ``draws`` at work in its sampler.
+
+    ``own``: how the engine quantises by itself what it is sent.
+
+    Raises:
+        ValueError: the engine's attention does not take the model's heads.
+    """
+    register()
+    arguments: dict[str, Any] = {"weight_transfer_config": {"backend": BACKEND}}
+    if options.adapter_rank is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
+    with nullcontext() if own is None else alone(own), _said(own):
+        engine = open_engine(folder, options, device=device, **arguments)
+    try:
+        require_in_place(engine.collective_rpc(in_place), own)
+        engine.set_weight_version("0")
+        draws.attach(engine)
+    except BaseException:
+        close_engine(engine)
+        raise
+    return engine
+
+
+@contextmanager
+def _said(own: Precision | None) -> Iterator[None]:
+    """Inside, the ranks of an engine that start read how they quantise; those of one process are patched."""
+    before = os.environ.get("FLASHRL_CONFIG")
+    if own is not None:
+        os.environ["FLASHRL_CONFIG"] = own
+    try:
+        yield
+    finally:
+        if own is not None:
+            os.environ.pop("FLASHRL_CONFIG")
+        if before is not None:
+            os.environ["FLASHRL_CONFIG"] = before
+
+
+def rank_of(rank: int) -> int:
+    """The least of vLLM's ranks that has room for this one."""
+    ranks = get_args(MaxLoRARanks)
+    if rank > max(ranks):
+        raise ValueError(f"vLLM takes adapters of rank {max(ranks)} at most, got adapter_rank={rank}")
+    return min(one for one in ranks if one >= rank)
+
+
+# ``SamplingParams`` and a request's seed as an engine of vLLM takes them.
+
+
+def vllm_sampling(
+    sampling: SamplingParams, *, seed: int, drawn: int = 0, limit: int, stop: Collection[int], whole: bool = True
+) -> EngineSampling:
+    """What an engine is asked for one sequence.
+
+    Args:
+        sampling: temperature and truncation.
+        seed: 64 bits, of the request and the sample. ``Draws`` reads it, not vLLM.
+        drawn: tokens that the policy has drawn already in this sequence.
+        limit: tokens that may be drawn.
+        stop: ids that end the sequence.
+        whole: the engine gives out finished sequences; else each as far as it is, after each step.
+    """
+    cuts = truncation(sampling)
+    return EngineSampling(
+        **pinned(sampling) | {"min_p": 0.0},  # Draws cuts by min-p, behind top-p
+        max_tokens=limit,
+        stop_token_ids=sorted(stop),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE,
+        extra_args={EXTRA: tuple(DrawsOf(seed, drawn, bool(cuts), cuts.get("min_p", 0.0)))},
+    )

@@ -1,6 +1,8 @@
 """An engine of vLLM that is cut over several processes, its tensor ranks, under the engine in this process.
 
 Every rank draws every token by itself, so the hook of the sampler works in each; the first one's notes are read.
+
+Every rank draws every token by itself, so the hook of the sampler works in each; the first one's notes are read.
 """
 
 # pyright: reportMissingImports=false
@@ -21,10 +23,14 @@ from typing import Any
 
 import torch
 
-from rl_bridge.rollout.root_cause import root_cause
-from rl_bridge.rollout.vllm.client import RankDied
-from rl_bridge.rollout.vllm.draws import Draws
-from rl_bridge.rollout.vllm.plugin import ERRORS
+from rl_bridge.common.root_cause import root_cause
+from rl_bridge.rollout.inside_vllm.plugin import ERRORS
+from rl_bridge.rollout.inside_vllm.sampler_hooks import Draws
+
+
+class RankDied(RuntimeError):
+    """A process of an engine is gone, and with it the engine: the message names the rank."""
+
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 logger = logging.getLogger(__name__)

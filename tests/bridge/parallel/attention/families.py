@@ -3,7 +3,7 @@
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from rl_bridge.data.prefixes import shared_prefixes
+from rl_bridge.data.token_batch import shared_prefixes
 from rl_bridge.parallel.documents import Documents
 from tests.bridge.parallel.models import SIZES, grouped_batch
 

@@ -8,12 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rl_bridge.data.prefixes import shared_prefixes
+from rl_bridge.data.token_batch import shared_prefixes
 from rl_bridge.parallel.attention import AttentionPlan, ring
 from rl_bridge.parallel.attention.plan import held, rank_plan, segments_of
 from rl_bridge.parallel.attention.rectangles import Rectangles
 from rl_bridge.parallel.documents import Documents
-from rl_bridge.parallel.tensor import cut_matrices
+from rl_bridge.parallel.tensor_parallel import cut_matrices
 from tests.bridge.parallel.attention import broken_plans, reference
 from tests.bridge.parallel.models import batch, grouped_batch, tiny, transformers_checkpointing
 from tests.kernels.live_bytes import LiveBytes

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rl_bridge.parallel.attention import blocks
-from rl_bridge.parallel.attention.merge import merge_
+from rl_bridge.parallel.attention.blocks import merge_
 from tests.bridge.parallel.attention import reference
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn
 
-from rl_bridge.parallel.attention import AttentionPlan, packed, ring
+from rl_bridge.parallel.attention import AttentionPlan, rectangles, ring
 from rl_bridge.parallel.attention.plan import segments_of
 from rl_bridge.parallel.documents import Documents
 from tests.bridge.parallel.attention import broken_plans, pairs, reference
@@ -89,8 +89,8 @@ def test_what_is_in_a_document_changes_no_bit_of_the_others(lengths, value, dtyp
 
 @given(segments=pairs.segments(prefixes=False))
 def test_neighbours_of_one_length_are_one_run(segments):
-    spans = [packed.Span(segment.start, segment.stop) for segment in segments]
-    runs = packed.runs_of(spans)
+    spans = [rectangles.Span(segment.start, segment.stop) for segment in segments]
+    runs = rectangles.runs_of(spans)
     again = [(r.start + i * r.length, r.start + (i + 1) * r.length) for r in runs for i in range(r.documents)]
     assert again == spans
     assert all(a.length != b.length for a, b in itertools.pairwise(runs))
@@ -99,8 +99,8 @@ def test_neighbours_of_one_length_are_one_run(segments):
 def test_many_short_documents_are_few_calls(monkeypatch):
     lengths = torch.randint(8, 24, (768,), generator=torch.Generator().manual_seed(0)).tolist()
     calls = []
-    forward = packed.blocks.forward
-    monkeypatch.setattr(packed.blocks, "forward", lambda *x, **y: calls.append(x[0].shape) or forward(*x, **y))
+    forward = rectangles.blocks.forward
+    monkeypatch.setattr(rectangles.blocks, "forward", lambda *x, **y: calls.append(x[0].shape) or forward(*x, **y))
     documents = Documents(lengths)
     documents.plan.attend(*reference.tensors(documents.tokens, heads=(1, 1))[:3], SCALE)
     assert sorted(shape[2] for shape in calls) == list(range(8, 24))
@@ -119,9 +119,9 @@ def test_the_backward_pass_keeps_the_tokens_and_a_logsumexp():
 @pytest.mark.parametrize("window, before", [(None, -1), (12, -1), (11, 10), (1, 0)])
 def test_cuda_takes_all_documents_in_one_call(window, before, monkeypatch):
     # Shapes, dtypes and signatures, on tensors without values: also where there is no GPU.
-    monkeypatch.setattr(packed.blocks, "operation", lambda q, v: "cuda_flash")
+    monkeypatch.setattr(rectangles.blocks, "operation", lambda q, v: "cuda_flash")
     calls = []
-    monkeypatch.setattr(packed, "varlen_attn", lambda *x, **y: calls.append((x, y)) or varlen_attn(*x, **y))
+    monkeypatch.setattr(rectangles, "varlen_attn", lambda *x, **y: calls.append((x, y)) or varlen_attn(*x, **y))
     q, k, v, grad = reference.tensors(24, dtype=torch.bfloat16, device="meta")
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = AttentionPlan(segments_of([5, 12, 7]), torch.device("cpu")).attend(*inputs, SCALE, window=window)

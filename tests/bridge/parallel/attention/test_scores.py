@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.parallel.attention import AttentionPlan, blocks, exact, packed, plain, ring
+from rl_bridge.parallel.attention import AttentionPlan, blocks, exact, rectangles, ring
+from rl_bridge.parallel.attention import blocks as plain
 from rl_bridge.parallel.attention.plan import segments_of
 from tests.bridge.parallel.attention import broken_plans, pairs, reference
 
@@ -109,8 +110,8 @@ def test_what_is_in_a_document_changes_no_bit_of_the_others(value):
 
 def test_windows_are_few_calls_and_no_masks(monkeypatch):
     calls = []
-    forward = packed.blocks.forward
-    monkeypatch.setattr(packed.blocks, "forward", lambda *x, **y: calls.append((x[0].shape, y)) or forward(*x, **y))
+    forward = rectangles.blocks.forward
+    monkeypatch.setattr(rectangles.blocks, "forward", lambda *x, **y: calls.append((x[0].shape, y)) or forward(*x, **y))
     plan = AttentionPlan(segments_of([640, 640, 640]), torch.device("cpu"))
     plan.attend(*reference.tensors(1920, heads=(1, 1))[:3], SCALE, window=64)
     assert [(tuple(shape), options["causal"]) for shape, options in calls] == [
@@ -147,7 +148,7 @@ def test_without_a_plan_it_is_attention_by_its_definition(data, softcap, sinks, 
     options = {"scale": SCALE, "softcap": softcap}
 
     def computed(q, k, v, of_heads=None):
-        return plain.attention(q, k, v, mask, causal=causal, sinks=of_heads, **options)
+        return plain.plain_attention(q, k, v, mask, causal=causal, sinks=of_heads, **options)
 
     def wanted(q, k, v, of_heads=None):
         scores = SCALE * q @ k.repeat_interleave(heads[0] // heads[1], 1).mT
@@ -190,7 +191,7 @@ def test_a_soft_cap_takes_matrix_products_and_sinks_the_fastest_operation(monkey
     monkeypatch.setattr(blocks.exact, "forward", lambda *x, **y: calls.append(y["softcap"]) or forward(*x, **y))
     q, k, v, _ = (x.transpose(0, 1)[None] for x in reference.tensors(5))
     options = {"causal": True, "scale": SCALE}
-    plain.attention(q, k, v, None, **options, softcap=None, sinks=sinks_of(4, torch.float32))
+    plain.plain_attention(q, k, v, None, **options, softcap=None, sinks=sinks_of(4, torch.float32))
     assert not calls
-    plain.attention(q, k, v, None, **options, softcap=3.0, sinks=None)
+    plain.plain_attention(q, k, v, None, **options, softcap=3.0, sinks=None)
     assert calls == [3.0]

@@ -2,7 +2,7 @@
 
 import itertools
 
-from rl_bridge.rollout.asynchronous.ledger import State
+from rl_bridge.rollout.ahead.ledger import State
 from tests.bridge.rollout.asynchronous.simulated_engine import answered, most_likely, natural_length, token, words
 
 

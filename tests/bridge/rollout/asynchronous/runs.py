@@ -6,15 +6,13 @@ import time
 import torch
 
 import rl_fn
-from rl_bridge.data.stream import RowStream
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.tiny import TinySource
+from rl_bridge.algorithms.ahead_sampler import AheadSampler
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
+from rl_bridge.algorithms.sampling import Sampler, completions
+from rl_bridge.data.rows import RowStream
+from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.rewards import load
-from rl_bridge.rollout.asynchronous.admission import Admission
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.policy_inputs.ahead import AheadSampler
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
-from rl_bridge.trainers.policy_inputs.sampling import Sampler, completions
+from rl_bridge.rollout.ahead.pumps import Admission
 
 TOKENIZER = character_tokenizer("0123456789+=")
 SOURCE = TinySource.for_tokenizer(TOKENIZER, hidden=16, layers=2, heads=2)

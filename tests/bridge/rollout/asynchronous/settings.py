@@ -4,7 +4,7 @@ import itertools
 import random
 from dataclasses import dataclass
 
-from rl_bridge.rollout.asynchronous.rollout_pump import Pace
+from rl_bridge.rollout.ahead.pumps import Pace
 from tests.bridge.rollout.asynchronous.simulated_engine import natural_length, words
 
 

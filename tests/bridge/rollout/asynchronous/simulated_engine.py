@@ -1,7 +1,7 @@
 """An engine that draws what a few numbers decide, so that a lost, doubled or swapped token shows."""
 
-from rl_bridge.rollout.asynchronous.ledger import Tokens
-from rl_bridge.rollout.asynchronous.rollout_pump import Advance, Ended
+from rl_bridge.rollout.ahead.ledger import Tokens
+from rl_bridge.rollout.ahead.pumps import Advance, Ended
 
 
 def mixed(*numbers):

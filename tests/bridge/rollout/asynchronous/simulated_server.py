@@ -7,12 +7,12 @@ import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.asynchronous.ledger import Tokens
-from rl_bridge.rollout.asynchronous.rollout_pump import Advance
-from rl_bridge.rollout.asynchronous.worker import Advancing
-from rl_bridge.rollout.served.asking import Completion
-from rl_bridge.rollout.served.decoder import ServedDecoder
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.ahead.ledger import Tokens
+from rl_bridge.rollout.ahead.pumps import Advance
+from rl_bridge.rollout.served.protocol import Completion
+from rl_bridge.rollout.served.served_engine import ServedDecoder
+from rl_bridge.rollout.worker import Advancing
 from tests.bridge.rollout.asynchronous.simulated_engine import most_likely, token
 
 SAMPLING = SamplingParams(max_new_tokens=1)

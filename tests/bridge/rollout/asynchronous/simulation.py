@@ -5,11 +5,8 @@ import json
 import random
 from collections import Counter
 
-from rl_bridge.rollout.asynchronous.admission import Admission
-from rl_bridge.rollout.asynchronous.ledger import Ledger, State, Turn
-from rl_bridge.rollout.asynchronous.rollout_pump import Advance, Restart, RolloutPump, Withdraw
-from rl_bridge.rollout.asynchronous.saving import loaded, saved
-from rl_bridge.rollout.asynchronous.training_pump import TrainingPump
+from rl_bridge.rollout.ahead.ledger import Ledger, State, Turn, loaded, saved
+from rl_bridge.rollout.ahead.pumps import Admission, Advance, Restart, RolloutPump, TrainingPump, Withdraw
 from tests.bridge.rollout.asynchronous.invariants import check_call, check_end, check_moment, check_row, check_trained
 from tests.bridge.rollout.asynchronous.simulated_engine import SimulatedEngine, answered, mixed
 from tests.bridge.rollout.asynchronous.simulated_server import ServedSimulation

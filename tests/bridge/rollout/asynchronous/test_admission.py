@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from rl_bridge.rollout.asynchronous.admission import Admission
-from rl_bridge.rollout.asynchronous.ledger import Ledger, State, Tokens
-from rl_bridge.rollout.asynchronous.training_pump import TrainingPump
+from rl_bridge.rollout.ahead.ledger import Ledger, State, Tokens
+from rl_bridge.rollout.ahead.pumps import Admission, TrainingPump
 
 
 def oldest(admission, steps, ready_first):

@@ -12,10 +12,9 @@ from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.rewards import RewardError, load
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.rollout.asynchronous.ledger import Ledger
-from rl_bridge.rollout.asynchronous.rollout_pump import Pace
-from rl_bridge.rollout.asynchronous.saving import loaded, saved
-from rl_bridge.rollout.asynchronous.worker import EngineDied
+from rl_bridge.rollout.ahead.ledger import Ledger, loaded, saved
+from rl_bridge.rollout.ahead.pumps import Pace
+from rl_bridge.rollout.worker import EngineDied
 from tests.bridge.rollout.asynchronous.runs import (
     CONFIG,
     SOURCE,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_bridge.rollout.asynchronous.driver import Driver
+from rl_bridge.rollout.ahead.driver import Driver
 
 
 class OneCommand:
@@ -75,7 +75,7 @@ class Scored(OneCommand):
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, ValueError, ZeroDivisionError])
 def test_no_end_waits_for_a_reward_that_hangs(end, monkeypatch):
     """ROLL-11: a regular one, an interrupt or an error in the trainer's thread, an error of the engine."""
-    monkeypatch.setattr("rl_bridge.rollout.asynchronous.driver.GRACE", 0.05)
+    monkeypatch.setattr("rl_bridge.rollout.ahead.driver.GRACE", 0.05)
     begun, stop = threading.Event(), threading.Event()
 
     def score(groups):

@@ -8,7 +8,7 @@ import rl_fn
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.functional import from_jax
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.rollout.asynchronous.rollout_pump import Pace
+from rl_bridge.rollout.ahead.pumps import Pace
 from tests.bridge.rollout.asynchronous.runs import (
     CONFIG,
     SOURCE,

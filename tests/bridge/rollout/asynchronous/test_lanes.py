@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.asynchronous.lanes import Lanes
-from rl_bridge.rollout.asynchronous.ledger import Tokens
-from rl_bridge.rollout.asynchronous.rollout_pump import Advance, Ended, Row, Withdraw
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.ahead.driver import Lanes
+from rl_bridge.rollout.ahead.ledger import Tokens
+from rl_bridge.rollout.ahead.pumps import Advance, Ended, Row, Withdraw
 
 SAMPLING = SamplingParams(max_new_tokens=3)
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from rl_bridge.rollout.asynchronous import saving, worker
-from rl_bridge.rollout.asynchronous.admission import Admission
-from rl_bridge.rollout.asynchronous.ledger import Ledger, Sample, State
-from rl_bridge.rollout.asynchronous.rollout_pump import RolloutPump
-from rl_bridge.rollout.asynchronous.training_pump import TrainingPump
+from rl_bridge.rollout import worker
+from rl_bridge.rollout.ahead import ledger as saving
+from rl_bridge.rollout.ahead.ledger import Ledger, Sample, State
+from rl_bridge.rollout.ahead.pumps import Admission, RolloutPump, TrainingPump
 from tests.bridge.rollout.asynchronous import simulation
 from tests.bridge.rollout.asynchronous.test_simulation import explore, same_each_time
 

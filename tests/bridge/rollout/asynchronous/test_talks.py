@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 
 import rl_fn
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.sampling import Sampler
+from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
-from rl_bridge.models.turns import TurnTemplate
+from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.rollout.asynchronous.ledger import Group, Sample
-from rl_bridge.rollout.asynchronous.rollout_pump import Pace
-from rl_bridge.rollout.asynchronous.talks import Talking, Talks
-from rl_bridge.rollout.conversation import Limits, Opening
-from rl_bridge.trainers.policy_inputs.sampling import Sampler
+from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
+from rl_bridge.rollout.ahead.ledger import Group, Sample
+from rl_bridge.rollout.ahead.pumps import Pace
+from rl_bridge.rollout.conversations import Limits, Opening
 from tests.bridge.rollout.asynchronous.runs import CONFIG, ROWS, SOURCE, TOKENIZER, Weights, ahead, shown, steps_of
 from tests.bridge.rollout.asynchronous.test_ahead import full_logprobs
 

@@ -1,6 +1,6 @@
 import pytest
 
-from rl_bridge.rollout.served.engine import ServedEngine
+from rl_bridge.rollout.served.served_engine import ServedEngine
 from tests.bridge.rollout.served.running import SERVED, opened
 
 

@@ -4,9 +4,9 @@ import sys
 import time
 from pathlib import Path
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.served.decoder import ServedDecoder
-from rl_bridge.rollout.served.vllm import ServedOptions, VLLMServer
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.served.served_engine import ServedDecoder
+from rl_bridge.rollout.served.vllm_server import ServedOptions, VLLMServer
 from rl_bridge.rollout.vllm.options import VLLMOptions
 
 FAKE = Path(__file__).with_name("fake_vllm.py")

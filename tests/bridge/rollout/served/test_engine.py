@@ -12,21 +12,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.pipelines.rollouts import RolloutOptions
-from rl_bridge.rollout.asynchronous.rollout_pump import Row
-from rl_bridge.rollout.asynchronous.worker import EngineDied
-from rl_bridge.rollout.served.asking import Ask, MalformedReply
-from rl_bridge.rollout.served.decoder import ServedDecoder
-from rl_bridge.rollout.served.engine import ABORTED
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.pipelines.rollout_options import RolloutOptions
+from rl_bridge.rollout.ahead.pumps import Row
 from rl_bridge.rollout.served.process import WATCHER, ServerDied, ServerProcess
-from rl_bridge.rollout.served.rollout import _Served
-from rl_bridge.rollout.served.vllm import ServedOptions
-from rl_bridge.rollout.served.vllm_requests import completion_of
+from rl_bridge.rollout.served.protocol import Ask, MalformedReply
+from rl_bridge.rollout.served.served_engine import ABORTED, ServedDecoder
+from rl_bridge.rollout.served.served_rollout import _Served
+from rl_bridge.rollout.served.vllm_server import ServedOptions, completion_of
 from rl_bridge.rollout.served.watcher import LOOK
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import Tolerance
-from rl_bridge.rollout.vllm.updated import UpdatedEngine
+from rl_bridge.rollout.vllm.weight_updates import UpdatedEngine
+from rl_bridge.rollout.worker import EngineDied
 from tests.bridge.rollout.served.running import SAMPLING, added, finish, opened, weights
 from tests.processes import gone
 
@@ -67,7 +65,7 @@ def test_a_row_s_random_numbers_go_on_however_it_is_asked_for(engine_of, tmp_pat
     """Of several pieces, of rounds, and taken up again with the tokens that it has (found by real vLLM alone)."""
     engine = engine_of(weights(tmp_path / "w"))
     wanted = finish(added(engine))
-    monkeypatch.setattr("rl_bridge.rollout.served.decoder.PIECE", 3)
+    monkeypatch.setattr("rl_bridge.rollout.served.served_engine.PIECE", 3)
     assert finish(added(engine, prepare=ServedDecoder.count_tokens)) == wanted
     decoder, found = added(engine, prepare=ServedDecoder.draw_in_rounds), []
     while decoder.running:

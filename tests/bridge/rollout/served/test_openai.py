@@ -2,11 +2,11 @@
 
 import pytest
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.common.http import NoReply
 from rl_bridge.data.token_batch import collate
-from rl_bridge.http import NoReply
-from rl_bridge.rollout.served.asking import MalformedReply
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.served.openai import OpenAIEndpoint
+from rl_bridge.rollout.served.protocol import MalformedReply
 from tests.bridge.rollout.served.recorded import recorded
 
 SAMPLING = SamplingParams(max_new_tokens=5, n=2, seed=3)

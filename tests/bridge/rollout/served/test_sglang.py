@@ -5,11 +5,10 @@ from array import array
 
 import pytest
 
-from rl_bridge.data.requests import SamplingParams
-from rl_bridge.rollout.served.asking import Ask, MalformedReply
-from rl_bridge.rollout.served.decoder import ServedDecoder
-from rl_bridge.rollout.served.engine import ServedEngine
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.served.process import ServerDied
+from rl_bridge.rollout.served.protocol import Ask, MalformedReply
+from rl_bridge.rollout.served.served_engine import ServedDecoder, ServedEngine
 from rl_bridge.rollout.served.sglang import SGLangOptions, SGLangServer, completion_of, request_of
 from tests.bridge.rollout.served.recorded import recorded
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rl_bridge.rollout.vllm.receiver import VLLMReceiver
+from rl_bridge.rollout.vllm.weight_copies import VLLMReceiver
 from rl_bridge.weights import EngineRef, sync_weights
 from tests.bridge.weights.engines import engine, joined, model
 

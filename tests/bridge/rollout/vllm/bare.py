@@ -23,9 +23,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rl_bridge.executors import LocalExecutor
+from rl_bridge.rollout.inside_vllm.plugin import PROTOCOL
 from rl_bridge.rollout.vllm.client import InProcessEngine
 from rl_bridge.rollout.vllm.engine import close_engine, open_engine
-from rl_bridge.rollout.vllm.plugin import PROTOCOL
 from rl_bridge.weights import source_of
 from tests.bridge.rollout.vllm.faults import FAULTS, NOT_DELIVERED, TIED, shorten
 from tests.bridge.rollout.vllm.policies import (

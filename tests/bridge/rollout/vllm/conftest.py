@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from rl_bridge.models.characters import character_tokenizer
-from rl_bridge.models.tiny import TinySource
+from rl_bridge.models.small import TinySource, character_tokenizer
 from tests.bridge.rollout.distribution import HOSTILE
 from tests.bridge.rollout.vllm.starts import quick_starts
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from rl_bridge.rollout.inside_vllm.plugin import PROTOCOL
 from rl_bridge.rollout.vllm.client import InProcessEngine
-from rl_bridge.rollout.vllm.copies import header_of, mapped
-from rl_bridge.rollout.vllm.plugin import PROTOCOL
+from rl_bridge.rollout.vllm.weight_copies import header_of, mapped
 from rl_bridge.weights.manifest import Manifest, compare
 
 BLOCK, LONGEST = 32, 96

@@ -7,13 +7,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_bridge.engines import InferenceEngine, TrainEngine
-from rl_bridge.engines.results import returns
+from rl_bridge.engines.dispatch import returns
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.source import StateSource
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.rollout.vllm.probe import Tolerance
-from rl_bridge.rollout.vllm.updated import TakesProvedWeights, UpdatedEngine
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
 from tests.bridge.rollout.vllm.double import open_double
 
 OPTIONS = {"max_model_len": 96, "max_num_seqs": 8, "kv_cache_gib": 0.02, "arguments": ("block_size=32",)}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.rollout.vllm.copies import ADAPTER_FILE
-from rl_bridge.rollout.vllm.decoder import Outbox, VLLMDecoder
-from rl_bridge.rollout.vllm.draws import Draws
+from rl_bridge.rollout.inside_vllm.sampler_hooks import Draws
+from rl_bridge.rollout.vllm.vllm_decoder import Outbox, VLLMDecoder
+from rl_bridge.rollout.vllm.weight_copies import ADAPTER_FILE
 from rl_bridge.weights import WeightSyncError
 from tests.bridge.rollout.vllm.policies import (
     RUNNING,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_bridge.rollout.vllm.adapters import expected_adapter
+from rl_bridge.rollout.vllm.lora_adapters import expected_adapter
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 
 CHECKPOINT = {

@@ -6,18 +6,16 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.data.stream import RowStream
+from rl_bridge.algorithms.ahead_sampler import AheadSampler
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
+from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.source import PretrainedSource, StateSource
+from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import load
-from rl_bridge.rollout.asynchronous.admission import Admission
-from rl_bridge.rollout.asynchronous.rollout_pump import Pace
+from rl_bridge.rollout.ahead.pumps import Admission, Pace
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_bridge.trainers.modules.scoring import ScoringConfig
-from rl_bridge.trainers.policy_config import PolicyConfig, SamplingOptions
-from rl_bridge.trainers.policy_inputs.ahead import AheadSampler
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines
 from tests.bridge.rollout.vllm.policies import Policy
 
 pytestmark = pytest.mark.vllm
@@ -32,7 +30,7 @@ def executor():
 
 @pytest.fixture(scope="module")
 def rollout(folder, tokenizer, executor):
-    from rl_bridge.rollout.vllm.rollout import VLLMRollout
+    from rl_bridge.rollout.vllm.vllm_rollout import VLLMRollout
 
     options = VLLMOptions(max_model_len=96, max_num_seqs=5, kv_cache_gib=0.02, arguments=("block_size=32",))
     factory = partial(VLLMRollout, PretrainedSource(str(folder)), tokenizer, options)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rl_bridge.cli import main
-from rl_bridge.models.loading import save_pretrained
-from rl_bridge.tracking import recorder
-from rl_bridge.trainers.modules.trainable import CausalLMModule
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.modules.trainable import CausalLMModule
+from rl_bridge.run import recorder
+from rl_tools.cli import main
 from tests.bridge.pipelines.results import assert_same, result
 
 pytestmark = pytest.mark.vllm

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
+from rl_bridge.algorithms.policy_setup import PolicyEngines, Replaced
 from rl_bridge.engines import TrainEngine
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.rollout.vllm.held import Held
+from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.vllm.probe import Tolerance
-from rl_bridge.rollout.vllm.update import UpdateFailed
-from rl_bridge.rollout.vllm.updated import REPLACEMENTS
-from rl_bridge.trainers.policy_inputs.engines import PolicyEngines, Replaced
+from rl_bridge.rollout.vllm.weight_updates import REPLACEMENTS, UpdateFailed
 from rl_bridge.weights import WeightSyncError
 from tests.bridge.rollout.vllm import double
 from tests.bridge.rollout.vllm.double import DoubleEngine, open_double

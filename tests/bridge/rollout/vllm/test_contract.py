@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rl_bridge.rollout.vllm.copies import Copies, header_of
 from rl_bridge.rollout.vllm.sleeping import sleep, wake
-from rl_bridge.rollout.vllm.update import buckets_by_layer
+from rl_bridge.rollout.vllm.weight_copies import Copies, header_of
+from rl_bridge.rollout.vllm.weight_updates import buckets_by_layer
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 from tests.bridge.rollout.vllm.policies import ENGINES, PROMPT, RUNNING, draw, ends_of, gap, make_model, start_request
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import Olmo2Model
 
-from rl_bridge.rollout.vllm.checkpoint import require_updates
+from rl_bridge.rollout.vllm.weight_copies import require_updates
 from tests.bridge.families import zoo
 from tests.bridge.rollout.vllm import families
 

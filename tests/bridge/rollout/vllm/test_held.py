@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from experiments.proof_of_updates import FAULTS, PRECISIONS, found_by, world_of
-from rl_bridge.rollout.vllm.held import Held, against_checkpoint
+from rl_bridge.rollout.inside_vllm.held_weights import Held, against_checkpoint
 
 HEAD, HIDDEN, WIDE, VOCABULARY = 4, 8, 12, 10
 PREFIX = "model.layers.0."

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rl_bridge.executors import LocalExecutor
+from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import StateSource
-from rl_bridge.weights.compressed_tensors import write_checkpoint
 from tests.bridge.rollout.vllm.policies import ends_of, make_model, open_vllm, rollout, trainer, worker_of
 
 pytestmark = pytest.mark.vllm

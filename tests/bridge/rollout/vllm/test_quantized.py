@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.executors import LocalExecutor
+from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
+from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_bridge.trainers.modules.scoring import TokenScorer
-from rl_bridge.weights.compressed_tensors import write_checkpoint
-from rl_bridge.weights.quantized import LAYOUTS
+from rl_bridge.weights.transforms import LAYOUTS
 
 pytestmark = pytest.mark.vllm
 OPTIONS = {"max_num_seqs": 8, "kv_cache_gib": 0.05, "max_model_len": 64}
@@ -84,7 +84,7 @@ def changed(model, seed):
 @pytest.fixture(scope="module", autouse=True, params=["without AMX", "as the processor is"])
 def processor(request):
     """vLLM chooses its kernels by the processor: each test runs without AMX, and with AMX where there is AMX."""
-    from rl_bridge.rollout.vllm.plugin import register
+    from rl_bridge.rollout.inside_vllm.plugin import register
 
     if request.param != "without AMX" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this processor has no AMX")
@@ -138,15 +138,15 @@ def test_scales_dangle_in_this_vllm_and_are_kept():
     """Fails when vLLM keeps them itself: then the plugin need not."""
     from vllm import _custom_ops
 
-    from rl_bridge.rollout.vllm import keep_alive
+    from rl_bridge.rollout.inside_vllm import int8_scales
 
     create = _custom_ops.create_onednn_scaled_mm
     _custom_ops.create_onednn_scaled_mm = getattr(create, "create", create)
     try:
-        assert keep_alive.state() == "missing"
-        keep_alive.install()
-        keep_alive.install()
-        assert keep_alive.state() == "kept"
+        assert int8_scales.state() == "missing"
+        int8_scales.install()
+        int8_scales.install()
+        assert int8_scales.state() == "kept"
     finally:
         _custom_ops.create_onednn_scaled_mm = create
 
@@ -177,7 +177,7 @@ def test_int8_products_are_those_of_the_integers_on_every_processor(kind, dtype,
     """Without VNNI oneDNN sums pairs in 16 bits: codes of 127 make 8,160 of 1,032,256."""
     from vllm import _custom_ops
 
-    from rl_bridge.rollout.vllm.keep_alive import ExactLayer, saturates
+    from rl_bridge.rollout.inside_vllm.int8_scales import ExactLayer, saturates
 
     def exact(weight, scales, *_):
         return ExactLayer(weight, scales)
@@ -211,7 +211,7 @@ def test_whether_onednn_cuts_sums_off_does_not_depend_on_the_default_dtype():
     from vllm import _custom_ops
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from rl_bridge.rollout.vllm.keep_alive import saturates
+    from rl_bridge.rollout.inside_vllm.int8_scales import saturates
 
     found = set()
     for dtype in (torch.float32, torch.bfloat16):
@@ -257,18 +257,18 @@ def applied():
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    from rl_bridge.rollout.vllm import quantizing
-    from rl_bridge.rollout.vllm.flashrl import settings_of
+    from rl_bridge.rollout.inside_vllm import quantized_loading
+    from rl_bridge.rollout.inside_vllm.flashrl import settings_of
 
     places = [(EngineArgs, "create_engine_config"), (BaseModelLoader, "create_model"), (BaseModelLoader, "load_model")]
     before = [getattr(owner, name) for owner, name in places]
-    yield lambda **variables: quantizing.install(settings_of(variables))
+    yield lambda **variables: quantized_loading.install(settings_of(variables))
     for (owner, name), original in zip(places, before, strict=True):
         setattr(owner, name, original)
 
 
 def test_a_variable_quantises_any_checkpoint_and_any_update(applied, plain, fresh):
-    from rl_bridge.rollout.vllm.plugin import PROTOCOL, in_place
+    from rl_bridge.rollout.inside_vllm.plugin import PROTOCOL, in_place
 
     applied(FLASHRL_CONFIG="int8", FLASHRL_LMHEAD_FP32="1", FLASHRL_TEST_RELOAD=str(plain[1]))
     with opened(plain[0]) as engine:
@@ -296,7 +296,7 @@ def put(host, name, state):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sync_quantises_the_bytes_that_are_sent(models, tokenizer, dtype):
     """The trainer's float32 weights into an int8 engine, proved, and equal to an engine that starts from them."""
-    from rl_bridge.rollout.vllm.rollout import VLLMRollout
+    from rl_bridge.rollout.vllm.vllm_rollout import VLLMRollout
 
     sampling = SamplingParams(max_new_tokens=12, n=2, seed=4)
     prompts = ["1+1=", "98-76", "(3+4)"]
@@ -366,9 +366,9 @@ def any_trainer(folder, tmp_path, *words, **variables):
     info = tmp_path / "rl_fn-0.0.0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-fn\nVersion: 0.0.0\n")
-    points = "[vllm.general_plugins]\nrl_fn = rl_bridge.rollout.vllm.plugin:register\n"
+    points = "[vllm.general_plugins]\nrl_fn = rl_bridge.rollout.inside_vllm.plugin:register\n"
     (info / "entry_points.txt").write_text(points)
-    program = ANY_TRAINER.replace('sys.modules["rl_plugin"]', 'sys.modules["rl_bridge.rollout.vllm.plugin"]')
+    program = ANY_TRAINER.replace('sys.modules["rl_plugin"]', 'sys.modules["rl_bridge.rollout.inside_vllm.plugin"]')
     (tmp_path / "trainer.py").write_text(program)
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | variables
@@ -396,7 +396,7 @@ def test_a_variable_that_cannot_be_applied_stops_the_process(monkeypatch):
     """vLLM logs a plugin that cannot be imported; what a plugin raises when it is called comes through."""
     import vllm.plugins
 
-    from rl_bridge.rollout.vllm.plugin import register
+    from rl_bridge.rollout.inside_vllm.plugin import register
 
     monkeypatch.setenv("FLASHRL_CONFIG", "int4")
     monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.models.source import StateSource
+from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_bridge.trainers.modules.scoring import ScoringConfig
 from tests.bridge.rollout.vllm.policies import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(550)]
@@ -43,7 +43,7 @@ def dies_in_the_middle(host, name, steps):
 def test_a_killed_engine_of_vllm_is_opened_again_with_the_proved_weights_and_its_requests(model, tokenizer):
     pytest.importorskip("ray")
     from rl_bridge.executors.ray import RayExecutor
-    from rl_bridge.rollout.vllm.rollout import VLLMRollout
+    from rl_bridge.rollout.vllm.vllm_rollout import VLLMRollout
 
     executor = RayExecutor(slots=[{"CPU": 1}] * 2, timeout=240, start_timeout=120)
     try:

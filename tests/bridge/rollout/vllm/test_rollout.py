@@ -10,15 +10,15 @@ import pytest
 import scipy.stats
 import torch
 
-from rl_bridge.data.requests import RowRequest, SamplingParams, requests_of
 from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import RowRequest, SamplingParams, requests_of
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
-from rl_bridge.executors.local import LocalExecutor
+from rl_bridge.executors.session import LocalExecutor
 from rl_bridge.models.source import PretrainedSource, StateSource
-from rl_bridge.rollout.token_sampler import request_seeds
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.rollout.sampling import request_seeds
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_bridge.trainers.modules.scoring import ScoringConfig, TokenScorer
 from tests.bridge.data.trajectories import generate
 from tests.bridge.rollout.distribution import truncated
 from tests.bridge.rollout.stopped import assert_cut_at_the_text
@@ -40,7 +40,7 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def rollout(folder, tokenizer):
-    from rl_bridge.rollout.vllm.rollout import VLLMRollout
+    from rl_bridge.rollout.vllm.vllm_rollout import VLLMRollout
 
     arguments = ("max_num_batched_tokens=64", "block_size=32")
     options = VLLMOptions(max_model_len=256, max_num_seqs=8, kv_cache_gib=0.02, arguments=arguments)
@@ -204,7 +204,7 @@ def test_a_completion_ends_with_a_stop_token_or_for_want_of_room(drawn, tokenize
 
 
 def test_a_stream_gives_what_generate_gives_as_it_finishes(rollout, drawn):
-    from rl_bridge.rollout.vllm.decoder import VLLMDecoder
+    from rl_bridge.rollout.vllm.vllm_decoder import VLLMDecoder
 
     requests = requests_of(PROMPTS, SAMPLING.seed)
     rollout.open_stream(requests, SAMPLING, 0)

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams
 from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
-from rl_bridge.executors.local import LocalExecutor
+from rl_bridge.executors.session import LocalExecutor
 from rl_bridge.models.encoding import encode_prompt
 from rl_bridge.models.source import StateSource
-from rl_bridge.rollout.asynchronous.rollout_pump import Row
-from rl_bridge.rollout.served.rollout import ServedRollout
-from rl_bridge.rollout.served.vllm import ServedOptions
+from rl_bridge.rollout.ahead.pumps import Row
+from rl_bridge.rollout.served.served_rollout import ServedRollout
+from rl_bridge.rollout.served.vllm_server import ServedOptions
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from tests.bridge.rollout.distribution import truncated
 from tests.bridge.rollout.stopped import assert_cut_at_the_text
@@ -104,7 +104,7 @@ def test_tokens_come_with_what_they_were_drawn_with(parts, model, cuts):
 
 def test_an_engine_in_the_process_draws_the_same_tokens(parts, model, tokenizer):
     """The same requests and seeds, whole and cut."""
-    from rl_bridge.rollout.vllm.rollout import VLLMRollout
+    from rl_bridge.rollout.vllm.vllm_rollout import VLLMRollout
 
     served, *_ = parts
     samplings = SAMPLING, replace(SAMPLING, temperature=0.8, top_k=12, top_p=0.95, min_p=0.02)
@@ -125,7 +125,7 @@ def test_an_engine_in_the_process_draws_the_same_tokens(parts, model, tokenizer)
 def test_a_stop_text_cuts_behind_the_token_that_completed_it(parts, tokenizer, monkeypatch, piece):
     """However many tokens a request of a row draws."""
     engine, *_ = parts
-    monkeypatch.setattr("rl_bridge.rollout.served.decoder.PIECE", piece)
+    monkeypatch.setattr("rl_bridge.rollout.served.served_engine.PIECE", piece)
     stop, sampling = ("1", "a", "= "), replace(SAMPLING, top_p=0.9)
     found = engine.generate(PROMPTS, replace(sampling, stop=stop))
     assert_cut_at_the_text(tokenizer, engine.generate(PROMPTS, sampling), found, stop)

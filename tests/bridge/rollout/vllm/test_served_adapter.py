@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
-from rl_bridge.executors.local import LocalExecutor
+from rl_bridge.executors.session import LocalExecutor
 from rl_bridge.models.source import StateSource
-from rl_bridge.rollout.served.decoder import ServedDecoder
-from rl_bridge.rollout.served.rollout import ServedRollout
-from rl_bridge.rollout.served.vllm import ServedOptions
+from rl_bridge.rollout.served.served_engine import ServedDecoder
+from rl_bridge.rollout.served.served_rollout import ServedRollout
+from rl_bridge.rollout.served.vllm_server import ServedOptions
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from tests.bridge.rollout.vllm.policies import trainer, worker_of
 from tests.bridge.rollout.vllm.test_served import core_of, full_forward

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.data.requests import SamplingParams
+from rl_bridge.common.root_cause import root_cause
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
-from rl_bridge.executors.local import LocalExecutor
+from rl_bridge.executors.session import LocalExecutor
 from rl_bridge.models.source import StateSource
 from rl_bridge.rollout.inprocess import InProcessRollout
-from rl_bridge.rollout.root_cause import root_cause
 from rl_bridge.rollout.served.process import ServerDied, ServerProcess
-from rl_bridge.rollout.served.rollout import ServedRollout
-from rl_bridge.rollout.served.vllm import ServedOptions
+from rl_bridge.rollout.served.served_rollout import ServedRollout
+from rl_bridge.rollout.served.vllm_server import ServedOptions
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.ranks import binding, numa_nodes
 from tests.bridge.rollout.vllm.policies import trainer, worker_of
@@ -78,7 +78,7 @@ def served_ranks(worker):
 
 def build(model, tokenizer, executor, *, size=2, options=OPTIONS, **served):
     """The engine of the facade; its worker is in this process."""
-    from rl_bridge.rollout.vllm.rollout import VLLMRollout
+    from rl_bridge.rollout.vllm.vllm_rollout import VLLMRollout
 
     factory = partial(ServedRollout, served=ServedOptions(**served)) if served else VLLMRollout
     factory = partial(factory, StateSource(model), tokenizer, options)

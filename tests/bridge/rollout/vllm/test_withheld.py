@@ -6,7 +6,7 @@ Later checks would find most of these faults too, and at the price of a fresh en
 import pytest
 
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.rollout.vllm.update import UpdateFailed
+from rl_bridge.rollout.vllm.weight_updates import UpdateFailed
 from rl_bridge.weights import WeightSyncError
 from tests.bridge.rollout.vllm.double import open_double
 from tests.bridge.rollout.vllm.faults import poisoned

@@ -6,9 +6,9 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rl_bridge.atomic import write_json
-from rl_bridge.tracking.provenance import write_provenance
-from rl_bridge.tracking.recorder import Recorder
+from rl_bridge.common.files import write_json
+from rl_bridge.run.provenance import write_provenance
+from rl_bridge.run.recorder import Recorder
 
 CLOCKS = ("step", "tokens", "weights_version", "seconds")
 

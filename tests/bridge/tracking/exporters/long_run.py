@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_bridge.tracking.exporters.live import LiveExport
-from rl_bridge.tracking.exporters.process import Limits
-from rl_bridge.tracking.exporters.session import ExportOptions
-from rl_bridge.tracking.run import Run, Stopped
+from rl_bridge.run.exporters.export import ExportOptions
+from rl_bridge.run.exporters.live import LiveExport
+from rl_bridge.run.exporters.live_process import Limits
+from rl_bridge.run.run import Run, Stopped
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.cli import main
-from rl_bridge.tracking.exporters.cursor import key_of
+from rl_bridge.run.exporters.export import key_of
+from rl_tools.cli import main
 from tests.bridge.tracking.exporters.ledgers import Trainer
 from tests.bridge.tracking.exporters.stores import mlflow_run, trackio_logs, wandb_records
 

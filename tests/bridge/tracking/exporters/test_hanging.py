@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from rl_bridge.cli import main
-from rl_bridge.tracking.exporters import live
-from rl_bridge.tracking.exporters.cursor import key_of
-from rl_bridge.tracking.exporters.process import Limits
-from rl_bridge.tracking.recorder import Recorder
+from rl_bridge.run.exporters import live
+from rl_bridge.run.exporters.export import key_of
+from rl_bridge.run.exporters.live_process import Limits
+from rl_bridge.run.recorder import Recorder
+from rl_tools.cli import main
 from tests.bridge.tracking.exporters.stores import READERS
 from tests.bridge.tracking.exporters.test_live import ALL, processes_of, rows_sent, wait_for
 from tests.bridge.tuning.test_tune import SHORT

@@ -14,11 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rl_bridge.tracking.exporters.cursor import key_of
-from rl_bridge.tracking.exporters.live import Exporters, LiveExport
-from rl_bridge.tracking.exporters.process import Limits
-from rl_bridge.tracking.exporters.session import ExportOptions, export
-from rl_bridge.tracking.records import last_attempt
+from rl_bridge.run.exporters.export import ExportOptions, export, key_of
+from rl_bridge.run.exporters.live import Exporters, LiveExport
+from rl_bridge.run.exporters.live_process import Limits
+from rl_bridge.run.records import last_attempt
 from tests.bridge.tracking.exporters.ledgers import Trainer, curves
 from tests.bridge.tracking.exporters.stores import READERS
 
@@ -46,7 +45,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if str(folder) in words and any("rl_bridge.tracking" in word for word in words):
+        if str(folder) in words and any("rl_bridge.run" in word for word in words):
             with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
                 found += [process, *process.children(recursive=True)]
     return [process for process in found if _lives(process)]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rl_bridge.report.page import write_report
-from rl_bridge.tracking.exporters.session import ExportOptions, export
-from rl_bridge.tracking.provenance import git_state, read_provenance
+from rl_bridge.run.exporters.export import ExportOptions, export
+from rl_bridge.run.provenance import git_state, read_provenance
+from rl_tools.report.page import write_report
 from tests.bridge.tracking.exporters.ledgers import Trainer, kept_bytes
 from tests.bridge.tracking.exporters.test_same_series import TRACKERS
 from tests.bridge.tracking.test_resuming import go

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.atomic import write_json
-from rl_bridge.cli import main
-from rl_bridge.tracking.exporters.cursor import key_of
-from rl_bridge.tracking.exporters.session import ExportOptions, Session, export
+from rl_bridge.common.files import write_json
+from rl_bridge.run.exporters.export import ExportOptions, Session, export, key_of
+from rl_tools.cli import main
 from tests.bridge.tracking.exporters.ledgers import Trainer, curves, sample
 from tests.bridge.tracking.exporters.stores import READERS, remove
 
@@ -21,7 +20,7 @@ TRACKERS = ["tensorboard", *(pytest.param(name, marks=pytest.mark.tools) for nam
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rl_bridge.tracking.exporters.session import ExportOptions, Session
+from rl_bridge.run.exporters.export import ExportOptions, Session
 with Session(Path(sys.argv[1]), ExportOptions(to=sys.argv[2], output=Path(sys.argv[3]), project="tests")) as session:
     session._remember = lambda: os.kill(os.getpid(), signal.SIGKILL)
     session.catch_up()

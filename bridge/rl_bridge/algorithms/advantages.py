@@ -1,0 +1,160 @@
+"""What an objective reads of a step: ``Rollouts`` for its advantages, fields of the batch for its loss."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
+from rl_bridge.algorithms.sampling import Sampled
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.engines import NeedParallel
+from rl_bridge.functional import from_jax
+from rl_bridge.modules.policy import with_coefficients
+from rl_fn import Batch, Objective, Rollouts
+from rl_fn.objectives.components import PerToken
+
+# Steps of episodes (GiGPO): each turn's tokens, reward and the state that the turn began in.
+
+
+class Steps(NamedTuple):
+    """P groups of n episodes of up to S turns; behind an episode's last turn no token counts."""
+
+    rewards: torch.Tensor
+    """[P, n, S]: of each turn; what the whole episode earned is on its last."""
+    mask: torch.Tensor
+    """[P, n, S, L]: the tokens of each turn."""
+    state_ids: torch.Tensor
+    """[P, n, S] int32: equal where two turns began in the same state."""
+    turns: torch.Tensor
+    """[N, L] int64: the turn that a token belongs to, from 1; 0 before the first."""
+
+
+def steps_of(trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: torch.Tensor) -> Steps:
+    """The turns of trajectories: what the policy drew without a break.
+
+    A turn began in the state that the environment named (``state_ids`` of a trajectory), or else in the tokens before
+    it. ``mask`` is [N, L], ``rewards`` [P, n] of whole episodes. Rewards of turns (``turn_rewards``) are added,
+    unless the environment's reward is one of the run's: then each turn has its own part of it.
+    """
+    drawn = mask.int()
+    begins = torch.diff(drawn, dim=1, prepend=torch.zeros_like(drawn[:, :1])) == 1
+    turns = begins.cumsum(1)
+    count = turns.amax(1)
+    last = max(1, int(count.max()))
+    of_turn = torch.stack([mask & (turns == turn + 1) for turn in range(last)], 1)
+    per_turn, states = torch.zeros(len(mask), last), torch.zeros(len(mask), last, dtype=torch.int32)
+    numbers: dict[tuple, int] = {}
+    for row, trajectory in enumerate(trajectories):
+        for turn, start in enumerate(begins[row].nonzero()[:, 0].tolist()):
+            state = trajectory.state_ids[turn] if trajectory.state_ids else -1
+            key = ("named", trajectory.group, state) if state >= 0 else trajectory.tokens[:start]
+            states[row, turn] = numbers.setdefault(key, len(numbers))
+            per_turn[row, turn] = trajectory.turn_rewards[turn] if trajectory.turn_rewards else 0.0
+        # The environment's reward of the episode, where it is one of the run's, is the sum of its turns'.
+        counted = sum(trajectory.turn_rewards) if "environment" in trajectory.rewards else 0.0
+        per_turn[row, max(0, int(count[row]) - 1)] += rewards.flatten()[row] - counted
+    shape = (*rewards.shape, last)
+    return Steps(per_turn.view(shape), of_turn.view(*shape, mask.shape[1]), states.view(shape), turns)
+
+
+# What an objective reads of a step: ``Rollouts`` for its advantages, fields of the batch for its loss.
+
+
+class Inputs:
+    """Turns completions into advantages. Every input is of the weights before the step's first update."""
+
+    def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig, seed: int) -> None:
+        self._engines, self._objective, self._config, self._seed = engines, objective, config, seed
+        self._needed, shape = objective.required_rollout_fields, objective.advantage.rewards_shape
+        self._several, self._steps = shape == "*batch R G", shape == "*batch G S"
+        read = [(*part.required_fields, *getattr(part, "reads", ())) for part in parts_of(objective)]
+        self._draws = any("noise" in names for names in read)
+        self._advantages = from_jax(lambda rollouts, terms: with_coefficients(objective, terms).advantages(rollouts))
+        self._selection = from_jax(objective.selection)
+        penalty: Any = objective.reward_kl
+        self._penalty = None if penalty is None else from_jax(penalty.estimate)
+
+    def scored(self, batch: TokenBatch, sampled: Sampled, step: int) -> TokenBatch:
+        """The batch with what does not depend on advantages: log-probabilities, values, what is correct, noise."""
+        engines, needed = self._engines, (*self._needed, *self._objective.required_batch_fields)
+        batch = batch._replace(old_logprobs=batch.rollout_logprobs)
+        if "old_logprobs" in needed and self._config.recompute_old_logprobs:
+            batch = batch._replace(old_logprobs=engines.policy.token_logprobs(NeedParallel(batch)))
+        if "ref_logprobs" in self._needed:
+            assert engines.reference is not None
+            batch = batch._replace(ref_logprobs=engines.reference.token_logprobs(NeedParallel(batch)))
+        if "teacher_logprobs" in needed:
+            assert engines.teacher is not None
+            batch = batch._replace(teacher_logprobs=engines.teacher.token_logprobs(NeedParallel(batch)))
+        if "values" in needed:
+            assert engines.critic is not None
+            batch = batch._replace(old_values=engines.critic.values(NeedParallel(batch)))
+        if "correct" in needed:
+            earned = sampled.earned.flatten() >= self._config.correct_reward
+            batch = batch._replace(correct=batch.mask & earned[:, None])
+        if self._draws:
+            # One number a token of the whole batch: micro-batches and workers do not change them.
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
+            batch = batch._replace(noise=torch.rand(batch.mask.shape, generator=generator))
+        return batch
+
+    def advantages(
+        self, batch: TokenBatch, sampled: Sampled, coefficients: Mapping[str, float]
+    ) -> tuple[TokenBatch, torch.Tensor, torch.Tensor]:
+        """The batch with advantages and returns; rows to compute [N]; tokens [N, L] that count in the denominator.
+
+        A trajectory whose environment failed has advantage 0 and is in no denominator, whatever it earned; the others
+        of its group are compared without it.
+        """
+        groups = sampled.rewards.shape
+
+        def grouped(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values.view(*groups, *values.shape[1:])
+
+        fields: dict[str, Any] = {"rewards": sampled.rewards, "mask": grouped(batch.mask)}
+        valid = sampled.valid
+        if not bool(valid.all()):
+            fields["valid"] = valid
+        if self._several:
+            fields["rewards"] = sampled.matrix
+        elif self._steps:
+            steps = steps_of(sampled.trajectories, batch.mask, sampled.rewards)
+            fields |= {"rewards": steps.rewards, "mask": steps.mask, "state_ids": steps.state_ids}
+            batch = batch._replace(segment_ids=steps.turns)
+        others = {"values": batch.old_values, "greedy_rewards": sampled.greedy_rewards}
+        for name in self._needed:
+            if name not in fields:
+                value = others[name] if name in others else getattr(batch, name)
+                fields[name] = value if name == "greedy_rewards" else grouped(value)
+        rollouts = Rollouts(**fields)
+        terms = {name: torch.tensor(value) for name, value in coefficients.items() if name == "reward_kl"}
+        # A function that knows nothing of failures sees all rewards; what it says of a failure counts nowhere.
+        read = rollouts if self._objective.advantage.takes_valid else rollouts._replace(valid=None)
+        advantages, returns = self._advantages(read, terms)
+        computed, counted = self._selection(rollouts, advantages)
+        if self._steps:  # of the episode's tokens each belongs to one turn
+            advantages, computed, counted = advantages.sum(-2), computed.any(-1), counted.any(-2)
+        returns = None if returns is None else returns.flatten(0, 1)
+        batch = batch._replace(advantages=advantages.flatten(0, 1), returns=returns)
+        return batch, computed.flatten(), counted.flatten(0, 1)
+
+    def metrics(self, batch: TokenBatch) -> dict[str, float]:
+        """The KL that is taken off the rewards, a token, before its coefficient."""
+        if self._penalty is None or not bool(batch.mask.any()):
+            return {}
+        nothing = torch.zeros(batch.mask.shape)
+        read: Any = Batch(batch.old_logprobs, nothing, nothing, batch.mask, ref_logprobs=batch.ref_logprobs)  # type: ignore[arg-type]
+        return {"reward_kl": float(self._penalty(read)[batch.mask].mean())}
+
+
+def parts_of(objective: Objective) -> list[PerToken]:
+    """The loss and the correction of an objective, and what they are made of."""
+    found, left = [], [objective.loss, objective.correction]
+    while left:
+        part: Any = left.pop()
+        if part is not None:
+            found.append(part)
+            left += getattr(part, "parts", ())
+    return found

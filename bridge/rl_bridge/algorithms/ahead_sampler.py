@@ -1,0 +1,282 @@
+"""A sampler whose rollouts run ahead of training."""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
+from rl_bridge.algorithms.sampling import Sampled, Sampler, completions
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.trajectory import Request, Trajectory
+from rl_bridge.engines import InferenceEngine
+from rl_bridge.models.encoding import encode_prompt
+from rl_bridge.rewards import Rewards
+from rl_bridge.rollout.ahead.driver import Driver, Lanes
+from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
+from rl_bridge.rollout.ahead.ledger import Group, Ledger, Sample, loaded, saved
+from rl_bridge.rollout.ahead.pumps import Admission, Pace, RolloutPump, TrainingPump
+from rl_bridge.rollout.conversations import Opening
+from rl_bridge.rollout.sampling import request_seeds
+from rl_bridge.rollout.worker import completed
+from rl_fn import Objective
+
+Result = TypeVar("Result")
+
+
+class AsPrompt(NamedTuple):
+    """A row of the data in the ledger."""
+
+    row: dict[str, Any]
+    tokens: list[int]
+
+
+class AsDrawn(NamedTuple):
+    """A sample of the ledger as a trajectory is made of it."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    allowed: Sequence[Sequence[int]] | None
+    reason: Any
+
+
+class AheadSampler(Sampler):
+    """As ``Sampler``, with prompts of later steps in the rollout while a step is trained on.
+
+    Request ids, and with them all random numbers, are those of ``Sampler``. Rewards that compare completions are asked
+    about the prompts of a step in one call, as there; others as soon as a prompt is drawn, in the order of the prompts;
+    without determinism all about whatever waits.
+    """
+
+    def __init__(
+        self,
+        rollout: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: Rewards,
+        stream: RowStream,
+        objective: Objective,
+        config: PolicyConfig,
+        seed: int,
+        *,
+        admission: Admission,
+        pace: Pace,
+        lazy: bool = False,
+        talking: Talking | None = None,
+        patience: float = 3600.0,
+    ) -> None:
+        """``lazy``: a step begins without new weights in the rollout where its prompts are ready and others run.
+
+        ``talking``: how conversations are held; None: samples are completions. ``patience``: seconds without any
+        progress after which a wait fails.
+
+        Raises:
+            ValueError: rounds of dynamic sampling, which belong to one step.
+        """
+        super().__init__(completions(rollout), rewards, stream, objective, config, seed)
+        if config.sampling_rounds > 1:
+            raise ValueError(
+                f"rollouts that run ahead of training do not go with sampling_rounds={config.sampling_rounds}: rewards "
+                "would decide what may be drawn ahead"
+            )
+        self._samples = config.responses_per_prompt + self._greedy
+        """Of a prompt: those that are trained on, and the greedy one where the objective reads its rewards."""
+        # The trainer's thread uses the other one.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._admission, self._pace, self._lazy = admission, pace, lazy
+        self._engine = Lanes(rollout, config.sampling.params(), self._samples)
+        self._patience, self._talking = patience, talking
+        self._talks: Talks | None = None
+        self._ledger, self._step, self._training = Ledger(), 0, False
+        self._weights: dict[int, int] = {}
+        """Version of the policy → of its weights, as engines count them."""
+        self._places: dict[int, dict[str, Any]] = {}
+        """Untrained prompt → where the stream was before it."""
+        self._driver: Driver | None = None
+        self._waited = 0.0
+
+    def begin_step(self, engines: PolicyEngines) -> None:
+        """``update``, or leave the rollout at work where that is lazy."""
+        self._engines = engines
+        self._end_step()
+        if not self._lazy or self._waiting(self._started().could_update):
+            self.update(engines)
+
+    def update(self, engines: PolicyEngines) -> None:
+        """Let the rollout stop where its pace has it, and give it the policy's weights."""
+        self._end_step()
+        driver = self._started()
+        self._waiting(driver.hold)
+        engines.policy.sync_weights(engines.rollout)
+        self._weights[driver.training.step] = engines.rollout.weights_version
+
+    def sample(self, step: int) -> Sampled:
+        """The groups of a step, as the ledger has them next."""
+        driver = self._started()
+        assert step == driver.training.step, f"step {step} after {driver.training.step} steps"
+        while True:
+            if driver.pump.held:
+                driver.release(step)
+            groups = self._waiting(driver.take)
+            if groups is not None:
+                break
+            self.update(self._engines)
+        self._training = True
+        made, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
+        trajectories = [trajectory for group in made for trajectory in group[: n - self._greedy]]
+        baseline = self._baseline([group[-1] for group in made]) if self._greedy else None
+        if self._talks is not None and all(trajectory.finish_reason == "error" for trajectory in trajectories):
+            cause = self._talks.failures[-1] if self._talks.failures else "before the run was taken up again"
+            raise ValueError(f"the environment failed in all {len(trajectories)} conversations of step {step}; {cause}")
+        sampled = replace(self._sampled(trajectories, baseline), ahead=self._metrics(groups, step))
+        self._forget()
+        return sampled
+
+    def state(self) -> dict[str, Any]:
+        """The ledger, and with it the place in the data."""
+        return {"rollouts": self}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What was asked and what came back, up to the prompts that are trained on."""
+        self._end_step()
+        driver = self._started()
+        if self._pace.deterministic:
+            driver.hold()
+        with driver.changed:
+            head = self._ledger.head
+            return {
+                "ledger": saved(self._ledger),
+                "step": driver.training.step,
+                "weights": [list(pair) for pair in self._weights.items()],
+                "stream": self._places.get(head) or self.stream.checkpoint_state(),
+            }
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Go on with what ``checkpoint_state`` gave, before the first step."""
+        assert self._driver is None, "a checkpoint is loaded before the first step"
+        self.stream.load_checkpoint_state(state["stream"])
+        numbers = [group["number"] for group in state["ledger"]["groups"]]
+        # Prompts that are trained on already lie among them, where a step may pass over a prompt.
+        untrained = range(numbers[0], state["ledger"]["opened"]) if numbers else ()
+        prompts = {number: self._prompt(number)[0] for number in untrained}
+        self._ledger = loaded(state["ledger"], prompts.__getitem__)
+        self._weights, self._step = dict(state["weights"]), state["step"]
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._driver is not None:
+            self._driver.close()
+
+    def _started(self) -> Driver:
+        if self._driver is None:
+            talking = self._talking
+            options: Any = {"talks": talking is not None, "greedy": self._greedy}
+            # Greedy samples are asked about behind all others of a step, as where nothing runs ahead.
+            options["apart"] = self.rewards.apart and not self._greedy
+            pump = RolloutPump(self._ledger, self._admission, self._pace, self._prompt, **options)
+            training = TrainingPump(self._ledger, self._admission, self._step)
+            self._talks = None if talking is None else Talks(talking, self._opening)
+            self._driver = Driver(
+                self._engine, pump, training, self._rewards_of, talks=self._talks, patience=self._patience
+            )
+        return self._driver
+
+    def _end_step(self) -> None:
+        """The step that was begun, if one was, is over."""
+        if self._training:
+            self._training = False
+            self._started().trained()
+
+    def _waiting(self, wait: Callable[[], Result]) -> Result:
+        """The result of a wait, its seconds counted."""
+        began = time.monotonic()
+        try:
+            return wait()
+        finally:
+            self._waited += time.monotonic() - began
+
+    def _prompt(self, number: int) -> tuple[AsPrompt, list[int]]:
+        """The next row of the stream, and the seeds of its samples."""
+        self._places[number] = self.stream.checkpoint_state()
+        row = self.stream.take(1)[0]
+        seeds = request_seeds([self._id(number)], self._samples, torch.device("cpu"))[0].tolist()
+        # A conversation's first tokens are its environment's.
+        tokens = [] if self._talking is not None else encode_prompt(self._tokenizer, row["prompt"])
+        return AsPrompt(row, tokens), seeds
+
+    def _id(self, number: int) -> tuple[int, int]:
+        """Of the request: that of the step and place which the prompt has where nothing runs ahead."""
+        step, place = divmod(number, self._config.prompts_per_step)
+        return self._seed * 1_000_003 + step, place
+
+    def _rewards_of(self, groups: Sequence[Group]) -> list[list[dict[str, float]]]:
+        made, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
+        # Greedy ones by themselves, as where nothing runs ahead: a reward may compare what it is given together.
+        calls = [slice(n - 1), slice(n - 1, n)] if self._greedy else [slice(n)]
+        found: list[list[dict[str, float]]] = [[] for _ in groups]
+        for part in calls:
+            scored = iter(self.rewards.score([trajectory for of_group in made for trajectory in of_group[part]]))
+            for of_group, values in zip(made, found, strict=True):
+                values += [dict(next(scored).rewards) for _ in of_group[part]]
+        return found
+
+    def _opening(self, group: Group, number: int, place: int = 0) -> Opening:
+        seed, row = group.samples[number].seed, group.prompt.row
+        return Opening(request_id=(*self._id(group.number), number), seed=seed, row=row, group=place)
+
+    def _conversation(self, group: Group, number: int, place: int) -> Trajectory:
+        """The environment's own reward stays until the rewards were asked, which see it."""
+        assert self._talking is not None
+        sample, template = group.samples[number], self._talking.template
+        versions = self._versions(sample)
+        talk = self._talking.conversation(self._opening(group, number, place), sample, versions)
+        if sample.reason == "error" and talk.failure is None:
+            talk.rewards += [None] * (len(talk.drawn) - len(talk.rewards))
+        made = talk.trajectory(sample.reason, template.end_token)  # type: ignore[arg-type]
+        return replace(made, rewards=sample.rewards or made.rewards)
+
+    def _trajectories(self, group: Group, place: int) -> list[Trajectory]:
+        if self._talking is not None:
+            return [self._conversation(group, number, place) for number in range(len(group.samples))]
+        prompt: AsPrompt = group.prompt
+        request = Request(prompt.row["prompt"], self._id(group.number), place)
+        made = []
+        for number, sample in enumerate(group.samples):
+            words = prompt.tokens, _drawn(sample), self._versions(sample), self._config.sampling.stop
+            trajectory = completed(self._tokenizer, request, number, *words)
+            made.append(replace(trajectory, row=prompt.row, rewards=sample.rewards))
+        return made
+
+    def _versions(self, sample: Sample) -> list[int]:
+        return [self._weights[version] for version in sample.versions]
+
+    def _metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Of the step's tokens: how many versions old they are; and who waited how long."""
+        driver = self._started()
+        samples = [sample for group in groups for sample in group.samples if not sample.greedy]
+        ages = torch.tensor([float(step - version) for sample in samples for version in sample.versions] or [0.0])
+        idle, driver.idle = driver.idle, 0.0
+        waited, self._waited = self._waited, 0.0
+        return {
+            "staleness": float(ages.mean()),
+            "staleness_max": float(ages.max()),
+            "versions_per_completion": sum(len(sample.spans) for sample in samples) / len(samples),
+            "aborted": sum(sample.reason == "abort" for sample in samples) / len(samples),
+            "trainer_idle_seconds": waited,
+            "rollout_idle_seconds": idle,
+        }
+
+    def _forget(self) -> None:
+        """What is known of prompts and versions that no untrained prompt has."""
+        driver = self._started()
+        with driver.changed:
+            oldest = min((group.admitted for group in self._ledger.groups.values()), default=driver.pump.version)
+            self._places = {number: place for number, place in self._places.items() if number >= self._ledger.head}
+            self._weights = {version: weights for version, weights in self._weights.items() if version >= oldest}
+
+
+def _drawn(sample: Sample) -> AsDrawn:
+    return AsDrawn(sample.tokens, sample.logprobs, sample.allowed, sample.reason)

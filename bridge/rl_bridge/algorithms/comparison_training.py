@@ -1,0 +1,230 @@
+"""Learning from comparisons: DPO and its family without a reward model, and reward models of pairs or ranked lists."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import rl_fn
+from rl_bridge.common.statistics import confidence_interval
+from rl_bridge.common.terminal import given
+from rl_bridge.data.comparisons import Example, PairBatch, batch_of
+from rl_bridge.data.rows import RowStream
+from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.functional import from_jax
+from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
+from rl_bridge.modules.comparison import ComparisonLoss
+from rl_bridge.modules.policy import mean
+from rl_bridge.run.run import Run
+
+# What the loops over comparisons share: reference, statistics of a batch, losses over a batch, evaluation.
+
+CACHED_AT_ONCE = 1024
+"""Examples that the reference scores in one call."""
+REWARDS = ("chosen_reward", "rejected_reward")
+_kto_kl = from_jax(rl_fn.kto_kl)
+
+
+def with_reference(examples: Sequence[Example], reference: TrainEngine, pad_token_id: int) -> list[Example]:
+    """The examples with the reference's log-probabilities, computed once."""
+    found: list[Example] = []
+    for start in range(0, len(examples), CACHED_AT_ONCE):
+        part = examples[start : start + CACHED_AT_ONCE]
+        scores = reference.completion_logprobs(NeedParallel(batch_of(part, pad_token_id)))
+        for example, row in zip(part, scores.tolist(), strict=True):
+            found.append(replace(example, ref_logprobs=tuple(row[: len(example.completions)])))
+    return found
+
+
+def kl_of(policy: TrainEngine, batch: PairBatch) -> float:
+    """KTO's KL to the reference under the present weights, of the second completions: those of other prompts."""
+    others = batch.side(1)
+    logprobs = policy.completion_logprobs(NeedParallel(others))
+    if others.ref_logprobs is None:
+        raise ValueError("the KL to a reference needs batch.ref_logprobs")
+    return float(_kto_kl(logprobs[:, 0], others.ref_logprobs[:, 0]))
+
+
+def statistics_of(
+    policy: TrainEngine, loss: ComparisonLoss, batch: PairBatch, outputs: torch.Tensor
+) -> dict[str, float]:
+    """The statistics that the loss reads, of this batch alone."""
+    if "kl" in loss.statistics:
+        return {"kl": kl_of(policy, batch)}
+    if "delta" in loss.statistics:
+        totals = loss.metrics(batch, outputs, outputs.new_zeros(len(outputs)))
+        return {"delta": 0.5 * sum(mean(totals[name]) for name in REWARDS)}
+    return {}
+
+
+class BatchStatistics:
+    """The numbers of whole batches that a loss reads: KTO's KL of this batch, BCO's moving mean of the ones before."""
+
+    def __init__(self, loss: ComparisonLoss, momentum: float) -> None:
+        self._loss, self._momentum = loss, momentum
+        self.delta = 0.0
+
+    def of(self, policy: TrainEngine, batch: PairBatch) -> dict[str, float]:
+        """The statistics under the present weights, of all comparisons wherever they are computed."""
+        if "kl" in self._loss.statistics:
+            return {"kl": kl_of(policy, batch)}
+        return {"delta": self.delta} if "delta" in self._loss.statistics else {}
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Move the shift towards the middle between the mean rewards of the two sides."""
+        if "delta" in self._loss.statistics and not metrics.get("skipped"):
+            middle = 0.5 * sum(metrics[name] for name in REWARDS)
+            self.delta = self._momentum * self.delta + (1 - self._momentum) * middle
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The moving mean."""
+        return {"delta": self.delta}
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``checkpoint_state`` gave."""
+        self.delta = state["delta"]
+
+
+def accumulate(
+    policy: TrainEngine, loss: ComparisonLoss, batch: PairBatch, statistics: Mapping[str, float]
+) -> dict[str, float]:
+    """Add the gradient of the batch's mean loss to the parameters' gradients; returns the metrics.
+
+    A loss that sorts the batch gets every log-probability at once, on the driver, and gives each its gradient: two
+    forward passes, the same memory, the same numbers on any number of workers.
+    """
+    learned = batch.side(0) if loss.form == "singles" else batch
+    count = float(len(learned.present))
+    if not loss.over_batch:
+        totals = policy.train_step(NeedParallel(learned), count, dict(statistics))
+        return {name: mean(value) for name, value in totals.items()}
+    outputs = policy.completion_logprobs(NeedParallel(learned)).requires_grad_()
+    losses = loss(learned, outputs, statistics)
+    (losses.sum() / count).backward()
+    finite = bool(torch.isfinite(losses).all())
+    policy.backward_through(NeedParallel(learned), NeedParallel(outputs.grad), finite)
+    return {name: mean(value) for name, value in loss.metrics(learned, outputs, losses).items()}
+
+
+def held_out_metrics(
+    loss: ComparisonLoss, batch: PairBatch, outputs: torch.Tensor, statistics: Mapping[str, float]
+) -> dict[str, float]:
+    """Loss and metrics of held-out comparisons, and a 95 % bootstrap interval of the accuracy over them."""
+    outputs = outputs.detach()
+    totals = loss.metrics(batch, outputs, loss(batch, outputs, statistics))
+    found = {f"held_out_{name}": mean(value) for name, value in totals.items()}
+    right, counted = (
+        x.double().flatten(1) if x.dim() > 1 else x.double()[:, None] for x in loss.watch(batch, outputs)["accuracy"]
+    )
+    each = ((right * counted).sum(1) / counted.sum(1).clamp(min=1.0)).tolist()
+    interval = confidence_interval(each, [0.0] * len(each), resamples=1000)
+    return found | {"held_out_accuracy_low": interval["low"], "held_out_accuracy_high": interval["high"]}
+
+
+# Learning from preferences without a reward model: DPO and its family, by the loss.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    """One step is one update on ``rows_per_step`` comparisons."""
+
+    steps: int = 200
+    rows_per_step: int = 64
+    evaluate_every: int = 25
+    shift_momentum: float = 0.9
+    """Of BCO's shift, a moving mean of the rewards."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts that train nothing, and a mean that does not move."""
+        if min(self.steps, self.rows_per_step, self.evaluate_every) < 1 or not 0 <= self.shift_momentum < 1:
+            raise ValueError(
+                "counts must be ≥ 1 and shift_momentum in [0, 1), got "
+                f"{given(self, 'steps', 'rows_per_step', 'evaluate_every', 'shift_momentum')}"
+            )
+
+
+@collector_waits()
+def train_preference(
+    run: Run,
+    policy: TrainEngine,
+    stream: RowStream[Example],
+    loss: ComparisonLoss,
+    config: PreferenceConfig,
+    *,
+    evaluate: Callable[[], Mapping[str, float]],
+    reference: TrainEngine | None = None,
+    pad_token_id: int,
+) -> None:
+    """Score the completions, compare, update; every step is logged, checkpointed when due, and resumable.
+
+    ``reference`` scores each batch where the examples do not bring its log-probabilities along. What ``evaluate``
+    returns is logged when due and after the last step.
+    """
+    statistics = BatchStatistics(loss, config.shift_momentum)
+    state = {"policy": policy, "stream": stream, "statistics": statistics}
+    for step in run.steps("preference", config.steps, state=state):
+        batch = batch_of(stream.take(config.rows_per_step), pad_token_id)
+        if reference is not None:
+            # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
+            batch = batch._replace(ref_logprobs=reference.completion_logprobs(NeedParallel(batch)))
+        given = statistics.of(policy, batch)
+        metrics = accumulate(policy, loss, batch, given) | given | policy.optimizer_step()
+        statistics.update(metrics)
+        if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
+            metrics |= evaluate()
+        run.log(step, metrics, tokens=sum(batch.row_tokens()), batch=batch)
+        phase_ended()
+
+
+def evaluate_preference(policy: TrainEngine, loss: ComparisonLoss, held_out: PairBatch) -> dict[str, float]:
+    """Loss, implicit rewards and accuracy on held-out comparisons, with an interval; statistics are their own."""
+    learned = held_out.side(0) if loss.form == "singles" else held_out
+    outputs = policy.completion_logprobs(NeedParallel(learned))
+    return held_out_metrics(loss, learned, outputs, statistics_of(policy, loss, held_out, outputs))
+
+
+# A reward model from comparisons of completions: Bradley–Terry of pairs, Plackett–Luce of ranked lists.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """One step is one update on ``rows_per_step`` comparisons."""
+
+    steps: int = 200
+    rows_per_step: int = 64
+    evaluate_every: int = 25
+
+    def __post_init__(self) -> None:
+        """Refuse counts that train nothing."""
+        if min(self.steps, self.rows_per_step, self.evaluate_every) < 1:
+            raise ValueError(f"counts must be ≥ 1, got {given(self, 'steps', 'rows_per_step', 'evaluate_every')}")
+
+
+@collector_waits()
+def train_reward_model(
+    run: Run,
+    model: TrainEngine,
+    stream: RowStream[Example],
+    loss: ComparisonLoss,
+    config: RewardModelConfig,
+    *,
+    evaluate: Callable[[], Mapping[str, float]],
+    pad_token_id: int,
+) -> None:
+    """Score the completions, compare, update; every step is logged, checkpointed when due, and resumable.
+
+    What ``evaluate`` returns is logged when due and after the last step.
+    """
+    for step in run.steps("reward_model", config.steps, state={"model": model, "stream": stream}):
+        batch = batch_of(stream.take(config.rows_per_step), pad_token_id)
+        metrics = accumulate(model, loss, batch, {}) | model.optimizer_step()
+        if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
+            metrics |= evaluate()
+        run.log(step, metrics, tokens=sum(batch.row_tokens()), batch=batch)
+        phase_ended()
+
+
+def evaluate_reward_model(model: TrainEngine, loss: ComparisonLoss, held_out: PairBatch) -> dict[str, float]:
+    """Loss, rewards and accuracy on held-out comparisons, with an interval."""
+    return held_out_metrics(loss, held_out, model.completion_rewards(NeedParallel(held_out)), {})

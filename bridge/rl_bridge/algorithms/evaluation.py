@@ -1,0 +1,177 @@
+"""Evaluation on held-out rows: mean reward, its interval, pass@k, completions to read, the Pareto front of rewards."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import rl_fn
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
+from rl_bridge.algorithms.sampling import Complete, reward_matrix, scored
+from rl_bridge.common.files import replacing, write_json
+from rl_bridge.common.plots import Figure
+from rl_bridge.common.statistics import confidence_interval
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.functional import from_jax
+from rl_bridge.rewards import Rewards
+
+# The Pareto front of several rewards over a run: which steps no other step beats in all of them.
+
+CAPACITY = 64
+
+
+class Archive:
+    """Held-out means of two or more rewards at each evaluation; ``pareto.json`` and ``pareto.png`` in ``folder``."""
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self.names, self.folder = tuple(names), folder
+        self._archive = rl_fn.pareto_archive(CAPACITY, len(self.names), maximize=True)
+        self._state = self._archive.init()
+        self._seen: list[dict[str, Any]] = []
+
+    def insert(self, rewards: Mapping[str, float], step: int) -> None:
+        """Take in the rewards after ``step`` steps, and write pareto.json anew."""
+        point = [rewards[name] for name in self.names]
+        self._state = self._archive.insert(self._state, jnp.asarray(point, jnp.float32), step)
+        self._seen.append({"step": step, **rewards})
+        write_json(self.folder / "pareto.json", {"names": self.names, "front": self.front(), "evaluations": self._seen})
+
+    def front(self) -> list[dict[str, Any]]:
+        """The steps that no other beats, with their rewards."""
+        used = np.asarray(self._state.used)
+        points, tags = np.asarray(self._state.points)[used].tolist(), np.asarray(self._state.tags)[used].tolist()
+        return [
+            {"step": tag, **dict(zip(self.names, point, strict=True))} for point, tag in zip(points, tags, strict=True)
+        ]
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What was seen; the front is a function of it."""
+        return {"names": list(self.names), "seen": json.loads(json.dumps(self._seen))}
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``checkpoint_state`` gave; other rewards raise ValueError."""
+        if tuple(state["names"]) != self.names:
+            raise ValueError(f"the checkpoint has the rewards {state['names']}, this run has {list(self.names)}")
+        self._state, self._seen = self._archive.init(), []
+        for point in state["seen"]:
+            self._seen.append(point)
+            values = jnp.asarray([point[name] for name in self.names], jnp.float32)
+            self._state = self._archive.insert(self._state, values, point["step"])
+
+    def draw(self) -> None:
+        """pareto.png, the first two rewards against each other: every evaluation, and the front in bold."""
+        x, y = self.names[:2]
+        figure = Figure(figsize=(6, 5), layout="constrained")
+        axis = figure.subplots()
+        seen = [p[x] for p in self._seen], [p[y] for p in self._seen]
+        axis.plot(*seen, "o", color="C0", alpha=0.35, label="evaluations")
+        front = sorted(self.front(), key=lambda point: point[x])
+        axis.plot([p[x] for p in front], [p[y] for p in front], "o-", color="C1", label="no other is better in all")
+        for point in front:
+            axis.annotate(str(point["step"]), (point[x], point[y]), (3, 3), textcoords="offset points", fontsize=7)
+        axis.set(xlabel=x, ylabel=y, title=f"{self.folder.name}: held-out rewards")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+        with replacing(self.folder / "pareto.png") as temporary:
+            figure.savefig(temporary, format="png", dpi=110)
+
+
+# Evaluation on held-out rows: mean reward with its interval, pass@k, and a few completions to read.
+
+_pass_at_k = from_jax(rl_fn.pass_at_k)
+RESAMPLES = 2000
+
+
+def evaluate(
+    complete: Complete,
+    rows: Sequence[dict],
+    rewards: Rewards,
+    sampling: SamplingOptions,
+    *,
+    temperature: float = 0.0,
+    scalar: ScalarOptions | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read.
+
+    ``seed``: the run's. It is the same in all evaluations of a run, so that before and after draw by the same numbers.
+    """
+    trajectories = scored(complete, rewards, rows, replace(sampling, temperature=temperature).params(seed=seed))
+    matrix = reward_matrix(trajectories, rewards.names, 1)
+    scores = (scalar or ScalarOptions()).combine(matrix, rewards.weights)[:, 0].tolist()
+    named = dict(zip(rewards.names, matrix.mean((0, 2)).tolist(), strict=True))
+    return {
+        "reward": sum(scores) / len(scores),
+        "rewards": named,
+        "scores": scores,
+        "samples": [_shown(trajectory) for trajectory in trajectories[:16]],
+    }
+
+
+def pass_rates(
+    complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig, *, seed: int = 0
+) -> dict[str, dict[str, float]]:
+    """pass@k of each k of ``config.pass_at``, with its interval over the rows: {"pass@4": {"mean", "low", "high", …}}.
+
+    A completion passes with a reward of at least ``config.correct_reward``. ``config.pass_samples`` completions of each
+    row are drawn as for training, by the run's ``seed``.
+    """
+    samples = config.pass_samples or max(config.pass_at)
+    trajectories = scored(complete, rewards, rows, config.sampling.params(n=samples, seed=seed))
+    earned = config.scalar.combine(reward_matrix(trajectories, rewards.names, samples), rewards.weights)
+    correct = (earned >= config.correct_reward).sum(1, dtype=torch.int32)
+    total = torch.full_like(correct, samples)
+    return {f"pass@{k}": interval(_pass_at_k(correct, total, k).tolist()) for k in config.pass_at}
+
+
+def interval(scores: Sequence[float]) -> dict[str, float]:
+    """The mean of ``scores`` and its bootstrap interval over the rows."""
+    return confidence_interval(scores, [0.0] * len(scores), resamples=RESAMPLES)
+
+
+class Evaluator:
+    """Evaluates every so many steps and after the last one; several rewards go into the archive."""
+
+    def __init__(
+        self,
+        complete: Complete,
+        rewards: Rewards,
+        rows: Sequence[dict],
+        config: PolicyConfig,
+        archive: Archive | None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._complete, self._rewards, self._rows, self._seed = complete, rewards, rows, seed
+        self._config, self.archive = config, archive
+
+    def due(self, step: int) -> bool:
+        """Whether the step is followed by an evaluation."""
+        return (step + 1) % self._config.evaluate_every == 0 or step + 1 == self._config.steps
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What the record of a step shows of the present weights."""
+        config = self._config
+        found = evaluate(
+            self._complete, self._rows, self._rewards, config.sampling, scalar=config.scalar, seed=self._seed
+        )
+        named = {"held_out": interval(found["scores"])}
+        if config.pass_at:
+            named |= pass_rates(self._complete, self._rows, self._rewards, config, seed=self._seed)
+        metrics = {name: values["mean"] for name, values in named.items()} | {"held_out": found["reward"]}
+        metrics |= {f"{name}_{end}": values[end] for name, values in named.items() for end in ("low", "high")}
+        if self.archive is not None:
+            metrics |= {f"held_out/{name}": value for name, value in found["rewards"].items()}
+            self.archive.insert(found["rewards"], step + 1)
+        return metrics
+
+
+def _shown(trajectory: Trajectory) -> Mapping[str, Any]:
+    row = trajectory.row
+    completion = {"prompt": row["prompt"], "completion": trajectory.completion, "answer": row.get("answer")}
+    return completion | dict(trajectory.rewards)

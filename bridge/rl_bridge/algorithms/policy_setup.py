@@ -1,0 +1,253 @@
+"""What a policy is trained with: steps, prompts, sampling, one number of several rewards, the engines of the run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import rl_fn
+from rl_bridge.common.terminal import given
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.engines import InferenceEngine, TrainEngine
+from rl_bridge.engines.train import wants_proof
+from rl_bridge.functional import from_jax
+from rl_bridge.run.options import require_used
+from rl_fn import Objective
+from rl_fn.objectives.components import (
+    GAE,
+    CustomAdvantage,
+    DistillationAdvantage,
+    RawReward,
+    ReinforcePPAdvantage,
+    ReMaxAdvantage,
+)
+
+# One number of several rewards: what a policy is trained on.
+
+_weighted_sum, _tchebycheff = from_jax(rl_fn.weighted_sum), from_jax(rl_fn.tchebycheff)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarOptions:
+    """How several rewards become one."""
+
+    method: Literal["weighted_sum", "tchebycheff"] = "weighted_sum"
+    """weighted_sum: Σ w r. tchebycheff: −(max w (z − r) + ρ Σ (z − r)), which reaches the concave parts of a front."""
+    weights: tuple[float, ...] | None = None
+    """w, one a reward in their order. None: those that the rewards come with."""
+    ideal: tuple[float, ...] | None = None
+    """z of tchebycheff: at least as good as each reward can be."""
+    rho: float = 0.01
+    """ρ of tchebycheff."""
+
+    def __post_init__(self) -> None:
+        """Refuse an ideal point without its method, the method without its point, and a negative ρ."""
+        if not 0 <= self.rho < float("inf"):
+            raise ValueError(f"rho must be finite and not negative, got {self.rho}")
+        if (self.ideal is not None) != (self.method == "tchebycheff"):
+            raise ValueError(
+                f"ideal goes with method tchebycheff, and tchebycheff with ideal; got {given(self, 'method', 'ideal')}"
+            )
+
+    def combine(self, rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+        """[P, R, n] → [P, n], larger is better. ``weights`` are those that the rewards come with.
+
+        Raises:
+            ValueError: not a weight (a number of the ideal point) for each reward.
+        """
+        chosen, count = self.weights or tuple(weights), rewards.shape[1]
+        for name, values in (("weights", chosen), ("ideal", self.ideal)):
+            if values is not None and len(values) != count:
+                raise ValueError(f"{name} has {len(values)} numbers for {count} rewards: {values}")
+        objectives, w = rewards.movedim(1, -1), torch.tensor(chosen)
+        if self.ideal is None:
+            return -_weighted_sum(objectives, w, maximize=True)
+        return -_tchebycheff(objectives, w, torch.tensor(self.ideal), maximize=True, rho=self.rho)
+
+
+# What a run of the policy trainer depends on: steps, prompts, responses, how they are sampled and evaluated.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How a completion is sampled. How many there are of a prompt, and the seed, are the trainer's."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the model's own stop tokens; all tokens that were drawn are kept."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be sampled, naming the option."""
+        self.params()
+
+    def params(self, *, n: int = 1, seed: int = 0) -> SamplingParams:
+        """What a rollout is asked: ``n`` completions a prompt."""
+        return SamplingParams(**vars(self), n=n, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """One step: ``prompts_per_step`` prompts of ``responses_per_prompt`` completions, ``updates_per_step`` updates."""
+
+    steps: int
+    prompts_per_step: int
+    responses_per_prompt: int
+    sampling: SamplingOptions
+    updates_per_step: int = 1
+    evaluate_every: int = 25
+    sampling_rounds: int = 1
+    """Dynamic sampling draws up to so many rounds of prompts until ``prompts_per_step`` groups have a signal. 1 trains
+    on those of the first."""
+    scalar: ScalarOptions = ScalarOptions()
+    overlong_buffer: int | None = None
+    """DAPO's penalty of long completions: it grows to 1 over the last so many of ``max_new_tokens``; of a conversation
+    the longest turn counts."""
+    correct_reward: float = 1.0
+    """The reward from which on a completion is correct: for pass@k, and for losses that read what is (VAPO)."""
+    critic_warmup: int = 0
+    """First steps in which the critic alone is updated."""
+    pass_at: tuple[int, ...] = ()
+    """k of the pass@k that an evaluation measures, on completions sampled as for training."""
+    pass_samples: int | None = None
+    """Completions of each held-out row for pass@k. None: the largest k."""
+    recompute_old_logprobs: bool = False
+    """False takes π_old from sampling time. The two are equal where the rollout has the trainer's own weights and
+    precision: the trainer scores over the tokens that a truncated sampler allowed."""
+    least_effective_share: float = 0.5
+    """With recompute_old_logprobs: warn once, and record ``mismatch/alarm``, where the tokens of a step count for less
+    than this share of them as a sample of the trainer's policy."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be counted, sampled or estimated."""
+        counted = ("steps", "prompts_per_step", "responses_per_prompt", "updates_per_step", "evaluate_every")
+        if min(*(getattr(self, name) for name in counted), self.sampling_rounds, *self.pass_at) < 1:
+            raise ValueError(f"counts must be ≥ 1, got {given(self, *counted, 'sampling_rounds', 'pass_at')}")
+        if self.critic_warmup < 0:
+            raise ValueError(f"critic_warmup must be ≥ 0, got {self.critic_warmup}")
+        if self.critic_warmup >= self.steps:
+            raise ValueError(
+                f"critic_warmup={self.critic_warmup} of {self.steps} steps: the policy would never be updated"
+            )
+        if not self.pass_at:
+            require_used(self, ("pass_samples",), "without --policy.pass-at", part="policy")
+        if not self.recompute_old_logprobs:
+            require_used(self, ("least_effective_share",), "without --policy.recompute-old-logprobs", part="policy")
+        if self.pass_samples is not None and self.pass_samples < max(self.pass_at, default=1):
+            raise ValueError(f"pass_samples={self.pass_samples} is too few for pass_at={self.pass_at}")
+        if not 0 <= self.least_effective_share <= 1:
+            raise ValueError(f"least_effective_share must be from 0 to 1, got {self.least_effective_share}")
+        limit = self.sampling.max_new_tokens
+        if self.overlong_buffer is not None and not 0 <= self.overlong_buffer <= limit:
+            raise ValueError(f"overlong_buffer must be from 0 to max_new_tokens {limit}, got {self.overlong_buffer}")
+        if self.sampling.temperature == 0:
+            raise ValueError("greedy completions of one prompt are all the same: sampling.temperature must be > 0")
+
+
+# The engines that a policy is trained with: itself, its rollout, and the models that its objective asks for.
+
+ALONE = (CustomAdvantage, DistillationAdvantage, GAE, RawReward, ReinforcePPAdvantage, ReMaxAdvantage)
+"""Advantages that a single completion of a prompt has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyEngines:
+    """``reference`` and ``teacher`` score tokens, ``critic`` gives values; what the objective does not read is None."""
+
+    policy: TrainEngine
+    rollout: InferenceEngine
+    reference: TrainEngine | None = None
+    critic: TrainEngine | None = None
+    teacher: TrainEngine | None = None
+
+    def state(self) -> dict[str, TrainEngine]:
+        """What a checkpoint saves. The teacher's weights never change and have a source of their own."""
+        engines = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        return {name: engine for name, engine in engines.items() if engine is not None}
+
+
+class Replaced:
+    """How many engines behind the rollout a step's syncs had to replace, and how many tensors they did not compare."""
+
+    def __init__(self, engines: PolicyEngines) -> None:
+        """Count from now on."""
+        self._policy, self._proved = engines.policy, wants_proof(engines.rollout)
+        self._before, self._now = self._policy.replaced_engines, 0
+
+    def metrics(self) -> dict[str, float]:
+        """``weights/engine_replaced`` since the last call, and ``weights/not_compared`` of the last sync.
+
+        Nothing for a rollout whose weights need no proof.
+        """
+        now = self._policy.replaced_engines
+        self._before, self._now = now, now - self._before
+        if not self._proved:
+            return {}
+        last = self._policy.last_sync
+        unseen = 0 if last is None else last.not_compared
+        return {"weights/engine_replaced": float(self._now), "weights/not_compared": float(unseen)}
+
+    def warning(self, step: int) -> str | None:
+        """A line for the user, if any were."""
+        if not self._now or self._policy.last_sync is None:
+            return None
+        why = "; ".join(self._policy.last_sync.replaced)
+        return f"step {step}: {self._now} engines of the rollout were replaced, and have the new weights, proved. {why}"
+
+
+def require_fit(engines: PolicyEngines, objective: Objective, config: PolicyConfig) -> None:
+    """Refuse an objective with engines it does not go with.
+
+    Raises:
+        ValueError: an engine that is missing, other scoring than the policy's, statistics of the whole batch that is
+            split over workers; see ``require_objective`` too.
+    """
+    require_same_scoring(engines.policy, engines.reference, config.sampling)
+    require_objective(objective, config)
+    name, parts = objective.name, engines.policy.mesh.data_parts
+    if objective.over_batch and parts > 1:
+        raise ValueError(
+            f"{name} reads statistics of the whole batch, which is split over {parts} "
+            f"workers ({engines.policy.mesh}): train it with replicate=1 and shard=1"
+        )
+    read = (*objective.required_rollout_fields, *objective.required_batch_fields)
+    for field, engine in (("values", "critic"), ("teacher_logprobs", "teacher"), ("ref_logprobs", "reference")):
+        if field in read and getattr(engines, engine) is None:
+            raise ValueError(f"{name} reads {field}: it needs a {engine}")
+
+
+def require_objective(objective: Objective, config: PolicyConfig) -> None:
+    """Refuse a config that an objective cannot be trained with.
+
+    Raises:
+        ValueError: a group of one completion, refilling without dynamic sampling, a warm-up without a critic, a mean
+            over prompts.
+    """
+    name, rounds = objective.name, config.sampling_rounds
+    if config.responses_per_prompt < 2 and not isinstance(objective.advantage, ALONE):
+        raise ValueError(f"{name} compares completions of one prompt: a group needs responses_per_prompt ≥ 2")
+    if rounds > 1 and objective.dynamic_sampling is None:
+        raise ValueError(f"sampling_rounds={rounds} refills what dynamic sampling leaves out: {name} has none")
+    if config.critic_warmup and objective.value is None:
+        raise ValueError(f"critic_warmup={config.critic_warmup}: {name} has no critic")
+    if objective.aggregation.mode == "prompt-mean":
+        raise ValueError(f"{name}: a micro-batch holds rows of several prompts, so prompt-mean cannot be trained with")
+
+
+def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sampling: SamplingOptions) -> None:
+    """Refuse a policy or a reference that computes another distribution than the completions are sampled from."""
+    scoring = policy.scoring_config()
+    if scoring.temperature != sampling.temperature:
+        raise ValueError(
+            f"completions are sampled at temperature {sampling.temperature}, the policy is scored at "
+            f"{scoring.temperature}: no ratio would start at 1"
+        )
+    if reference is not None and reference.scoring_config() != scoring:
+        raise ValueError(
+            f"the policy is scored with {scoring}, the reference with {reference.scoring_config()}: "
+            "the KL of a model to its own copy would not be 0"
+        )

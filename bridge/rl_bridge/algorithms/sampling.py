@@ -1,0 +1,243 @@
+"""Completions of one step's prompts, scored; more prompts where dynamic sampling leaves too few."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+import rl_fn
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.trajectory import SamplingParams, Trajectory
+from rl_bridge.engines import InferenceEngine
+from rl_bridge.functional import from_jax
+from rl_bridge.rewards import Rewards, with_rows
+from rl_fn import Objective, Rollouts
+
+# Named rewards of completions, group by group, and the penalty of long ones.
+
+_overlong_penalty = from_jax(rl_fn.overlong_penalty)
+
+
+def reward_matrix(trajectories: Sequence[Trajectory], names: Sequence[str], responses: int) -> torch.Tensor:
+    """[P, R, n]: the rewards of P groups of n trajectories, group by group."""
+    flat = torch.tensor([[trajectory.rewards[name] for name in names] for trajectory in trajectories])
+    return flat.view(-1, responses, len(names)).transpose(1, 2)
+
+
+def overlong(trajectories: Sequence[Trajectory], responses: int, *, max_length: int, buffer: int) -> torch.Tensor:
+    """[P, n] in [−1, 0]: DAPO's penalty of completions longer than ``max_length − buffer`` tokens.
+
+    ``max_length`` is of one turn: of a conversation its longest turn counts, and no text between turns.
+    """
+    lengths = torch.tensor([longest_turn(trajectory.loss_mask) for trajectory in trajectories], dtype=torch.int32)
+    return _overlong_penalty(lengths.view(-1, responses), max_length=max_length, buffer=buffer)
+
+
+def longest_turn(loss_mask: Sequence[bool]) -> int:
+    """Tokens of the longest turn: of those that the policy drew without a break.
+
+    >>> longest_turn([False, True, True, False, True])
+    2
+    """
+    return max((len(list(run)) for drawn, run in groupby(loss_mask) if drawn), default=0)
+
+
+# Completions of one step's prompts, scored; more prompts where dynamic sampling leaves too few.
+
+FAILED = ("abort", "error")
+"""Reasons of an end that says nothing of the policy."""
+Complete = Callable[[Sequence[dict], SamplingParams], list[Trajectory]]
+"""Rows of the data and how to sample → ``n`` trajectories a row, row by row; ``group`` is the row's place."""
+
+
+def completions(rollout: InferenceEngine, **budget: Any) -> Complete:
+    """One turn a row, after its ``prompt``. ``budget``: limits of a call, as ``generate`` has them."""
+    return lambda rows, sampling: rollout.generate([row["prompt"] for row in rows], sampling, **budget)
+
+
+def scored(complete: Complete, rewards: Rewards, rows: Sequence[dict], sampling: SamplingParams) -> list[Trajectory]:
+    """``n`` trajectories a row with their row and rewards."""
+    return rewards.score(with_rows(complete(rows, sampling), rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """P groups of n trajectories, group by group."""
+
+    trajectories: list[Trajectory]
+    names: tuple[str, ...]
+    matrix: torch.Tensor
+    """[P, R, n]: every reward, the overlong penalty the last where there is one."""
+    earned: torch.Tensor
+    """[P, n]: the rewards in one number, before the overlong penalty."""
+    rewards: torch.Tensor
+    """[P, n]: what the policy is trained on."""
+    greedy_rewards: torch.Tensor | None
+    """[P]: of a greedy completion of each prompt, where the objective reads them."""
+    sampled_groups: int
+    """Groups that were sampled for these, those that were left out among them."""
+    ahead: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of rollouts that run ahead of training."""
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """[P, n]: False where the environment failed or the caller gave up, which says nothing of the policy."""
+        return torch.tensor([t.finish_reason not in FAILED for t in self.trajectories]).view(self.rewards.shape)
+
+    def metrics(self) -> dict[str, float]:
+        """Means of the rewards, tokens, the share cut at a limit; of conversations turns, and the share that failed."""
+        found = {"reward": float(self.rewards.mean())}
+        if len(self.names) > 1:
+            found |= {f"reward/{name}": float(self.matrix[:, i].mean()) for i, name in enumerate(self.names)}
+        tokens = torch.tensor([float(sum(t.loss_mask)) for t in self.trajectories])
+        if any(t.turns != 1 or t.finish_reason == "error" for t in self.trajectories):
+            count = len(self.trajectories)
+            found["turns"] = sum(t.turns for t in self.trajectories) / count
+            found["errors"] = sum(t.finish_reason == "error" for t in self.trajectories) / count
+        if any(t.finish_reason == "abort" for t in self.trajectories):
+            found["aborted"] = sum(t.finish_reason == "abort" for t in self.trajectories) / len(self.trajectories)
+        found["truncated"] = sum(t.finish_reason == "length" for t in self.trajectories) / len(self.trajectories)
+        return {**found, "tokens": float(tokens.mean()), **self.ahead}
+
+    def rows(self, groups: torch.Tensor) -> "Sampled":
+        """The chosen groups, numbered anew."""
+        n = self.rewards.shape[1]
+        chosen = [self.trajectories[g * n + i] for g in groups.tolist() for i in range(n)]
+        return replace(
+            self,
+            trajectories=[replace(t, group=i // n) for i, t in enumerate(chosen)],
+            matrix=self.matrix[groups],
+            earned=self.earned[groups],
+            rewards=self.rewards[groups],
+            greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],
+        )
+
+
+class Sampler:
+    """Makes the completions of a step. Its random numbers depend on the seed, the step and the prompt's place alone."""
+
+    def __init__(
+        self,
+        complete: Complete,
+        rewards: Rewards,
+        stream: RowStream,
+        objective: Objective,
+        config: PolicyConfig,
+        seed: int,
+    ) -> None:
+        self.complete, self.rewards, self.stream = complete, rewards, stream
+        self._config, self._seed = config, seed
+        self._greedy = "greedy_rewards" in objective.required_rollout_fields
+        dynamic: Any = objective.dynamic_sampling
+        self._kept = None if dynamic is None or config.sampling_rounds == 1 else from_jax(dynamic.kept)
+
+    def begin_step(self, engines: PolicyEngines) -> None:
+        """What comes before ``sample``: here, an ``update``."""
+        self.update(engines)
+
+    def update(self, engines: PolicyEngines) -> None:
+        """The rollout gets the policy's weights."""
+        engines.policy.sync_weights(engines.rollout)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint saves of it, by name."""
+        return {"stream": self.stream}
+
+    def close(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def sample(self, step: int) -> Sampled:
+        """``prompts_per_step`` groups.
+
+        With refilling they are the first ones that dynamic sampling keeps, of up to ``sampling_rounds`` rounds; if too
+        few are, all that are; and if none is, the last round's as they are.
+        """
+        made, wanted = self._round(step, 0), self._config.prompts_per_step
+        if self._kept is None:
+            return made
+        found = [self._with_signal(made)]
+        while sum(len(part.rewards) for part in found) < wanted and len(found) < self._config.sampling_rounds:
+            made = self._round(step, len(found))
+            found.append(self._with_signal(made))
+        several = joined(found)
+        whole = several if len(several.rewards) else made
+        kept = whole.rows(torch.arange(min(len(whole.rewards), wanted)))
+        return replace(kept, sampled_groups=len(found) * wanted)
+
+    def _with_signal(self, sampled: Sampled) -> Sampled:
+        """The groups that dynamic sampling keeps."""
+        assert self._kept is not None
+        mask = torch.ones((*sampled.rewards.shape, 1), dtype=torch.bool)
+        rollouts: Any = Rollouts(sampled.rewards, mask, valid=sampled.valid)  # type: ignore[arg-type]
+        return sampled.rows(self._kept(rollouts).any(1).nonzero()[:, 0])
+
+    def _round(self, step: int, number: int) -> Sampled:
+        config, n = self._config, self._config.responses_per_prompt
+        rows = self.stream.take(config.prompts_per_step)
+        # Seeds of further rounds are those of no step.
+        sampling = config.sampling.params(n=n, seed=self._seed * 1_000_003 + step + (number << 48))
+        trajectories = scored(self.complete, self.rewards, rows, sampling)
+        return self._sampled(trajectories, self._greedy_rewards(rows) if self._greedy else None)
+
+    def _sampled(self, trajectories: list[Trajectory], greedy: torch.Tensor | None = None) -> Sampled:
+        """Groups with rewards of each trajectory, and all that is computed from them."""
+        config, n = self._config, self._config.responses_per_prompt
+        names = self.rewards.names
+        matrix = reward_matrix(trajectories, names, n)
+        earned = rewards = config.scalar.combine(matrix, self.rewards.weights)
+        if config.overlong_buffer is not None:
+            limit = config.sampling.max_new_tokens
+            penalty = overlong(trajectories, n, max_length=limit, buffer=config.overlong_buffer)
+            names, matrix, rewards = (*names, "overlong"), torch.cat([matrix, penalty[:, None]], 1), earned + penalty
+        return Sampled(
+            trajectories=trajectories,
+            names=names,
+            matrix=matrix,
+            earned=earned,
+            rewards=rewards,
+            greedy_rewards=greedy,
+            sampled_groups=len(rewards),
+        )
+
+    def _greedy_rewards(self, rows: Sequence[dict]) -> torch.Tensor:
+        """ReMax's baseline [P]: what the most likely completion of each prompt earns."""
+        return self._baseline(scored(self.complete, self.rewards, rows, self._config.sampling.params().greedily()))
+
+    def _baseline(self, trajectories: list[Trajectory]) -> torch.Tensor:
+        """[P] of P greedy trajectories with rewards."""
+        config = self._config
+        rewards = config.scalar.combine(reward_matrix(trajectories, self.rewards.names, 1), self.rewards.weights)
+        if config.overlong_buffer is not None:
+            limit = config.sampling.max_new_tokens
+            rewards = rewards + overlong(trajectories, 1, max_length=limit, buffer=config.overlong_buffer)
+        return rewards[:, 0]
+
+
+def joined(parts: Sequence[Sampled]) -> Sampled:
+    """All groups of the parts."""
+    greedy = [part.greedy_rewards for part in parts if part.greedy_rewards is not None]
+    whole = replace(
+        parts[0],
+        trajectories=[trajectory for part in parts for trajectory in part.trajectories],
+        matrix=torch.cat([part.matrix for part in parts]),
+        earned=torch.cat([part.earned for part in parts]),
+        rewards=torch.cat([part.rewards for part in parts]),
+        greedy_rewards=torch.cat(greedy) if greedy else None,
+    )
+    return whole.rows(torch.arange(len(whole.rewards)))
+
+
+def without_signal(sampled: Sampled) -> str:
+    """What the rewards of a step were that gives no update."""
+    values = sampled.rewards.unique().tolist()
+    shown = ", ".join(f"{value:g}" for value in values[:4]) + (", …" if len(values) > 4 else "")
+    if len(values) == 1:
+        seen = f"every reward is {shown}"
+    elif bool((sampled.rewards == sampled.rewards[:, :1]).all()):
+        seen = f"the rewards of each group are equal ({shown})"
+    else:
+        seen = f"every advantage is 0 or left out; the rewards are {shown}"
+    return f"no update, {sampled.sampled_groups} groups of {sampled.rewards.shape[1]} completions: {seen}"

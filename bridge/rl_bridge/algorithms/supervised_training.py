@@ -1,0 +1,83 @@
+"""Supervised fine-tuning: the loop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_bridge.common.terminal import given
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
+from rl_bridge.modules.policy import mean
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.run.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """One step is one update on ``rows_per_step`` rows."""
+
+    steps: int = 200
+    rows_per_step: int = 32
+    evaluate_every: int = 25
+    """Steps from one measurement on the held-out rows to the next."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts that train nothing."""
+        if min(self.rows_per_step, self.evaluate_every) < 1 or self.steps < 0:
+            raise ValueError(
+                "need rows_per_step ≥ 1, evaluate_every ≥ 1 and steps ≥ 0, got "
+                f"{given(self, 'rows_per_step', 'evaluate_every', 'steps')}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Supervised steps before reinforcement learning. 0: a model that follows instructions already needs none."""
+
+    steps: int = 0
+    rows_per_step: int = 256
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-3, warmup=50)
+
+    def __post_init__(self) -> None:
+        """Refuse counts that cannot be."""
+        if self.steps < 0 or self.rows_per_step < 1:
+            raise ValueError(f"need steps ≥ 0 and rows_per_step ≥ 1, got {given(self, 'steps', 'rows_per_step')}")
+
+
+@collector_waits()
+def train_sft(
+    run: Run,
+    policy: TrainEngine,
+    stream: RowStream,
+    to_trajectory: Callable[[Any], Trajectory],
+    config: SFTConfig | WarmStart,
+    *,
+    pad_token_id: int,
+    held_out: TokenBatch | None = None,
+) -> None:
+    """Train on the rows' own completions; every step is logged, checkpointed when due, and resumable.
+
+    ``held_out`` is measured every ``evaluate_every`` steps; a warm start has none.
+    """
+    every = config.evaluate_every if isinstance(config, SFTConfig) else None
+    for step in run.steps("sft", config.steps, state={"policy": policy, "stream": stream}):
+        batch = supervised_batch(stream.take(config.rows_per_step), to_trajectory, pad_token_id)
+        totals = policy.train_step(NeedParallel(batch), float(batch.mask.sum()))
+        metrics = {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
+        if held_out is not None and every is not None and ((step + 1) % every == 0 or step + 1 == config.steps):
+            metrics["held_out_nll"] = held_out_nll(policy, held_out)
+        run.log(step, metrics, tokens=int(batch.lengths.sum()), batch=batch)
+        phase_ended()
+
+
+def held_out_nll(policy: TrainEngine, batch: TokenBatch) -> float:
+    """Mean negative log-likelihood of the tokens that count, under the present weights."""
+    return mean(policy.nll(NeedParallel(batch))["nll"])
+
+
+def supervised_batch(rows: Sequence[Any], to_trajectory: Callable[[Any], Trajectory], pad_token_id: int) -> TokenBatch:
+    """The rows' own completions as if they had been sampled."""
+    return collate([to_trajectory(row) for row in rows], pad_token_id)

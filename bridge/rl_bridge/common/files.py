@@ -1,0 +1,282 @@
+"""Files that are written whole or not at all, folders that one process has at a time, or that end with it."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+# Nothing half-written: a file or folder is made under a temporary name and renamed when it is whole.
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside ``path`` to write to; on success it takes its place, on an error it is removed.
+
+    Works for a file and for a folder (make it with ``mkdir``). What is new is on the disk before it gets the name. An
+    old folder makes room under the name ``.NAME.old`` and is removed last; ``sweep`` brings it back after a kill in
+    between. One process at a time writes to a path: what a dead one left under a temporary name is removed by the next.
+
+    Raises:
+        IsADirectoryError: a file was to take the place of a folder, which stays as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, old = _temporary(path), _old(path)
+    _bring_back(path)
+    _remove(temporary)
+    try:
+        yield temporary
+        _sync(temporary)
+        if path.is_dir() and not temporary.is_dir():
+            raise IsADirectoryError(f"{path} is a folder, and a file was to be written there: name a file in it")
+        if path.is_dir():
+            os.rename(path, old)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+        _remove(old)
+    finally:
+        _remove(temporary)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a dead process left half-written in a folder, and bring back what it had not yet replaced."""
+    for left in folder.glob(".*.old"):
+        _bring_back(left.with_name(left.name[1 : -len(".old")]))
+    for left in folder.glob(".*.tmp"):
+        _remove(left)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _bring_back(path: Path) -> None:
+    """Finish what a kill between the two renames interrupted."""
+    old = _old(path)
+    if old.exists() and not path.exists():
+        os.rename(old, path)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on the disk."""
+    if path.is_dir():
+        for part in path.iterdir():
+            _sync(part)
+        sync_folder(path)
+    else:
+        sync_file(path)
+
+
+def sync_file(file: Path) -> None:
+    """Wait until a file's bytes are on the disk."""
+    with file.open("rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# One process a folder of a run or a study, and nothing outside of it: its lock, and no links in it.
+
+NAME = ".lock"
+_held: set[int] = set()
+
+
+class RunLock:
+    """Held from ``RunLock(folder)`` to ``release()``. Its file says who holds it.
+
+    The operating system takes the lock back when its holder dies.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock of a folder that exists.
+
+        Raises:
+            ValueError: another process, or another run of this one, holds it; or its file is a link.
+        """
+        self._file = folder / NAME
+        try:
+            self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # what it points to would be emptied
+                raise ValueError(f"{self._file} is a link; a run writes to its own files: remove it") from None
+            raise
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, 1000, 0).decode("utf-8", "replace").strip()
+            os.close(self._descriptor)
+            raise ValueError(
+                f"{folder} is in use by {_named(holder)}; stop that run first, or give this one another --name"
+            ) from None
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _held.add(self._descriptor)
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(about).encode(), 0)
+
+    def release(self) -> None:
+        """Give the lock back. Calling this again does nothing."""
+        if self._descriptor in _held:
+            _held.remove(self._descriptor)
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+
+
+def require_own_files(folder: Path) -> None:
+    """Refuse a folder in which anything but files and folders of its own lies: a run or a study writes to all of it.
+
+    The folder itself may be a link, for the user gives it. A file that lines are added to has no second name: its other
+    name is a copy that somebody keeps (``cp -al``).
+
+    Raises:
+        ValueError: with the first such name.
+    """
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in sorted([*folders, *files])):
+            about = path.lstat()
+            if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+                kind = "a link" if stat.S_ISLNK(about.st_mode) else "no plain file"
+                raise ValueError(f"{path} is {kind}, and a run writes to its own files: remove it")
+            if stat.S_ISREG(about.st_mode) and about.st_nlink > 1 and _is_added_to(path):
+                raise ValueError(
+                    f"{path} is a hard link, and a run adds lines to its own files, which would change the other one "
+                    f"too: make it a file of its own (cp {path.name} new && mv new {path.name})"
+                )
+
+
+def _is_added_to(path: Path) -> bool:
+    return path.suffix in (".jsonl", ".log") or path.parent.name == "events"
+
+
+def _named(holder: str) -> str:
+    try:
+        about = json.loads(holder)
+    except json.JSONDecodeError:  # the moment between the lock and its note
+        return "another process"
+    return f"process {about['pid']} on {about['host']} since {about['since']}"
+
+
+def _forget() -> None:
+    """A forked child that outlives this process must not keep the lock."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+# Folders that end with their process: by ``close``, at its exit, or after a SIGKILL when another process makes one.
+
+KINDS = ("vllm", "served", "weights")
+"""Checkpoints and logs of engines, checkpoints of servers, copies of weights."""
+IN_USE = "in_use"
+"""The file in a folder whose lock says that its owner lives: a process that ends, by whatever, loses the lock."""
+
+_HELD: set[int] = set()
+"""Locks of this process. One that a forked process has not closed would outlive its owner."""
+
+
+def _forked() -> None:
+    for lock in _HELD:
+        os.close(lock)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class TemporaryFolder:
+    """``rl_fn-KIND-…``, locked from the moment that it has this name. ``close`` removes it; again, it does nothing."""
+
+    def __init__(self, kind: str, parent: Path | None = None, *, private: bool = True) -> None:
+        """Make one beside those of other processes, and remove what killed ones left there.
+
+        Args:
+            kind: of ``KINDS``.
+            parent: None is where temporary files are.
+            private: no other user can read it.
+        """
+        assert kind in KINDS, kind
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
+        sweep_folders(parent)
+        name = f"rl_fn-{kind}-{os.getpid()}-{secrets.token_hex(4)}"
+        # Nobody sweeps a folder before it has its name, and then it is locked.
+        made = parent / f".{name}"
+        made.mkdir(mode=0o700 if private else 0o777)
+        lock = _locked(made, create=True)
+        assert lock is not None, "nobody else knows this folder"
+        self.path = made.rename(parent / name)
+        self.close = weakref.finalize(self, _remove_folder, self.path, lock)
+
+
+def sweep_folders(parent: Path) -> None:
+    """Remove the folders of processes of this user that were killed."""
+    for folder in (found for kind in KINDS for found in parent.glob(f"rl_fn-{kind}-*")):
+        with contextlib.suppress(OSError):  # its owner removes it just now
+            if folder.lstat().st_uid == os.geteuid() and (lock := _locked(folder)) is not None:
+                _remove_folder(folder, lock)
+
+
+def _locked(folder: Path, *, create: bool = False) -> int | None:
+    """The lock of a folder; None: another process has it."""
+    file = os.open(folder / IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    _HELD.add(file)
+    return file
+
+
+def _remove_folder(folder: Path, lock: int) -> None:
+    if lock not in _HELD:
+        return  # in a process that was forked from the owner
+    # The lock's file goes last: what a kill leaves in between can still be swept.
+    with contextlib.suppress(OSError):
+        for inside in folder.iterdir():
+            if inside.is_dir() and not inside.is_symlink():
+                shutil.rmtree(inside, ignore_errors=True)
+            elif inside.name != IN_USE:
+                inside.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    _HELD.discard(lock)
+    os.close(lock)

@@ -1,0 +1,199 @@
+"""A Python file of the user's as a module: a reward's, an environment's."""
+
+import ast
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_OWN = ("rl_fn", "rl_kernels", "rl_bridge", "rl_tools")
+_INSTALLED = {"site-packages", "dist-packages"}
+_folders: set[Path] = set()
+"""Folders that files were loaded from in this process."""
+
+
+def load_file(path: Path, kind: str) -> ModuleType:
+    """The file as a module. The file can import the modules that lie beside it. ``kind`` is what it holds: "reward".
+
+    Raises:
+        FileNotFoundError: no such file.
+        PermissionError: this user may not read it.
+        ValueError: the file fails to load, or exits.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no such {kind} file: {path}")
+    spec = importlib.util.spec_from_file_location(f"rl_bridge_{kind}_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, among others, look their own module up.
+    sys.modules[spec.name] = module
+    try:
+        with _neighbours(path.resolve().parent), the_users_code():
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, PermissionError) and str(error.filename) == str(path.absolute()):
+            raise
+        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module
+
+
+@contextmanager
+def the_users_code() -> Iterator[None]:
+    """While a function of the user's runs in this thread: it can neither end the process unseen nor move it.
+
+    ``os._exit`` raises SystemExit instead, whatever the status. The working directory, whether torch records gradients,
+    and torch's default dtype are what they were afterwards.
+    """
+    torch: Any = sys.modules.get("torch")  # a reward's own process has none
+    gradients = torch is None or torch.is_grad_enabled()
+    with _at_work.lock:
+        if not _at_work.calls:
+            _at_work.place = os.getcwd()
+            _at_work.dtype = None if torch is None else torch.get_default_dtype()
+        _at_work.calls += 1
+    _inside.calls = getattr(_inside, "calls", 0) + 1
+    try:
+        yield
+    finally:
+        _inside.calls -= 1
+        if torch is not None:
+            torch.set_grad_enabled(gradients)
+        with _at_work.lock:
+            _at_work.calls -= 1
+            if os.getcwd() != _at_work.place:
+                os.chdir(_at_work.place)
+            if torch is not None and _at_work.dtype not in (None, torch.get_default_dtype()):
+                torch.set_default_dtype(_at_work.dtype)
+
+
+def _leave(status: int) -> None:
+    """``os._exit``, but where a function of the user's calls it: a run would end with status 0 and without a word."""
+    # A child that the function has forked ends as it wants to.
+    if os.getpid() == _here and getattr(_inside, "calls", 0):
+        raise SystemExit(f"os._exit({status})")
+    _exit(status)
+
+
+def _now_here() -> None:
+    """A forked child is a process of its own, with nothing of the user's on its way but what forked it."""
+    global _here
+    _here = -1
+
+
+class _AtWork:
+    """How many threads are in functions of the user's, and what was set in the process before the first."""
+
+    lock, calls, place = threading.Lock(), 0, ""
+    dtype: Any = None
+
+
+_at_work, _inside = _AtWork(), threading.local()
+_here, _exit = os.getpid(), os._exit
+os._exit = _leave  # type: ignore[assignment]
+os.register_at_fork(after_in_child=_now_here)
+
+
+@contextmanager
+def _neighbours(folder: Path) -> Iterator[None]:
+    """Modules in the folder can be imported: first of all while the file is loaded, afterwards last of all."""
+    # A neighbour of another file may have the same name.
+    for name, module in list(sys.modules.items()):
+        origin = getattr(module, "__file__", None)
+        here = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+        if here and origin and not {*Path(origin).parents[:2]}.isdisjoint(_folders - {folder}):
+            del sys.modules[name]
+    _folders.add(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
+        sys.path.append(str(folder))  # for what the file's functions import when they are called
+
+
+def content_of(file: Path) -> str:
+    """A hash of the file and of all modules of the user's that it imports, wherever they lie."""
+    parts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in sources_of(file)]
+    return hashlib.sha256("\n".join([parts[0].rpartition(" ")[2], *sorted(parts[1:])]).encode()).hexdigest()
+
+
+def sources_of(file: Path) -> list[Path]:
+    """The file and all modules of the user's that it imports, wherever in it, and those that these import.
+
+    They are found by their names, beside the file first and then where Python looks; nothing is run. Modules of
+    Python, of installed packages and of this library are not the user's. What is imported by a computed name is not
+    found.
+    """
+    found: dict[Path, None] = {}
+    waiting = [file.resolve()]
+    folders = [str(file.resolve().parent), *sys.path]
+    while waiting:
+        path = waiting.pop(0)
+        if path in found:
+            continue
+        found[path] = None
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):  # loading the file says what is wrong with it
+            continue
+        for name in _imported(tree, path, folders):
+            waiting += _files_of(name, folders)
+    return list(found)
+
+
+def _imported(tree: ast.Module, path: Path, folders: list[str]) -> Iterator[str]:
+    """Absolute names of what may be a module: of ``from a import b`` both ``a`` and ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = _package_of(path, folders)
+                above = package[: len(package) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _package_of(path: Path, folders: list[str]) -> list[str]:
+    """Names of the packages that a module lies in."""
+    names: list[str] = []
+    folder = path.parent
+    while (folder / "__init__.py").is_file() and str(folder) not in folders:
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return names
+
+
+def _files_of(name: str, folders: list[str]) -> list[Path]:
+    """The user's files that an import of ``name`` runs: its packages' and its own."""
+    if name.partition(".")[0] in _OWN:
+        return []
+    files: list[Path] = []
+    places, full = folders, ""
+    for part in name.split("."):
+        full = f"{full}.{part}" if full else part
+        spec = importlib.machinery.PathFinder.find_spec(full, places)
+        if spec is None:
+            break
+        if spec.origin is not None and spec.has_location:
+            origin = Path(spec.origin).resolve()
+            if not _INSTALLED.isdisjoint(origin.parts) or origin.is_relative_to(sysconfig.get_paths()["stdlib"]):
+                break
+            files.append(origin)
+        locations: Any = spec.submodule_search_locations or []
+        # A namespace package looks its parents up among the modules that are loaded.
+        places = list(getattr(locations, "_path", locations))
+        if not places:
+            break
+    return files

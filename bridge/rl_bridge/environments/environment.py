@@ -1,0 +1,127 @@
+"""The protocol of an environment, and one conversation's environment with everything checked that it returns."""
+
+import copy
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import isawaitable
+from typing import Any, Protocol
+
+from rl_bridge.common.user_files import the_users_code
+from rl_bridge.data.trajectory import Message
+
+# The protocol of an environment, and what one step of it says.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What an environment says to a turn of the policy. Without ``messages`` the conversation ends."""
+
+    messages: Sequence[Message] = ()
+    """Follow the policy's turn; the policy then draws its next one."""
+    reward: float | None = None
+    """Of the turn. None: this environment gives none, and the reward function sees the whole conversation."""
+    done: bool = False
+    """End here. ``messages`` are then kept as text alone."""
+    state_id: int | None = None
+    """The state that the next turn begins in, for advantages among equal states (GiGPO); ids are ≥ 0."""
+
+
+class Environment(Protocol):
+    """One conversation's environment: it is made anew for every trajectory, in the rollout worker.
+
+    Both methods may be ``async``. They run beside the sampler, each conversation's one after another. Two optional
+    attributes: ``tools``, JSON schemas for the chat template, and ``close()``, called at the end.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | Step | Awaitable[Sequence[Message] | Step]:
+        """The first messages, for a row of the data; a ``Step`` of them says the first turn's state too."""
+        ...
+
+    def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
+        """The whole conversation, the policy's turn last → what follows."""
+        ...
+
+
+EnvironmentFactory = Callable[[], Environment]
+"""Picklable: it travels to the rollout workers."""
+
+# One conversation's environment as the sampler uses it: whatever the user's class returns is checked here.
+
+
+class Talker(Protocol):
+    """What a conversation needs of its environment, in this process or another."""
+
+    tools: tuple[Any, ...]
+
+    def reset(self, row: Mapping[str, Any]) -> Step | Awaitable[Step]: ...
+    def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]: ...
+    @property
+    def closing(self) -> Callable[[], Any] | None: ...
+    def give_up(self) -> None: ...
+
+
+class Session:
+    """Makes the environment with the first call, so that a constructor that fails is this conversation's failure."""
+
+    def __init__(self, factory: EnvironmentFactory) -> None:
+        self._factory = factory
+        self._environment: Any = None
+        self.tools: tuple[Any, ...] = ()
+
+    def reset(self, row: Mapping[str, Any]) -> Step | Awaitable[Step]:
+        """The opening messages. The environment gets a row of its own."""
+        with the_users_code():
+            self._environment = self._factory()
+            self.tools = tuple(getattr(self._environment, "tools", ()))
+            return _then_checked(self._environment.reset(copy.deepcopy(dict(row))), "reset")
+
+    def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
+        """What the environment says to the conversation; it gets messages of its own."""
+        with the_users_code():
+            return _then_checked(self._environment.step([dict(message) for message in messages]), "step")
+
+    def give_up(self) -> None:
+        """While the environment is called, whose answer nobody waits for any more: nothing ends a thread."""
+
+    @property
+    def closing(self) -> Callable[[], Any] | None:
+        """The environment's own ``close``, if it has one."""
+        close = getattr(self._environment, "close", None)
+        return close if callable(close) else None
+
+
+def _then_checked(answer: Any, method: str) -> Step | Awaitable[Step]:
+    if not isawaitable(answer):
+        return _checked(answer, method)
+
+    async def checked() -> Step:
+        return _checked(await answer, method)
+
+    return checked()
+
+
+def _checked(answer: Any, method: str) -> Step:
+    """The answer as a ``Step``.
+
+    Raises:
+        TypeError: another type than the protocol's.
+        ValueError: a reward that is not finite, a state id below 0, or a reset that ends.
+    """
+    step = Step(messages=answer) if method == "reset" and isinstance(answer, list | tuple) else answer
+    if not isinstance(step, Step):
+        wanted = "messages or a Step" if method == "reset" else "a Step"
+        raise TypeError(f"{method}() returned {answer!r}, expected {wanted}")
+    if not isinstance(step.messages, list | tuple) or not all(_is_message(message) for message in step.messages):
+        raise TypeError(f"{method}() gave messages {step.messages!r}, expected a list of role and content, both text")
+    if step.reward is not None and not (isinstance(step.reward, bool | int | float) and math.isfinite(step.reward)):
+        raise ValueError(f"{method}() gave the reward {step.reward!r}, expected a finite number or None")
+    if step.state_id is not None and not (isinstance(step.state_id, int) and step.state_id >= 0):
+        raise ValueError(f"{method}() gave the state {step.state_id!r}, expected an integer ≥ 0 or None")
+    if method == "reset" and (step.done or not step.messages):
+        raise ValueError(f"reset() gave {step}: there is nothing to begin a conversation with")
+    return step
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))

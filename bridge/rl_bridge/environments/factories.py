@@ -1,0 +1,247 @@
+"""Factories of environments: ``FILE.py:Name``, RL2's function ``interact``, an OpenEnv server's address."""
+
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import isawaitable
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.common.user_files import load_file
+from rl_bridge.data.trajectory import Message
+from rl_bridge.environments.environment import Environment, EnvironmentFactory, Step
+from rl_bridge.models.encoding import messages_of
+
+# RL2's environments: a function ``interact(messages) -> list of messages``, empty at the end.
+
+Function = Callable[[list[Message]], Sequence[Message] | Awaitable[Sequence[Message]]]
+
+
+@dataclass(frozen=True)
+class Interact:
+    """An environment of a function without state or reward. The row's ``prompt`` opens the conversation.
+
+    >>> environment = Interact(lambda messages: [{"role": "tool", "content": "4"}] if len(messages) < 3 else [])
+    >>> environment.reset({"prompt": "2+2"})
+    ({'role': 'user', 'content': '2+2'},)
+    """
+
+    interact: Function
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+        """The prompt of the row."""
+        return messages_of(row["prompt"])
+
+    def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
+        """What the function answers."""
+        answer = self.interact(list(messages))
+        return _awaited(answer) if isawaitable(answer) else Step(messages=answer)
+
+
+async def _awaited(answer: Awaitable[Sequence[Message]]) -> Step:
+    return Step(messages=await answer)
+
+
+# Environments behind an OpenEnv server, through OpenEnv's own client (the extra ``openenv``).
+
+
+def message_action(text: str) -> Mapping[str, Any]:
+    """The action of an environment that is spoken to.
+
+    >>> message_action("hello")
+    {'message': 'hello'}
+    """
+    return {"message": text}
+
+
+def json_action(text: str) -> Mapping[str, Any]:
+    """The action that the policy writes as a JSON object.
+
+    >>> json_action('{"guess": 7}')
+    {'guess': 7}
+
+    Raises:
+        ValueError: the text is no JSON object.
+    """
+    action = json.loads(text)
+    if not isinstance(action, dict):
+        raise ValueError(f"an action is a JSON object, the policy wrote {text!r}")
+    return action
+
+
+def observation_text(observation: Mapping[str, Any]) -> str:
+    """The only text of an observation, or all of it as JSON.
+
+    >>> observation_text({"echoed_message": "hello", "metadata": {}})
+    'hello'
+    >>> observation_text({"board": [0, 1], "player": "x"})
+    '{"board": [0, 1], "player": "x"}'
+    """
+    said = {name: value for name, value in observation.items() if name != "metadata"}
+    texts = [value for value in said.values() if isinstance(value, str)]
+    return texts[0] if len(said) == len(texts) == 1 else json.dumps(said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenEnv:
+    """Makes environments that are sessions of one server. Picklable if its functions are.
+
+    The server must allow as many sessions as there are conversations (OpenEnv's ``max_concurrent_envs``, 1 by default).
+    """
+
+    url: str
+    """``http://HOST:PORT`` or ``ws://HOST:PORT``."""
+    action: Callable[[str], Mapping[str, Any]] = message_action
+    """What the policy said → the fields of the server's action. ValueError tells the policy what is wrong with it."""
+    observe: Callable[[Mapping[str, Any]], str] = observation_text
+    """The server's observation → what the policy reads."""
+    role: str = "user"
+    """Of the observations."""
+    timeout: float = 60.0
+    """Seconds for an answer of the server."""
+
+    def __call__(self) -> "OpenEnvSession":
+        """A new session; it connects when it is reset.
+
+        Raises:
+            ModuleNotFoundError: OpenEnv is not installed.
+        """
+        self.require_client()
+        return OpenEnvSession(self)
+
+    def require_client(self) -> None:
+        """Raise ModuleNotFoundError where OpenEnv is not installed: before a run begins."""
+        if importlib.util.find_spec("openenv") is None:
+            raise ModuleNotFoundError("an OpenEnv server needs its client: pip install openenv-core")
+
+
+class OpenEnvSession:
+    """One session: ``reset`` and ``step`` are the server's."""
+
+    def __init__(self, options: OpenEnv) -> None:
+        self._options = options
+        self._client: Any = None
+
+    async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+        """The row's ``prompt``, if it has one, and the first observation. Its ``reset`` is what the server's gets."""
+        from openenv.core import GenericEnvClient  # type: ignore[import-not-found]
+
+        options = self._options
+        self._client = GenericEnvClient(
+            options.url, connect_timeout_s=options.timeout, message_timeout_s=options.timeout, mode="simulation"
+        )
+        await self._client.connect()
+        result = await self._client.reset(**row.get("reset", {}))
+        prompt, seen = messages_of(row.get("prompt", ())), options.observe(result.observation)
+        if prompt and prompt[-1]["role"] == options.role:  # templates may refuse two messages of one role in a row
+            return [*prompt[:-1], {"role": options.role, "content": f"{prompt[-1]['content']}\n{seen}"}]
+        return [*prompt, {"role": options.role, "content": seen}]
+
+    async def step(self, messages: Sequence[Message]) -> Step:
+        """The server's observation of what the policy said last.
+
+        Words that are no action (``action`` raises ValueError) are answered so, without a reward: the policy's fault,
+        which it can learn from, is no failure of the environment.
+        """
+        options = self._options
+        try:
+            action = dict(options.action(messages[-1]["content"]))
+        except ValueError as error:
+            return Step(messages=[{"role": options.role, "content": f"no action: {error}"}], reward=0.0)
+        result = await self._client.step(action)
+        seen = {"role": options.role, "content": options.observe(result.observation)}
+        reward = None if result.reward is None else float(result.reward)
+        return Step(messages=[seen], reward=reward, done=bool(result.done))
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._client is not None:
+            await self._client.close()
+
+
+# ``FILE.py:Name``, or a server's address → a factory of environments.
+
+
+@dataclass(frozen=True)
+class FileFactory:
+    """Makes the environment that a file names. It travels by the file's path, which every worker must see."""
+
+    path: str
+    name: str
+    _make: dict[str, EnvironmentFactory] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self) -> Environment:
+        """A new environment."""
+        self.load()
+        return self._make[self.name]()
+
+    def load(self) -> None:
+        """Load the file, unless this was done here before.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: the file fails to load, or the name is no environment.
+        """
+        if not self._make:
+            self._make[self.name] = _factory(Path(self.path), self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What was loaded stays in its process."""
+        return FileFactory, (self.path, self.name)
+
+
+def load_environment(source: str) -> FileFactory | OpenEnv:
+    """The environments of ``FILE.py:Name``, loaded here once to see that they can be; or of an OpenEnv server's URL.
+
+    ``Name`` is a class with ``reset`` and ``step`` that is made without arguments, a function without parameters that
+    returns such an environment, or RL2's function of the messages. The file may import its neighbours.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ModuleNotFoundError: a server's client is not installed.
+        ValueError: the source is not of that form, the file fails to load, or the name is none of these.
+    """
+    if re.match(r"(http|ws)s?://", source):
+        server = OpenEnv(url=source)
+        server.require_client()
+        return server
+    match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
+    if match is None:
+        raise ValueError(f"an environment is named FILE.py:Name or http://HOST:PORT, got {source!r}")
+    factory = FileFactory(str(Path(match[1]).resolve()), match[2])
+    factory.load()
+    return factory
+
+
+def _factory(path: Path, name: str) -> Any:
+    found: Any = getattr(load_file(path, "environment"), name, None)
+    if inspect.isclass(found):
+        lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+        if lacking:
+            raise ValueError(f"{path}: class {name} has no method {' and no method '.join(lacking)}")
+        if needed := _needed(found):
+            raise ValueError(f"{path}: {name} is made without arguments, and asks for {', '.join(needed)}")
+        return found
+    if not callable(found):
+        raise ValueError(f"{path} has no class or function {name!r}")
+    function: Any = found
+    needed = _needed(function)
+    if not needed:
+        return function
+    if len(needed) > 1:
+        raise ValueError(
+            f"{path}: an environment's function takes the messages, or nothing and returns an environment; "
+            f"{name} asks for {', '.join(needed)}"
+        )
+    return partial(Interact, function)
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that a call must give."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds]

@@ -1,0 +1,99 @@
+"""The process that environments are forked from: it loads their factory once, and each child is one conversation's."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+from inspect import isawaitable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rl_bridge.environments.environment import Session
+from rl_bridge.environments.factories import FileFactory
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve(control: socket.socket) -> None:
+    """Fork a child for each socket that arrives, until the other end is closed."""
+    connection = Connection(os.dup(control.fileno()))
+    try:
+        path, factory = pickle.loads(connection.recv_bytes())
+        sys.path[:] = path
+        factory = pickle.loads(factory)
+        if isinstance(factory, FileFactory):
+            factory.load()  # once, not in every child
+    except Exception as error:
+        connection.send_bytes(pickle.dumps(_portable(error)))
+        return
+    connection.send_bytes(pickle.dumps(None))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a child ended
+    while True:
+        data, files, *_ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        parent = os.getpid()
+        if os.fork() == 0:
+            control.close()
+            connection.close()
+            _die_with(parent)
+            _converse(Connection(files[0]), factory)
+        os.close(files[0])
+
+
+def _converse(connection: Connection, factory: Any) -> None:
+    """Answer calls of one environment; end with all that it has started."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own generator sees to that itself
+    session = Session(factory)
+    with contextlib.suppress(EOFError, OSError), asyncio.Runner() as runner:  # the conversation is over
+        connection.send_bytes(pickle.dumps(os.getpid()))
+        while True:
+            method, *arguments = pickle.loads(connection.recv_bytes())
+            answer = _answer(session, method, arguments, runner)
+            sys.stdout.flush()
+            connection.send_bytes(answer)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(session: Session, method: str, arguments: list[Any], runner: asyncio.Runner) -> bytes:
+    try:
+        function = session.closing if method == "close" else getattr(session, method)
+        value = None if function is None else function(*arguments)
+        if isawaitable(value):
+            value = runner.run(_awaited(value))
+        return pickle.dumps((None, value, session.tools))
+    except BaseException as error:  # sys.exit() in an environment is its failure too
+        return pickle.dumps((_portable(error), None, ()))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The exception itself, or its words where it cannot travel."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _die_with(parent: int) -> None:
+    """End this process when its parent ends, whatever the environment is doing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(EOFError):  # the run is over
+        serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,213 @@
+"""Training and scoring within a token budget: more while there is room, half and once more where memory was short."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rl_bridge.memory.garbage_collection import collect_all
+
+# How many tokens a micro-batch may have: more while there is room, fewer before it is short, half where it was not.
+
+LEAST, MOST, START = 64, 1 << 20, 4096
+
+
+@dataclass
+class TokenBudget:
+    """A state machine without a clock: it is told what a step took, and says what the next one may.
+
+    >>> budget = TokenBudget()
+    >>> budget.measured(base=10, peak=20, room=100, tokens=4096)
+    >>> budget.tokens
+    8192
+    >>> budget.failed()
+    True
+    >>> budget.tokens, budget.ceiling
+    (4096, 6144)
+    """
+
+    tokens: int = START
+    """Of the next micro-batches."""
+    ceiling: int = MOST
+    """What memory was short of once is not tried again."""
+    failures: int = 0
+    """How often memory was short."""
+    share: float = field(default=0.8, kw_only=True)
+    """Of the room that a step may take, by what the last one took a token."""
+
+    def measured(self, *, base: int, peak: int, room: int, tokens: int) -> None:
+        """Of a step: bytes before it, at its peak, and in all; ``tokens`` of its largest micro-batch.
+
+        The budget at most doubles, and only where a micro-batch used it: of a smaller one nothing is learnt.
+        """
+        if tokens < 1 or room < 1:
+            return
+        each = max(0, peak - base) / tokens
+        fitting = int((self.share * room - base) / each) if each else 2 * self.tokens
+        if fitting < self.tokens:
+            self.tokens = max(LEAST, min(self.tokens, fitting))
+        elif 2 * tokens >= self.tokens:
+            self.tokens = max(self.tokens, min(2 * self.tokens, fitting, self.ceiling))
+
+    def failed(self) -> bool:
+        """Memory was short: half as many. False where there are no fewer."""
+        self.failures += 1
+        if self.tokens <= LEAST:
+            return False
+        self.ceiling = max(LEAST, 3 * self.tokens // 4)
+        self.tokens = max(LEAST, self.tokens // 2)
+        return True
+
+
+# The memory that a step can have, and that it took, on the device where the model computes.
+
+_CGROUP = Path("/sys/fs/cgroup")
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short: of a GPU, or of the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def in_use(device: torch.device) -> int:
+    """Bytes of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def begin_peak(device: torch.device) -> None:
+    """Forget earlier peaks."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _RESET.exists():
+        _RESET.write_text("5")
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes of this process since ``begin_peak``."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if _STATUS.exists():
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return in_use(device)
+
+
+def room(device: torch.device) -> int:
+    """Bytes that this process could have: what it has, and what is free, on a CPU within its control group."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    free = psutil.virtual_memory().available
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(most) - int(used.read_text())))
+    return in_use(device) + free
+
+
+# Training and scoring within the token budget: measured, and done again with half of it where memory was short.
+
+
+def within_memory(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """``train_step`` of a module with a ``budget``; without one it is the method itself.
+
+    Where memory is short the gradients of the try are dropped and the step is done again with half of the budget, as
+    long as gradients from before the call are not among them. Workers of a mesh compute together, so that one of them
+    cannot begin again: there the error is raised.
+    """
+
+    @functools.wraps(train_step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.budget is None:
+            return train_step(self, *args, **kwargs)
+        clean = self._mesh is None and all(p.grad is None for p in self.trained_parameters())
+        finite = self._losses_are_finite
+
+        def undo() -> None:
+            for parameter in self.trained_parameters():
+                parameter.grad = None
+            self._losses_are_finite = finite
+
+        return _tried(self, functools.partial(train_step, self, *args, **kwargs), undo if clean else None, learns=True)
+
+    return step
+
+
+def scores_within_memory(score: Callable[..., Any]) -> Callable[..., Any]:
+    """``score`` of a module with a ``budget``, which keeps nothing for a backward pass.
+
+    A frozen module's budget learns from it. A trained module's does not: as many tokens take less memory here than in
+    a training step.
+    """
+
+    @functools.wraps(score)
+    def scored(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(score, self, *args, **kwargs)
+        if self.budget is None:
+            return call()
+        return _tried(self, call, _nothing if self._mesh is None else None, learns=not self.trainable)
+
+    return scored
+
+
+def _tried(self: Any, call: Callable[[], Any], undo: Callable[[], None] | None, *, learns: bool) -> Any:
+    """The call, with half of the budget as often as memory is short; None for ``undo``: it cannot begin again."""
+    place = self.compute_device()
+    while True:
+        begin_peak(place)
+        base = in_use(place)
+        try:
+            result = call()
+        except Exception as error:
+            if undo is None or not is_out_of_memory(error) or not self.budget.failed():
+                raise
+        else:
+            if learns:
+                taken = {"base": base, "peak": peak(place), "room": room(place)}
+                self.budget.measured(**taken, tokens=self.largest_micro_batch)
+            return result
+        # Outside of the handler, whose traceback would keep what the try allocated.
+        undo()
+        collect(place)
+
+
+def _nothing() -> None:
+    pass
+
+
+def collect(place: torch.device) -> None:
+    """Give back what nothing refers to."""
+    collect_all()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def optimizer_within_memory(optimizer: torch.optim.Optimizer, place: torch.device) -> None:
+    """Make an update; once more where memory was short before any parameter's update began.
+
+    Raises:
+        Exception: memory was short in the middle of the update, which cannot be made twice.
+    """
+    before = _steps(optimizer)
+    try:
+        optimizer.step()
+        return
+    except Exception as error:
+        after = _steps(optimizer)
+        begun = any(count != before.get(parameter, 0) for parameter, count in after.items())
+        if begun or not is_out_of_memory(error):
+            raise
+    collect(place)
+    optimizer.step()
+
+
+def _steps(optimizer: torch.optim.Optimizer) -> dict[Any, float]:
+    return {parameter: float(state["step"]) for parameter, state in optimizer.state.items() if "step" in state}

@@ -1,0 +1,293 @@
+"""Chat templates: programs of somebody else's, rendered within limits, and the spans of a conversation in them."""
+
+import ctypes
+import functools
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import loopcontrols
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.data.trajectory import Message
+
+# A chat template is a program of somebody else's: rendering it has a limit of time, of numbers and of characters.
+
+SECONDS = 20.0
+"""Of one conversation."""
+CHARACTERS = 1 << 25
+LARGEST = 10**7
+"""A number that a template may name. ``'a' * 3000000000`` is computed when the template is compiled."""
+EXPONENT = 64
+_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+"""transformers' own, around what the assistant says."""
+_LOOK = 0.05
+"""Seconds from one look at the clock to the next."""
+_IDLE = 1.0
+_deadlines: dict[int, float] = {}
+"""Thread → when what it renders has to be there."""
+_endless: dict[tuple[str, str], str] = {}
+"""Templates that did not end with their names, and what was said of each."""
+_lock = threading.Lock()
+_watcher: list[threading.Thread] = []
+
+
+class TooMuch(ValueError):
+    """A template without an end, or with too much of it."""
+
+
+class _Late(BaseException):
+    """Raised in a thread that renders for too long. No part of a template can catch it."""
+
+
+def bounded(render: Callable[[], str], template: str, name: str) -> str:
+    """What ``render`` gives of the ``template``, which messages call ``name``.
+
+    Raises:
+        TooMuch: it takes longer than ``SECONDS``, names a number above ``LARGEST``, or writes too much.
+    """
+    if (template, name) in _endless:
+        raise TooMuch(_endless[template, name])
+    if (number := _largest(template)) == math.inf:
+        raise TooMuch(f"{name} computes a power: an exponent in a template is a number up to {EXPONENT}")
+    if number > LARGEST:
+        raise TooMuch(f"{name} computes with {number}; a number in a template is at most {LARGEST}")
+    try:
+        _begin()
+        try:
+            text = render()
+        except _Late:
+            raise
+        except BaseException:
+            _settle()
+            raise
+        _settle()
+    except _Late:
+        # Rows are many, and each would take as long.
+        _endless[template, name] = f"{name} did not end within {SECONDS:g} s: does it have an endless loop?"
+        raise TooMuch(_endless[template, name]) from None
+    if len(text) > CHARACTERS:
+        raise TooMuch(f"{name} wrote {len(text)} characters of one conversation; {CHARACTERS} is the most")
+    return text
+
+
+@functools.lru_cache(maxsize=64)
+def _largest(template: str) -> float:
+    """The largest whole number that a template names; infinite where an exponent may be large.
+
+    A power is computed in one piece, which no clock can end: 9 ** (9 ** 9) has 369 million digits.
+    """
+    try:
+        tree = Environment(extensions=[loopcontrols]).parse(_TAG.sub("", template))
+    except TemplateSyntaxError:  # rendering says so
+        return 0
+    if any(not _is_small(node.right) for node in tree.find_all(nodes.Pow)):
+        return math.inf
+    return max((abs(node.value) for node in tree.find_all(nodes.Const) if type(node.value) is int), default=0)
+
+
+def _is_small(exponent: nodes.Node) -> bool:
+    return isinstance(exponent, nodes.Const) and isinstance(exponent.value, int) and abs(exponent.value) <= EXPONENT
+
+
+def _begin() -> None:
+    with _lock:
+        _deadlines[threading.get_ident()] = time.monotonic() + SECONDS
+        if not _watcher:
+            _watcher[:] = [threading.Thread(target=_watch, daemon=True, name="templates are watched")]
+            _watcher[0].start()
+
+
+def _settle() -> None:
+    """Take the deadline back; if it has just passed, wait here for what is raised."""
+    with _lock:
+        late = _deadlines.pop(threading.get_ident(), None) is None
+    while late:
+        time.sleep(0.01)
+
+
+def _watch() -> None:
+    """In a thread, until nothing has been rendered for ``_IDLE`` seconds."""
+    last = time.monotonic()
+    while True:
+        time.sleep(_LOOK)
+        with _lock:
+            now = time.monotonic()
+            last = now if _deadlines else last
+            if now - last > _IDLE:
+                _watcher.clear()
+                return
+            for thread in [thread for thread, until in _deadlines.items() if now > until]:
+                del _deadlines[thread]
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Late))
+
+
+# A conversation as text, message by message: a chat template must only add to what the model has already seen.
+
+ADVICE = (
+    "train with apply_chat_template=false, which concatenates the contents, or with a --chat-template FILE of your own "
+    "that only adds text"
+)
+
+
+class ChangedEarlierText(ValueError):
+    """A chat template that renders earlier messages in another way when a message is added."""
+
+
+def read_template(file: Path) -> str:
+    """The text of a chat template's file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is empty, or no UTF-8.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"no such chat template: {file}")
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the chat template {file} is not UTF-8: {error}") from error
+    if not text.strip():
+        raise ValueError(f"the chat template {file} is empty, so every conversation would be")
+    return text
+
+
+def use_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Give the tokenizer the chat template of a file, in place of its own.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: as ``read_template``; or the text is no Jinja, with the line.
+    """
+    tokenizer.chat_template = read_template(file)
+    tokenizer.template_file = str(file)
+    try:
+        _bounded(tokenizer, lambda: tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template {file}, line {error.lineno}: {error.message}") from error
+    except TooMuch:
+        raise
+    except Exception:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
+        return  # it may refuse these words: the rows' own are rendered one by one
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    generation_prompt: bool,
+    tools: Sequence[Any] | None = None,
+) -> str:
+    """The text of a conversation by the tokenizer's chat template.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template refuses the messages: with its words.
+    """
+    if not tokenizer.chat_template:
+        name = f"the tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "this tokenizer"
+        raise ValueError(
+            f"chat messages need a model with a chat template, and {name} has none; "
+            "--chat-template FILE gives it one, apply_chat_template=false concatenates the contents"
+        )
+    try:
+        text = _bounded(
+            tokenizer,
+            lambda: tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else list(tools),
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            ),
+        )
+    except Exception as error:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(
+            f"{template_of(tokenizer)} refuses messages of the roles {roles}: {_said(error)}; "
+            "change the messages, or apply_chat_template=false concatenates the contents"
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def _bounded(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> str:
+    """A tokenizer may have several templates: the limits are those of all."""
+    templates = tokenizer.chat_template
+    text = "\n".join(templates.values()) if isinstance(templates, Mapping) else templates
+    return bounded(render, text, template_of(tokenizer))
+
+
+def spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Any] | None = None
+) -> Iterator[tuple[str, bool]]:
+    """The text up to the assistant's last message in parts: (text, whether the assistant says it).
+
+    Raises:
+        ChangedEarlierText: a part cannot be added without changing what stands before.
+        ValueError: as ``rendered`` does.
+    """
+    seen, done = "", 0
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for upto, prompted in ((place, True), (place + 1, False)):
+            # A conversation may begin with the assistant: then nothing stands before its words.
+            whole = rendered(tokenizer, messages[:upto], generation_prompt=prompted, tools=tools) if upto else ""
+            if not whole.startswith(seen):
+                cause = f"message {place} (assistant) takes the place of the generation prompt"
+                if prompted:
+                    cause = _cause(tokenizer, messages, tools, done, place, seen)
+                raise _changed(tokenizer, cause, seen, whole)
+            if len(whole) > len(seen):
+                yield whole[len(seen) :], not prompted
+            seen = whole
+        done = place + 1
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template's name in an error message: of which tokenizer."""
+    if (file := getattr(tokenizer, "template_file", None)) is not None:
+        return f"the chat template {file}"
+    name = tokenizer.name_or_path
+    return f"the chat template of {name!r}" if name else f"the chat template of this {type(tokenizer).__name__}"
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"
+    return str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
+
+
+def _cause(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    done: int,
+    place: int,
+    seen: str,
+) -> str:
+    """Which of the messages from ``done`` up to ``place`` changed what was ``seen``; else the generation prompt."""
+    for upto in range(done + 1, place + 1):
+        if not rendered(tokenizer, messages[:upto], generation_prompt=False, tools=tools).startswith(seen):
+            return f"message {upto - 1} ({messages[upto - 1]['role']}) is added"
+    return "the generation prompt is added"
+
+
+def _changed(tokenizer: PreTrainedTokenizerBase, cause: str, seen: str, whole: str) -> ChangedEarlierText:
+    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (seen, whole))
+    position = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+    return ChangedEarlierText(
+        f"{template_of(tokenizer)} changes earlier tokens when {cause}: from token {position} on, "
+        f"{_around(tokenizer, before, position)} becomes {_around(tokenizer, after, position)}. A policy would be "
+        f"trained on another text than it wrote or read; {ADVICE}"
+    )
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, ids: list[int], place: int) -> str:
+    start, stop = max(0, place - 4), place + 12
+    text = tokenizer.decode(ids[start:stop])
+    return f"{'…' if start else ''}{text!r}{'…' if stop < len(ids) else ''}"

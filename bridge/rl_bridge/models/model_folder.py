@@ -1,0 +1,183 @@
+"""A model's folder or hub id as transformers reads it, never with its code, and which kinds can be trained."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+# Which models can be trained: causal language models whose weights are numbers, not codes.
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of stored weights that can be trained, in the words of safetensors."""
+
+
+def require_causal(config: Any, name: str) -> None:
+    """Refuse a model that does not predict the next token, or whose weights are quantised.
+
+    Raises:
+        ValueError: with the kind of the model and what to do.
+    """
+    kind = config.model_type
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised.quant_method
+        raise ValueError(
+            f"the weights of {name!r} are quantised ({method}), and quantised weights cannot be trained: "
+            "take the model that they were made from"
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{name!r} is a {kind!r}, of which transformers has no causal language model")
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name!r} is a {kind!r} with an encoder and a decoder, and no causal language model")
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"{name!r} is a {kind!r} whose tokens attend to later ones (config.is_decoder is False): "
+            "no causal language model"
+        )
+
+
+def require_floats(dtypes: Mapping[str, str], name: str) -> None:
+    """Refuse stored tensors that are whole numbers: codes of quantised weights, whatever the configuration says.
+
+    Raises:
+        ValueError: with the first of them.
+    """
+    coded = sorted(tensor for tensor, dtype in dtypes.items() if dtype not in FLOATS)
+    if coded:
+        raise ValueError(
+            f"{len(coded)} weights of {name!r} are quantised or whole numbers, which cannot be trained; the first is "
+            f"{coded[0]!r} of type {dtypes[coded[0]]}: take the model that they were made from"
+        )
+
+
+# A model's folder or hub id as transformers reads it, with errors that name the folder; never with its code.
+
+Made = TypeVar("Made")
+CONFIG, TOKENIZER, TEMPLATE = "config.json", "tokenizer.json", "chat_template.jinja"
+OBJECTS = (CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
+"""Files that hold a JSON object, those that are there."""
+COUNTS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""Fields of a config that nearly all families have."""
+
+
+def folder_of(name: str) -> Path:
+    """Where the files are; those of a hub id are downloaded first, if they are not here already.
+
+    Raises:
+        ValueError: no such folder and no such model on the hub, a file, or the folder of a run instead of its model.
+    """
+    path = require_place(name)
+    if path.is_dir():
+        return path
+    return made(name, lambda: Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])))
+
+
+def require_place(name: str) -> Path:
+    """The path of ``name``, which may be a hub id instead. Raises ValueError for what can be neither."""
+    path = Path(name)
+    reason = _why_not(name, path)
+    if reason is not None:
+        raise ValueError(f"no model can be loaded from {name!r}: {reason}")
+    return path
+
+
+def _why_not(name: str, path: Path) -> str | None:
+    if path.is_file():
+        return f"it is a file; a model is a folder with {CONFIG}, safetensors and a tokenizer"
+    if path.is_dir():
+        if (path / "metrics.jsonl").is_file():
+            model = path / "model"
+            return f"it is the folder of a run, and {f'its model is {model}' if model.is_dir() else 'has no model yet'}"
+        if not (path / CONFIG).exists():
+            return f"the folder has no {CONFIG}"
+        files = [path / file for file in (*OBJECTS, TEMPLATE) if (path / file).exists()]
+        return next(filter(None, (_unreadable(file, file.stat().st_mtime_ns) for file in files)), None)
+    # A hub id is NAME or OWNER/NAME; anything else, and what lies in a folder that is here, was meant as a path.
+    parts = name.split("/")
+    is_path = (
+        len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or (len(parts) == 2 and path.parent.is_dir())
+    )
+    return "there is no such folder" if is_path else None
+
+
+@lru_cache(maxsize=256)
+def _unreadable(file: Path, changed: int) -> str | None:
+    """Why a file is none that transformers reads; ``changed`` is when it was written. It says so without the name."""
+    if not file.is_file():
+        return f"its {file.name} is a folder"
+    try:
+        text = file.read_text("utf-8")
+        value = {} if file.name == TEMPLATE else json.loads(text)
+    except UnicodeDecodeError as error:
+        what = "its chat template " if file.name == TEMPLATE else "its "
+        return f"{what}{file.name} is not UTF-8: {error}"
+    except RecursionError:
+        return f"its {file.name} is nested too deep to be read"
+    except ValueError as error:
+        return f"its {file.name} is not valid JSON: {error}"
+    if not isinstance(value, dict):
+        return f"its {file.name} must hold a JSON object, got {type(value).__name__}"
+    return _field_that_cannot_be(value) if file.name == CONFIG else None
+
+
+def _field_that_cannot_be(config: dict[str, Any]) -> str | None:
+    """Of what transformers would raise without the field's name; lists are a family's own, with a number a layer."""
+    for name in COUNTS:
+        value = config.get(name)
+        if isinstance(value, str | float | bool | dict) or (isinstance(value, int) and value < 1):
+            return f"its {CONFIG} has {name} {value!r}, which must be a whole number of at least 1"
+    for name, value in config.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"its {CONFIG} has {name} {value}, which is no finite number"
+    if not isinstance(kind := config.get("model_type", ""), str):
+        return f"its {CONFIG} has model_type {kind!r}, which must be text"
+    if not isinstance(quantised := config.get("quantization_config") or {}, dict):
+        return f"its {CONFIG} has quantization_config {quantised!r}, which must be an object"
+    pad, vocabulary = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(vocabulary, int) and pad >= vocabulary:
+        return f"its {CONFIG} has pad_token_id {pad}, and its vocab_size is {vocabulary}"
+    return None
+
+
+def config_of(name: str, folder: Path | str) -> Any:
+    """The configuration in a folder. Raises ValueError, with what transformers says of it."""
+    return made(name, lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
+
+
+def tokenizer_in(name: str) -> Any:
+    """The tokenizer. Raises ValueError where there is none, or where its files are missing."""
+    require_place(name)
+    tokenizer: Any = made(
+        name, what="its tokenizer: ", make=lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    )
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(f"the tokenizer of {name!r} has no tokens but special ones: is {TOKENIZER} missing?")
+    return tokenizer
+
+
+def made(name: str, make: Callable[[], Made], what: str = "") -> Made:
+    """What ``make`` returns; what transformers raises about a user's file becomes a ValueError that names the model."""
+    try:
+        return make()
+    except NotImplementedError:
+        raise
+    except Exception as error:  # KeyError, AttributeError and others, by the field that cannot be
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"no model can be loaded from {name!r}: {what}{kind}{error}") from error

@@ -1,0 +1,126 @@
+"""Models and tokenizers in Hugging Face format: loaded, made new for given rows, and saved, also from shards."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rl_bridge.common.files import replacing
+from rl_bridge.data.rows import RESPONSES
+from rl_bridge.models.model_folder import tokenizer_in
+from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.models.source import ModelSource, PretrainedSource
+from rl_bridge.weights.manifest import full
+from rl_bridge.weights.module_tensors import is_peft
+from rl_bridge.weights.source import source_of
+
+# A model and its tokenizer: from a folder or hub id in Hugging Face format, or small and new for given rows.
+
+
+def pretrained(name: str) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+    """A model that every worker loads its own part of, and its tokenizer with a pad token.
+
+    The pad token is the end-of-sequence token if the tokenizer names none.
+
+    Raises:
+        ValueError: there is no such model; it is no causal language model or quantised; weights are missing, unknown or
+            of another shape, by name; the tokenizer has no end-of-sequence token.
+    """
+    source = PretrainedSource(name)
+    with torch.device("meta"):
+        source.check(source.empty())  # what is wrong shows before workers are made
+    return source, tokenizer_of(name)
+
+
+def load_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same in this process, in float32.
+
+    Raises:
+        ValueError: as ``pretrained`` does.
+    """
+    source, tokenizer = pretrained(name)
+    with torch.device("meta"):
+        model = source.empty()
+    source.load(model)
+    return model, tokenizer
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+    """A model's tokenizer, with a pad token. Raises ValueError where there is none, or none with an eos_token."""
+    tokenizer = tokenizer_in(name)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {name!r} has no eos_token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def new_for_rows(rows: Sequence[Mapping[str, Any]], *, seed: int) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+    """A tiny Qwen2 and a character tokenizer over the characters of the rows' prompts and responses."""
+    for row in rows:
+        if not isinstance(row.get("prompt"), str):
+            raise ValueError(f"{row.get('_where', 'a row')}: chat messages need a model with a chat template (--model)")
+    said = (str(row[name]) for row in rows for name in ("prompt", *RESPONSES) if row.get(name) is not None)
+    tokenizer = character_tokenizer("".join(sorted({character for text in said for character in text})))
+    return TinySource.for_tokenizer(tokenizer, seed=seed), tokenizer
+
+
+def save_pretrained(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write model and tokenizer in Hugging Face format; the folder appears when it is whole."""
+    with replacing(folder) as temporary:
+        policy.save_pretrained(str(temporary))
+        tokenizer.save_pretrained(str(temporary))
+
+
+# A model that may be sharded, written whole in Hugging Face format.
+
+
+@torch.no_grad()
+def save_sharded_model(model: PreTrainedModel, folder: str) -> None:
+    """Write configuration and weights. All workers that hold a part call the function; the first of them writes.
+
+    The folder is what transformers itself writes of a plain model: experts one by one, under the names of the hub. A
+    model with adapters is written merged, as every reader knows it.
+    """
+    wrapped = cast(PreTrainedModel, model.get_base_model()) if is_peft(model) else model
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    # A parameter that tensor parallelism leaves whole knows nothing of the other tensor ranks.
+    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    writes = mesh is None or all(place == 0 for place in mesh.get_coordinate() or ())
+    state = {}
+    for name, tensor in source_of(model).stream(adapter=False):
+        # Gathered one at a time, and kept by the worker that writes alone.
+        whole = full(tensor)
+        if writes:
+            state[name] = whole.cpu()
+    if writes:
+        _write(wrapped, state, folder)
+    for group in mesh.get_all_groups() if mesh is not None else []:
+        if group.size() > 1:
+            dist.barrier(group)
+
+
+def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: str) -> None:
+    """Have a plain model of the class write the tensors: transformers goes by names of classes, which FSDP changes.
+
+    Raises:
+        RuntimeError: transformers has written nothing.
+    """
+    kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # some families look theirs up in a table of their own
+    with torch.device("meta"):
+        plain = kind(config).to(next(iter(state.values())).dtype)
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    # transformers lets the first process of the world alone write, which may have no part in this engine.
+    plain.should_save_on_this_rank = lambda is_main_process: True
+    plain.save_pretrained(folder, state_dict=state)
+    if not (Path(folder) / "config.json").is_file():
+        raise RuntimeError(f"{kind.__name__}.save_pretrained wrote no config.json into {folder}")

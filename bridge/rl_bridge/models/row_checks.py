@@ -1,0 +1,268 @@
+"""Rows that a model can take: as long as its rotary frequencies allow, ended by no pad token, and templates that fit.
+
+With the kinds "dynamic" and "longrope" transformers chooses the frequencies of a whole call by its largest position: a
+row's values depend on the rows beside it, and cached keys keep the frequencies of the call that read them. As long as
+no row is longer than the bound, every call has the short frequencies.
+"""
+
+import copy
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rl_bridge.common.terminal import remark
+from rl_bridge.data.rows import refuse
+from rl_bridge.data.trajectory import Message
+from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
+from rl_bridge.models.source import ModelSource
+
+# Rotary frequencies that depend on the longest row of a call, and how long rows may be so that none does.
+
+LONG = ("longrope", "su")
+"""Kinds with short and long factors; early Phi-3 says "su"."""
+
+
+def rotary_bound(model: nn.Module) -> int | None:
+    """Tokens that a row of this model may have at most, if its values shall not depend on the rows beside it.
+
+    None: the model's frequencies are the same for every call. "longrope" is bounded by its
+    ``original_max_position_embeddings``. "dynamic" is bounded by one less than ``max_position_embeddings``: a call of
+    exactly that length keeps the frequencies that an earlier, longer call left in the model.
+    """
+    return min((bound for config in _configs(model) for bound in _bounds(config)), default=None)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Configurations of the model's own text and of its rotary modules, each once."""
+    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
+    configs = [module.config for module in rotary if hasattr(module, "config")]
+    own: Any = getattr(model, "config", None)
+    if own is not None:
+        configs.append(own.get_text_config(decoder=True) if hasattr(own, "get_text_config") else own)
+    return list({id(config): config for config in configs}.values())
+
+
+def _bounds(config: Any) -> Iterator[int]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    of_layers = [x for x in parameters.values() if isinstance(x, Mapping)]
+    for one in of_layers or [parameters]:
+        kind = one.get("rope_type", one.get("type", "default"))
+        if kind in LONG or "long_mscale" in one:
+            own = one.get("original_max_position_embeddings")
+            yield own or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+        elif "dynamic" in kind:
+            yield config.max_position_embeddings - 1
+
+
+# The pad token of a model that is read at the end of a row: one with which no row ends.
+
+_NAMED = re.compile(r"[<\[|]+\w*pad\w*[>\]|]+", re.IGNORECASE)
+_RESERVED = re.compile(r"reserved|unused", re.IGNORECASE)
+_NEW = "<|pad|>"
+
+
+def pad_with_no_end(tokenizer: PreTrainedTokenizerBase, source: ModelSource, rows: Iterable[Sequence[int]]) -> int:
+    """Let the tokenizer pad with a token that ends none of the rows and no sequence; returns its id.
+
+    A classifier of transformers reads a row at the last token that is not padding: a token too early, where a tokenizer
+    pads with the end of a sequence, as Llama's kind does. A pad token that ends no row stays. Else it is the first of:
+    a token whose name says padding; a new token, where the model has more embeddings than the tokenizer has tokens; a
+    special token that neither the rows nor the chat template use; the unknown token; the beginning of a sequence.
+
+    Args:
+        tokenizer: gets the pad token, and perhaps one token more.
+        source: of the model, whose embeddings count.
+        rows: token ids of what the model is to read.
+
+    Raises:
+        ValueError: there is no such token.
+    """
+    used: set[int] = set()
+    eos: Any = tokenizer.eos_token_id
+    ends = {eos}
+    for row in rows:
+        used.update(row)
+        ends.add(row[-1])
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+        with torch.device("meta"):
+            embeddings = len(cast(Tensor, source.empty().get_input_embeddings().weight))
+        for token in _candidates(tokenizer, embeddings, used):
+            known: Any = tokenizer.get_vocab().get(token)
+            if known not in ends and (known is None or known < embeddings):
+                tokenizer.add_special_tokens({"pad_token": token})
+                break
+        else:
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path!r} pads with {tokenizer.pad_token!r}, with which rows end, "
+                "and has no other special token and no free embedding for padding; a reward model is read at the last "
+                "token that is not padding. Give the model a pad token of its own, and save both: "
+                f'tokenizer.add_special_tokens({{"pad_token": "{_NEW}"}}), '
+                "model.resize_token_embeddings(len(tokenizer))"
+            )
+    assert isinstance(tokenizer.pad_token_id, int)
+    return tokenizer.pad_token_id
+
+
+def _candidates(tokenizer: PreTrainedTokenizerBase, embeddings: int, used: set[int]) -> Iterator[str]:
+    """Tokens to pad with, the best first."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    yield from sorted((token for token in vocabulary if _NAMED.fullmatch(token)), key=lambda token: (len(token), token))
+    larger = copy.deepcopy(tokenizer)
+    if larger.add_special_tokens({"pad_token": _NEW}) and larger.get_vocab()[_NEW] < embeddings:
+        yield _NEW
+    template = str(tokenizer.chat_template)
+    special = [added.content for added in tokenizer.added_tokens_decoder.values() if added.special]
+    free = [token for token in special if vocabulary[token] not in used and token not in template]
+    yield from sorted(free, key=lambda token: (_RESERVED.search(token) is None, vocabulary[token]))
+    yield from (token for token in (tokenizer.unk_token, tokenizer.bos_token) if isinstance(token, str))
+
+
+# What shows before training starts: rows that do not fit the model or its tokenizer.
+
+Encode = Callable[[Mapping[str, Any]], tuple[Sequence[Message], Sequence[int]]]
+"""The messages of a row whose text the model reads, and their token ids."""
+
+
+def prompted(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """Rows that are sampled from: their prompts."""
+    return lambda row: (messages_of(row["prompt"]), encode_prompt(tokenizer, row["prompt"]))
+
+
+def supervised(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool = True) -> Encode:
+    """Rows that are imitated."""
+
+    def encode(row: Mapping[str, Any]) -> tuple[Sequence[Message], Sequence[int]]:
+        trajectory = encode_row(tokenizer, row, apply_chat_template=apply_chat_template)
+        return conversation_of(row)[0], trajectory.tokens
+
+    return encode
+
+
+def check_rows(
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Mapping[str, Any]],
+    encode: Encode,
+    *,
+    new_tokens: int = 0,
+) -> None:
+    """Encode every row, and refuse what the model cannot read: at the start, not in the middle of a run.
+
+    ``new_tokens`` are sampled behind each row.
+
+    Raises:
+        ValueError: a row that cannot be encoded, is longer than the model's positions, has a token that the model has
+            no embedding of, or a character that the tokenizer drops: the first few with file and row number.
+    """
+    with torch.device("meta"):
+        model = source.empty()
+    fits = Fits(model, tokenizer, new_tokens)
+    bad, total, marked = [], 0, []
+    marks = [token for token in tokenizer.all_special_tokens if len(token) > 1]
+    for row in rows:
+        total += 1
+        where = row.get("_where", f"row {total}")
+        try:
+            messages, tokens = encode(row)
+            fits.require(messages, tokens)
+        except ValueError as error:
+            bad.append(f"{where}: {error}")
+            continue
+        # A prompt that is text may hold a template's marks on purpose; the content of a message is what somebody said.
+        said = [] if isinstance(row.get("prompt"), str) else [str(message.get("content")) for message in messages]
+        marked += [(where, mark) for mark in marks if any(mark in text for text in said)][:1]
+    refuse(bad, total)
+    if marked:
+        where, mark = marked[0]
+        remark(
+            f"{len(marked)} of {total} rows have control tokens in the content of a message, which the model reads as "
+            f"turns: first {where}, {mark!r}"
+        )
+
+
+class Fits:
+    """Whether a row fits a model, with what is known of the characters of the rows before."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, new_tokens: int = 0) -> None:
+        """``new_tokens`` are sampled behind each row.
+
+        Raises:
+            ValueError: a special token that the model has no embedding of.
+        """
+        self.tokenizer, self.new_tokens = tokenizer, new_tokens
+        self.embeddings = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type]
+        self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.bound = rotary_bound(model)
+        self.kept: set[str] = set()
+        self.doubtful: set[str] = set()
+        for name in ("eos_token", "pad_token"):
+            token = getattr(tokenizer, f"{name}_id")
+            if token is not None and token >= self.embeddings:
+                raise ValueError(
+                    f"the {name} has the id {token}, and the model has {self.embeddings} embeddings: the tokenizer of "
+                    f"{tokenizer.name_or_path!r} does not fit it"
+                )
+
+    def require(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
+        """Raise ValueError for tokens that the model cannot read, or a character that the tokenizer drops."""
+        self.require_tokens(tokens)
+        for message in messages:
+            if isinstance(message.get("content"), str | list):
+                self._require_kept(content_of(message))
+
+    def require_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise ValueError for a token without an embedding, or more tokens than positions."""
+        if (least := min(tokens)) < 0:
+            raise ValueError(f"a token id is at least 0, got {least}")
+        if (largest := max(tokens)) >= self.embeddings:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise ValueError(
+                f"the tokenizer gives the id {largest} ({token!r}), and the model has {self.embeddings} embeddings: "
+                "the tokenizer is of another model"
+            )
+        more = f" and {self.new_tokens} are sampled behind" if self.new_tokens else ""
+        if self.positions is not None and len(tokens) + self.new_tokens > self.positions:
+            raise ValueError(f"the row has {len(tokens)} tokens{more}; the model has {self.positions} positions")
+        if self.bound is not None and len(tokens) + self.new_tokens > self.bound:
+            raise ValueError(
+                f"the row has {len(tokens)} tokens{more}; beyond {self.bound} tokens the model chooses its rotary "
+                "frequencies by the longest row of a call, and every row beside it would change"
+            )
+
+    def _require_kept(self, text: str) -> None:
+        for character in set(text) - self.kept:
+            if character not in self.doubtful and _times(character, self._again(character)):
+                self.kept.add(character)
+                continue
+            # Alone it may be normalised away, as a space is.
+            self.doubtful.add(character)
+            again = self._again(text)
+            if _times(character, again.strip()) < _times(character, text.strip()):
+                name = unicodedata.name(character, f"U+{ord(character):04X}")
+                part = _part(text, character)
+                raise ValueError(
+                    f"the tokenizer loses the character {character!r} ({name}): {part!r} becomes "
+                    f"{self._again(part)!r}; take the tokenizer that the model was trained with, or other rows"
+                )
+
+    def _again(self, text: str) -> str:
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        again = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert isinstance(again, str)
+        return again
+
+
+def _times(character: str, text: str) -> int:
+    """How often the character is in the text; another way to write it, as a capital or a ligature, is the same."""
+    one, many = (unicodedata.normalize("NFKC", piece).casefold() for piece in (character, text))
+    return many.count(one)
+
+
+def _part(text: str, around: str) -> str:
+    place = max(0, text.find(around))
+    return text[max(0, place - 20) : place + 40]

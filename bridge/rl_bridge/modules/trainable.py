@@ -1,0 +1,194 @@
+"""What every trained module needs beyond its scores: an optimiser, its schedule, and their state."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl_bridge.common.terminal import given
+from rl_bridge.data.token_batch import MicroBatch, TokenBatch
+from rl_bridge.engines.dispatch import returns
+from rl_bridge.engines.optimizers import load_optimizer_state, optimizer_state, require_states
+from rl_bridge.memory.token_budget import optimizer_within_memory
+from rl_bridge.models.source import ModelSource
+from rl_bridge.modules.router_balance import Part, require_whole_rows, router_balance
+from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.parallel.gradients import agree_max, clip_grad_norm
+from rl_bridge.parallel.process_groups import DIMS
+
+# The optimiser's options and its schedule.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and a decay that reaches ``final`` of the learning rate after the last update.
+
+    With ``initial`` the schedules are optax's: ``warmup_constant_schedule``, ``warmup_cosine_decay_schedule``, and a
+    linear warm-up joined to a ``linear_schedule``.
+    """
+
+    learning_rate: float
+    """The highest rate, right after the warm-up."""
+    warmup: int = 10
+    """Updates that the rate rises over."""
+    initial: float | None = None
+    """Share of the learning rate that the warm-up begins at. None: the first update has 1 / warmup of the rate."""
+    decay: Literal["constant", "linear", "cosine"] = "linear"
+    final: float = 0.1
+    """Share of the learning rate that the decay ends at."""
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """A longer gradient is scaled down to this norm."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot train."""
+        if not (self.learning_rate > 0 and self.max_grad_norm > 0 and self.warmup >= 0 and 0 <= self.final <= 1):
+            raise ValueError(
+                "need learning_rate > 0, max_grad_norm > 0, warmup ≥ 0 and final in [0, 1], got "
+                f"{given(self, 'learning_rate', 'max_grad_norm', 'warmup', 'final')}"
+            )
+        if self.initial is not None and not 0 <= self.initial <= 1:
+            raise ValueError(f"need initial in [0, 1] or None, got {given(self, 'initial')}")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0):
+            raise ValueError(
+                "need beta1 and beta2 in [0, 1) and weight_decay ≥ 0, got "
+                f"{given(self, 'beta1', 'beta2', 'weight_decay')}"
+            )
+
+    def scale(self, step: int, total: int) -> float:
+        """The share of the learning rate that update ``step`` (from 0) of ``total`` is made with."""
+        if step < self.warmup:
+            rest = 1.0 if self.initial is None else 1.0 - self.initial
+            return (step + 1) / self.warmup if self.initial is None else self.initial + rest * step / self.warmup
+        if self.decay == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
+        remaining = 1 - done if self.decay == "linear" else float(0.5 * (1 + torch.cos(torch.tensor(done * torch.pi))))
+        return self.final + (1 - self.final) * remaining
+
+
+# What every trained module needs beyond its scores: an optimiser, its schedule, and their state.
+
+
+class Trainable(Scorer):
+    """The optimiser's half of a trained module: a class names it before the scorer that it trains.
+
+    ``updates`` is the number of updates that the schedule is made for.
+    """
+
+    trainable: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        source: ModelSource,
+        optimizer: OptimizerConfig,
+        *,
+        updates: int,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(source, scoring, parallel=parallel)
+        self.optimizer_config, self._updates = optimizer, updates
+        self._losses_are_finite: bool | torch.Tensor = True
+        self.balance = router_balance(self.model)
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Cut the model over the mesh, if its loss is right there."""
+        self._mesh = mesh
+        if self.balance is not None:
+            require_whole_rows(self)
+        super().parallelize(mesh)
+
+    def on_weights_materialized(self) -> None:
+        """Make optimiser and schedule: they hold on to the parameters, which must be the last ones."""
+        config = self.optimizer_config
+        self.optimizer = torch.optim.AdamW(
+            self.trained_parameters(),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: config.scale(step, self._updates)
+        )
+
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        """All of them, or those that the source did not freeze."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def balanced(
+        self, parts: Sequence[Part], forward: Callable[[Part], Any], batch_of: Callable[[Part], TokenBatch]
+    ) -> Iterator[Part]:
+        """The micro-batches of a step, one after another, each until ``backward`` of it is through.
+
+        ``backward`` adds the load-balancing loss of a mixture whose configuration asks for it.
+        """
+        yield from parts if self.balance is None else self.balance.parts(self, parts, forward, batch_of)
+
+    def balance_metrics(self) -> dict[str, Any]:
+        """Of the step that ``balanced`` was for: "router_balance", without its coefficient, where there is the loss."""
+        return {} if self.balance is None else self.balance.metrics()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a scalar loss, and remember whether the loss is finite for ``optimizer_step``."""
+        term = None if self.balance is None else self.balance.term()
+        loss = loss if term is None else loss + term
+        loss.backward()
+        self._losses_are_finite = self._losses_are_finite & torch.isfinite(loss.detach())
+
+    @returns("same")
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, update, advance the schedule.
+
+        Where a loss since the last call or the gradient is not finite, on any worker, nothing is updated: the gradient
+        is dropped, schedule and version stay, and the result has ``skipped`` 1.
+        """
+        norm = clip_grad_norm(self.trained_parameters(), self.optimizer_config.max_grad_norm, self._mesh)
+        version = self.weights_version()
+        require_states([self.optimizer])
+        rate = self.optimizer.param_groups[0]["lr"]
+        skipped = self._any_worker(not (self._losses_are_finite and bool(torch.isfinite(norm))))
+        if not skipped:
+            optimizer_within_memory(self.optimizer, self.compute_device())
+            self.scheduler.step()
+            self.weight_receiver().version = version + 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self._losses_are_finite = True
+        found = {"grad_norm": float(norm), "learning_rate": rate} | ({"skipped": 1.0} if skipped else {})
+        if self.budget is not None:
+            found |= {"micro_batch_tokens": float(self.micro_batch_tokens())}
+            found |= {"out_of_memory": float(self.budget.failures)} if self._mesh is None else {}
+        return found
+
+    def _any_worker(self, here: bool) -> bool:
+        """Whether it is so on any of the workers: else a fault of one of them would let the copies drift apart."""
+        there = int(here)
+        for axis in DIMS:
+            if self._mesh is not None and self._ranks(axis) > 1:
+                there = agree_max(there, self._mesh.get_group(axis))
+        return bool(there)
+
+    def optimizer_states(self) -> dict[str, Any]:
+        """Of optimiser and schedule, by the names of the model's parameters."""
+        return {
+            "optimizer": optimizer_state(self.model, self.optimizer),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def load_optimizer_states(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``optimizer_states`` gave."""
+        load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+class CausalLMModule(Trainable, TokenScorer):
+    """A causal LM with its optimiser and schedule."""
+
+    def balanced_parts(self, parts: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """``balanced`` for micro-batches of tokens."""
+        return self.balanced(parts, lambda part: self(part.batch), lambda part: part.batch)

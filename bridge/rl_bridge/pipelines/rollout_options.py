@@ -1,0 +1,312 @@
+"""Options of a run's rollouts: which engine samples, environments to talk to, how far they run ahead of training."""
+
+import copy
+import hashlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.algorithms.ahead_sampler import AheadSampler
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.sampling import Complete, completions
+from rl_bridge.common.terminal import given
+from rl_bridge.common.user_files import content_of
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.trajectory import Budget, SamplingParams, Trajectory
+from rl_bridge.engines import InferenceEngine
+from rl_bridge.environments import EnvironmentFactory, load_environment
+from rl_bridge.models.source import ModelSource
+from rl_bridge.models.turn_template import TurnTemplate
+from rl_bridge.rewards import RewardOptions, Rewards, load
+from rl_bridge.rewards.sources import named
+from rl_bridge.rollout import InProcessRollout
+from rl_bridge.rollout.ahead.environment_turns import Talking
+from rl_bridge.rollout.ahead.pumps import Admission, Pace
+from rl_bridge.rollout.conversations import Limits
+from rl_bridge.rollout.inprocess import Precision, stop_tokens
+from rl_bridge.rollout.vllm import VLLMOptions
+from rl_bridge.run.options import MAY_CHANGE, require_used
+from rl_fn import Objective
+
+# Which engine draws the completions of a run.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """The engine of the rollouts."""
+
+    backend: Literal["in_process", "vllm", "vllm_server"] = "in_process"
+    """in_process: transformers' own model, on any device. vllm: an engine of vLLM in each worker (docs/rollouts.md).
+    vllm_server: a server process of vLLM beside each worker, started again if it dies."""
+    precision: Precision = "fp32"
+    """Of the linear layers of an in_process rollout; vllm has ``--rollout.vllm.precision``."""
+    vllm: VLLMOptions = VLLMOptions()
+    """Of an engine of vLLM."""
+    step_seconds: float | None = None
+    """Seconds for the completions of a training step (a round of them, with ``--policy.sampling-rounds``). What is
+    unfinished then is aborted and does not count. Time is not reproducible, so neither is such a run."""
+    step_tokens: int | None = None
+    """Tokens that the policy draws in a training step; each worker has an equal share. What is unfinished then is
+    aborted likewise."""
+    request_seconds: float | None = None
+    """Seconds for one completion, or one conversation from its opening. The completions of a step begin together."""
+
+    def __post_init__(self) -> None:
+        """Refuse options that nothing reads, and limits that leave nothing."""
+        self.budget()
+        if self.backend != "in_process" and self.precision != "fp32":
+            raise ValueError(f"an engine of vLLM has --rollout.vllm.precision, got precision {self.precision}")
+        if self.backend == "in_process" and self.vllm != VLLMOptions():
+            raise ValueError(f"options of vLLM need backend vllm, got backend {self.backend} and {self.vllm}")
+
+    def budget(self) -> dict[str, Any]:
+        """The limits of a step, as the methods of an engine have them."""
+        limits = {"seconds": self.step_seconds, "request_seconds": self.request_seconds, "tokens": self.step_tokens}
+        try:
+            Budget(**limits)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{error} ({given(self, 'step_seconds', 'request_seconds', 'step_tokens')})") from error
+        return {name: value for name, value in limits.items() if value is not None}
+
+    @property
+    def exact(self) -> bool:
+        """Whether the engine computes as a trainer in float32 does, but for the order of sums."""
+        if self.backend == "in_process":
+            return self.precision == "fp32"
+        precisions = {self.vllm.precision, *self.vllm.rank_precisions}
+        return precisions == {"fp32"} and self.vllm.activations == "float32"
+
+    def factory(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, sleep: bool) -> Callable[[], Any]:
+        """Makes a worker. ``sleep``: it will have to leave its device while others work there.
+
+        Raises:
+            ValueError: there is no vLLM here, or a server would have to leave its device.
+        """
+        if self.backend == "in_process":
+            return partial(InProcessRollout, source, tokenizer, precision=self.precision)
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError(
+                f"backend {self.backend} needs vLLM in this environment: make install-vllm makes one with it"
+            )
+        if self.backend == "vllm_server":
+            if sleep:
+                raise ValueError(
+                    "a server of vLLM keeps its device: give the rollouts workers of their own "
+                    "(--asynchronous.rollout-workers), or take backend vllm"
+                )
+            return partial(_served_rollout, source, tokenizer, self.vllm)
+        return partial(_vllm_rollout, source, tokenizer, replace(self.vllm, sleep=self.vllm.sleep or sleep))
+
+
+def _vllm_rollout(source: ModelSource, tokenizer: PreTrainedTokenizerBase, options: VLLMOptions) -> Any:
+    from rl_bridge.rollout.vllm.vllm_rollout import VLLMRollout
+
+    return VLLMRollout(source, tokenizer, options)
+
+
+def _served_rollout(source: ModelSource, tokenizer: PreTrainedTokenizerBase, options: VLLMOptions) -> Any:
+    from rl_bridge.rollout.served import ServedRollout
+
+    return ServedRollout(source, tokenizer, options)
+
+
+# Options of a run whose policy talks to environments.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentOptions(RewardOptions):
+    """Where the answers to the policy's turns come from. Without ``environment`` a completion is one turn."""
+
+    environment: str | None = field(default=None, metadata=MAY_CHANGE)
+    """``FILE.py:Name`` of a class with reset and step, or of RL2's ``interact(messages)``; or the address of an OpenEnv
+    server. Its rewards are those of the run unless ``reward`` names others (``environment`` among them)."""
+    max_turns: int = 4
+    """Turns of the policy in one conversation, each of at most ``policy.sampling.max_new_tokens``."""
+    max_trajectory_tokens: int | None = None
+    """Tokens of a whole conversation, the environment's included. None: no limit but the turns'."""
+    environment_timeout: float = field(default=60.0, metadata=MAY_CHANGE)
+    """Seconds for one answer of the environment; a conversation that waits longer ends."""
+    environment_processes: int = field(default=0, metadata=MAY_CHANGE)
+    """Environments that live at the same time in each worker, each in a process of its own, which is ended when an
+    answer takes longer than ``environment_timeout``. 0: threads, which nothing can end while Python code loops."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that leave no turn, and what nothing would read."""
+        super().__post_init__()
+        if self.max_turns < 1 or not self.environment_timeout > 0 or self.environment_processes < 0:
+            raise ValueError(
+                "need max_turns ≥ 1, environment_timeout > 0 and environment_processes ≥ 0, got "
+                f"{self.max_turns}, {self.environment_timeout} and {self.environment_processes}"
+            )
+        if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
+            raise ValueError(f"max_trajectory_tokens must be at least 1, got {self.max_trajectory_tokens}")
+        if self.environment is None:
+            names = ("max_turns", "max_trajectory_tokens", "environment_timeout", "environment_processes")
+            require_used(self, names, "without --environment")
+            if any(rest == "environment" for _, rest in map(named, self.reward)):
+                raise ValueError("the reward environment is what --environment gives, and there is none")
+
+    def rewards(self) -> Rewards:
+        """The named rewards, or the environment's own."""
+        if self.environment is None or self.reward:
+            return super().rewards()
+        return load(("environment",), weights=self.reward_weights)
+
+    def environments(self) -> EnvironmentFactory | None:
+        """What makes them.
+
+        Raises:
+            FileNotFoundError: there is no such environment file.
+            ValueError: the file has no such environment.
+        """
+        return None if self.environment is None else load_environment(self.environment)
+
+    def complete(
+        self, rollout: InferenceEngine, environment: EnvironmentFactory | None, budget: Mapping[str, Any] | None = None
+    ) -> Complete:
+        """How the trajectories of rows are made. ``budget``: limits of a call, as the engine's methods have them."""
+        if environment is None:
+            return completions(rollout, **(budget or {}))
+        limits: dict[str, Any] = {
+            "max_tokens": self.max_trajectory_tokens,
+            "step_timeout": self.environment_timeout,
+            "processes": self.environment_processes,
+            **(budget or {}),
+        }
+
+        def converse(rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Trajectory]:
+            return rollout.converse(rows, sampling, environment, self.max_turns, **limits)
+
+        return converse
+
+    def talking(
+        self,
+        environment: EnvironmentFactory | None,
+        source: ModelSource,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingOptions,
+    ) -> Talking | None:
+        """How conversations that run ahead of training are held; None: there are none."""
+        if environment is None:
+            return None
+        with torch.device("meta"):
+            stops = stop_tokens(source.empty(), tokenizer)
+        return Talking(
+            environment=environment,
+            limits=Limits(
+                max_turns=self.max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=self.max_trajectory_tokens
+            ),
+            # The trainer's thread uses the other one.
+            template=TurnTemplate(copy.deepcopy(tokenizer), stops),
+            step_timeout=self.environment_timeout,
+            processes=self.environment_processes,
+        )
+
+    def environment_fingerprint(self) -> dict[str, str]:
+        """Of the environment's file and what it imports, which a resumed run compares."""
+        if self.environment is None:
+            return {}
+        file, _, name = self.environment.rpartition(":")
+        path = Path(file)
+        content = content_of(path) if path.is_file() else self.environment
+        return {"environment": hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:16]}
+
+
+# Options of rollouts that run ahead of training, and the sampler that they make.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsynchronousOptions:
+    """How far rollouts run ahead of training, and when they take new weights."""
+
+    max_staleness: int = 0
+    """Training steps between the weights that drew a token and those that train on it, at most. 0: a step begins with
+    its rollout. 1: one step ahead."""
+    partial: bool = False
+    """Completions go on across an update, each token with the version that drew it. Else each is of one version."""
+    deterministic: bool = True
+    """The same tokens are drawn by the same versions in every run, whatever takes how long. Else the rollout takes new
+    weights when there are any."""
+    tokens_beside: int | None = None
+    """Tokens of each completion drawn beside one training step, of deterministic partial rollouts."""
+    round_tokens: int = 8
+    """Tokens of each completion from one look at the trainer to the next."""
+    window: int = 1
+    """A step may pass over unfinished prompts, and take its own from so many. 1: in the order of the data."""
+    request_seconds: float | None = field(default=None, metadata=MAY_CHANGE)
+    """Seconds in the engine after which a completion is aborted. It does not count then."""
+    rollout_workers: int | None = field(default=None, metadata=MAY_CHANGE)
+    """Workers that draw and do not train, so that both happen at once. None: all workers do both, in turns."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together."""
+        counts = (self.tokens_beside, self.round_tokens, self.rollout_workers)
+        if self.max_staleness < 0 or any(count is not None and count < 1 for count in counts):
+            raise ValueError(
+                "counts must be ≥ 1 and max_staleness ≥ 0, got "
+                f"{given(self, 'max_staleness', 'tokens_beside', 'round_tokens', 'rollout_workers')}"
+            )
+        if not self.on:
+            others = [name for name in ("partial", "tokens_beside", "request_seconds") if getattr(self, name)]
+            if others or not self.deterministic or self.window > 1:
+                raise ValueError(
+                    "without max_staleness nothing runs ahead, got "
+                    f"{given(self, 'partial', 'tokens_beside', 'request_seconds', 'deterministic', 'window')}"
+                )
+        elif self.deterministic and self.window > 1:
+            raise ValueError("a window lets prompts pass each other as they come: it needs deterministic=False")
+        else:
+            self.pace(1)
+
+    @property
+    def on(self) -> bool:
+        """Whether anything runs ahead."""
+        return self.max_staleness > 0
+
+    def pace(self, max_new_tokens: int) -> Pace:
+        """When the rollout stops for new weights.
+
+        Raises:
+            ValueError: options that do not go together.
+        """
+        beside = self.tokens_beside
+        return Pace(
+            partial=self.partial,
+            deterministic=self.deterministic,
+            rounds=None if beside is None else -(-beside // self.round_tokens),
+            steps=self.round_tokens,
+            limit=max_new_tokens,
+            seconds=self.request_seconds,
+        )
+
+    def admission(self, config: PolicyConfig) -> Admission:
+        """Which prompts may be in the rollout."""
+        return Admission(
+            max_staleness=self.max_staleness,
+            prompts_per_step=config.prompts_per_step,
+            window=self.window,
+            steps=config.steps,
+        )
+
+    def sampler(
+        self,
+        rollout: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: Rewards,
+        stream: RowStream,
+        objective: Objective,
+        config: PolicyConfig,
+        seed: int,
+        talking: Talking | None = None,
+    ) -> AheadSampler:
+        """What makes the completions of each step, or with ``talking`` the conversations."""
+        admission, pace = self.admission(config), self.pace(config.sampling.max_new_tokens)
+        lazy = not (self.partial or self.deterministic)
+        parts = rollout, tokenizer, rewards, stream, objective, config, seed
+        return AheadSampler(*parts, admission=admission, pace=pace, lazy=lazy, talking=talking)

@@ -1,0 +1,137 @@
+"""The memory of a run from step to step: bytes as people write them, whether they grow, and the figure."""
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from math import comb
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rl_bridge.common.files import replacing
+from rl_bridge.common.plots import Figure
+from rl_bridge.profiling.live_bytes import COMPONENTS
+
+# Bytes as people write and read them.
+
+_UNITS = {"": 1, "B": 1} | {f"{prefix}iB": 1 << (10 * n) for n, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)}
+
+
+def parse_bytes(text: str) -> int:
+    """
+    >>> parse_bytes("24GiB"), parse_bytes("1.5 MB"), parse_bytes("512")
+    (25769803776, 1500000, 512)
+
+    Raises:
+        ValueError: no positive number, or another unit than B, kB, MB, GB, TB, KiB, MiB, GiB, TiB.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2] not in _UNITS or not float(found[1]) > 0:
+        raise ValueError(f"{text!r} is no amount of memory: write it like 24GiB, with one of {', '.join(_UNITS)[4:]}")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def shown_bytes(size: int) -> str:
+    """
+    >>> shown_bytes(25769803776), shown_bytes(-1536), shown_bytes(0)
+    ('24.0 GiB', '-1.5 KiB', '0 B')
+    """
+    amount, sign = float(abs(size)), "-" if size < 0 else ""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{sign}{amount:.0f} B" if unit == "B" else f"{sign}{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{sign}{amount:.1f} TiB"
+
+
+# Whether memory grows from step to step: a sign test, and a slope that single jumps do not move.
+
+SURE = 1e-4
+"""The chance that a run which only fluctuates is called a leak, at one look."""
+LEAST = 0.002
+"""Growth over the steps looked at, as a share of what is there, below which nothing is said."""
+
+
+class Growth(NamedTuple):
+    """``per_step``: the median of the slopes of all pairs of steps; ``chance``: of so many rises without a leak."""
+
+    per_step: float
+    steps: int
+    chance: float
+
+
+def growth(sizes: Sequence[float]) -> Growth | None:
+    """How ``sizes``, of the ends of steps, grow; None where that is no leak.
+
+    A change from step to step is a rise or a fall, and one of 0 is neither. Without a leak rises are at most as likely
+    as falls. A checkpoint's buffers or a cache that is made once is one rise.
+
+    >>> growth([100, 110, 120, 130, 140, 150, 160, 170, 180, 190, 200, 210, 220, 230, 240]).per_step
+    10.0
+    >>> growth([100] * 10 + [500] * 10) is None
+    True
+    """
+    changes = [b - a for a, b in pairwise(sizes) if b != a]
+    rises, count = sum(change > 0 for change in changes), len(changes)
+    chance = sum(comb(count, k) for k in range(rises, count + 1)) / 2**count if count else 1.0
+    if chance > SURE:
+        return None
+    slopes = [(b - a) / (j - i) for i, a in enumerate(sizes) for j, b in enumerate(sizes[i + 1 :], i + 1)]
+    slope = median(slopes)
+    if slope * len(sizes) <= LEAST * median(sizes):
+        return None
+    return Growth(slope, len(sizes), chance)
+
+
+# The memory timeline of a run's last whole step, and of the ends of all steps, as one PNG.
+
+MIB = 1 << 20
+
+
+def draw_memory(lines: Path, path: Path) -> None:
+    """Draw memory.jsonl: components stacked over a step, phases named below; bytes and peaks from step to step."""
+    records = [json.loads(line) for line in lines.read_text("utf-8").splitlines() if line.strip()]
+    ends = [record for record in records if record.get("end_of_step")]
+    step = ends[-1]["step"] if ends else 0
+    calls = [record for record in records if record["step"] == step and "timeline" in record]
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(2, 1))
+    times, parts, marks = _joined(calls)
+    names = [name for name in COMPONENTS if any(part.get(name) for part in parts)]
+    if times:
+        above.stackplot(times, [[part.get(name, 0) / MIB for part in parts] for name in names], labels=names)
+        for at, phase in marks:
+            above.axvline(at, color="black", linewidth=0.5, alpha=0.4)
+            above.annotate(phase, (at, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=6)
+        above.legend(fontsize=7, loc="upper left")
+    above.set(title=f"live tensors of step {step}", xlabel="seconds of the step's calls", ylabel="MiB")
+    peaks: dict[int, int] = {}
+    for record in records:
+        if "peak" in record:
+            peaks[record["step"]] = max(peaks.get(record["step"], 0), record["peak"])
+    below.plot(list(peaks), [size / MIB for size in peaks.values()], label="peak of the step")
+    below.plot([r["step"] for r in ends], [r["bytes"] / MIB for r in ends], label="after the step")
+    below.plot([r["step"] for r in ends], [r["rss"] / MIB for r in ends], label="of the process (RSS)", linestyle=":")
+    below.set(xlabel="step", ylabel="MiB")
+    below.legend(fontsize=7)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def _joined(calls: list[dict[str, Any]]) -> tuple[list[float], list[dict[str, int]], list[tuple[float, str]]]:
+    """The calls' timelines one behind another, and where a phase begins."""
+    times: list[float] = []
+    parts: list[dict[str, int]] = []
+    marks: list[tuple[float, str]] = []
+    start, last = 0.0, ""
+    for call in calls:
+        if call["phase"] != last:
+            marks.append((start, call["phase"]))
+            last = call["phase"]
+        for at, components in call["timeline"]:
+            times.append(start + at)
+            parts.append(components)
+        start += call["seconds"]
+    return times, parts, marks

@@ -1,0 +1,337 @@
+"""A reward function: from the user's file, called as its parameters want, every value checked."""
+
+import asyncio
+import copy
+import inspect
+import math
+import re
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rl_bridge.common.user_files import load_file, the_users_code
+from rl_bridge.data.trajectory import Trajectory
+
+# What is wrong with a reward, with its name and the row.
+
+
+class RewardError(ValueError):
+    """A reward that raises, hangs, dies or returns no finite number."""
+
+
+class RowFailed(Exception):
+    """Raised by a reward of a whole batch to name the trajectory that is to blame."""
+
+    def __init__(self, place: int, reason: str) -> None:
+        """``place``: its number in the batch."""
+        super().__init__(reason)
+        self.place = place
+
+
+# How a reward function wants to be called: read off its parameters, or said by the user.
+
+Reward = Callable[..., Any]
+"""A user's reward function, of any of the protocols."""
+Protocol = Literal["batch", "completion", "messages", "trl", "verl"]
+"""``reward(trajectories)``; ``(completion, row)``; RL2's ``(messages, answer)``; TRL's and verl's keyword arguments."""
+ALL = get_args(Protocol)
+OF_LISTS: tuple[Protocol, ...] = ("batch", "trl")
+"""One call has all trajectories, which the function may compare."""
+_FORMS = (
+    "(completion, row), (messages, answer), (trajectories) for a whole batch, (prompts, completions, columns of the "
+    "data by name) as TRL's or (data_source, solution_str, ground_truth, extra_info) as verl's"
+)
+_NOT_COLUMNS = {"prompt", "prompts", "completion", "completions", "completion_ids", "_where"}
+
+
+def protocol_of(function: Reward, name: str) -> Protocol:
+    """The protocol that the function's parameters show.
+
+    >>> protocol_of(lambda messages, answer: 0.0, "mine"), protocol_of(lambda trajectories: [], "mine")
+    ('messages', 'batch')
+
+    Raises:
+        ValueError: they show none, or the function could not be called by the one that they show; with its file.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function written in C, there may be none
+        signature = None
+    found = None if signature is None else _shown(signature)
+    if signature is not None and found is not None and _takes(signature, found):
+        return found
+    code = getattr(function, "__code__", None)
+    where = "" if code is None else f"{code.co_filename}: "
+    has = "has parameters that cannot be read" if signature is None else f"is {name}{signature}"
+    raise ValueError(
+        f"{where}the reward {name} {has}; a reward takes {_FORMS}: else say how it is called, with reward_protocol, "
+        f"one of {', '.join(ALL)}"
+    )
+
+
+def _takes(signature: inspect.Signature, protocol: Protocol) -> bool:
+    """Whether a call of the protocol fits. Which columns TRL's keywords may name shows with the first row."""
+    try:
+        if protocol == "trl":
+            signature.bind_partial(completions=None)
+        elif protocol == "verl":
+            signature.bind(**dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info")))
+        else:
+            signature.bind(*[None] * (1 if protocol == "batch" else 2))
+    except TypeError:
+        return False
+    return True
+
+
+def _shown(signature: inspect.Signature) -> Protocol | None:
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.kind is not p.VAR_POSITIONAL]
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if "solution_str" in names:
+        return "verl"
+    if "completions" in names:
+        return "trl"
+    if len(needed) == 1:
+        return "batch"
+    if len(needed) == 2:
+        return "messages" if needed[0] == "messages" or needed[1] == "answer" else "completion"
+    return None
+
+
+def calls(function: Reward, protocol: Protocol, trajectories: Sequence[Trajectory]) -> Iterator[Any]:
+    """What the function returns: of a batch one value, else one for each trajectory in turn.
+
+    The function gets copies, so that it cannot change the rows that the run goes on with. Coroutines run together.
+    """
+    copied = [replace(t, row=copy.deepcopy(dict(t.row)), messages=copy.deepcopy(t.messages)) for t in trajectories]
+    asked = (
+        [_trl(function, copied)] if protocol == "trl" else [] if protocol == "batch" else map(_ONE[protocol], copied)
+    )
+    if protocol == "batch":
+        asked = [((copied,), {})]
+    if _is_async(function):
+        for value in _finished([function(*args, **kwargs) for args, kwargs in asked]):
+            if isinstance(value, BaseException):
+                raise value
+            yield value
+    else:
+        for args, kwargs in asked:
+            yield function(*args, **kwargs)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _completion(trajectory: Trajectory) -> Arguments:
+    return (trajectory.completion, trajectory.row), {}
+
+
+def _messages(trajectory: Trajectory) -> Arguments:
+    return (list(trajectory.messages), trajectory.row.get("answer")), {}
+
+
+def _verl(trajectory: Trajectory) -> Arguments:
+    row = trajectory.row
+    rule = row.get("reward_model")
+    truth = rule.get("ground_truth") if isinstance(rule, Mapping) else row.get("answer")
+    named = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info")}
+    return (), {**named, "solution_str": trajectory.completion, "ground_truth": truth}
+
+
+def _trl(function: Reward, trajectories: Sequence[Trajectory]) -> Arguments:
+    """Every column as a list. Behind a prompt of messages, the completion is messages too."""
+    rows = [t.row for t in trajectories]
+    said = [
+        [{"role": "assistant", "content": t.completion}] if _is_chat(t.row.get("prompt")) else t.completion
+        for t in trajectories
+    ]
+    columns = {name for row in rows for name in row} - _NOT_COLUMNS
+    given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in sorted(columns)}
+    given |= {"prompts": [row.get("prompt") for row in rows], "completions": said}
+    given |= {"completion_ids": [list(t.sampled_tokens) for t in trajectories], "trainer_state": None}
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        given = {p.name: given[p.name] for p in parameters if p.name in given}
+    return (), given
+
+
+def _is_chat(prompt: Any) -> bool:
+    """Whether a prompt is messages: neither text nor token ids."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+_ONE: dict[str, Callable[[Trajectory], Arguments]] = {"completion": _completion, "messages": _messages, "verl": _verl}
+
+
+def _is_async(function: Reward) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _finished(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results in order, or the exceptions. In a thread of its own: the caller may be inside a running loop."""
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*coroutines, return_exceptions=True)
+
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(_outcome(together)), name="rewards", daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _outcome(run: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    try:
+        return asyncio.run(run())
+    except BaseException as error:  # as sys.exit() inside a coroutine: raised again where the reward was asked
+        return error
+
+
+# One reward function asked about trajectories: every value is checked, every error names the reward and the row.
+
+FLOAT32 = 3.4028234663852886e38
+"""Rewards become float32 tensors: a larger one would be infinite."""
+Values = dict[str, float]
+
+
+class Asked:
+    """A function under a name. A function that returns a dictionary gives several rewards, by its keys."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        protocol: Protocol | None = None,
+        *,
+        title: str | None = None,
+        apart: bool = False,
+    ) -> None:
+        """``protocol`` None: what the function's parameters show. ``title``: its name in messages, else its own.
+
+        ``apart``: a function of lists looks at each trajectory by itself, as any other does.
+        """
+        self.name, self.function = name, function
+        self.title = title or getattr(function, "__name__", None) or name
+        self.protocol: Protocol = protocol_of(function, self.title) if protocol is None else protocol
+        self.apart = apart or self.protocol not in OF_LISTS
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Iterator[Values]:
+        """The values of each trajectory by name, in order.
+
+        Raises:
+            RewardError: the function raises, exits, or returns what is no finite number, or not one a trajectory.
+        """
+        results = calls(self.function, self.protocol, trajectories)
+        whole = self.protocol in OF_LISTS
+        for trajectory in trajectories[:1] if whole else trajectories:
+            try:
+                with the_users_code():
+                    value = next(results)
+            except RowFailed as error:
+                failed = trajectories[error.place]
+                raise RewardError(f"{self.on(failed)} failed: {error}{said(failed)}") from error
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:
+                where = self.on_all(trajectories) if whole else self.on(trajectory)
+                reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                raise RewardError(f"{where} raised {reason}{'' if whole else said(trajectory)}") from error
+            if whole:
+                yield from self._of_batch(value, trajectories)
+            else:
+                yield self._values(value, trajectory)
+
+    def close(self) -> None:
+        """Close what the function holds, if it can be closed."""
+        close = getattr(self.function, "close", None)
+        if callable(close):
+            close()
+
+    def on(self, trajectory: Trajectory) -> str:
+        """How an error message begins."""
+        return f"reward {self.title} on {trajectory.row.get('_where', 'a row')}"
+
+    def on_all(self, trajectories: Sequence[Trajectory]) -> str:
+        """The same of a whole batch."""
+        if len(trajectories) == 1:
+            return self.on(trajectories[0])
+        last = trajectories[-1].row.get("_where", "a row")
+        return f"{self.on(trajectories[0])} to {last} ({len(trajectories)} completions in one call)"
+
+    def _of_batch(self, value: Any, trajectories: Sequence[Trajectory]) -> Iterator[Values]:
+        columns: Any = value if isinstance(value, Mapping) else {self.name: value}
+        lists: dict[str, list[Any]] = {}
+        for name, column in columns.items():
+            try:
+                lists[str(name)] = list(column)
+            except TypeError:
+                raise RewardError(
+                    f"{self.on_all(trajectories)} returned {short(column)}, expected a list of "
+                    f"{len(trajectories)} numbers, one a trajectory"
+                ) from None
+            if len(lists[str(name)]) != len(trajectories):
+                raise RewardError(
+                    f"{self.on_all(trajectories)} returned {len(lists[str(name)])} numbers for "
+                    f"{len(trajectories)} trajectories{f' as {name!r}' if isinstance(value, Mapping) else ''}"
+                )
+        for place, trajectory in enumerate(trajectories):
+            yield {name: self._number(column[place], trajectory) for name, column in lists.items()}
+
+    def _values(self, value: Any, trajectory: Trajectory) -> Values:
+        if isinstance(value, Mapping) and self.protocol == "verl":
+            value = value.get("score")  # the rest is for its log
+        if isinstance(value, Mapping) and not value:
+            raise RewardError(f"{self.on(trajectory)} returned {{}}, expected a number a name{said(trajectory)}")
+        if isinstance(value, Mapping):
+            return {str(name): self._number(one, trajectory) for name, one in value.items()}
+        return {self.name: self._number(value, trajectory)}
+
+    def _number(self, value: Any, trajectory: Trajectory) -> float:
+        # Scalars of numpy, torch and jax; a list of one number is none.
+        plain = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+        expected = "a finite number"
+        if isinstance(plain, bool | int | float) and not (isinstance(plain, float) and not math.isfinite(plain)):
+            if abs(plain) <= FLOAT32:
+                return float(plain)
+            expected += f" up to {FLOAT32:.4g}, which float32 can hold"
+        raise RewardError(f"{self.on(trajectory)} returned {short(value)}, expected {expected}{said(trajectory)}")
+
+
+def said(trajectory: Trajectory) -> str:
+    """How an error message ends: with the completion."""
+    return f"; completion {short(trajectory.completion)}"
+
+
+def short(value: Any, characters: int = 300) -> str:
+    """What an error message prints of a value."""
+    try:
+        text = repr(value)
+    except Exception as error:  # the user's own class
+        text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"
+
+
+# A reward function from the user's file.
+
+
+def load_reward(source: str) -> Callable[..., Any]:
+    """The function that ``FILE.py:function`` names. The file can import the modules that lie beside it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the source is not of that form, the file fails to load, or has no such function.
+    """
+    match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
+    if match is None:
+        raise ValueError(f"a reward is named FILE.py:function, got {source!r}")
+    path = Path(match[1])
+    function: Callable[..., Any] | None = getattr(load_file(path, "reward"), match[2], None)
+    if not callable(function):
+        raise ValueError(f"{path} has no function {match[2]!r}")
+    return function

@@ -1,0 +1,100 @@
+"""What a server is asked, and what it replies, checked before it is believed."""
+
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.inside_vllm.held_weights import Held
+from rl_bridge.rollout.vllm import probe
+
+
+class MalformedReply(RuntimeError):
+    """A reply that lacks what its server's published types promise, or whose parts do not fit together."""
+
+
+class Ask(NamedTuple):
+    """One request for tokens. ``name`` is its id in the engine."""
+
+    name: str
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    drawn: int
+    limit: int
+    stop: frozenset[int]
+
+
+class Completion(NamedTuple):
+    """What a server drew for one request."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Under the distribution that the tokens were drawn from."""
+    allowed: list[array] | None
+    """Ids that the truncated sampler allowed for each token, rising; None where the server does not say."""
+    versions: list[int] | None
+    """Of the weights that drew each token; None where the server does not say."""
+    reason: Literal["stop", "length", "abort"]
+
+
+def field_of(reply: Any, name: str) -> Any:
+    """A field that must be there.
+
+    Raises:
+        MalformedReply: naming the field, and what came.
+    """
+    if not isinstance(reply, Mapping) or name not in reply:
+        text = repr(reply)
+        raise MalformedReply(f"a reply without {name!r}: {text[:300]}{'…' if len(text) > 300 else ''}")
+    return reply[name]
+
+
+class EngineServer(Protocol):
+    """One server: requests for tokens, and the steps of an update, each of which is one command."""
+
+    limits: probe.EngineLimits
+
+    def draw(self, ask: Ask) -> Completion:
+        """The completion of one request; ``ServerDied`` if the server dies first."""
+        ...
+
+    def abort(self, names: Collection[str]) -> None:
+        """Let these requests reply with what they have, as ``abort``."""
+        ...
+
+    def pause(self, *, clear: bool) -> None:
+        """Keep the running requests; ``clear``: without their keys and values, and without the prefix cache."""
+        ...
+
+    def is_paused(self) -> bool: ...
+    def resume(self) -> None: ...
+    def start(self) -> None: ...
+    def update(self, folder: Path, names: Sequence[str]) -> None: ...
+    def finish(self, version: str) -> None: ...
+
+    def adopt(self, folder: Path) -> None:
+        """Draw with the LoRA adapter in ``folder`` from now on, the running requests too."""
+        ...
+
+    def stamp(self, version: str) -> None:
+        """Say this version of the weights that are there."""
+        ...
+
+    def held(self, folder: Path, adapter: Path | None) -> Held:
+        """What its workers hold, compared with the weights, or the adapter, in a folder."""
+        ...
+
+    def version(self) -> str: ...
+    def reset_prefix_cache(self) -> bool: ...
+
+    def probe(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
+        """Exactly ``count`` tokens, end-of-sequence tokens included."""
+        ...
+
+    def dead(self) -> bool:
+        """Whether there is nothing to ask any more."""
+        ...
+
+    def stop(self) -> None: ...

@@ -1,0 +1,184 @@
+"""Generation by an engine in a process of its own, or on another machine, that is asked over HTTP."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.common.files import TemporaryFolder
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.engines.dispatch import returns
+from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
+from rl_bridge.models.source import ModelSource
+from rl_bridge.rollout.inprocess import stop_tokens
+from rl_bridge.rollout.sampling import StopTexts
+from rl_bridge.rollout.served.process import ServerDied
+from rl_bridge.rollout.served.protocol import EngineServer
+from rl_bridge.rollout.served.served_engine import ServedDecoder, ServedEngine
+from rl_bridge.rollout.served.sglang import SGLangOptions, SGLangServer, require_one_order
+from rl_bridge.rollout.served.vllm_server import ServedOptions, VLLMServer
+from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
+from rl_bridge.rollout.vllm.weight_updates import REPLACEMENTS, TakesProvedWeights, UpdatedEngine
+from rl_bridge.rollout.worker import Advancing, Conversing, Generating
+from rl_bridge.weights.transforms import Precision, Through
+
+
+class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
+    """A worker whose engine is a server; ``InProcessRollout`` has the same methods.
+
+    A server that dies is started again, or waited for, with the weights it had, and gets its requests again. A sync
+    ends in a proved update or in a server that was given the weights anew.
+    """
+
+    # A server that was started again and again, in vain: an asynchronous run gets its rows back and asks for another.
+    engine_errors: ClassVar[tuple[type[Exception], ...]] = (ServerDied,)
+
+    @returns("local")
+    def restart(self) -> None:
+        """Start another server with the last proved weights. The rows of the one before are forgotten."""
+        super().restart()
+        self.updated.restart()
+
+    def _connect(
+        self,
+        source: ModelSource,
+        tokenizer: PreTrainedTokenizerBase,
+        open_server: Callable[[Path], EngineServer],
+        *,
+        dtype: torch.dtype,
+        precision: Precision,
+        tolerance: Tolerance | None = None,
+        at_once: int,
+        restarts: int,
+        replacements: int = REPLACEMENTS,
+        adapter_rank: int | None = None,
+    ) -> None:
+        with torch.device("meta"):
+            model = source.empty()
+        require_updates(model)
+        self._stop = stop_tokens(model, tokenizer)
+        self._tokenizer = tokenizer
+        self._folder = TemporaryFolder("served")
+        folder, self._map = checkpoint(source, precision, dtype, self._folder.path)
+        self.engine = ServedEngine(open_server, folder, at_once=at_once, restarts=restarts)
+        self._close = weakref.finalize(self, self.engine.close)
+        self.longest = self.engine.limits().longest
+        tolerance = tolerance or Tolerance.of(precision)
+        self.updated = UpdatedEngine(
+            self.engine, folder, tolerance=tolerance, replacements=replacements, adapter_rank=adapter_rank
+        )
+
+    def decoder(self, sampling: SamplingParams) -> ServedDecoder:
+        """A decoder without rows; all decoders of a worker share its engine."""
+        texts = StopTexts(self._tokenizer, sampling.stop)
+        return ServedDecoder(self.engine, sampling, stop=self._stop, texts=texts)
+
+    @returns("same")
+    def weights_map(self) -> Through:
+        """What weights go through on their way here: a cast, or codes and fresh scales."""
+        return self._map
+
+    def weights_device(self) -> torch.device:
+        """Of this process, which has none of the weights."""
+        return torch.device("cpu")
+
+    def move(self, what: str, device: torch.device) -> None:
+        """The server keeps what it has: a device that others need is not for a server.
+
+        Raises:
+            ValueError: weights that are to be freed.
+        """
+        if device.type == "meta":
+            raise ValueError(f"a server keeps its {what} until it is closed")
+
+    def close(self) -> None:
+        """End the server, if it is ours, and remove what was written for it."""
+        self._close()
+        self._folder.close()
+        self.updated.receiver.copies.close()
+
+
+class ServedRollout(_Served):
+    """The rollout worker of one server process of vLLM."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        tokenizer: PreTrainedTokenizerBase,
+        options: VLLMOptions | None = None,
+        served: ServedOptions | None = None,
+    ) -> None:
+        """Start the server from the source's folder, or from one that is written for it and removed at the end.
+
+        Raises:
+            ValueError: options that a server does not have.
+            ServerDied: it ended, with the end of its log.
+            TimeoutError: it did not reply in time.
+        """
+        served = served or ServedOptions()
+        options, own = (options or VLLMOptions()).of_build(TENSOR_PARALLEL_SIZE.get()).of_rank(DATA_RANK.get())
+        self.tensor_parallel_size = options.tensor_parallel_size
+        self._connect(
+            source,
+            tokenizer,
+            partial(VLLMServer, options=options, served=served, own=own),
+            dtype=getattr(torch, options.activations),
+            precision=options.precision if own is None else "fp32",
+            tolerance=Tolerance.of(options.precision, options.proof_tolerance),
+            at_once=options.max_num_seqs,
+            restarts=served.restarts,
+            replacements=options.replacements,
+            adapter_rank=options.adapter_rank,
+        )
+
+
+class SGLangRollout(_Served):
+    """The rollout worker of a server of SGLang that somebody else has started, with these weights or others."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        tokenizer: PreTrainedTokenizerBase,
+        options: SGLangOptions,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        at_once: int = 256,
+        restarts: int = 3,
+    ) -> None:
+        """Give the server the source's weights, from a folder that the server must see.
+
+        Args:
+            source: the model.
+            tokenizer: its tokenizer.
+            options: where the server is.
+            dtype: that the server computes in.
+            at_once: requests that the server gets at a time; others wait here.
+            restarts: times that the server may vanish without a completion in between.
+
+        Raises:
+            TimeoutError: it did not reply in time.
+        """
+        self._connect(
+            source,
+            tokenizer,
+            partial(SGLangServer, options),
+            dtype=dtype,
+            precision="fp32" if dtype == torch.float32 else "bf16",
+            at_once=at_once,
+            restarts=restarts,
+        )
+
+    def decoder(self, sampling: SamplingParams) -> ServedDecoder:
+        """As of any server.
+
+        Raises:
+            ValueError: truncations that SGLang may take in another order.
+        """
+        require_one_order(sampling)
+        return super().decoder(sampling)

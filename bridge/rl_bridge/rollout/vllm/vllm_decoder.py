@@ -1,0 +1,256 @@
+"""The ``Decoder`` of an engine of vLLM: rows that join and leave, all of them in one engine."""
+
+import itertools
+import weakref
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.rollout.decoder import Drawn
+from rl_bridge.rollout.inside_vllm.sampler_hooks import Draws
+from rl_bridge.rollout.sampling import StopTexts, truncation
+
+
+class Requests(Protocol):
+    """What a decoder asks of an engine: ``LLMEngine`` has it, and so has ``InProcessEngine``."""
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> Any: ...
+    def abort_request(self, request_ids: list[str]) -> None: ...
+    def step(self) -> list[Any]: ...
+
+
+class Outbox:
+    """The finished requests of one engine, for the decoders that asked for them.
+
+    Decoders share the engine: a step of one draws for all. The requests of a decoder that nobody holds any more are
+    aborted.
+    """
+
+    def __init__(self, engine: Requests, draws: Draws) -> None:
+        self._engine, self.draws = engine, draws
+        self._numbers = itertools.count()
+        self._owners: dict[str, weakref.ref[VLLMDecoder]] = {}
+
+    def add(self, owner: "VLLMDecoder", prompt: Sequence[int], params: Any) -> str:
+        """Put a request into the engine; its name there."""
+        name = f"rl_fn-{next(self._numbers)}"
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        self._owners[name] = weakref.ref(owner)
+        return name
+
+    def step(self) -> None:
+        """One step of the engine; what finished is given to its decoder."""
+        if orphans := [name for name, owner in self._owners.items() if owner() is None]:
+            self.abort(orphans)
+        stopped = []
+        for output in self._engine.step():
+            name = output.request_id
+            owner = self._owners[name]() if name in self._owners else None
+            if output.finished and name in self._owners:
+                del self._owners[name]
+            if owner is not None and output.finished:
+                owner.finished(output)
+            elif owner is not None and owner.stops(output):
+                stopped.append((owner, name))
+        for owner, name in stopped:
+            for output in self.withdraw([name]):
+                owner.finished(output)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Nothing more of these requests."""
+        self._engine.abort_request(list(names))
+        for name in names:
+            del self._owners[name]
+            self.draws.forget(name)
+
+    def tokens(self, names: Iterable[str]) -> int:
+        """Tokens that these requests have drawn, those that run."""
+        engine: Any = getattr(self._engine, "engine", self._engine)
+        running = engine.engine_core.engine_core.scheduler.requests
+        inside = engine.output_processor.external_req_ids
+        return sum(
+            running[internal].num_output_tokens
+            for name in names
+            for internal in inside.get(name, ())
+            if internal in running
+        )
+
+    def withdraw(self, names: Sequence[str]) -> list[Any]:
+        """Abort these requests: vLLM's outputs with what they have drawn. One that has ended is not among them."""
+        # LLMEngine throws the output of an aborted request away; one with a queue is given it, as AsyncLLM does.
+        engine: Any = getattr(self._engine, "engine", self._engine)
+        processor = engine.output_processor
+        drawn = _Box()
+        for name in names:
+            for internal in processor.external_req_ids.get(name, ()):
+                processor.request_states[internal].queue = drawn
+        self._engine.abort_request([name for name in names if name in processor.external_req_ids])
+        for output in drawn.outputs:
+            del self._owners[output.request_id]
+        return drawn.outputs
+
+
+class _Box:
+    """Where aborted requests put their outputs."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def put(self, output: Any) -> None:
+        self.outputs.append(output)
+
+
+class VLLMDecoder:
+    """``rl_bridge.rollout.decoder.Decoder`` over an engine of vLLM, which decides itself how many rows run together.
+
+    A token depends on its row's tokens, seed and number; the rows beside it change its log-probability by a rounding
+    of the engine's arithmetic at most.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        sampling: SamplingParams,
+        *,
+        stop: Collection[int],
+        texts: StopTexts | None = None,
+        longest: int,
+    ) -> None:
+        """``stop``, ``texts``: ids and texts that end a row. ``longest``: tokens that one sequence can have.
+
+        The engine knows no text: a row whose text is complete is taken out of the engine.
+        """
+        self._outbox, self._sampling, self._stop, self._longest = outbox, sampling, stop, longest
+        self._texts = texts or None
+        self._said: dict[str, _Said] = {}
+        self._keys: dict[str, tuple[Hashable, SamplingParams]] = {}
+        """Name of a request → its row's key, and how it is sampled."""
+        self._ended: list[Drawn] = []
+
+    @property
+    def running(self) -> int:
+        """Rows that were added and have not been returned by ``step``: in the engine, or waiting there."""
+        return len(self._keys) + len(self._ended)
+
+    @property
+    def waiting(self) -> int:
+        """None: the engine's own queue holds what it has no room for."""
+        return 0
+
+    def add(
+        self,
+        key: Hashable,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        drawn: int = 0,
+        limit: int,
+        said: int = 0,
+        greedy: bool = False,
+    ) -> None:
+        """Put a sequence in, as ``Decoder.add`` does.
+
+        Raises:
+            ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
+        """
+        if not tokens or limit < 1 or drawn < 0:
+            raise ValueError(
+                f"a row needs tokens, limit ≥ 1 and drawn ≥ 0, got {len(tokens)} tokens, limit {limit}, drawn {drawn}"
+            )
+        if len(tokens) >= self._longest:
+            raise ValueError(
+                f"a sequence of {len(tokens)} tokens leaves no room for one more: the engine holds {self._longest} "
+                "(max_model_len)"
+            )
+        from rl_bridge.rollout.vllm.engine import vllm_sampling  # and vLLM with it
+
+        whole = self._texts is None
+        sampling = self._sampling.greedily() if greedy else self._sampling
+        params = vllm_sampling(sampling, seed=seed, drawn=drawn, limit=limit, stop=self._stop, whole=whole)
+        name = self._outbox.add(self, tokens, params)
+        self._keys[name] = key, sampling
+        if self._texts is not None:
+            self._said[name] = _Said(self._texts, tokens[len(tokens) - said :])
+
+    def step(self) -> list[Drawn]:
+        """Draw a token for the rows that run; those that ended.
+
+        A row that fills the engine's ``max_model_len`` ends by "length" before its limit.
+        """
+        if not self._ended and self._keys:
+            self._outbox.step()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def count_tokens(self) -> None:
+        """Let ``unfinished_tokens`` be known while rows are drawn."""
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of the rows that have not ended."""
+        return self._outbox.tokens(self._keys)
+
+    def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
+        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
+        names = [name for name, (key, _) in self._keys.items() if keys is None or key in keys]
+        return [self._drawn(output, "abort") for output in self._outbox.withdraw(names)]
+
+    def finished(self, output: Any) -> None:
+        """Take a finished request from the outbox."""
+        [made] = output.outputs
+        if self.stops(output):
+            self._ended.append(self._drawn(output, "stop"))
+            return
+        reason = "stop" if made.token_ids[-1] in self._stop else "length"
+        if made.finish_reason != reason:
+            raise RuntimeError(
+                f"vLLM ended a sequence by {made.finish_reason!r} after {len(made.token_ids)} tokens, the last of them "
+                f"{made.token_ids[-1]}"
+            )
+        self._ended.append(self._drawn(output, reason))
+
+    def stops(self, output: Any) -> bool:
+        """Whether the row's text is complete with the tokens that it has."""
+        said = self._said.get(output.request_id)
+        return said is not None and said.complete(output.outputs[0].token_ids)
+
+    def _drawn(self, output: Any, reason: Literal["stop", "length", "abort"]) -> Drawn:
+        [made] = output.outputs
+        tokens, name = list(made.token_ids), output.request_id
+        # The greedy choice has probability 1 in the distribution that is sampled; vLLM reports the model's own.
+        key, sampling = self._keys.pop(name)
+        logprobs = [0.0] * len(tokens) if sampling.temperature == 0 else logprobs_of(made, tokens)
+        allowed = self._outbox.draws.take_allowed(name, len(tokens)) if truncation(sampling) else None
+        versions = [int(span.version) for span in made.weight_versions or () for _ in range(span.start, span.end)]
+        self._said.pop(name, None)
+        return Drawn(key, tokens, logprobs, allowed or None, reason, versions)
+
+
+class _Said:
+    """The text of one row of the engine."""
+
+    def __init__(self, texts: StopTexts, said: Sequence[int]) -> None:
+        self._texts, self._before = texts, list(said)
+        self._again()
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether a stop text is complete with the last of the ``tokens`` that the row has drawn."""
+        tokens = list(tokens)
+        if tokens[: len(self._seen)] != self._seen:
+            self._again()  # the engine was replaced, and draws the row anew
+        for token in tokens[len(self._seen) :]:
+            self._found = self._text.add(token) is not None
+            self._seen.append(token)
+        return self._found
+
+    def _again(self) -> None:
+        self._text, self._found = self._texts.begin(self._before), False
+        self._seen: list[int] = []
+
+
+def logprobs_of(made: Any, tokens: Sequence[int]) -> list[float]:
+    """The log-probability of each drawn token."""
+    flat = made.logprobs
+    firsts = flat.start_indices
+    assert [flat.token_ids[first] for first in firsts] == list(tokens), "vLLM's first entry is the drawn token's"
+    return [flat.logprobs[first] for first in firsts]

@@ -1,0 +1,134 @@
+"""Generation by an engine of vLLM in this process."""
+
+# pyright: reportMissingImports=false
+
+import weakref
+from functools import partial
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rl_bridge.common.files import TemporaryFolder
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.engines.dispatch import returns
+from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
+from rl_bridge.models.source import ModelSource
+from rl_bridge.rollout.inprocess import stop_tokens
+from rl_bridge.rollout.sampling import StopTexts
+from rl_bridge.rollout.vllm.client import InProcessEngine, draws_of
+from rl_bridge.rollout.vllm.engine import close_engine, facts, opened
+from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.sleeping import require_sleep, sleep, wake
+from rl_bridge.rollout.vllm.vllm_decoder import Outbox, VLLMDecoder
+from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
+from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
+from rl_bridge.rollout.worker import Advancing, Conversing, Generating
+from rl_bridge.weights.transforms import Through
+
+
+class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
+    """The rollout worker of one device with an engine of vLLM; ``InProcessRollout`` has the same methods.
+
+    Weights that a sync brings are proved by tokens that the engine draws and the trainer scores.
+    """
+
+    # An engine that raised in the middle of a step is in no state that is known.
+    engine_errors: ClassVar[tuple[type[Exception], ...]] = (Exception,)
+
+    def __init__(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, options: VLLMOptions) -> None:
+        """Start the engine from the source's folder, or from one that is written for it and removed at the end.
+
+        Raises:
+            ValueError: options that vLLM refuses, an engine that is not what they ask for, or ``sleep`` on a CPU.
+        """
+        with torch.device("meta"):
+            model = source.empty()
+        require_updates(model)
+        self._stop = stop_tokens(model, tokenizer)
+        options, own = options.of_build(TENSOR_PARALLEL_SIZE.get()).of_rank(DATA_RANK.get())
+        self.tensor_parallel_size = options.tensor_parallel_size
+        self._tokenizer, self._options = tokenizer, options
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        if options.sleep:
+            require_sleep(self._device.type, 1)
+        self._asleep: set[str] = set()
+        self._folder = TemporaryFolder("vllm")
+        sent = options.precision if own is None else "fp32"
+        start, self._map = checkpoint(source, sent, getattr(torch, options.activations), self._folder.path)
+        draws = draws_of(options)
+        self._client = client = InProcessEngine(
+            partial(opened, options, self._device, draws, own=own), close_engine, start
+        )
+        self._close = weakref.finalize(self, client.close)
+        self.updated = UpdatedEngine(
+            client,
+            start,
+            tolerance=Tolerance.of(options.precision, options.proof_tolerance),
+            replacements=options.replacements,
+            adapter_rank=options.adapter_rank,
+        )
+        restart = weakref.WeakMethod(self.updated.restart)
+        client.on_death = lambda: restart()()  # type: ignore[misc]  # who steps the client has its updates too
+        self._outbox = Outbox(client, draws)
+        self.longest = facts(client.engine).max_model_len
+
+    def decoder(self, sampling: SamplingParams) -> VLLMDecoder:
+        """A decoder without rows; all decoders of a worker share its engine."""
+        texts = StopTexts(self._tokenizer, sampling.stop)
+        return VLLMDecoder(self._outbox, sampling, stop=self._stop, texts=texts, longest=self.longest or 0)
+
+    @returns("same")
+    def weights_map(self) -> Through:
+        """What weights go through on their way here: a cast, or codes and fresh scales."""
+        return self._map
+
+    @returns("local")
+    def restart(self) -> None:
+        """Open a fresh engine from the last proved weights. The rows of the one before are forgotten."""
+        super().restart()
+        self.updated.restart()
+
+    def weights_device(self) -> torch.device:
+        """Where the weights are."""
+        return torch.device("cpu") if "weights" in self._asleep else self._device
+
+    def move(self, what: str, device: torch.device) -> None:
+        """Send weights to host memory, or free the keys' and values', and bring them back.
+
+        Weights take keys and values along. On a CPU everything is in host memory already, and stays.
+
+        Raises:
+            ValueError: weights without values ("meta"), which an engine that runs cannot have: release it instead; or
+                an engine without sleep mode (``VLLMOptions.sleep``).
+        """
+        if device.type == "meta":
+            raise ValueError(f"an engine of vLLM that lives keeps its {what}: release() it, or move it to the CPU")
+        if self._device.type == "cpu":
+            return
+        engine: LLMEngine = self._client.engine
+        if device.type == self._device.type:
+            if what in self._asleep:
+                wake(engine, [what])
+                self._asleep.discard(what)
+            return
+        if not self._options.sleep:
+            raise ValueError(
+                f"the engine's {what} cannot leave its device: VLLMOptions(sleep=True) makes room for that"
+            )
+        if what == "weights" and "weights" not in self._asleep:
+            sleep(engine, 1)
+            self._asleep |= {"weights", "kv_cache"}
+        elif what == "kv_cache" and not self._asleep:
+            engine.release_kv_cache_memory()
+            self._asleep.add("kv_cache")
+
+    def close(self) -> None:
+        """End the engine and remove what was written for it, copies of weights included."""
+        self._close()
+        self._folder.close()
+        self.updated.receiver.copies.close()

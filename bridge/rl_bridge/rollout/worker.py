@@ -1,0 +1,426 @@
+"""What a rollout worker can be asked: ``generate``, ``stream``, ``converse``, rounds for rollouts that run ahead."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.data.trajectory import Budget, Request, RowRequest, SamplingParams, Spending, Trajectory, single_turn
+from rl_bridge.engines.dispatch import returns
+from rl_bridge.environments.calls import EnvironmentProcesses, ThreadedSteps
+from rl_bridge.environments.environment import EnvironmentFactory, Session, Talker
+from rl_bridge.models.encoding import encode_prompt, messages_of
+from rl_bridge.models.turn_template import TurnTemplate
+from rl_bridge.rollout.ahead.ledger import Key, Tokens
+from rl_bridge.rollout.ahead.pumps import Ended, Row
+from rl_bridge.rollout.conversations import Conversations, Limits, Opening
+from rl_bridge.rollout.sampling import StopTexts, request_seeds
+
+# What a decoder drew after a prompt, as a trajectory.
+
+
+class DrawnCompletion(Protocol):
+    """A whole completion."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+    @property
+    def allowed(self) -> Sequence[Sequence[int]] | None: ...
+    @property
+    def reason(self) -> Any: ...
+
+
+def completed(
+    tokenizer: PreTrainedTokenizerBase,
+    request: Request,
+    sample: int,
+    prompt: Sequence[int],
+    drawn: DrawnCompletion,
+    version: int | Sequence[int],
+    stop: Sequence[str] = (),
+) -> Trajectory:
+    """Sample number ``sample`` of a request, one of whose texts ``stop`` may have ended it.
+
+    ``version``: of the weights that drew it, or of each of its tokens. The message's text is without the token that
+    ended it, and with the text that did: the tokens behind it are all kept.
+    """
+    by_text = StopTexts(tokenizer, stop).found(drawn.tokens) if drawn.reason == "stop" else None
+    ended = drawn.reason == "stop" and by_text is None
+    text = str(tokenizer.decode(list(drawn.tokens[:-1] if ended else drawn.tokens)))
+    return single_turn(
+        prompt,
+        drawn.tokens,
+        logprobs=drawn.logprobs,
+        version=version,
+        finish_reason=drawn.reason,
+        stop_reason=by_text,
+        allowed_tokens=None if drawn.allowed is None else (*[()] * len(prompt), *drawn.allowed),
+        request_id=(*request.id, sample),
+        group=request.group,
+        messages=(*messages_of(request.prompt), {"role": "assistant", "content": text}),
+    )
+
+
+# The methods ``generate`` and ``stream`` of a rollout worker: prompts through its decoder, trajectories out.
+
+
+class Generating:
+    """What a worker with a decoder can do with prompts."""
+
+    _tokenizer: PreTrainedTokenizerBase
+    _streams: dict[int, "Completions"]
+    longest: int | None = None
+    """Tokens of the longest sequence; None: no limit but the model's."""
+
+    @abstractmethod
+    def decoder(self, sampling: SamplingParams) -> Any:
+        """An empty ``Decoder`` with the weights as they are."""
+
+    @abstractmethod
+    def weights_version(self) -> int:
+        """The version of the weights in use."""
+
+    @returns("rows")
+    @torch.no_grad()
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, budget: Budget | None = None
+    ) -> list[list[Trajectory]]:
+        """``sampling.n`` trajectories of each request, in the order of the requests.
+
+        ``budget``: what is not finished then is taken out, with the finish reason "abort" and what it has. All requests
+        begin with the call.
+        """
+        completions = Completions(self, self._tokenizer, requests, sampling, budget)
+        made: dict[tuple[int, int], Trajectory] = {}
+        while completions.left:
+            made |= completions.step()
+        return [[made[place, number] for number in range(sampling.n)] for place in range(len(requests))]
+
+    @returns("same")
+    def open_stream(
+        self, requests: Sequence[Request], sampling: SamplingParams, name: int, budget: Budget | None = None
+    ) -> None:
+        """Begin on these requests: ``next_completions(name)`` gives what finishes, until ``close_stream(name)``."""
+        made = Completions(self, self._tokenizer, requests, sampling, budget)
+        self.__dict__.setdefault("_streams", {})[name] = made
+
+    @returns("local")
+    @torch.no_grad()
+    def next_completions(self, name: int) -> list[Trajectory]:
+        """Draw until a trajectory finishes: all that did. An empty list: there are no more.
+
+        Raises:
+            ValueError: the weights of a worker in this process have changed since the stream was opened.
+        """
+        completions = self._streams[name]
+        made: dict[tuple[int, int], Trajectory] = {}
+        while completions.left and not made:
+            made = completions.step()
+        return list(made.values())
+
+    @returns("same")
+    def close_stream(self, name: int) -> None:
+        """Forget the stream; the engine has room for others at once."""
+        completions = self._streams.pop(name, None)
+        if completions is not None and completions.left:
+            completions.withdraw()
+
+
+class Completions:
+    """Requests in a decoder of their own, and the trajectories that they become."""
+
+    def __init__(
+        self,
+        worker: Generating,
+        tokenizer: PreTrainedTokenizerBase,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        budget: Budget | None = None,
+    ) -> None:
+        """Encode the prompts and add them: nothing is drawn yet. From here on the budget is spent."""
+        self._worker, self._tokenizer = worker, tokenizer
+        self._requests, self._sampling = requests, sampling
+        self._version = worker.weights_version()
+        self._prompts = [encode_prompt(tokenizer, request.prompt) for request in requests]
+        length = max(map(len, self._prompts), default=0) + sampling.max_new_tokens
+        if worker.longest is not None and length > worker.longest:
+            new = sampling.max_new_tokens
+            raise ValueError(
+                f"a prompt of {length - new} tokens and {new} new ones are more than the engine holds, "
+                f"{worker.longest} (max_model_len)"
+            )
+        self.left = len(requests) * sampling.n
+        """Trajectories that have not finished."""
+        self._spending = None if budget is None else Spending(budget)
+        self._began, self._tokens = time.monotonic(), 0
+        if not requests:
+            return
+        self._decoder = worker.decoder(sampling)
+        if budget is not None and budget.tokens is not None:
+            self._decoder.count_tokens()
+        seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
+        # Prompts of similar length go together: a step costs as much as its longest row.
+        for place in sorted(range(len(requests)), key=lambda n: len(self._prompts[n])):
+            for number, seed in enumerate(seeds[place]):
+                self._decoder.add((place, number), self._prompts[place], seed=seed, limit=sampling.max_new_tokens)
+
+    def step(self) -> dict[tuple[int, int], Trajectory]:
+        """One step of the decoder: the trajectories that finished, by the place of the request and their number."""
+        if not self.left:
+            return {}
+        if not self._spent():
+            return self._made(self._decoder.step())
+        made = self.withdraw()
+        while self.left:
+            made |= self._made(self._decoder.step())  # what had ended when the rest was taken out
+        return made
+
+    def _spent(self) -> bool:
+        """Whether the budget ends what is left."""
+        if self._spending is None:
+            return False
+        counted = self._spending.budget.tokens is not None
+        tokens = self._tokens + (self._decoder.unfinished_tokens if counted else 0)
+        return self._spending.over(tokens) or self._spending.late(self._began)
+
+    def withdraw(self) -> dict[tuple[int, int], Trajectory]:
+        """All that are left, unfinished."""
+        return self._made(self._decoder.withdraw())
+
+    def _made(self, rows: Sequence[Any]) -> dict[tuple[int, int], Trajectory]:
+        made: dict[tuple[int, int], Trajectory] = {}
+        for drawn in rows:
+            place, number = drawn.key
+            made[place, number] = self._trajectory(place, number, drawn)
+            self._tokens += len(drawn.tokens)
+        self.left -= len(made)
+        return made
+
+    def _trajectory(self, place: int, number: int, drawn: Any) -> Trajectory:
+        request, prompt = self._requests[place], self._prompts[place]
+        if drawn.versions is None and self._worker.weights_version() != self._version:
+            raise ValueError(
+                f"the weights changed from version {self._version} to {self._worker.weights_version()} while "
+                "completions were drawn"
+            )
+        versions = self._version if drawn.versions is None else drawn.versions
+        return completed(self._tokenizer, request, number, prompt, drawn, versions, self._sampling.stop)
+
+
+# The method ``converse`` of a rollout worker: its decoder, the environments' threads, and the conversations.
+
+WAIT = 10.0
+"""Seconds that a thread waits longer for an environment's process than the process may take."""
+
+
+class Conversing:
+    """What a worker with a decoder can do besides: let the policy and environments talk."""
+
+    _tokenizer: PreTrainedTokenizerBase
+    _stop: Collection[int]
+    _processes: EnvironmentProcesses | None = None
+
+    @abstractmethod
+    def decoder(self, sampling: SamplingParams) -> Any:
+        """An empty ``Decoder`` with the weights as they are."""
+
+    @abstractmethod
+    def weights_version(self) -> int:
+        """The version of the weights in use."""
+
+    @returns("rows")
+    @torch.no_grad()
+    def converse(
+        self,
+        requests: Sequence[RowRequest],
+        sampling: SamplingParams,
+        environment: EnvironmentFactory,
+        max_turns: int,
+        *,
+        max_tokens: int | None = None,
+        step_timeout: float = 60.0,
+        at_once: int = 64,
+        processes: int = 0,
+        budget: Budget | None = None,
+    ) -> list[list[Trajectory]]:
+        """``sampling.n`` conversations of each request's row, each with an environment of its own.
+
+        Args:
+            requests: the rows that the environments begin with.
+            sampling: ``max_new_tokens`` is of one turn. A turn that reaches it ends the conversation.
+            environment: makes one.
+            max_turns: of the policy.
+            max_tokens: of a whole trajectory, its opening and the environment's words included.
+            step_timeout: seconds of one call of an environment.
+            at_once: calls of environments that run at the same time.
+            processes: environments that live at the same time, each in a process of its own, which is ended when a
+                call takes longer than ``step_timeout``. 0: threads of this process, which nothing can end.
+            budget: what is not finished at one of its limits ends by "abort".
+
+        Raises:
+            ValueError: a limit that leaves no turn, a chat template that no conversation can go on with, environments
+                all of which failed, or one that cannot be in a process of its own.
+        """
+        limits = Limits(max_turns=max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=max_tokens)
+        version = self.weights_version()
+        if not requests:
+            return []
+        session: Callable[[], Talker] = partial(Session, environment)
+        if processes:
+            session = self._environment_processes(environment, step_timeout).session
+            # The process keeps the limit; a thread only waits for that.
+            step_timeout += WAIT
+        seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
+        openings = [
+            (
+                Opening(
+                    request_id=(*request.id, number),
+                    seed=seed,
+                    row=request.row,
+                    group=request.group,
+                ),
+                session(),
+            )
+            for request, row_seeds in zip(requests, seeds, strict=True)
+            for number, seed in enumerate(row_seeds)
+        ]
+        with ThreadedSteps(limit=step_timeout, at_once=at_once) as steps:
+            template = TurnTemplate(self._tokenizer, self._stop)
+            options = {"version": version, "together": processes or None, "spending": Spending(budget or Budget())}
+            talks = Conversations(self.decoder(sampling), steps, template, limits, **options)
+            made = talks.run(openings)
+        return [made[start : start + sampling.n] for start in range(0, len(made), sampling.n)]
+
+    def _environment_processes(self, environment: EnvironmentFactory, limit: float) -> EnvironmentProcesses:
+        """What this factory's environments are forked from; the last one is kept, as its start takes seconds."""
+        if self._processes is None or not self._processes.serves(environment, limit):
+            if self._processes is not None:
+                self._processes.close()
+            self._processes = EnvironmentProcesses(environment, limit=limit)
+        return self._processes
+
+
+# The methods of a rollout worker that the rollout pump calls: rounds of a decoder whose rows stay between calls.
+
+NOTHING = Tokens([], [], None)
+
+
+class EngineDied(RuntimeError):
+    """The engine behind a worker is gone, and what it was drawing is unknown. The worker may be able to restart it."""
+
+
+class Advancing:
+    """What a worker with a decoder can do besides: draw for a while, and give back what is not finished.
+
+    The decoder needs ``withdraw(keys)`` besides ``add`` and ``step``. Weights change only when no row is left; then
+    rows go in again with their tokens so far, so that what a version draws is exactly its own.
+    """
+
+    engine_errors: ClassVar[tuple[type[Exception], ...]] = ()
+    """What a step of the decoder raises when the engine behind it is gone."""
+    _advancing: Any = None
+    _advancing_version = -1
+    _stop: Any
+    """Ids that end a completion, or a turn."""
+
+    @abstractmethod
+    def decoder(self, sampling: SamplingParams) -> Any:
+        """An empty decoder with the weights as they are."""
+
+    @abstractmethod
+    def weights_version(self) -> int:
+        """The version of the weights in use."""
+
+    @returns("local")
+    @torch.no_grad()
+    def advance(self, rows: Sequence[Row], sampling: SamplingParams, steps: int, exactly: bool = False) -> list[Ended]:
+        """Put ``rows`` in, then draw up to ``steps`` tokens for every row; those that ended.
+
+        A row's prompt is token ids. ``exactly``: an engine that draws on by itself stops every row after ``steps``.
+
+        Raises:
+            EngineDied: there is no engine any more.
+            ValueError: a row went on behind its stop token, in a checkpoint of an older version.
+        """
+        decoder, version = self._advancing, self.weights_version()
+        if decoder is None or not (decoder.running or decoder.waiting):
+            decoder, self._advancing_version = _begun(self.decoder(sampling), exactly), version
+            self._advancing = decoder
+        assert version == self._advancing_version, (
+            f"weights changed from version {self._advancing_version} to {version} under rows that are being drawn"
+        )
+        # Prompts of similar length go together: a step costs as much as its longest row.
+        ended = [Ended(row.key, NOTHING, "stop") for row in rows if _has_stopped(row, self._stop)]
+        over = {row.key for row in ended}
+        for row in sorted(rows, key=lambda row: len(row.prompt) + len(row.tokens)):
+            if row.key in over:
+                continue
+            tokens = [*row.prompt, *row.tokens]
+            decoder.add(
+                row.key, tokens, seed=row.seed, drawn=row.drawn, limit=row.limit, said=row.said, greedy=row.greedy
+            )
+        try:
+            return ended + [_ended(drawn) for drawn in _drawn(decoder, steps)]
+        except self.engine_errors as error:
+            raise EngineDied(f"{type(error).__name__}: {error}") from error
+
+    @returns("local")
+    def withdraw(self, keys: Collection[Key]) -> list[Ended]:
+        """Take these rows out; unfinished, but for those that ended since the last look.
+
+        Rows of other workers may be among ``keys``.
+        """
+        if self._advancing is None:
+            return []
+        return [_ended(drawn) for drawn in self._advancing.withdraw(keys)]
+
+    @returns("local")
+    def restart(self) -> None:
+        """Forget all rows, and start what they ran in again if that is gone. Its weights are the source's then."""
+        self._advancing = None
+
+
+def _begun(decoder: Any, exactly: bool) -> Any:
+    if exactly and hasattr(decoder, "draw_in_rounds"):
+        decoder.draw_in_rounds()
+    return decoder
+
+
+def _drawn(decoder: Any, steps: int) -> list[Any]:
+    if getattr(decoder, "in_rounds", False):
+        return decoder.round(steps)
+    # A step of an engine in this process is one token of every row.
+    ended = []
+    for _ in range(steps):
+        if not (decoder.running or decoder.waiting):
+            break
+        ended += decoder.step()
+    return ended
+
+
+def _ended(drawn: Any) -> Ended:
+    return Ended(drawn.key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), _reason(drawn.reason))
+
+
+def _reason(of_decoder: str) -> str | None:
+    """A server draws between two commands: a row that is withdrawn may have ended, and must not be put in again."""
+    return None if of_decoder == "abort" else of_decoder
+
+
+def _has_stopped(row: Row, stop: Collection[int]) -> bool:
+    """Whether a row's last token is its end: older checkpoints have such rows of servers among the unfinished."""
+    said = row.tokens[len(row.tokens) - row.said :]
+    place = next((place for place, token in enumerate(said) if token in stop), None)
+    if place is not None and place + 1 < len(said):
+        raise ValueError(
+            f"sample {row.key[1]} of prompt {row.key[0]} has {len(said) - place - 1} tokens behind its stop token "
+            f"{said[place]}: an older version drew on there and wrote it to the checkpoint. Resume from a checkpoint "
+            "before that, or begin the run anew"
+        )
+    return place is not None

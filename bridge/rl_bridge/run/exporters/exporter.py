@@ -1,0 +1,243 @@
+"""What an exporter is: one run in the store of one library, made of the rows of files that are appended to."""
+
+import enum
+import importlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
+from rl_bridge.run.records import METRICS
+from rl_bridge.run.system import SYSTEM
+
+# Lines of a file that is appended to, as rows for an exporter: whole lines alone, and never one twice.
+
+STREAMS = {"metrics": METRICS, "system": SYSTEM}
+"""Name of a stream → its file in the run's folder."""
+_ABOUT = ("stage", "step", "run", "attempt", "time", "weights_version", "optimizer_step", "seconds")
+"""What of a record is no metric: what it is about, and clocks."""
+CHUNK = 500
+"""Rows that are sent together."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line as numbers. Not a number and infinity are numbers here."""
+
+    number: int
+    """Of the row in its stream, from 0."""
+    time: float
+    """Seconds since 1970, when it was recorded."""
+    metrics: Mapping[str, float]
+    """``stage/name`` → value, or ``system/name`` → value."""
+    clocks: Mapping[str, float]
+    """step, weights_version, tokens (trained on so far), seconds (of training): what a curve can be drawn against."""
+    identity: str
+    """Of the line's bytes and its place: the same line has the same one."""
+
+
+class Cut(Exception):
+    """A file no longer begins with what was read from it."""
+
+
+@dataclass
+class Tail:
+    """How far a file was read. ``size`` and ``crc32`` say what was there; ``rows`` and ``tokens`` count it."""
+
+    stream: str
+    size: int = 0
+    crc32: int = 0
+    rows: int = 0
+    tokens: int = 0
+    _last: bytes = field(default=b"", repr=False)
+
+    def state(self) -> dict[str, int]:
+        """What a cursor remembers."""
+        return {"size": self.size, "crc32": self.crc32, "rows": self.rows, "tokens": self.tokens}
+
+    def begins(self, folder: Path) -> bool:
+        """Whether the file still begins with what was read, by its checksum."""
+        file = folder / STREAMS[self.stream]
+        if not self.size:
+            return True
+        if not file.exists() or file.stat().st_size < self.size:
+            return False
+        with file.open("rb") as stream:
+            content = stream.read(self.size)
+        self._last = content[content.rfind(b"\n", 0, -1) + 1 :]
+        return zlib.crc32(content) == self.crc32
+
+    def read(self, folder: Path) -> Iterator[Row]:
+        """The rows of whole lines that were appended since; a caller that stops early goes on where it stopped.
+
+        Raises:
+            Cut: the file was cut, and perhaps written to again.
+            ValueError: a line cannot be read.
+        """
+        file = folder / STREAMS[self.stream]
+        if not file.exists() and not self.size:
+            return
+        with file.open("rb") as stream:
+            stream.seek(self.size - len(self._last))
+            # A line has its time and its attempt: after a cut another one stands here.
+            if stream.read(len(self._last)) != self._last:
+                raise Cut(f"{file} no longer begins with the {self.size} bytes that were exported")
+            while (line := stream.readline()).endswith(b"\n"):
+                row = self._row(line, file)
+                self.size, self.crc32, self._last = self.size + len(line), zlib.crc32(line, self.crc32), line
+                if row is not None:
+                    self.rows += 1
+                    yield row
+
+    def _row(self, line: bytes, file: Path) -> Row | None:
+        try:
+            record: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, byte {self.size}: {error}: {line[:60]!r}") from error
+        identity = f"{self.stream}-{self.rows}-{zlib.crc32(line):08x}"
+        if self.stream == "system":
+            values = {f"system/{name}": value for name, value in _numbers(record, ("time",))}
+            return Row(self.rows, record["time"], values, {"sample": self.rows}, identity)
+        if "stage" not in record:
+            return None
+        self.tokens += int(record.get("trained_tokens", 0))
+        clocks: dict[str, float] = {"step": self.rows, "tokens": self.tokens}
+        clocks |= {name: record[name] for name in ("weights_version", "optimizer_step", "seconds") if name in record}
+        metrics = {f"{record['stage']}/{name}": value for name, value in _numbers(record, _ABOUT)}
+        return Row(self.rows, record["time"], metrics, clocks, identity)
+
+
+def _numbers(record: Mapping[str, Any], without: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    hidden = environment_secrets()
+    for name, value in record.items():
+        if name not in without and isinstance(value, int | float):
+            yield scrubbed_text(name, hidden), float(value)
+
+
+# What an exporter is: one run in the store of one library.
+
+
+class GoesOn(enum.Enum):
+    """When a new process may add to what another one sent. Otherwise all of the run is taken back and sent again."""
+
+    ALWAYS = "always"
+    """Sending a row twice changes nothing."""
+    AFTER_CLOSE = "after close"
+    """The other process must have closed the store: nobody knows what a killed one had sent."""
+    NEVER = "never"
+    """The store is one file that one process writes: it is left alone until there is something new."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What is exported of a run besides its rows; scrubbed."""
+
+    key: str
+    """The same for one run's folder and another for every other, whatever their names."""
+    name: str
+    config: Mapping[str, Any]
+    provenance: Sequence[Mapping[str, Any]]
+    """An entry an attempt: command, git, data, versions, environment."""
+
+    def options(self) -> dict[str, Any]:
+        """The config with dotted names, and a list as its text.
+
+        >>> About("k", "n", {"policy": {"steps": 3}, "tags": ["a"]}, []).options()
+        {'policy.steps': 3, 'tags': "['a']"}
+        """
+        return dict(_flat(self.config, ""))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a library's store is."""
+
+    output: Path
+    """A folder for local stores, whole."""
+    project: str
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A model that the run made. ``sha256`` is of its files' names and checksums."""
+
+    folder: Path
+    version: int | None
+    """Of the weights: how many updates made them."""
+    sha256: str
+    files: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    """path, bytes, sha256 of each."""
+    copied: bool = False
+    """Whether the store gets the files too, and not their names and checksums alone."""
+
+    def manifest(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"version": self.version, "sha256": self.sha256, "files": [dict(file) for file in self.files]}
+
+
+class Exporter(Protocol):
+    """Made with (about, place, memory): ``memory`` is a dict of JSON that the next exporter of this run gets back.
+
+    Calls come in this order: ``clear`` where it is needed, ``open``, any number of ``send`` and ``artifact``, and
+    ``close``, after an error too.
+    """
+
+    goes_on: GoesOn
+
+    def has(self, rows: int) -> bool:
+        """Whether the store still has the run, with at least this many rows of its metrics where it can tell."""
+        ...
+
+    def clear(self) -> None:
+        """Take back everything of this run; nothing happens if there is nothing."""
+        ...
+
+    def open(self) -> None:
+        """Be ready for rows; config and provenance are in the store."""
+        ...
+
+    def send(self, rows: Sequence[Row]) -> None:
+        """Rows of one stream; on return they are the library's own responsibility, or in the store."""
+        ...
+
+    def artifact(self, artifact: Artifact) -> None:
+        """The run's model."""
+        ...
+
+    def close(self, ended: bool) -> None:
+        """Everything is in the store. ``ended``: the run came to its end."""
+        ...
+
+
+def exporter_of(name: str) -> type[Any]:
+    """The class of an exporter, with nothing of its library loaded."""
+    assert name in TRACKERS, name
+    return importlib.import_module(f"rl_bridge.run.exporters.{name}").RunExporter
+
+
+def library(name: str) -> Any:
+    """Import a library, or part of one, when it is needed.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name or name} is not installed: pip install '.[trackers]'") from error
+
+
+def _flat(value: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, part in value.items():
+        if isinstance(part, Mapping):
+            found += _flat(part, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, part if isinstance(part, str | int | float | None) else str(part)))
+    return found
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")

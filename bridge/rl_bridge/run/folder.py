@@ -1,0 +1,170 @@
+"""How a run takes its folder: locked, swept, compared with what it was begun with."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.checkpoints import Checkpointer
+from rl_bridge.common import files, step_folders
+from rl_bridge.common.files import RunLock, require_own_files, sweep, write_json
+from rl_bridge.common.scrubbing import scrubbed
+from rl_bridge.common.terminal import tell
+from rl_bridge.run.options import MAY_CHANGE
+from rl_bridge.run.provenance import write_provenance
+from rl_bridge.run.recorder import Recorder
+
+# What two configs differ in, by the names of the options.
+
+_ABSENT = "no such option"
+
+
+def options_of(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every option of a config by its dotted name, as JSON has its value; without options that may change.
+
+    >>> from rl_bridge.modules.trainable import OptimizerConfig
+    >>> options_of(OptimizerConfig(learning_rate=0.1))["learning_rate"]
+    0.1
+    """
+    found: dict[str, Any] = {}
+    for option in dataclasses.fields(config):
+        value = getattr(config, option.name)
+        if option.metadata.get("resume") == MAY_CHANGE["resume"]:
+            continue
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found |= options_of(value, f"{prefix}{option.name}.")
+        else:
+            found[prefix + option.name] = json.loads(json.dumps(value, default=str))
+    return found
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A phrase for each name whose values differ, in the order of ``now``.
+
+    >>> differences({"policy.steps": 8, "seed": 0}, {"policy.steps": 9, "seed": 0})
+    ['--policy.steps was 8 and is 9']
+    """
+    names = [*now, *(name for name in before if name not in now)]
+    pairs = [(name, before.get(name, _ABSENT), now.get(name, _ABSENT)) for name in names]
+    # As text: NaN differs from itself, and 1 equals True.
+    return [
+        f"--{name.replace('_', '-')} was {_text(old)} and is {_text(new)}"
+        for name, old, new in pairs
+        if _text(old) != _text(new)
+    ]
+
+
+def _text(value: Any) -> str:
+    return _ABSENT if value is _ABSENT else json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+# How a run takes its folder: locked, swept, compared with what it was begun with.
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A folder that this process has."""
+
+    lock: RunLock
+    recorder: Recorder
+    path: Path | None
+    """The checkpoint to go on from."""
+    state: dict[str, Any] | None
+    """The driver's state in it."""
+    identity: dict[str, Any]
+    """What the next checkpoints say about the run: its options and fingerprints."""
+
+
+def begin_or_resume(
+    folder: Path,
+    config: Any,
+    checkpointer: Checkpointer,
+    fingerprints: Mapping[str, str],
+    *,
+    resume: bool,
+    anyway: bool,
+) -> Opened:
+    """Make the folder of a new run, or find out where an old one goes on. ``anyway`` resumes with other options too.
+
+    Raises:
+        ValueError: see ``Run``.
+    """
+    new = not (resume or anyway)
+    if new:
+        folder.mkdir(parents=True, exist_ok=True)
+        _require_empty(folder)
+    elif not _is_run(folder):
+        raise ValueError(f"{folder} has no checkpoint to resume from: there is no such run")
+    require_own_files(folder)
+    held = RunLock(folder)
+    try:
+        if new:  # another process may have had the lock a moment ago
+            _require_empty(folder)
+        return _open(folder, config, checkpointer, fingerprints, held, resume=resume or anyway, anyway=anyway)
+    except BaseException:
+        held.release()
+        raise
+
+
+def _open(
+    folder: Path,
+    config: Any,
+    checkpointer: Checkpointer,
+    fingerprints: Mapping[str, str],
+    held: RunLock,
+    *,
+    resume: bool,
+    anyway: bool,
+) -> Opened:
+    path = checkpointer.latest() if resume else None
+    state = None if path is None else checkpointer.read(path)
+    identity = {"options": scrubbed(options_of(config)), "fingerprints": dict(fingerprints)}
+    changes = [] if state is None else _changes(state, identity)
+    if changes and not anyway:
+        raise ValueError(
+            f"{path} was made with other options: {'; '.join(changes)}. Give the old ones, or --resume-anyway to go on "
+            "with the new ones"
+        )
+    if path is None and resume:
+        tell(f"{folder} was stopped before its first checkpoint: it begins with the first step")
+    # Only now is anything in the folder changed.
+    sweep(folder)
+    step_folders.sweep(folder / "checkpoints")
+    recorder = Recorder(folder, None if state is None else state["record"], again=resume, repair=anyway)
+    try:
+        if path is None or changes:
+            write_json(folder / "config.json", scrubbed(asdict(config)))
+        if changes:
+            tell(f"going on with other options: {'; '.join(changes)}")
+            recorder.note({"step": recorder.logged, "changed": changes})
+        write_provenance(folder, recorder.attempt, fingerprints)
+        tell(f"run folder: {folder}" if path is None else f"run folder: {folder}, going on from {path.name}")
+    except BaseException:
+        recorder.close()
+        raise
+    return Opened(held, recorder, path, state, identity)
+
+
+def _changes(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    before, now = state["fingerprints"], identity["fingerprints"]
+    others = [
+        f"the {name} is another one ({before.get(name)} was its fingerprint, {now.get(name)} is)"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
+    ]
+    return [*differences(state["options"], identity["options"]), *others]
+
+
+def _require_empty(folder: Path) -> None:
+    if {path.name for path in folder.iterdir()} - {files.NAME}:
+        raise ValueError(f"{folder} exists: go on with --resume, or give this run another --name")
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run was begun here, were it killed the moment after its folder was made."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names or not names.isdisjoint({"config.json", "checkpoints", files.NAME})

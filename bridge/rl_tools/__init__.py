@@ -1,0 +1,1 @@
+"""Tools around rl_bridge: they read the folder of a run, or take the config of one."""

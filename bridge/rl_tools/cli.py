@@ -1,0 +1,251 @@
+"""The command ``rl-fn``."""
+
+import contextlib
+import difflib
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
+from rl_bridge.common.terminal import Stopped, escaped, say
+from rl_tools.trainers import TRAINERS, load, parse
+
+_ADVICE = {
+    errno.ENOSPC: "free some space on the disk",
+    errno.EDQUOT: "free some space within the quota",
+    errno.EROFS: "give --output a folder that can be written to",
+    errno.EACCES: "give --output a folder that can be written to",
+    errno.EPERM: "give --output a folder that can be written to",
+}
+_PLAIN = (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError)
+"""Their messages are written for the user and need no name of a class in front."""
+_EXPECTED = (*_PLAIN, OSError, FloatingPointError, MemoryError, TypeError)
+"""What a user's input, files, functions or machine can bring about."""
+_EXPECTED_ELSEWHERE = {
+    "safetensors",
+    "safetensors_rust",
+    "jinja2",
+    "huggingface_hub",
+    "rl_bridge",
+    "rl_tools",
+    "torch",
+}
+"""Packages whose own classes of errors are about files, templates and machines too."""
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether one line says enough about an error."""
+    cause = _cause(error)
+    packages = {kind.__module__.split(".")[0] for kind in type(cause).__mro__}
+    known = isinstance(cause, _EXPECTED) or not packages.isdisjoint(_EXPECTED_ELSEWHERE)
+    return known or _is_jax_without_backend(cause)
+
+
+def lines_of(error: BaseException) -> tuple[str, list[str]]:
+    """(The error in one line, what else to tell the user: its notes), without secrets and what does not print."""
+    cause = _cause(error)
+    text = str(cause).strip()
+    if _is_jax_without_backend(cause):
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        # Its notes are about JAX's own frames.
+        return _shown(f"JAX_PLATFORMS={platforms}: {text}; unset the variable, or set JAX_PLATFORMS=cpu"), []
+    if not isinstance(cause, _PLAIN) or isinstance(cause, UnicodeError) or not text:
+        text = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    if isinstance(cause, OSError) and cause.errno in _ADVICE:
+        unread = isinstance(cause.filename, str) and os.path.isfile(cause.filename)
+        denied = cause.errno in (errno.EACCES, errno.EPERM) and unread and not os.access(cause.filename, os.R_OK)
+        advice = "this user may not read the file" if denied else _ADVICE[cause.errno]
+        text = f"{cause.strerror}{f': {cause.filename}' if cause.filename else ''}; {advice}"
+    return _shown(" ".join(text.split())), [_shown(note) for note in _notes(error)]
+
+
+def _is_jax_without_backend(error: BaseException) -> bool:
+    """JAX's own error where the environment asks for a platform that it does not have here."""
+    asked = bool(os.environ.get("JAX_PLATFORMS"))
+    return asked and isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
+
+
+def _shown(text: str) -> str:
+    return escaped(scrubbed_text(text, environment_secrets()))
+
+
+def _notes(error: BaseException) -> list[str]:
+    """Of the error, or of the one behind which it was raised: closing what a dead worker holds fails once more."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if notes := getattr(behind, "__notes__", []):
+            return list(notes)
+        behind = behind.__cause__ or behind.__context__
+    return []
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What a worker raised, in place of the driver's account of it with the traceback."""
+    from rl_bridge.executors.executor import WorkerError  # its package imports torch
+
+    return error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error
+
+
+# A command's own modules are imported by the command alone: `rl-fn --help` needs none of torch, transformers and JAX.
+
+
+COMMANDS = {
+    "train": "",
+    "export": "rl_tools.export_command:run",
+    "check": "rl_tools.check.cases:check",
+    "quantize": "rl_tools.quantize:run",
+    "tune": "rl_tools.tune.commands:run",
+    "report": "rl_tools.report.page:run",
+    "plan": "rl_tools.plan.commands:run",
+    "doctor": "rl_tools.doctor:run",
+}
+"""Command → ``module:name`` of a function of the words behind it that returns the exit status."""
+TRACEBACK = "--traceback"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the process's exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _print_anything()
+    if words in (["--version"], ["-V"]):
+        from importlib.metadata import version
+
+        print(f"rl-fn {version('rl-fn')}")
+        return 0
+    if words in ([], ["--help"], ["-h"]):
+        print(usage(), end="")
+        return 0
+    known = words[0] if words[0] in COMMANDS else None
+    if known == "train" and len(words) > 1 and words[1] in TRAINERS:
+        return _train(words[1], [word for word in words[2:] if word != TRACEBACK], traceback=TRACEBACK in words)
+    if known == "train" and words[1:] in ([], ["--help"], ["-h"]):
+        print(usage(), end="")
+        return 0 if words[1:] else 2
+    if known is not None and (run := COMMANDS[known]):
+        rest = [word for word in words[1:] if word != TRACEBACK]
+        # A study may ask a function of the user's what to try.
+        helps = known != "tune" or not {"-h", "--help"}.isdisjoint(rest)
+        return _guarded(lambda: load(run)(rest), traceback=TRACEBACK in words, helps=helps)
+    say(_unknown(words), error=True)
+    return 2
+
+
+def _train(name: str, words: Sequence[str], *, traceback: bool) -> int:
+    trainer, parsed = TRAINERS[name], []
+
+    def parse_words() -> int:
+        parsed.append(parse(load(trainer.default), words, prog=f"rl-fn train {name}"))
+        return 0
+
+    # An environment in which the libraries cannot be imported, such as JAX_PLATFORMS of no platform, is no traceback.
+    status = _guarded(parse_words, traceback=traceback, helps=True)
+    return report(load(trainer.run), parsed[0], traceback=traceback) if parsed else status
+
+
+def _unknown(words: Sequence[str]) -> str:
+    """What is said of a command that there is none of, with the names near it."""
+    if words[0] == "train":
+        near, names = difflib.get_close_matches(words[1], TRAINERS), TRAINERS
+        what = f"train {words[1]!r}"
+    else:
+        near, names = difflib.get_close_matches(words[0], COMMANDS), COMMANDS
+        what = f"{words[0]!r}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
+    return f"rl-fn: error: unknown command {what}: {hint} (rl-fn --help)"
+
+
+def usage() -> str:
+    """What ``rl-fn --help`` prints."""
+    trainers = "".join(f"  train {name:<15}{trainer.about}\n" for name, trainer in TRAINERS.items())
+    return f"""usage: rl-fn train {{{",".join(TRAINERS)}}} [--help] [{TRACEBACK}] [options]
+
+       rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
+       rl-fn train {{reward-model,preference}} [options] [loss:LOSS] [options of the loss]
+       rl-fn export RUN --to {{tensorboard,wandb,mlflow,trackio}} [--output FOLDER] [--project NAME] [--again]
+       rl-fn check {{trl,verl,openrlhf,tunix}}
+       rl-fn quantize {{profile,setup,verify}} [--help] [options]
+       rl-fn tune TRAINER --space.OPTION DOMAIN [options]
+       rl-fn report RUN... [--output FILE] [--watch [SECONDS]]
+       rl-fn plan {{TRAINER,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
+       rl-fn doctor [--output FOLDER]
+       rl-fn --version
+
+commands:
+{trainers}  export               the record of a run for another program: what is new, and never twice
+  check                rl_fn's dialects against an installed library's own functions: value and gradient
+  quantize             rollouts in int8 or fp8: a checkpoint's profile, a file for FLASHRL_CONFIG, the error budget
+  tune                 a study over a training command: a search space, seeds as repetitions, a journal
+  report               one HTML file about runs: curves, completions with each token's numbers, warnings, options
+  plan                 the memory of a run by phase and component before it starts, and what each option would save
+  doctor               this machine: versions, devices, memory, disk, limits, kernels; each is ok or says what to do
+
+{TRACEBACK} shows where an error of a run came from.
+"""
+
+
+def report(run: Callable[[Any], dict[str, Any]], pipeline: Any, *, traceback: bool = False) -> int:
+    """Run a pipeline and print its result on the last line. A user's mistake is one line, not a traceback.
+
+    What nobody expected keeps its traceback; ``traceback`` shows every error's.
+    """
+
+    def to_its_end() -> int:
+        summary = run(pipeline)
+        say(f"{summary['result']} in {summary['seconds']:.0f} s")
+        return 0
+
+    return _guarded(to_its_end, traceback=traceback)
+
+
+def _guarded(command: Callable[[], int], *, traceback: bool = False, helps: bool = False) -> int:
+    """``helps``: the command runs no function of a user, and leaves with status 0 after ``--help`` alone."""
+    try:
+        return command()
+    except Stopped as stop:
+        say(f"{stop}; go on with the same command and --name {stop.name} --resume")
+        return 128 + stop.number
+    except KeyboardInterrupt as stop:
+        say("; ".join(["stopped at once", *getattr(stop, "__notes__", [])]))
+        return 128 + getattr(stop, "number", signal.SIGINT)
+    except SystemExit as left:
+        # The ranks of a torchrun job that only serve end here. Of a run it is a user's function that left.
+        if left.code not in (None, 0) or os.environ.get("RANK", "0") != "0":
+            raise
+        if helps:
+            return 0
+        if traceback:
+            _show_traceback(left)
+        say("rl-fn: error: a function called sys.exit() in the middle of the run", error=True)
+        return 1
+    except Exception as error:
+        message, hints = lines_of(error)
+        # torchrun ends this process soon: what waits in a buffer would be lost.
+        for hint in hints:
+            say(hint, flush=True)
+        if traceback or not is_expected(error):
+            _show_traceback(error)
+        say(f"rl-fn: error: {message}", error=True)
+        return 1
+
+
+def _show_traceback(error: BaseException) -> None:
+    """As the interpreter shows it, without secrets and what does not print."""
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        sys.excepthook(type(error), error, error.__traceback__)
+    say(scrubbed_text(shown.getvalue(), environment_secrets()).rstrip("\n"), error=True)
+
+
+def _print_anything() -> None:
+    """A terminal without UTF-8 shows a question mark for what it lacks, instead of ending a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

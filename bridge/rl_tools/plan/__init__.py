@@ -1,0 +1,1 @@
+"""``rl-fn plan``: the memory of a run before it starts."""

@@ -1,0 +1,310 @@
+"""``rl-fn plan``: a run's options and the lengths of its rows read, and the plan printed."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.common.files import write_json
+from rl_bridge.common.terminal import say
+from rl_bridge.data.rows import supervised_row
+from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.memory.token_budget import START
+from rl_bridge.models.source import ModelSource
+from rl_bridge.pipelines.comparison import (
+    LOSSES,
+    REWARD_MODEL_LOSSES,
+    PreferencePipeline,
+    RewardModelPipeline,
+    load_data,
+)
+from rl_bridge.pipelines.objective_options import ALGORITHMS
+from rl_bridge.pipelines.policy import PolicyPipeline, quickstart
+from rl_bridge.pipelines.sft import SFTPipeline, encoded
+from rl_bridge.pipelines.training import load_model, load_rows
+from rl_bridge.profiling.live_bytes import COMPONENTS
+from rl_bridge.profiling.timeline import parse_bytes, shown_bytes
+from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan
+from rl_tools.plan.rehearsal import ConfigSource
+from rl_tools.plan.steps import Rows, Supervision
+from rl_tools.plan.vllm_memory import engine_of
+from rl_tools.plan.workload import Workload, mesh_of, started_with
+
+# How long the rows of a run are: as the user says, or as the data has them.
+
+
+def workload_of(
+    pipeline: Pipeline, prompt_tokens: int | None, completion_tokens: int | None
+) -> tuple[ModelSource, Load]:
+    """The model's structure, and the longest step of the run.
+
+    Raises:
+        ValueError: a model of the user's, whose data is not read, and a length that was not given.
+    """
+    if isinstance(pipeline, PolicyPipeline):
+        if completion_tokens is not None:
+            raise ValueError("completions of a policy have --policy.sampling.max-new-tokens")
+        return _of_policy(pipeline, prompt_tokens)
+    return _of_supervision(pipeline, prompt_tokens, completion_tokens)
+
+
+def shown(load: Load) -> str:
+    """The rows of a step in words."""
+    if isinstance(load, Workload):
+        return (
+            f"{load.prompts} prompts of {load.prompt_tokens} tokens, {load.responses} completions each of "
+            f"{load.new_tokens}"
+        )
+    each = "a completion" if load.completions == 1 else f"{load.completions} completions each"
+    return f"{load.rows} rows of a prompt of {load.prompt_tokens} tokens and {each} of {load.new_tokens}"
+
+
+def _of_policy(pipeline: PolicyPipeline, prompt_tokens: int | None) -> tuple[ModelSource, Workload]:
+    if pipeline.model is None:
+        rows = [row for part in load_rows(pipeline) for row in part]
+        source, tokenizer = load_model(pipeline, rows)
+        longest = max(len(tokenizer(str(row["prompt"])).input_ids) for row in rows)
+    elif prompt_tokens is None:
+        raise ValueError("the length of the prompts is not known before the data is read: give --prompt-tokens")
+    else:
+        source, longest = ConfigSource(pipeline.model), prompt_tokens
+    config = pipeline.policy
+    return source, Workload(
+        prompts=config.prompts_per_step,
+        responses=config.responses_per_prompt,
+        prompt_tokens=prompt_tokens or longest,
+        new_tokens=config.sampling.max_new_tokens,
+    )
+
+
+def _of_supervision(
+    pipeline: Supervision, prompt_tokens: int | None, completion_tokens: int | None
+) -> tuple[ModelSource, Rows]:
+    """Without a model it is tiny and new, and its data is read; of a comparison the loss says the completions."""
+    completions, held_out = 1, pipeline.held_out
+    if not isinstance(pipeline, SFTPipeline):
+        completions = {"triples": 3}.get(pipeline.loss.build().form, 2)
+    if pipeline.model is not None:
+        if prompt_tokens is None or completion_tokens is None:
+            raise ValueError("the rows are not read: give --prompt-tokens and --completion-tokens of the longest")
+        source: ModelSource = ConfigSource(pipeline.model)
+        prompt, new = prompt_tokens, completion_tokens
+    else:
+        source, made, held_out, completions = _read(pipeline)
+        prompt, new = _longest(made)
+    if isinstance(pipeline, SFTPipeline):
+        rows = pipeline.sft.rows_per_step
+    elif isinstance(pipeline, RewardModelPipeline):
+        rows = pipeline.reward_model.rows_per_step
+    else:
+        rows = pipeline.preference.rows_per_step
+    return source, Rows(
+        rows=rows,
+        held_out=held_out,
+        prompt_tokens=prompt_tokens or prompt,
+        new_tokens=completion_tokens or new,
+        completions=completions,
+    )
+
+
+def _read(pipeline: Supervision) -> tuple[ModelSource, list[Trajectory], int, int]:
+    """The new model, all completions of the data, how many rows are held out, completions of the widest row."""
+    if isinstance(pipeline, SFTPipeline):
+        parts = load_rows(pipeline, (), supervised_row)
+        source, tokenizer = load_model(pipeline, [row for part in parts for row in part])
+        train, held_out = (encoded(pipeline, source, tokenizer, part)[0] for part in parts)
+        return source, [*train, *held_out], len(held_out), 1
+    data = load_data(pipeline, pipeline.loss.build())
+    examples = [*data.examples, *data.held_out]
+    made = [trajectory for example in examples for trajectory in example.completions]
+    return data.source, made, len(data.held_out), max(len(example.completions) for example in examples)
+
+
+def _longest(made: Iterable[Trajectory]) -> tuple[int, int]:
+    """Tokens before the first that counts, and the others, of the longest."""
+    longest = max(made, key=lambda trajectory: len(trajectory.tokens))
+    first = list(longest.loss_mask).index(True)
+    return first, len(longest.tokens) - first
+
+
+# A run's options back from its config.json.
+
+_KINDS = {
+    "policy": quickstart,
+    "reward_model": RewardModelPipeline,
+    "preference": PreferencePipeline,
+    "sft": SFTPipeline,  # a policy's run has options of that name too, for its warm start
+}
+"""How a trainer's default options are made, by the name that its config.json has its own options under."""
+
+
+def pipeline_of(path: Path) -> PolicyPipeline | RewardModelPipeline | PreferencePipeline | SFTPipeline:
+    """The pipeline that a run's folder or its config.json describes.
+
+    Raises:
+        ValueError: the file is of no training.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is no run's config.json: {error}") from error
+    kind = next((name for name in _KINDS if isinstance(data, dict) and isinstance(data.get(name), dict)), None)
+    if kind is None:
+        raise ValueError(f"{file} is not of rl-fn train: it has none of {', '.join(_KINDS)}")
+    return like(_KINDS[kind](), data)
+
+
+def like(default: Any, data: Mapping[str, Any]) -> Any:
+    """``default`` with the values of ``data``, in the types that ``default`` has. Options that are not there stay.
+
+    Raises:
+        ValueError: an option that there is none of, or an algorithm of that name.
+    """
+    names = {option.name for option in dataclasses.fields(default)}
+    if "algorithm" in names and data.get("algorithm", default.algorithm) != default.algorithm:
+        if data["algorithm"] not in ALGORITHMS:
+            raise ValueError(f"unknown algorithm {data['algorithm']!r}; there is: {', '.join(sorted(ALGORITHMS))}")
+        default = ALGORITHMS[data["algorithm"]]()
+    if "loss" in names and isinstance(data.get("loss"), str) and data["loss"] != default.loss:
+        losses = LOSSES | REWARD_MODEL_LOSSES
+        if data["loss"] not in losses:
+            raise ValueError(f"unknown loss {data['loss']!r}; there is: {', '.join(sorted(losses))}")
+        default = losses[data["loss"]]()
+    options = dataclasses.fields(default)
+    if unknown := sorted(set(data) - {option.name for option in options}):
+        raise ValueError(f"{type(default).__name__} has no option {', '.join(unknown)}")
+    settable = {option.name for option in options if option.init}
+    values = {name: _value(getattr(default, name), value) for name, value in data.items() if name in settable}
+    return dataclasses.replace(default, **values)
+
+
+def _value(default: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
+        return like(default, value)
+    if isinstance(default, Path):
+        return Path(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+# A plan as lines of text, and as JSON.
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """A table: a line for each phase, a column for each component that any of them has."""
+    names = [name for name in COMPONENTS if any(peak.components.get(name) for peak in plan.phases.values())]
+    rows = [["phase", "peak", *names]]
+    for phase, peak in plan.phases.items():
+        rows.append([phase, *(shown_bytes(size) for size in (peak.bytes, *(peak.components.get(n, 0) for n in names)))])
+    peak = plan.phases[plan.phase]
+    at = f", at {peak.line}" if peak.line else ""
+    return [*_aligned(rows), f"the most is {shown_bytes(peak.bytes)}, in {plan.phase}{at}"]
+
+
+def knob_lines(knobs: Iterable[Knob]) -> list[str]:
+    """A table: what each option saves at the peak, the largest first."""
+    rows = [
+        [knob.option, shown_bytes(knob.saves), shown_bytes(knob.plan.bytes), knob.plan.phase]
+        for knob in sorted(knobs, key=lambda knob: -knob.saves)
+    ]
+    return _aligned([["option", "saves", "the most is then", "in"], *rows])
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """{phase: {bytes, components, line}}."""
+    return {name: peak._asdict() for name, peak in plan.phases.items()}
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+# ``rl-fn plan``: the memory of a run before it starts.
+
+
+def run(words: Sequence[str]) -> int:
+    """Run ``rl-fn plan`` with these words; returns the exit status: 1 where ``--fits`` cannot be kept."""
+    arguments, rest = _parser().parse_known_args(words)
+    from rl_tools.trainers import TRAINERS, load, parse
+
+    if arguments.config in TRAINERS:
+        trainer = arguments.config
+        pipeline = parse(load(TRAINERS[trainer].default), rest, prog=f"rl-fn plan {trainer}")
+    else:
+        if rest:
+            raise ValueError(f"a run's config.json has its options already: rl-fn plan takes no {' '.join(rest)}")
+        path = Path(arguments.config)
+        pipeline = pipeline_of(path)
+        pipeline = replace(pipeline, workers=pipeline.workers or started_with(path))
+    if arguments.workers is not None:
+        if arguments.workers < 1:
+            raise ValueError(f"--workers must be at least 1, got {arguments.workers}")
+        pipeline = replace(pipeline, workers=arguments.workers)
+    mesh = mesh_of(pipeline)
+    if pipeline.micro_batch_tokens == "auto":
+        pipeline = replace(pipeline, micro_batch_tokens=START)
+    room = None if arguments.fits is None else _room(arguments.fits)
+    source, workload = workload_of(pipeline, arguments.prompt_tokens, arguments.completion_tokens)
+    found = plan(pipeline, source, workload)
+    say(f"{shown(workload)}; micro-batches of {pipeline.micro_batch_tokens} tokens")
+    say("a run of one worker" if mesh.size == 1 else f"one of {mesh.size} workers, {mesh}")
+    say("\n".join(plan_lines(found)))
+    written: dict[str, Any] = {"workload": vars(workload), "mesh": vars(mesh), "phases": as_json(found)}
+    if (engine := engine_of(pipeline, source, workload)) is not None:
+        say("\n".join(engine.lines()))
+        written["rollout"] = engine.numbers()
+    if not arguments.no_knobs:
+        changed = list(knobs(pipeline, source, workload, found))
+        say("\n".join(["", *knob_lines(changed)]))
+        written["knobs"] = {knob.option: knob.saves for knob in changed}
+    status = 0
+    if room is not None:
+        status = _print_largest(pipeline, source, workload, room, written)
+    if arguments.json is not None:
+        write_json(arguments.json, written)
+    return status
+
+
+def _room(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"--fits {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="rl-fn plan",
+        description="Bytes by phase and component, without loading the model. With a trainer's name, all "
+        "further options are those of rl-fn train.",
+        allow_abbrev=False,
+    )
+    made.add_argument("config", help="a trainer of rl-fn train, a run's folder, or its config.json")
+    made.add_argument("--workers", type=int, help="processes of the run; without it what its options or its folder say")
+    made.add_argument(
+        "--prompt-tokens", type=int, help="of the longest prompt; needed with --model, whose data is not read"
+    )
+    made.add_argument("--completion-tokens", type=int, help="of the longest completion; a policy has its own option")
+    made.add_argument("--fits", metavar="24GiB", help="find the most --micro-batch-tokens that fit into so much")
+    made.add_argument("--no-knobs", action="store_true", help="leave out what other options would save")
+    made.add_argument("--json", type=Path, help="a file for the numbers")
+    return made
+
+
+def _print_largest(pipeline: Pipeline, source: ModelSource, workload: Load, room: int, written: dict) -> int:
+    largest = largest_micro_batch(pipeline, source, workload, room)
+    if largest is None:
+        say(f"\nnot even one row at a time fits into {shown_bytes(room)}")
+        return 1
+    tokens, made = largest
+    say(f"\n--micro-batch-tokens {tokens} is the most that fits into {shown_bytes(room)}: {shown_bytes(made.bytes)}")
+    written["fits"] = {"room": room, "micro_batch_tokens": tokens, "bytes": made.bytes}
+    return 0

@@ -1,0 +1,255 @@
+"""A run's folder read for a report, while the run may still be writing to it, and its curves in few points."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.algorithms.completion_log import COMPLETIONS
+from rl_bridge.common.statistics import running_mean
+from rl_bridge.run.records import METRICS
+
+# A run's folder read for a report, while the run may still be writing to it.
+
+CONFIG, SUMMARY, SAMPLES, MEMORY = "config.json", "summary.json", "samples.json", "memory.jsonl"
+FILES = (CONFIG, METRICS, SUMMARY, SAMPLES, COMPLETIONS, MEMORY)
+"""All that a report reads of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What a run's folder holds. Files that are not there yet are empty."""
+
+    folder: Path
+    config: dict[str, Any]
+    records: list[dict[str, Any]]
+    """Of steps, in order."""
+    notes: list[dict[str, Any]]
+    """Lines of the record that are no step's."""
+    summary: dict[str, Any]
+    """Of a run that has ended."""
+    samples: dict[str, Any]
+    completions: list[dict[str, Any]]
+    memory: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """That of the folder."""
+        return self.folder.resolve().name
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return bool(self.summary)
+
+    @property
+    def seed(self) -> Any:
+        """Of the run's config; None where it has none."""
+        return self.config.get("seed")
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Everything that a report needs of a run.
+
+    Raises:
+        ValueError: the folder is no run's, or a file is damaged; the message names file and line.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder")
+    missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} has no {' and no '.join(missing)}: it is not a run's folder")
+    lines = read_lines(folder / METRICS)
+    for number, line in enumerate(lines, 1):
+        for name, kind in {"step": int, "seconds": int | float}.items():
+            if "stage" in line and not isinstance(line.get(name), kind):
+                raise ValueError(f"{folder / METRICS}, line {number} has no {name}, as a step's record has")
+    completions = read_lines(folder / COMPLETIONS)
+    for number, line in enumerate(completions, 1):
+        if not isinstance(line.get("samples"), list) or not isinstance(line.get("step"), int):
+            raise ValueError(f"{folder / COMPLETIONS}, line {number} has no step or no samples")
+    memory = read_lines(folder / MEMORY)
+    for number, line in enumerate(memory, 1):
+        if not isinstance(line.get("step"), int):
+            raise ValueError(f"{folder / MEMORY}, line {number} has no step")
+    return RunFiles(
+        folder=folder,
+        config=read_object(folder / CONFIG),
+        records=[line for line in lines if "stage" in line],
+        notes=[line for line in lines if "stage" not in line],
+        summary=read_object(folder / SUMMARY),
+        samples=read_object(folder / SAMPLES),
+        completions=completions,
+        memory=memory,
+    )
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; [] where there is no file.
+
+    A last line without its end is left out: it is being written.
+
+    Raises:
+        ValueError: a whole line cannot be read.
+    """
+    if not file.is_file():
+        return []
+    *whole, _ = file.read_bytes().split(b"\n")
+    return [_parsed(line, f"{file}, line {number}") for number, line in enumerate(whole, 1)]
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; {} where there is no file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    return _parsed(file.read_bytes(), str(file)) if file.is_file() else {}
+
+
+def _parsed(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:  # of JSON or of UTF-8
+        place = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) and b"\n" in text else ""
+        raise ValueError(f"{where}{place} is damaged: {text[:60]!r}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is damaged: {text[:60]!r} is no object")
+    return value
+
+
+# Curves of a run: every number of its record over several clocks, in few enough points, with the extremes kept.
+
+CLOCKS = ("step", "tokens", "seconds", "version")
+ABOUT = {"stage", "step", "run", "attempt", "time", "seconds", "weights_version", "optimizer_step", "trained_tokens"}
+"""Entries of a record that are no metric."""
+POINTS = 1000
+"""Of a curve at most, in the page."""
+Column = list[float | None]
+
+
+def short(value: Any) -> float | None:
+    """A number in six digits; None for what is no finite number.
+
+    >>> short(0.123456789), short(float("nan")), short(None)
+    (0.123457, None, None)
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(f"{value:.6g}") if number else None
+
+
+def clocks_of(records: Sequence[Mapping[str, Any]], tokens_before: float = 0.0) -> dict[str, list[float]]:
+    """Step, tokens trained on so far, seconds and weights version at each record of a stage.
+
+    ``tokens_before``: of earlier stages. A version that was not recorded is the one before it.
+    """
+    tokens, version = tokens_before, 0.0
+    found: dict[str, list[float]] = {name: [] for name in CLOCKS}
+    for record in records:
+        tokens += record.get("trained_tokens", 0)
+        version = record.get("weights_version", version)
+        for name, value in zip(CLOCKS, (record["step"], tokens, record["seconds"], version), strict=True):
+            found[name].append(value)
+    return found
+
+
+def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+    """Every metric that a record has, an entry a record; besides ``step_seconds``, the time since the record before."""
+    names = dict.fromkeys(
+        name for record in records for name, value in record.items() if name not in ABOUT and _is_number(value)
+    )
+    found: dict[str, Column] = {name: [short(record.get(name)) for record in records] for name in names}
+    found["step_seconds"] = step_seconds(records)
+    return found
+
+
+def step_seconds(records: Sequence[Mapping[str, Any]]) -> Column:
+    """Time of each step: since the record before it; of the first one it is not known."""
+    seconds = [record["seconds"] for record in records]
+    return [None, *(short(max(0.0, b - a)) for a, b in pairwise(seconds))][: len(records)]
+
+
+def buckets(count: int, points: int = POINTS) -> list[range]:
+    """Runs of places that are drawn as two points each; [] where every place has a point.
+
+    >>> buckets(5, 4), buckets(4, 4)
+    ([range(0, 2), range(2, 5)], [])
+    """
+    if count <= points:
+        return []
+    parts = max(1, points // 2)
+    cuts = [count * part // parts for part in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(cuts)]
+
+
+def thinned(column: Column, parts: Sequence[range]) -> Column:
+    """Smallest and largest entry of each part, in the order in which they came. Without parts, the column itself.
+
+    >>> thinned([1.0, 9.0, 3.0, None, 4.0, 2.0], [range(0, 3), range(3, 6)])
+    [1.0, 9.0, 4.0, 2.0]
+    """
+    if not parts:
+        return column
+    found: Column = []
+    for part in parts:
+        there = [(value, place) for place in part if (value := column[place]) is not None]
+        if there:
+            pair = sorted([min(there, key=lambda x: x[0]), max(there, key=lambda x: x[0])], key=lambda x: x[1])
+            found += [value for value, _ in pair]
+        else:
+            found += [None, None]
+    return found
+
+
+def thinned_clock(clock: Sequence[float], parts: Sequence[range]) -> list[float]:
+    """First and last time of each part, for the two points that ``thinned`` makes of it."""
+    return list(clock) if not parts else [clock[place] for part in parts for place in (part[0], part[-1])]
+
+
+def packed(column: Column) -> dict[str, Any]:
+    """The column for the page: ``y``, and where most entries are missing ``at``, the places of the others.
+
+    >>> packed([None, None, 0.5, None])
+    {'y': [0.5], 'at': [2]}
+    """
+    there = [place for place, value in enumerate(column) if value is not None]
+    if 2 * len(there) > len(column):
+        return {"y": column}
+    return {"y": [column[place] for place in there], "at": there}
+
+
+def smoothed(column: Column) -> Column | None:
+    """The running mean at each place that has a value, over all values of the column; None for few of them.
+
+    What is drawn of a long column are its extremes: a mean of those would be none of the column.
+    """
+    there = [place for place, value in enumerate(column) if value is not None]
+    means = running_mean([value for value in column if value is not None])
+    if means is None:
+        return None
+    found: Column = [None] * len(column)
+    for place, mean in zip(there, means.tolist(), strict=True):
+        found[place] = mean
+    return found
+
+
+def ends_of(column: Column, parts: Sequence[range]) -> Column:
+    """First and last value of each part, at the times of ``thinned_clock``. Without parts, the column itself.
+
+    >>> ends_of([1.0, 9.0, 3.0, None, 4.0, 2.0], [range(0, 3), range(3, 6)])
+    [1.0, 3.0, 4.0, 2.0]
+    """
+    if not parts:
+        return column
+    found: Column = []
+    for part in parts:
+        there = [value for place in part if (value := column[place]) is not None]
+        found += [there[0], there[-1]] if there else [None, None]
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

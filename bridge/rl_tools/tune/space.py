@@ -1,0 +1,321 @@
+"""The search space: ranges, choices, conditions, and the options of a training command that they are read for."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_tools.trainers import TrainerOptions, _dashed
+
+# The search space: ranges, choices, and parameters that apply only with some choice.
+
+Value = float | int | str
+Assignment = dict[str, Value]
+"""Parameter → value, of the parameters that apply."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The numbers from ``low`` to ``high``, both included; ``whole`` are integers, ``log`` is uniform in the logarithm.
+
+    >>> Interval(1e-5, 1e-3, log=True).at(0.5)
+    0.0001
+    >>> Interval(1, 9, whole=True).position(5)
+    0.5
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a range that is empty, infinite, or has no logarithm."""
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError(f"a range goes from a number to a larger one, got {self.low:g}..{self.high:g}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"a range with log: begins above 0, got {self.low:g}..{self.high:g}")
+        if self.whole and not (float(self.low).is_integer() and float(self.high).is_integer()):
+            raise ValueError(f"a range of integers ends with integers, got {self.low:g}..{self.high:g}")
+
+    def at(self, share: float) -> Value:
+        """The value at a share from 0 to 1 of the range, with six digits: what the trial's command line has."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        value = low + (high - low) * share
+        return self.rounded(math.exp(value) if self.log else value)
+
+    def rounded(self, value: float) -> Value:
+        """A value of the range that is near: an integer, or six digits."""
+        value = round(value) if self.whole else float(f"{value:.6g}")
+        bounded = min(max(value, self.low), self.high)
+        return int(bounded) if self.whole else float(bounded)
+
+    def position(self, value: Value) -> float:
+        """The share that ``at`` makes into this value."""
+        assert not isinstance(value, str)
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def points(self, count: int) -> list[Value]:
+        """Values at equal distances, the ends among them; of integers no value twice."""
+        shares = [0.5] if count == 1 else [i / (count - 1) for i in range(count)]
+        return list(dict.fromkeys(self.at(share) for share in shares))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Words of the command line."""
+
+    values: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what leaves no choice."""
+        if len(self.values) < 2 or len(set(self.values)) < len(self.values) or "" in self.values:
+            raise ValueError(f"a choice has two different values or more, got {','.join(self.values)!r}")
+
+    def at(self, share: float) -> Value:
+        """The value at a share from 0 to 1 of the list."""
+        return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+
+    def position(self, value: Value) -> float:
+        """A share that ``at`` makes into this value."""
+        return (self.values.index(str(value)) + 0.5) / len(self.values)
+
+    def points(self, count: int) -> list[Value]:
+        """All values, whatever ``count`` is."""
+        return list(self.values)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """``when``: (another parameter, the values of it with which this one applies); None always applies."""
+
+    name: str
+    domain: Interval | Choice
+    when: tuple[str, tuple[str, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """Parameters; one with a condition stands behind the one that it depends on."""
+
+    parameters: tuple[Parameter, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse nothing to search, names that are there twice, and conditions on what is not a choice before."""
+        seen: dict[str, Parameter] = {}
+        for parameter in self.parameters:
+            if parameter.name in seen:
+                raise ValueError(f"{parameter.name} is there twice")
+            if parameter.when is not None:
+                other = seen.get(parameter.when[0])
+                if other is None or not isinstance(other.domain, Choice):
+                    raise ValueError(f"{parameter.name} depends on {parameter.when[0]}, which is no choice before it")
+            seen[parameter.name] = parameter
+        if not seen:
+            raise ValueError("there is nothing to search: give a --space.OPTION DOMAIN")
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self.parameters)
+
+    def applies(self, parameter: Parameter, values: Mapping[str, Value]) -> bool:
+        """Whether a parameter has a meaning beside these values."""
+        return parameter.when is None or values.get(parameter.when[0]) in parameter.when[1]
+
+    def active(self, values: Mapping[str, Value]) -> Assignment:
+        """The values without those of parameters that do not apply."""
+        kept: Assignment = {}
+        for parameter in self.parameters:
+            if self.applies(parameter, kept):
+                kept[parameter.name] = values[parameter.name]
+        return kept
+
+    def whole(self, assignment: Mapping[str, Value]) -> Assignment:
+        """The assignment with the middle of the domain for each parameter that does not apply."""
+        return {p.name: assignment.get(p.name, p.domain.at(0.5)) for p in self.parameters}
+
+    def draw(self, generator: np.random.Generator) -> Assignment:
+        """Uniform, or uniform in the logarithm."""
+        return self.active({p.name: p.domain.at(float(generator.uniform())) for p in self.parameters})
+
+    def require(self, assignment: Mapping[str, Value]) -> Assignment:
+        """The assignment, checked.
+
+        Raises:
+            ValueError: a parameter is missing or not of the space, or its value is not of the domain.
+        """
+        known = [p.name for p in self.parameters]
+        if strange := [name for name in assignment if name not in known]:
+            raise ValueError(f"{strange[0]} is no parameter; there is {', '.join(known)}")
+        kept = self.active(self.whole(assignment))
+        for parameter in self.parameters:
+            if parameter.name not in kept:
+                continue
+            if parameter.name not in assignment:
+                raise ValueError(f"{parameter.name} has no value in {dict(assignment)}")
+            value, domain = kept[parameter.name], parameter.domain
+            inside = value in domain.values if isinstance(domain, Choice) else _between(value, domain)
+            if not inside:
+                raise ValueError(f"{parameter.name} cannot be {value!r}: {domain}")
+        return kept
+
+    def described(self) -> list[dict[str, Any]]:
+        """As JSON has the space."""
+        return [asdict(p) | {"domain": {"kind": type(p.domain).__name__} | asdict(p.domain)} for p in self.parameters]
+
+
+def _between(value: Value, domain: Interval) -> bool:
+    return not isinstance(value, str) and domain.low <= value <= domain.high
+
+
+_RANGE = re.compile(r"((?:log:|int:)*)([^.,]+(?:\.[^.,]+)?)\.\.(.+)")
+
+
+def parse_domain(text: str, *, whole: bool = False) -> Interval | Choice:
+    """A domain as it is written: ``log:1e-5..1e-3``, ``int:1..8``, ``0..1``, or ``a,b,c``.
+
+    ``whole``: a range is one of integers, whether it says so or not.
+
+    >>> parse_domain("log:1e-5..1e-3")
+    Interval(low=1e-05, high=0.001, log=True, whole=False)
+    >>> parse_domain("gspo,dapo")
+    Choice(values=('gspo', 'dapo'))
+
+    Raises:
+        ValueError: neither a range nor a choice.
+    """
+    found = _RANGE.fullmatch(text)
+    if found is None:
+        if ".." in text or text.startswith(("log:", "int:")):
+            raise ValueError(f"{text!r} is no range: log:1e-5..1e-3, int:1..8, 0.5..1")
+        return Choice(tuple(text.split(",")))
+    kinds, low, high = found.groups()
+    try:
+        ends = float(low), float(high)
+    except ValueError:
+        raise ValueError(f"{text!r} is no range: its ends are numbers") from None
+    return Interval(*ends, log="log:" in kinds, whole=whole or "int:" in kinds)
+
+
+# The options of a training command: which there are, with which recipe each applies, and what a trial's words are.
+
+JOINT = "+"
+"""``a+b`` with the values ``1+2,3+4`` sets two options together."""
+
+
+def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequence[str]) -> Space:
+    """The space of ``--space.NAME DOMAIN`` words; ``fixed`` are the trial's other words.
+
+    A recipe's own option applies with the recipes that have it; ``objective:gspo.clip-high`` is that of one recipe.
+
+    Raises:
+        ValueError: an unknown name, a domain that cannot be, an option that is fixed besides.
+    """
+    parameters: list[Parameter] = []
+    fixed_names = {word[2:].partition("=")[0] for word in map(_dashed, fixed) if word.startswith("--")}
+    fixed_recipes = dict(_dashed(word).split(":", 1) for word in fixed if word.split(":", 1)[0] in options.recipes)
+    # Recipes first: what applies to one of them alone stands behind.
+    ordered = sorted(words, key=lambda word: _plain(word)[0] not in options.recipes)
+    recipes = [word for word in ordered if word in options.recipes]
+    searched = {word: _dashed(words[word]).split(",") for word in recipes}
+    for word in ordered:
+        name, recipe = _plain(word)
+        for part in name.split(JOINT):
+            options.require(part)
+            if part in fixed_names or part in fixed_recipes:
+                raise ValueError(f"--{part} is fixed and searched: give it once")
+        whole = JOINT not in name and options.kinds.get(name) is int
+        try:
+            domain = parse_domain(_dashed(words[word]) if name in options.recipes else words[word], whole=whole)
+        except ValueError as error:
+            raise ValueError(f"--space.{word}: {error}") from None
+        if JOINT in name:
+            _require_joint(word, name, domain)
+        if name in options.recipes:
+            _require_recipes(name, domain, options.recipes[name])
+        parameters.append(Parameter(word, domain, _condition(name, recipe, options, searched, fixed_recipes)))
+    return Space(tuple(parameters))
+
+
+def _plain(word: str) -> tuple[str, str | None]:
+    """(Option, the one recipe that it is meant for): ``objective:gspo.clip-high`` → ``objective.clip-high``, gspo."""
+    holder, colon, rest = word.partition(":")
+    if not colon:
+        return word, None
+    recipe, _, option = rest.partition(".")
+    return f"{holder}.{option}", recipe
+
+
+def _require_joint(word: str, name: str, domain: Any) -> None:
+    parts = name.count(JOINT)
+    if not isinstance(domain, Choice) or any(value.count(JOINT) != parts for value in domain.values):
+        raise ValueError(f"--space.{word}: give choices of {parts + 1} values, as 1{JOINT}2,3{JOINT}4")
+
+
+def _require_recipes(name: str, domain: Any, known: Iterable[str]) -> None:
+    values = domain.values if isinstance(domain, Choice) else [str(domain)]
+    for value in values:
+        if value not in known:
+            near = difflib.get_close_matches(value, known, n=3, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(f"--space.{name}: there is no {name}:{value}{hint}")
+
+
+def _condition(
+    name: str,
+    recipe: str | None,
+    options: TrainerOptions,
+    searched: Mapping[str, list[str]],
+    fixed: Mapping[str, str],
+) -> tuple[str, tuple[str, ...]] | None:
+    of_recipe = options.of_recipe(name)
+    if of_recipe is None:
+        return None
+    holder, having = of_recipe
+    if recipe is not None:
+        if recipe not in having:
+            raise ValueError(f"{holder}:{recipe} has no option --{name}; {', '.join(sorted(having))} have it")
+        having = {recipe}
+    offered = searched.get(holder) or [fixed.get(holder) or options.defaults[holder]]
+    able = tuple(value for value in offered if value in having)
+    if not able:
+        raise ValueError(f"--{name} is of {', '.join(sorted(having))}; here {holder} is {', '.join(offered)}")
+    return (holder, able) if holder in searched and len(able) < len(offered) else None
+
+
+def words_of(assignment: Assignment, options: TrainerOptions, fixed: Sequence[str]) -> list[str]:
+    """The words of a trial's training command. A recipe's word comes first: its own options have to stand behind it."""
+    recipes, plain, needed = [], [], {}
+    for word, value in assignment.items():
+        name, _ = _plain(word)
+        if name in options.recipes:
+            recipes.append(f"{name}:{value}")
+            continue
+        values = str(value).split(JOINT) if JOINT in name else [written(value)]
+        for part, text in zip(name.split(JOINT), values, strict=True):
+            plain += [f"--{part}", text]
+            if (of_recipe := options.of_recipe(part)) is not None:
+                needed[of_recipe[0]] = options.defaults.get(of_recipe[0])
+    named = {word.split(":", 1)[0] for word in [*recipes, *fixed]}
+    recipes += [f"{holder}:{default}" for holder, default in needed.items() if holder not in named]
+    return [*recipes, *fixed, *plain]
+
+
+def written(value: Value) -> str:
+    """A value as a word of a command line."""
+    return value if isinstance(value, str) else repr(value)
+
+
+def corners(space: Space) -> list[Assignment]:
+    """Assignments that have every end of every range and every choice in them, few of them."""
+    count = max([2, *(len(p.domain.values) for p in space if isinstance(p.domain, Choice))])
+    found = []
+    for i in range(count):
+        row = {p.name: (v := p.domain.points(2))[i % len(v)] for p in space}
+        found.append(space.active(row))
+    return found

@@ -1,0 +1,154 @@
+"""What a study found: plain data, a table, figures."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.common.files import write_json
+from rl_bridge.common.statistics import LEAST, over_seeds
+from rl_tools.tune.goals import front, volume
+from rl_tools.tune.importance import importance
+from rl_tools.tune.journal import JOURNAL, Event, read_journal
+
+REPORT = "report.json"
+
+
+def read_study(folder: Path) -> list[Event]:
+    """The journal's events; a study that goes on is read as far as it is.
+
+    Raises:
+        ValueError: there is no study.
+    """
+    events, _ = read_journal(folder / JOURNAL)
+    if not events or events[0]["kind"] != "study":
+        raise ValueError(f"{folder} has no {JOURNAL}: it is not a study's folder")
+    return events
+
+
+def summary_of(events: Sequence[Event]) -> dict[str, Any]:
+    """The report as plain data: ``study``, ``trials``, ``best``, ``front``, ``importance``, ``counts``.
+
+    A trial has ``number``, ``assignment``, ``status``, ``reason``, ``values`` (goal → mean, low, high, seeds),
+    ``feasible``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its interval,
+    ``against_second`` its paired difference to the second, and ``confirmed`` what it came to with fresh seeds.
+    """
+    study = {name: value for name, value in events[0].items() if name != "kind"}
+    seconds: dict[int, float] = {}
+    for event in events:
+        if event["kind"] == "ended":
+            seconds[event["trial"]] = seconds.get(event["trial"], 0.0) + event.get("seconds", 0.0)
+    told = {event["trial"]: event for event in events if event["kind"] == "told"}
+    trials = [_trial(event, told.get(event["trial"]), seconds) for event in events if event["kind"] == "asked"]
+    found = {"study": study, "trials": trials, **_best(study["goals"], trials), **_front(study["goals"], trials)}
+    found["importance"] = importance(study["space"], study["goals"], trials)
+    statuses = [trial["status"] for trial in trials]
+    if found["best"] is not None:
+        found["best"] |= _confirmed(found["best"], events)
+    return found | {"counts": {status: statuses.count(status) for status in dict.fromkeys(statuses)}}
+
+
+def _trial(asked: Event, told: Event | None, seconds: Mapping[int, float]) -> dict[str, Any]:
+    number = asked["trial"]
+    return {
+        "number": number,
+        "assignment": asked["assignment"],
+        "status": "running" if told is None else told["status"],
+        "reason": "" if told is None else told["reason"],
+        "values": {} if told is None else told.get("values", {}),
+        "feasible": told is not None and all(violation <= 0 for violation in told["violations"]),
+        "seconds": round(seconds.get(number, 0.0), 3),
+        "on_front": False,
+    }
+
+
+def _usable(trials: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [trial for trial in trials if trial["status"] == "complete" and trial["feasible"]]
+
+
+def _best(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    goal, sign = goals[0]["name"], -1.0 if goals[0]["maximize"] else 1.0
+    ordered = sorted(_usable(trials), key=lambda trial: sign * trial["values"][goal]["mean"])
+    if not ordered:
+        return {"best": None}
+    best = ordered[0]
+    found: dict[str, Any] = {"trial": best["number"], "goal": goal, **best["values"][goal]}
+    if len(ordered) > 1:
+        second = ordered[1]
+        pair = best["values"][goal]["seeds"], second["values"][goal]["seeds"]
+        found["against_second"] = {"trial": second["number"], **over_seeds(*pair)}
+    return {"best": found}
+
+
+def _confirmed(best: Mapping[str, Any], events: Sequence[Event]) -> dict[str, Any]:
+    """The best trial's goal over the seeds that it was not chosen by, those of them that came to their end."""
+    of_best = [event for event in events if event.get("trial") == best["trial"]]
+    fresh = {seed for event in of_best if event["kind"] == "confirming" for seed in event["seeds"]}
+    ended = [event for event in of_best if event["kind"] == "ended" and event["seed"] in fresh]
+    values = [event["values"][best["goal"]] for event in ended if event["status"] == "complete"]
+    return {"confirmed": {**over_seeds(values), "seeds": values}} if values else {}
+
+
+def _front(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The Pareto front of several goals, and its hypervolume down to the worst value of each."""
+    usable = _usable(trials)
+    if len(goals) < 2 or not usable:
+        return {"front": None}
+    up = [goal["maximize"] for goal in goals]
+    rows = [[trial["values"][goal["name"]]["mean"] for goal in goals] for trial in usable]
+    on = front(rows, up)
+    for trial, mark in zip(usable, on, strict=True):
+        trial["on_front"] = mark
+    worst = [min(column) if high else max(column) for column, high in zip(zip(*rows, strict=True), up, strict=True)]
+    numbers = [trial["number"] for trial in usable if trial["on_front"]]
+    return {"front": {"trials": numbers, "reference": worst, "hypervolume": volume(rows, worst, up)}}
+
+
+def lines_of(found: Mapping[str, Any], folder: Path) -> list[str]:
+    """The report in words."""
+    counts = ", ".join(f"{count} {status}" for status, count in found["counts"].items())
+    lines = [f"{len(found['trials'])} trials: {counts or 'none'}"]
+    for trial in found["trials"]:
+        if trial["status"] == "failed":
+            lines.append(f"trial {trial['number']} failed: {trial['reason']}")
+    best = found["best"]
+    if best is None:
+        lines.append("no trial came to its end within the constraints")
+    else:
+        seeds = len(best["seeds"])
+        lines.append(f"best: trial {best['trial']}, {best['goal']} {_over(best)}")
+        chosen = found["trials"][best["trial"]]["assignment"]
+        lines += [f"  {name} {value}" for name, value in chosen.items()]
+        if seeds > 1 and (second := best.get("against_second")):
+            lines.append(f"against the second, trial {second['trial']}, seed by seed: {_over(second, '+')}")
+        if confirmed := best.get("confirmed"):
+            lines.append(f"with fresh seeds: {best['goal']} {_over(confirmed)}")
+        elif sum(trial["status"] == "complete" for trial in found["trials"]) > 1:
+            lines.append("the best of several looks better than it is: --confirm N runs it with N fresh seeds")
+    if found["front"]:
+        numbers = ", ".join(map(str, found["front"]["trials"]))
+        lines.append(f"Pareto front: trials {numbers}; hypervolume {found['front']['hypervolume']:.4g}")
+    if found["importance"]["shares"]:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in found["importance"]["shares"].items())
+        lines.append(f"importance: {shares}")
+    return [*lines, f"report and figures: {folder / REPORT}"]
+
+
+def _over(values: Mapping[str, Any], sign: str = "") -> str:
+    """A mean with its interval and how many seeds they are of."""
+    count = values["count"] if "count" in values else len(values["seeds"])
+    over = "one seed" if count == 1 else f"{count} seeds"
+    mean, low, high = (None if values[end] is None else f"{values[end]:{sign}.4g}" for end in ("mean", "low", "high"))
+    return f"{mean}, of {over}: no interval" if low is None or count < LEAST else f"{mean} [{low}, {high}] over {over}"
+
+
+def write_report(folder: Path) -> list[str]:
+    """Write report.json and the figures into a study's folder; returns the report in words."""
+    from rl_tools.tune.figures import draw
+
+    found = summary_of(read_study(folder))
+    # As JSON has it: what is drawn is what is written.
+    found = json.loads(json.dumps(found))
+    write_json(folder / REPORT, found)
+    draw(found, folder)
+    return lines_of(found, folder)
