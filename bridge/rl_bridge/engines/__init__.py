@@ -3,8 +3,8 @@
 from rl_bridge.engines.dispatch import NeedParallel, returns
 from rl_bridge.engines.engine import Engine
 from rl_bridge.engines.inference import InferenceEngine
-from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.engines.train import TrainEngine
+from rl_bridge.parallel.mesh import Mesh
 
 __all__ = ["Engine", "InferenceEngine", "Mesh", "NeedParallel", "ParallelModule", "TrainEngine", "returns"]

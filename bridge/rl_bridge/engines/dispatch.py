@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.optimizers import optimizers_of
+from rl_bridge.parallel.mesh import Mesh
 from rl_fn import Ratio
 from rl_fn.packing import balance
 

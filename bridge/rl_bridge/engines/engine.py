@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from rl_bridge.engines.dispatch import Itself, Join, Split, in_order, split
-from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.worker import (
     Description,
     build_worker,
@@ -26,6 +25,7 @@ from rl_bridge.executors.executor import Together, WorkerDied
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.placement import place
 from rl_bridge.executors.session import current_executor
+from rl_bridge.parallel.mesh import Mesh
 
 # What all engines share: a factory, a place, calls that go to every worker, and moves between devices.
 

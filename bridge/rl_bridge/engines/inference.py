@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 from rl_bridge.data.trajectory import Budget, Prompt, RowRequest, SamplingParams, Trajectory, requests_of
 from rl_bridge.engines.dispatch import NeedParallel
 from rl_bridge.engines.engine import Engine, Revived, What
-from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.worker import TENSOR_PARALLEL_SIZE
 from rl_bridge.environments.environment import EnvironmentFactory
+from rl_bridge.parallel.mesh import Mesh
 
 
 class InferenceEngine(Revived, Engine):

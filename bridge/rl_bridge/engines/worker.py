@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rl_bridge.engines.dispatch import Join, declared, handed_out
-from rl_bridge.engines.mesh import Mesh
 from rl_bridge.engines.module import Lifecycle, ParallelModule, PlainLifecycle, class_of
 from rl_bridge.executors.host import Host
 from rl_bridge.memory.garbage_collection import collect_all, one_phase
 from rl_bridge.parallel import fsdp
+from rl_bridge.parallel.mesh import Mesh
 from rl_bridge.weights.module_tensors import plain_name
 from rl_bridge.weights.source import in_charge_of
 

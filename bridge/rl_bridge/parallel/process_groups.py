@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_bridge.executors.host import alone
 
 if TYPE_CHECKING:
-    from rl_bridge.engines.mesh import Mesh
     from rl_bridge.executors.host import Host
+    from rl_bridge.parallel.mesh import Mesh
 
 DIMS = ("replicate", "shard", "sequence", "tensor")
 MODEL_DIMS = ("replicate", "fsdp", "tensor")

@@ -8,7 +8,7 @@ import torch
 
 from rl_bridge.common.terminal import given
 from rl_bridge.data.token_batch import MicroBatch, TokenBatch
-from rl_bridge.engines.mesh import Mesh
+from rl_bridge.parallel.mesh import Mesh
 from rl_bridge.pipelines.placement import PlacementOptions
 from rl_bridge.run.provenance import read_provenance
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rl_bridge.engines.mesh import AXES, Mesh
 from rl_bridge.executors.host import Host
 from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.parallel.mesh import AXES, Mesh
 from rl_bridge.parallel.process_groups import DIMS, make_mesh, model_mesh
 
 
