@@ -1,4 +1,7 @@
-"""`to_jax`: a torch function (a Triton kernel, say) inside jax.jit."""
+"""`to_jax`: a torch function (a Triton kernel, say) inside jax.jit.
+
+The file stands alone since nothing of the other direction, `from_jax`, is needed here or needs what is here.
+"""
 
 from collections.abc import Callable
 from typing import Any

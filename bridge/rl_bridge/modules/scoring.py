@@ -21,9 +21,9 @@ from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.gradients import agree_max
 from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.parallel.layers import without_peft
+from rl_bridge.parallel.mesh import AXES
 from rl_bridge.parallel.parallelize import parallelize
 from rl_bridge.parallel.probe import Arrangements, forward_kwargs, probe
-from rl_bridge.parallel.process_groups import DIMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class Scorer(ParallelModule):
         if self.budget is None:
             assert self.scoring.micro_batch_tokens != "auto"
             return self.scoring.micro_batch_tokens
-        for axis in DIMS:
+        for axis in AXES:
             if self._mesh is not None and self._ranks(axis) > 1:
                 self.budget.tokens = -int(agree_max(-self.budget.tokens, self._mesh.get_group(axis)))
         return self.budget.tokens

@@ -1,4 +1,7 @@
-"""The module that supervised fine-tuning trains."""
+"""The module that supervised fine-tuning trains.
+
+The file stands alone since each module that workers hold has one that bears the name of what it trains.
+"""
 
 from typing import Any
 

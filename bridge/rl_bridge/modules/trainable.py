@@ -17,7 +17,7 @@ from rl_bridge.modules.router_balance import Part, require_whole_rows, router_ba
 from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.gradients import agree_max, clip_grad_norm
-from rl_bridge.parallel.process_groups import DIMS
+from rl_bridge.parallel.mesh import AXES
 
 # The optimiser's options and its schedule.
 
@@ -168,7 +168,7 @@ class Trainable(Scorer):
     def _any_worker(self, here: bool) -> bool:
         """Whether it is so on any of the workers: else a fault of one of them would let the copies drift apart."""
         there = int(here)
-        for axis in DIMS:
+        for axis in AXES:
             if self._mesh is not None and self._ranks(axis) > 1:
                 there = agree_max(there, self._mesh.get_group(axis))
         return bool(there)

@@ -32,7 +32,7 @@ from rl_bridge.parallel.fsdp import forget_pass
 from rl_bridge.parallel.gradients import agree_max
 from rl_bridge.parallel.heads import HeadKind, token_logprobs, token_values
 from rl_bridge.parallel.layers import without_peft
-from rl_bridge.parallel.process_groups import DIMS
+from rl_bridge.parallel.mesh import AXES
 
 # What other ways are compared with: a model's own eager forward of each row alone, and rows to do that with.
 
@@ -406,13 +406,13 @@ def _local(gradient: Tensor) -> Tensor:
 
 def _is_alone(mesh: DeviceMesh | None) -> bool:
     """Whether the other workers are made up, as in a plan of memory: what they would send is not there."""
-    groups = [] if mesh is None else [mesh.get_group(axis) for axis in DIMS]
+    groups = [] if mesh is None else [mesh.get_group(axis) for axis in AXES]
     return any(group.size() > 1 and dist.get_backend(group) == "fake" for group in groups)
 
 
 def _any_worker(here: bool, mesh: DeviceMesh | None) -> bool:
     there = int(here)
-    for axis in DIMS:
+    for axis in AXES:
         if mesh is not None and mesh.get_group(axis).size() > 1:
             there = agree_max(there, mesh.get_group(axis))
     return bool(there)

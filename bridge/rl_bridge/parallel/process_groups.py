@@ -1,24 +1,19 @@
 """The mesh of an engine's workers, made of process groups that only these workers have to join."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_bridge.executors.host import alone
+from rl_bridge.executors.host import Host, alone
+from rl_bridge.parallel.mesh import AXES, Mesh
 
-if TYPE_CHECKING:
-    from rl_bridge.executors.host import Host
-    from rl_bridge.parallel.mesh import Mesh
-
-DIMS = ("replicate", "shard", "sequence", "tensor")
 MODEL_DIMS = ("replicate", "fsdp", "tensor")
 
 
-def make_mesh(host: "Host", slots: Sequence[int], layout: "Mesh") -> DeviceMesh | None:
+def make_mesh(host: Host, slots: Sequence[int], layout: Mesh) -> DeviceMesh | None:
     """A mesh with the dimensions "replicate", "shard", "sequence", "tensor" over the slots; None for one slot.
 
     rank = ((replicate · shards + shard) · sequences + sequence) · tensors + tensor: tensor ranks are neighbours. All
@@ -53,7 +48,7 @@ def make_mesh(host: "Host", slots: Sequence[int], layout: "Mesh") -> DeviceMesh 
         ranks = torch.tensor([rank_of[slot] for slot in grid.flatten().tolist()]).view(grid.shape)
         return DeviceMesh.from_group(groups, host.device.type, ranks, mesh_dim_names=names)
 
-    mesh = mesh_of(by_slot, DIMS)
+    mesh = mesh_of(by_slot, AXES)
     # FSDP and tensor parallelism of one parameter must be dimensions of one mesh, and FSDP takes one dimension.
     mesh.of_model = mesh_of(by_slot.flatten(1, 2), MODEL_DIMS)  # pyright: ignore[reportAttributeAccessIssue]
     return mesh

@@ -5,12 +5,8 @@ import torch
 
 from rl_bridge.executors.host import Host
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.mesh import AXES, Mesh
-from rl_bridge.parallel.process_groups import DIMS, make_mesh, model_mesh
-
-
-def test_the_dimensions_are_the_axes_of_an_engine():
-    assert DIMS == AXES
+from rl_bridge.parallel.mesh import Mesh
+from rl_bridge.parallel.process_groups import make_mesh, model_mesh
 
 
 def test_one_slot_needs_no_mesh():

@@ -2,6 +2,8 @@
 
 vLLM 0.32 makes one of 4 MiB for each rank, and leaves them there when its ranks are ended, by whatever. A file without
 a name lives as long as a process has it in its memory: nothing is left of ranks that were closed or killed.
+
+The file stands alone since each fault of vLLM that the plugin mends has one, to be removed with that fault.
 """
 
 # pyright: reportMissingImports=false

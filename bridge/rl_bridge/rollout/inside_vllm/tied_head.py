@@ -2,6 +2,8 @@
 
 vLLM 0.32 packs the head's weights once, when the engine starts. An update changes the embeddings, and nothing packs the
 tied head again: its logits stay those of the old embeddings. A copy that is not packed cannot be stale.
+
+The file stands alone since each fault of vLLM that the plugin mends has one, to be removed with that fault.
 """
 
 # pyright: reportMissingImports=false

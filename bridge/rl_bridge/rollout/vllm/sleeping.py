@@ -1,4 +1,7 @@
-"""Engines of vLLM that sleep, as far as their device can."""
+"""Engines of vLLM that sleep, as far as their device can.
+
+The file stands alone since it loads no vLLM: what it refuses is checked where none is installed.
+"""
 
 from collections.abc import Sequence
 from typing import Any
