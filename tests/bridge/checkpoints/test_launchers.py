@@ -33,6 +33,7 @@ def test_sigterm_to_torchrun_leaves_a_checkpoint_of_the_last_step(tmp_path):
     assert_same_result(folder, whole)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_checkpoints_under_ray(tmp_path):
     code, output, left = run(1, "-m", JOB, "under_ray", str(tmp_path), torchrun=False)

@@ -138,8 +138,8 @@ def result(folder):
     driver = read_driver(newest)
     del driver["state"]["seconds"], driver["state"]["record"]["metrics_bytes"], driver["state"]["record"]["crc32"]
     generators = {file.name: file.read_bytes() for file in (newest / "random").iterdir()}
-    times = {"seconds", "time", "attempt"}
-    timeless = [{key: value for key, value in record.items() if key not in times} for record in records]
+    own = {"seconds", "time", "attempt", "run"}
+    timeless = [{key: value for key, value in record.items() if key not in own} for record in records]
     return newest.name, driver, generators, timeless
 
 
