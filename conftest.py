@@ -166,3 +166,10 @@ if not WITH_VLLM:
     files = (Path(__file__).parent / folder for folder in ("bridge/rl_bridge/rollout", "tests/bridge/rollout"))
     engines = sorted(path for folder in files for path in folder.glob("*/*.py"))
     collect_ignore += [str(path) for path in engines if top.search(path.read_text())]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A test that is run again shows what it said before: a fault that is seen once has to be found by that."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"run again: {report.nodeid}, {report.when}")
+        terminalreporter.line(report.longreprtext[-6000:])
