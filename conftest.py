@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
     if (seed := config.getoption("--random-order")) is not None:
-        from tests.ordering import in_random_order
+        from tests.support.ordering import in_random_order
 
         items[:] = in_random_order(items, seed)
         return

@@ -23,7 +23,7 @@ from rl_bridge.rewards import RewardError, load
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.conversations import Conversations, Limits, Opening
 from tests.bridge.rollout.simulated import SimulatedSampler
-from tests.processes import gone
+from tests.support.processes import gone
 
 TOKENIZER = character_tokenizer("0123456789+-=?")
 LIMIT = 1.5

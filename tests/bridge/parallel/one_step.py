@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.ranks import as_rank
+from tests.support.ranks import as_rank
 
 VOCABULARY, HIDDEN, ROWS, LENGTH, PAD = 40, 16, 4, 7, 3
 FAMILIES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.bridge.parallel.one_step import assert_equal, host_of_rank, mesh_of, whole
-from tests.ranks import as_rank, found_by_ranks
+from tests.support.ranks import as_rank, found_by_ranks
 
 # replicate, shard, sequence, tensor; and what is set besides
 LAYOUTS = {

@@ -30,7 +30,7 @@ from rl_bridge.parallel.probe import eager_attention, plain_values, probe
 from tests.bridge.parallel import one_step
 from tests.bridge.parallel.models import SIZES, tiny
 from tests.bridge.ready import ready
-from tests.ranks import as_rank, found_by_ranks
+from tests.support.ranks import as_rank, found_by_ranks
 
 
 @pytest.fixture(autouse=True)

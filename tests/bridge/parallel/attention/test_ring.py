@@ -24,7 +24,7 @@ from tests.bridge.parallel.attention.ring_ranks import (
     sinks,
 )
 from tests.bridge.parallel.models import tiny
-from tests.ranks import results
+from tests.support.ranks import results
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
