@@ -43,6 +43,11 @@ import jax
 import jaxtyping
 import pytest
 
+# A failing assertion of a helper says what was compared, as those of test files do. A session in a process that has had
+# one before finds the helpers imported.
+HELPERS = ("tests.support", "tests.bridge", "tests.kernels", "tests.rl_fn", "tests.repository")
+pytest.register_assert_rewrite(*(name for name in HELPERS if name not in sys.modules))
+
 jaxtyping.install_import_hook(["rl_fn"], "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

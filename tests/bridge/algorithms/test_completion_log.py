@@ -24,8 +24,8 @@ from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from tests.bridge.engines.many_hosts import ManyHosts
-from tests.bridge.modules.test_policy_gradient import make_batch
 from tests.bridge.ready import ready
+from tests.support.policy_batch import make_batch
 
 VARIANTS = {"apart": (25, False, "dapo"), "in the head": (25, True, "dapo"), "whole batch": (1, False, "clip_cov")}
 

@@ -9,7 +9,7 @@ import rl_fn
 from rl_bridge.algorithms.update import ALARM, Mismatch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_fn import components
-from tests.bridge.algorithms.test_policy_loop import longest_is_best, run_loop
+from tests.bridge.algorithms.fake_engines import longest_is_best, run_loop
 
 DAPO = rl_fn.recipes.dapo()
 MASK = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=torch.bool)

@@ -21,7 +21,7 @@ from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import NeedParallel
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.run.run import Run
-from tests.bridge.algorithms.test_policy_loop import FakePolicy, longest_is_best, run_loop
+from tests.bridge.algorithms.fake_engines import FakePolicy, longest_is_best, run_loop
 
 STEPS, ROW = 6, single_turn([2, 3], [4, 5])
 COUNTS = {"steps": STEPS, "rows_per_step": 2, "evaluate_every": STEPS}

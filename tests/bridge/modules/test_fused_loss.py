@@ -11,7 +11,7 @@ from rl_bridge.modules.policy import PolicyModule, require_token_local
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_fn import components
-from tests.bridge.modules.test_prefix_sharing import APART, make_batch, step
+from tests.bridge.modules.shared_prompts import APART, make_batch, step
 from tests.bridge.ready import ready
 
 OBJECTIVE = rl_fn.recipes.dapo().replace(

@@ -13,8 +13,9 @@ from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_fn import Rollouts, components
-from tests.bridge.data.trajectories import random_batch, widened
+from tests.bridge.data.trajectories import widened
 from tests.bridge.ready import ready
+from tests.support.policy_batch import make_batch
 
 NAN, INF = float("nan"), float("inf")
 OBJECTIVES = {
@@ -49,22 +50,6 @@ def undeclared(batch):
     """A custom loss that says nothing of itself: advantages against their mean over all tokens."""
     centred = batch.advantages - batch.advantages.sum() / jnp.sum(batch.mask, dtype=batch.advantages.dtype)
     return -centred * batch.logprobs
-
-
-def make_batch(rows=6, seed=0):
-    """Unequal prompts and completions; π_old, μ and π_ref of some other model; two rows without advantage."""
-    batch, g = random_batch(rows, seed), torch.Generator().manual_seed(seed)
-
-    def noise(scale):
-        return (-2.7 + scale * torch.randn(batch.mask.shape, generator=g)).masked_fill(~batch.mask, 0.0)
-
-    advantages = torch.randn(rows, 1, generator=g) * torch.tensor([1.0, 1, 0, 1, 0, 1])[:rows, None]
-    return batch._replace(
-        rollout_logprobs=noise(0.3),
-        old_logprobs=noise(0.3),
-        ref_logprobs=noise(0.3),
-        advantages=advantages.expand(batch.mask.shape) * batch.mask,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import rl_fn
 from rl_bridge.algorithms.comparison_training import accumulate
 from rl_bridge.data.comparisons import collate_comparisons, stand_in_pair
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.engines import NeedParallel
 from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.modules import comparison
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES, ComparisonLoss, PreferenceModule
@@ -21,6 +20,7 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from tests.bridge.data.comparisons import random_comparisons
 from tests.bridge.ready import ready
+from tests.support.direct_engine import Direct
 
 ROWS = 7
 SIDES = {"pairs": 2, "triples": 3, "singles": 1}
@@ -38,17 +38,6 @@ CASES = {name: ComparisonLoss(name=name, constants={}) for name in PREFERENCE_LO
     "dpo with wpo": ComparisonLoss(name="dpo", constants={"label_smoothing": 0.1}, wpo=True),
     "forward f_dpo": ComparisonLoss(name="f_dpo", constants={"divergence": "forward_kl"}),
 }
-
-
-class Direct:
-    """The engine of one module, without workers: arguments arrive as they are."""
-
-    def __init__(self, module):
-        self.module = module
-
-    def __getattr__(self, name):
-        method = getattr(self.module, name)
-        return lambda *arguments: method(*(x.data if isinstance(x, NeedParallel) else x for x in arguments))
 
 
 @pytest.fixture(scope="module")

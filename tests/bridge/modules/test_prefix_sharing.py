@@ -7,64 +7,21 @@ import torch
 
 import rl_fn
 from rl_bridge.data.token_batch import WORTH, collate, micro_batches, prefixes_worth_sharing, units_of
-from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.modules.policy import PolicyModule, mean
-from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.documents import Documents
 from rl_fn import components
+from tests.bridge.modules.shared_prompts import APART, make_batch, step
 from tests.bridge.ready import ready
 
-APART = ScoringConfig(micro_batch_tokens=10**6, share_prefixes=False)
 OBJECTIVES = {
     "grpo": rl_fn.recipes.grpo().replace(entropy=components.EntropyBonus(0.1)),
     "gspo": rl_fn.recipes.gspo(),
     "over the batch": rl_fn.recipes.clip_cov(fraction=0.3, cov_low=-9.0, cov_high=9.0),
 }
-PROMPTS = {"long": [5, 6, 7, 8, 9, 10, 11, 12], "one token": [4], "other": [9, 3, 5], "alone": [7, 2, 2]}
-
-
-def turns(prompt, *parts, group):
-    """A conversation: completions that count, and between them tokens of a tool that do not."""
-    tokens, counted = list(prompt), [False] * len(prompt)
-    for number, part in enumerate(parts):
-        tokens += part
-        counted += [number % 2 == 0] * len(part)
-    return Trajectory(
-        tokens=tuple(tokens),
-        loss_mask=tuple(counted),
-        logprobs=(0.0,) * len(tokens),
-        weights_versions=(-1,) * len(tokens),
-        finish_reason="stop",
-        group=group,
-    )
-
-
-def trajectories():
-    long, one, other, alone = PROMPTS.values()
-    equal = [single_turn(other, [3, 4, 5], group=2) for _ in range(3)]
-    several = [turns(long, [3, 4], [2, 2, 2], [5], group=3), turns(long, [3, 4], [2, 2, 6], [5, 5, 9], group=3)]
-    # Begins alike, and the mask says otherwise from the second drawn token on.
-    several.append(turns(long, [3], [4, 2, 2], [5], group=3))
-    return [
-        *(single_turn(long, [3 + i] * (1 + 3 * i), group=0) for i in range(4)),
-        *(single_turn(one, [2 + i, 7], group=1) for i in range(2)),
-        *equal,
-        *several,
-        single_turn(alone, [6, 6], group=4),
-    ]
-
-
-def make_batch(drop=()):
-    batch = collate([t for i, t in enumerate(trajectories()) if i not in drop], 0)
-    g = torch.Generator().manual_seed(5)
-    noise = (-2.7 + 0.3 * torch.randn((3, *batch.mask.shape), generator=g)).masked_fill(~batch.mask, 0.0)
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
-    advantages = torch.randn(len(batch.lengths), 1, generator=g) * batch.mask
-    order = torch.randperm(len(batch.lengths), generator=g)  # groups need not be neighbours
-    return batch._replace(advantages=advantages, **dict(zip(names, noise, strict=True))).rows(order)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +29,6 @@ def modules(tokenizer):
     model, optimizer = tiny_qwen2(tokenizer, hidden=16, layers=2, heads=2), OptimizerConfig(learning_rate=1e-3)
     made = {name: ready(PolicyModule, model, optimizer, objective, updates=1) for name, objective in OBJECTIVES.items()}
     return made | {"sft": ready(SupervisedModule, model, optimizer, updates=1)}
-
-
-def step(module, scoring, batch):
-    module.scoring = scoring
-    module.zero_grad()
-    metrics = {name: mean(value) for name, value in module.train_step(batch, 7.0).items()}
-    return torch.cat([p.grad.flatten() for p in module.model.parameters()]), metrics
 
 
 @pytest.mark.parametrize("drop", [(), (0, 2, 4, 6, 7, 9)], ids=["whole groups", "rows dropped"])

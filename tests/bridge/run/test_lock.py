@@ -11,7 +11,8 @@ import pytest
 
 from rl_bridge.common import files
 from rl_bridge.common.files import RunLock
-from tests.bridge.run.test_resuming import Options, Run, go
+from rl_bridge.run.run import Run
+from tests.support.counting_run import Options, go
 
 # A process that takes the lock, says so, and holds it until its input ends. Only the file itself is loaded.
 HOLDER = f"""

@@ -9,8 +9,8 @@ from rl_bridge.common.files import RunLock
 from rl_bridge.run.exporters.export import ExportOptions, export
 from rl_bridge.run.provenance import write_provenance
 from rl_tools.tune.study import run_study
-from tests.bridge.run.test_resuming import go
 from tests.bridge.tools.tune.tuner import study_of
+from tests.support.counting_run import go
 
 
 @pytest.fixture(scope="module")

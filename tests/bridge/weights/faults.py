@@ -141,7 +141,7 @@ def fsdp_after_a_forward_pass(world):
 
 
 def adapters_on_sharded_models(world):
-    from tests.bridge.weights.test_lora import adapted
+    from tests.bridge.weights.adapters import adapted
 
     def put(name, seed, shards):
         made = adapted(seed, target_modules="all-linear")

@@ -87,3 +87,10 @@ def in_step(rollout, config=CONFIG, objective=None):
 def shown(steps):
     """The trajectories, which compare by all that they have."""
     return [trajectory for made in steps for trajectory in made.trajectories]
+
+
+def full_logprobs(version, trajectory, temperature=0.9):
+    with torch.no_grad():
+        logits = weights_of(version)(input_ids=torch.tensor([trajectory.tokens]), use_cache=False).logits[0]
+    found = (logits[:-1] / temperature).log_softmax(-1)
+    return found.gather(1, torch.tensor(trajectory.tokens[1:])[:, None])[:, 0]

@@ -22,10 +22,10 @@ from tests.bridge.rollout.ahead.runs import (
     Weights,
     ahead,
     digits,
+    full_logprobs,
     in_step,
     shown,
     steps_of,
-    weights_of,
 )
 
 PARTIAL = Pace(partial=True, rounds=2, steps=2, limit=14)
@@ -54,13 +54,6 @@ def run(rollout):
     for sampler in made:
         sampler.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name == "rl_bridge rollouts"]
-
-
-def full_logprobs(version, trajectory, temperature=0.9):
-    with torch.no_grad():
-        logits = weights_of(version)(input_ids=torch.tensor([trajectory.tokens]), use_cache=False).logits[0]
-    found = (logits[:-1] / temperature).log_softmax(-1)
-    return found.gather(1, torch.tensor(trajectory.tokens[1:])[:, None])[:, 0]
 
 
 @pytest.mark.parametrize(("pace", "staleness"), [(PARTIAL, 2), (WHOLE, 1), (FREE, 2)])

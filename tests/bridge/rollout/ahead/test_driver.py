@@ -11,28 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_bridge.rollout.ahead.driver import Driver
-
-
-class OneCommand:
-    """A pump that is held at once, and has one command."""
-
-    held = alive = True
-    epoch, has_to_ask, version = 0, False, 0
-
-    def __init__(self):
-        self.commands = ["advance"]
-
-    def hold(self):
-        pass
-
-    def next(self, now):
-        return self.commands.pop() if self.commands else None
-
-    def to_score(self):
-        return []
-
-    def answered(self, epoch, ended, now):
-        return True
+from tests.bridge.rollout.ahead.pumps import OneCommand, Scored
 
 
 def test_weights_wait_for_the_call_that_the_engine_is_in():
@@ -58,18 +37,6 @@ def test_weights_wait_for_the_call_that_the_engine_is_in():
     finally:
         go.set()
         driver.close()
-
-
-class Scored(OneCommand):
-    """A pump one of whose prompts is scored."""
-
-    def __init__(self):
-        super().__init__()
-        self.waiting = ["group"]
-
-    def to_score(self):
-        found, self.waiting = self.waiting, []
-        return found
 
 
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, ValueError, ZeroDivisionError])
@@ -107,7 +74,8 @@ def test_no_end_waits_for_a_reward_that_hangs(end, monkeypatch):
 HANGS = """
 import threading
 from types import SimpleNamespace
-from tests.bridge.rollout.ahead.test_driver import Driver, Scored
+from rl_bridge.rollout.ahead.driver import Driver
+from tests.bridge.rollout.ahead.pumps import Scored
 begun = threading.Barrier(3)
 def hangs(asked):
     begun.wait()

@@ -7,7 +7,7 @@ from rl_bridge.rollout.ahead import ledger as saving
 from rl_bridge.rollout.ahead.ledger import Ledger, Sample, State
 from rl_bridge.rollout.ahead.pumps import Admission, RolloutPump, TrainingPump
 from tests.bridge.rollout.ahead import simulation
-from tests.bridge.rollout.ahead.test_simulation import explore, same_each_time
+from tests.bridge.rollout.ahead.exploring import explore, same_each_time
 
 FAULTS = {}
 

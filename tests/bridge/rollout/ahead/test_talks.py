@@ -20,8 +20,17 @@ from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
 from rl_bridge.rollout.ahead.ledger import Group, Sample
 from rl_bridge.rollout.ahead.pumps import Pace
 from rl_bridge.rollout.conversations import Limits, Opening
-from tests.bridge.rollout.ahead.runs import CONFIG, ROWS, SOURCE, TOKENIZER, Weights, ahead, shown, steps_of
-from tests.bridge.rollout.ahead.test_ahead import full_logprobs
+from tests.bridge.rollout.ahead.runs import (
+    CONFIG,
+    ROWS,
+    SOURCE,
+    TOKENIZER,
+    Weights,
+    ahead,
+    full_logprobs,
+    shown,
+    steps_of,
+)
 
 PARTIAL = Pace(partial=True, rounds=2, steps=2, limit=6)
 WHOLE = Pace(limit=6, steps=4)

@@ -7,9 +7,12 @@ import struct
 import warnings
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.bridge.tools.export.ledgers import CLOCKS, comparable
+
+TRACKERS = ["tensorboard", *(pytest.param(name, marks=pytest.mark.tools) for name in ("wandb", "mlflow", "trackio"))]
 
 
 def tensorboard(output: Path, project: str, key: str):

@@ -15,8 +15,8 @@ from rl_bridge.run.exporters.live_process import Limits
 from rl_bridge.run.recorder import Recorder
 from rl_tools.cli import main
 from tests.bridge.tools.export.stores import READERS
-from tests.bridge.tools.export.test_live import ALL, processes_of, rows_sent, wait_for
-from tests.bridge.tools.tune.test_tune import SHORT
+from tests.bridge.tools.export.watching import ALL, processes_of, rows_sent, wait_for
+from tests.support.short_policy import SHORT
 
 pytestmark = pytest.mark.tools
 STEPS, PATIENCE = 3, 1.0

@@ -8,10 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rl_bridge.run.exporters.export import ExportOptions, export, key_of
@@ -20,42 +19,11 @@ from rl_bridge.run.exporters.live_process import Limits
 from rl_bridge.run.records import last_attempt
 from tests.bridge.tools.export.ledgers import Trainer, curves
 from tests.bridge.tools.export.stores import READERS
+from tests.bridge.tools.export.watching import ALL, processes_of, rows_sent, wait_for
 
-ALL = ("tensorboard", "wandb", "mlflow", "trackio")
 FULL = 48 * 1024
 """Bytes of the longest file on a disk that is as good as full."""
 pytestmark = pytest.mark.tools
-
-
-def wait_for(what, condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
-    return found
-
-
-def rows_sent(folder: Path) -> dict[str, int]:
-    states = {file.name.split("-")[0]: file.read_text() for file in (folder / "exports").glob("*-*.json")}
-    return {name: json.loads(state)["tails"]["metrics"]["rows"] for name, state in states.items()}
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Exporters and samplers of a run, and what they started, who live."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if str(folder) in words and any("rl_bridge.run" in word for word in words):
-            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
-                found += [process, *process.children(recursive=True)]
-    return [process for process in found if _lives(process)]
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # between the two questions
-        return False
 
 
 def long_run(folder: Path, output: Path, trackers: str) -> subprocess.Popen:

@@ -10,9 +10,9 @@ import pytest
 from rl_bridge.run.exporters.export import ExportOptions, export
 from rl_bridge.run.provenance import git_state, read_provenance
 from rl_tools.report.page import write_report
-from tests.bridge.run.test_resuming import go
 from tests.bridge.tools.export.ledgers import Trainer, kept_bytes
-from tests.bridge.tools.export.test_same_series import TRACKERS
+from tests.bridge.tools.export.stores import TRACKERS
+from tests.support.counting_run import go
 
 PLANTED = {
     "name": "planted-by-name-1f2e3d",

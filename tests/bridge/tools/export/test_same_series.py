@@ -12,10 +12,7 @@ from rl_bridge.common.files import write_json
 from rl_bridge.run.exporters.export import ExportOptions, Session, export, key_of
 from rl_tools.cli import main
 from tests.bridge.tools.export.ledgers import Trainer, curves, sample
-from tests.bridge.tools.export.stores import READERS, remove
-
-TRACKERS = ["tensorboard", *(pytest.param(name, marks=pytest.mark.tools) for name in ("wandb", "mlflow", "trackio"))]
-
+from tests.bridge.tools.export.stores import READERS, TRACKERS, remove
 
 KILLED = """
 import os, signal, sys

@@ -28,8 +28,8 @@ from rl_tools.plan.commands import run as rl_fn_plan
 from rl_tools.plan.planning import knobs, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal, world_of
 from rl_tools.plan.workload import Workload
-from tests.bridge.tools.plan.test_plan_of_runs import written
-from tests.bridge.tools.plan.test_plan_of_supervision import PAIRS, ROWS, TOKENS, common
+from tests.bridge.tools.plan.measured_runs import written
+from tests.bridge.tools.plan.supervised_runs import PAIRS, ROWS, TOKENS, common
 
 ROOT = Path(__file__).parents[4]
 SOURCE = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)

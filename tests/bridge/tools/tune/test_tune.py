@@ -6,10 +6,7 @@ import pytest
 
 from rl_tools.cli import main
 from rl_tools.tune.study_report import read_study, summary_of
-
-TINY = {"sft.steps": 1, "sft.rows-per-step": 4, "policy.steps": 1, "policy.prompts-per-step": 2, "held-out": 4}
-TINY |= {"policy.responses-per-prompt": 2, "policy.evaluate-every": 1, "checkpoint-every": 1}
-SHORT = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+from tests.support.short_policy import SHORT
 
 
 @pytest.mark.tools
