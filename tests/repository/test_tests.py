@@ -23,6 +23,11 @@ BEFORE = {
     "profiling": "rl_bridge.profiling, on its way to rl_tools",
 }
 """Folders of tests/bridge/tools whose room is not in rl_tools yet."""
+ELSEWHERE = {
+    "tests.bridge.families.zoo": "a family is added in one folder",
+    "tests.bridge.tools.tune.tuner": "a program that lies beside its trainer",
+}
+"""Helpers of a room that other rooms use, too, and why they stay there."""
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -94,16 +99,19 @@ def test_make_test_vllm_collects_every_test_that_needs_vllm():
             assert within.parts[0] == "bridge" and (path.name.startswith("test_") or "vllm" in within.parts[:-1]), path
 
 
-def tests_imported(source: str) -> list[str]:
-    """Test files that a source imports, inside of functions too, as `from a import test_b` or by a name of theirs."""
+def modules_imported(source: str) -> set[str]:
+    """Modules of tests that a source imports, inside of functions too; of `from a import b` both a and a.b."""
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-    modules = {name for name in names if name.split(".")[0] == "tests"}
-    return sorted(name for name in modules if name.rpartition(".")[2].startswith("test_"))
+    return {name for name in names if name.split(".")[0] == "tests"}
+
+
+def tests_imported(source: str) -> list[str]:
+    return sorted(name for name in modules_imported(source) if name.rpartition(".")[2].startswith("test_"))
 
 
 def test_the_search_finds_imports_of_tests():
@@ -129,3 +137,15 @@ def folders(place: Path) -> set[str]:
 def test_tests_of_the_bridge_lie_in_its_rooms():
     assert folders(TESTS / "bridge") - rooms(BRIDGE / "rl_bridge") == set(ACROSS)
     assert folders(TESTS / "bridge/tools") - rooms(BRIDGE / "rl_tools") <= set(BEFORE)
+
+
+def test_what_two_rooms_of_the_bridge_share_is_in_support():
+    shared = set()
+    for path in (TESTS / "bridge").rglob("*.py"):
+        own = path.relative_to(TESTS).parts[1]
+        for name in modules_imported(path.read_text("utf-8")):
+            parts = name.split(".")
+            file = TESTS.parent.joinpath(*parts).with_suffix(".py")
+            if parts[1:2] == ["bridge"] and file.is_file() and parts[2] != own:
+                shared.add(name)
+    assert shared == set(ELSEWHERE)

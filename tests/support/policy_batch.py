@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.bridge.data.trajectories import random_batch
+from tests.support.trajectories import random_batch
 
 
 def make_batch(rows=6, seed=0):

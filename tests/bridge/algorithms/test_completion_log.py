@@ -23,9 +23,9 @@ from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
-from tests.bridge.engines.many_hosts import ManyHosts
-from tests.bridge.ready import ready
+from tests.support.many_hosts import ManyHosts
 from tests.support.policy_batch import make_batch
+from tests.support.ready import ready
 
 VARIANTS = {"apart": (25, False, "dapo"), "in the head": (25, True, "dapo"), "whole batch": (1, False, "clip_cov")}
 

@@ -26,7 +26,7 @@ from rl_bridge.modules.value import ValueModule
 from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
 from rl_fn import components
-from tests.bridge.pipelines.tracing import module_of
+from tests.support.tracing import module_of
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]
 SCORING = ScoringConfig(temperature=0.7)

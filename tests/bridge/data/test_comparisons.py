@@ -10,7 +10,7 @@ from rl_bridge.data.token_batch import units_of
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.encoding import encode_completion
 from rl_bridge.models.small import character_tokenizer
-from tests.bridge.data.comparisons import PAD, random_comparisons
+from tests.support.comparisons import PAD, random_comparisons
 
 ASK = [{"role": "user", "content": "2+2?"}]
 FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("4", "5"))

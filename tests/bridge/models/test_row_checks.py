@@ -19,7 +19,7 @@ from transformers import (
 from rl_bridge.models.pretrained import load_pretrained, new_for_rows, pretrained, save_pretrained
 from rl_bridge.models.row_checks import check_rows, prompted, supervised
 from rl_bridge.models.small import TinySource, character_tokenizer, tiny_qwen2
-from tests.bridge.models.chat_templates import bytes_tokenizer, pieces_tokenizer
+from tests.support.chat_templates import bytes_tokenizer, pieces_tokenizer
 
 TINY = {"hidden": 16, "layers": 1, "heads": 2}
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

@@ -13,8 +13,8 @@ from rl_bridge.modules.comparison import ComparisonLoss, PreferenceModule
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
-from tests.bridge.models.lora_families import tiny
-from tests.bridge.ready import ready
+from tests.support.lora_families import tiny
+from tests.support.ready import ready
 
 END, INSIDE = 1, 4
 # The end stands in a prompt too, and one completion is the end alone.

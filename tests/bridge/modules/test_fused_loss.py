@@ -12,7 +12,7 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_fn import components
 from tests.bridge.modules.shared_prompts import APART, make_batch, step
-from tests.bridge.ready import ready
+from tests.support.ready import ready
 
 OBJECTIVE = rl_fn.recipes.dapo().replace(
     kl=components.KL("k3", 0.1), entropy=components.EntropyBonus(0.1), correction=components.TIS(1.1)

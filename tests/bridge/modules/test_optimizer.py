@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig
-from tests.bridge.ready import ready
+from tests.support.ready import ready
 
 
 def test_the_config_is_the_optimisers(new_model):

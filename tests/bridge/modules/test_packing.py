@@ -13,8 +13,8 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_fn import components
-from tests.bridge.data.trajectories import random_batch
-from tests.bridge.ready import ready
+from tests.support.ready import ready
+from tests.support.trajectories import random_batch
 
 OBJECTIVES = {
     "grpo": rl_fn.recipes.grpo(),

@@ -13,9 +13,9 @@ from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_fn import Rollouts, components
-from tests.bridge.data.trajectories import widened
-from tests.bridge.ready import ready
 from tests.support.policy_batch import make_batch
+from tests.support.ready import ready
+from tests.support.trajectories import widened
 
 NAN, INF = float("nan"), float("inf")
 OBJECTIVES = {

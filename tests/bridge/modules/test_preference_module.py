@@ -18,9 +18,9 @@ from rl_bridge.modules.comparison import PREFERENCE_LOSSES, ComparisonLoss, Pref
 from rl_bridge.modules.policy import mean
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
-from tests.bridge.data.comparisons import random_comparisons
-from tests.bridge.ready import ready
+from tests.support.comparisons import random_comparisons
 from tests.support.direct_engine import Direct
+from tests.support.ready import ready
 
 ROWS = 7
 SIDES = {"pairs": 2, "triples": 3, "singles": 1}

@@ -15,7 +15,7 @@ from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.documents import Documents
 from rl_fn import components
 from tests.bridge.modules.shared_prompts import APART, make_batch, step
-from tests.bridge.ready import ready
+from tests.support.ready import ready
 
 OBJECTIVES = {
     "grpo": rl_fn.recipes.grpo().replace(entropy=components.EntropyBonus(0.1)),

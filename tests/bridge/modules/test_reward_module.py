@@ -18,7 +18,7 @@ from rl_bridge.modules.policy import mean
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.modules.value import ValueScorer
-from tests.bridge.data.comparisons import random_comparisons
+from tests.support.comparisons import random_comparisons
 
 MARGIN = torch.linspace(0.0, 1.0, 7)
 SCORINGS = [

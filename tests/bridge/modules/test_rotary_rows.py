@@ -10,8 +10,8 @@ from rl_bridge.models.row_checks import Fits
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.parallel.probe import eager_attention, plain_values
-from tests.bridge.parallel.models import SIZES, tiny
-from tests.bridge.ready import ready
+from tests.support.attending_models import SIZES, tiny
+from tests.support.ready import ready
 
 LIMIT = 24
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 8.0, 16.0]}

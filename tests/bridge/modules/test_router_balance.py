@@ -21,10 +21,10 @@ from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.rollout import InProcessRollout
-from tests.bridge.models.lora_families import tiny
-from tests.bridge.parallel.one_step import host_of_rank, mesh_of, whole
-from tests.bridge.ready import ready
+from tests.support.lora_families import tiny
+from tests.support.one_step import host_of_rank, mesh_of, whole
 from tests.support.ranks import as_rank, found_by_ranks
+from tests.support.ready import ready
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe", "jetmoe", "jamba"]
 COEFFICIENT = 0.5

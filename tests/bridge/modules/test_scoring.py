@@ -9,8 +9,8 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.modules.trainable import OptimizerConfig
-from tests.bridge.data.trajectories import random_batch
-from tests.bridge.ready import ready
+from tests.support.ready import ready
+from tests.support.trajectories import random_batch
 
 
 def reference_of(module):

@@ -12,8 +12,8 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.documents import Documents
 from rl_fn.objectives.dialects import trl
-from tests.bridge.ready import ready
 from tests.kernels.live_bytes import LiveBytes
+from tests.support.ready import ready
 
 VOCABULARY, PROMPT, COMPLETION, GROUP = 3000, 8, 24, 8
 

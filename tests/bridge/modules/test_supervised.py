@@ -11,7 +11,7 @@ from rl_bridge.models.encoding import encode_row
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
-from tests.bridge.ready import ready
+from tests.support.ready import ready
 
 BATCH = collate([single_turn([2, 3, 4], [4, 5, 1]), single_turn([6], [7, 1])], 0)
 

@@ -16,8 +16,8 @@ from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.modules.value import ValueModule, ValueScorer
 from rl_bridge.parallel.config import ParallelConfig
 from rl_fn import components
-from tests.bridge.data.trajectories import random_batch
-from tests.bridge.parallel.one_step import make
+from tests.support.one_step import make
+from tests.support.trajectories import random_batch
 
 OBJECTIVE = rl_fn.recipes.ppo()
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup=0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.bridge.families import zoo
-from tests.bridge.parallel import one_step
+from tests.support import one_step
 from tests.support.ranks import as_rank
 
 ROWS, LENGTH = 2, 11

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bridge.parallel import one_step
+from tests.support import one_step
 from tests.support.ranks import found_by_ranks
 
 # 13 rows of a matrix on each tensor rank, which two shards do not divide.

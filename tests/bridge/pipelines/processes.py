@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.bridge.pipelines.results import metrics
+from tests.support.results import metrics
 
 ROOT = Path(__file__).parents[3]
 # Rewards that depend on the tokens alone and differ within a group.

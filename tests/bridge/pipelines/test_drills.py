@@ -14,7 +14,7 @@ import torch
 from rl_bridge.modules.trainable import Trainable
 from rl_tools.cli import main
 from tests.bridge.pipelines.killed import COMMAND, ended, lines, start
-from tests.bridge.pipelines.results import assert_same, metrics, result
+from tests.support.results import assert_same, metrics, result
 
 REWARD = "def even_digits(completion, row):\n    return sum(c in '02468' for c in completion) + 0.1 * len(completion)\n"
 

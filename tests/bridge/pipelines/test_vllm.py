@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from tests.bridge.pipelines.processes import assert_same_run, in_a_process
-from tests.bridge.pipelines.results import metrics
 from tests.bridge.pipelines.vllm_words import TRUNCATED, model_folder, model_of, words
+from tests.support.results import metrics
 
 __all__ = ["model_folder", "words"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

@@ -5,7 +5,7 @@ from rl_bridge.environments.environment import Session
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.conversations import Conversations, Limits, Opening
-from tests.bridge.rollout.simulated import SimulatedSampler, SimulatedSteps
+from tests.support.simulated_sampler import SimulatedSampler, SimulatedSteps
 
 TOKENIZER = character_tokenizer("0123456789+-=?")
 EOS = TOKENIZER.eos_token_id

@@ -3,7 +3,7 @@
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.bridge.weights.engines import model
+from tests.support.weight_engines import model
 
 
 def untied(seed):

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rl_bridge.weights import Cast, EngineRef, checksum, receiver_of, sync, sync_weights, transports
-from tests.bridge.weights.engines import engine, holds, joined, model
-from tests.bridge.weights.one_process import NAME
+from tests.support.one_process import NAME
+from tests.support.weight_engines import engine, holds, joined, model
 
 ONE, BOTH = (1,), (0, 1)
 SHARDS, COPY, COPIES = ("shard", BOTH), ("copies", ONE), ("copies", BOTH)

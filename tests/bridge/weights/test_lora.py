@@ -10,7 +10,7 @@ from rl_bridge.executors import LocalExecutor
 from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.weights import EngineRef, WeightSyncError, checksum, receiver_of, source_of, sync_weights
 from tests.bridge.weights.adapters import adapted, untied
-from tests.bridge.weights.engines import model
+from tests.support.weight_engines import model
 
 # peft asks transformers under the property's old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -23,7 +23,7 @@ from tests.bridge.parallel.attention.ring_ranks import (
     segments,
     sinks,
 )
-from tests.bridge.parallel.models import tiny
+from tests.support.attending_models import tiny
 from tests.support.ranks import results
 
 

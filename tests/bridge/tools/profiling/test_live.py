@@ -12,7 +12,7 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.process_groups import make_mesh
 from rl_bridge.profiling.live_bytes import ACTIVATIONS, GRADIENTS, WEIGHTS, LiveBytes
 from rl_tools.plan.rehearsal import FirstWorker, world_of
-from tests.bridge.parallel.one_step import make, parallel, token_ids
+from tests.support.one_step import make, parallel, token_ids
 
 
 def test_views_count_once_and_freed_storages_do_not_count():
