@@ -110,20 +110,20 @@ def modules_imported(source: str) -> set[str]:
     return {name for name in names if name.split(".")[0] == "tests"}
 
 
-def tests_imported(source: str) -> list[str]:
+def imports_of_tests(source: str) -> list[str]:
     return sorted(name for name in modules_imported(source) if name.rpartition(".")[2].startswith("test_"))
 
 
 def test_the_search_finds_imports_of_tests():
     source = "import tests.a.test_b\ndef f():\n    from tests.c import test_d\n    from tests.e.test_f import g\n"
-    assert tests_imported(source) == ["tests.a.test_b", "tests.c.test_d", "tests.e.test_f"]
-    assert tests_imported("from tests.a.b import c\nfrom rl_fn import test_x\n") == []
+    assert imports_of_tests(source) == ["tests.a.test_b", "tests.c.test_d", "tests.e.test_f"]
+    assert imports_of_tests("from tests.a.b import c\nfrom rl_fn import test_x\n") == []
 
 
 def test_nothing_imports_a_test_file():
     """What is shared moves to a helper: else a test could not be renamed or run without another."""
     files = {path.relative_to(TESTS).as_posix(): path.read_text("utf-8") for path in sorted(TESTS.rglob("*.py"))}
-    assert {name: modules for name, source in files.items() if (modules := tests_imported(source))} == {}
+    assert {name: modules for name, source in files.items() if (modules := imports_of_tests(source))} == {}
 
 
 def rooms(package: Path) -> set[str]:
