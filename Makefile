@@ -118,7 +118,7 @@ test-tools: $(TOOLS)
 
 # Reports in headless Chromium, which is a package of the system: apt-get install chromium.
 test-browser: $(STAMP)
-	$(BIN)/python -m pytest $(RERUNS) -m browser tests/bridge/report
+	$(BIN)/python -m pytest $(RERUNS) -m browser tests/bridge/tools/report
 
 # 1,300 commands with one damage each; stopped, it goes on. BAD="--only model" for a part.
 bad-inputs: $(STAMP)

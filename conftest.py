@@ -46,6 +46,11 @@ import jaxtyping
 import pytest
 from jax._src.interpreters import mlir
 
+# A failing assertion of a helper says what was compared, as those of test files do. A session in a process that has had
+# one before finds the helpers imported.
+HELPERS = ("tests.support", "tests.bridge", "tests.kernels", "tests.rl_fn", "tests.repository")
+pytest.register_assert_rewrite(*(name for name in HELPERS if name not in sys.modules))
+
 jaxtyping.install_import_hook(["rl_fn"], "beartype.beartype")
 
 # Lowering a small program takes 25 ms, 10 of them for a new context of MLIR, 4 for the call's lines in each operation.
@@ -146,7 +151,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
     if (seed := config.getoption("--random-order")) is not None:
-        from tests.ordering import in_random_order
+        from tests.support.ordering import in_random_order
 
         items[:] = in_random_order(items, seed)
         return

@@ -22,7 +22,7 @@ from rl_bridge.functional import from_jax
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
-from tests.bridge.ready import ready
+from tests.support.ready import ready
 
 SHAPES = {
     "tied": {},

@@ -12,10 +12,10 @@ import torch
 import rl_kernels
 from tests.kernels import operations, registry
 from tests.kernels.cases import N, V, ids, masked, normal
+from tests.kernels.launches import CALLS
 from tests.kernels.operations import placed, returned
 from tests.kernels.registry import each_backend, imitates_a_gpu
 from tests.kernels.stand_in import NAME, Elsewhere, StandIn
-from tests.kernels.test_launches import CALLS
 
 HERE = Path(__file__).parent
 

@@ -117,7 +117,7 @@ class Store:
         self.sources = {p.relative_to(folder).as_posix(): digest([p]) for p in folder.rglob("*.py")}
         self.of_rl_fn = tests == ROOT / "tests/rl_fn"
         support = [*(ROOT / "tests/oracle").glob("*.py"), *(ROOT / "tests/rl_fn/cases").glob("*.py")]
-        support += [ROOT / f"tests/rl_fn/{name}.py" for name in ("laws", "registry", "recipe_batches")]
+        support += [p for p in sorted((ROOT / "tests/rl_fn").glob("*.py")) if not p.name.startswith("test_")]
         self.support = digest(support) if self.of_rl_fn else ""
         self.all_tests = digest(tests.rglob("*.py")) + self.support
 

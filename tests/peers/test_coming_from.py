@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.repository.test_coming_from import section
+from tests.repository.coming_from import section
 
 pytestmark = pytest.mark.peers
 CONFIGS = ("GRPOConfig", "SFTConfig", "DPOConfig", "RewardConfig")

@@ -3,16 +3,14 @@
 import dataclasses
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
 from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES
 from rl_bridge.pipelines.objective_options import ALGORITHMS
 from rl_tools.trainers import TRAINERS
+from tests.repository.coming_from import PAGE, section
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
 CODE = " ".join(re.findall(r"`([^`]+)`", PAGE))
 CHOICES = {"objective": ALGORITHMS, "loss": {**LOSSES, **REWARD_MODEL_LOSSES}}
 
@@ -88,15 +86,6 @@ not_colocate_with materialization_source on_weights_materialized HuggingFaceFsdp
 release_memory_cache generate p2p_weight_sync state_dict load_state_dict save load network_interface dedup_logs
 debug_mode
 """
-
-
-OURS = ("--", "objective:", "loss:")
-
-
-def section(library):
-    """What a library's section has in code, without our own options."""
-    text = PAGE.partition(f"## {library}\n")[2].partition("\n## ")[0]
-    return " ".join(code for code in re.findall(r"`([^`]+)`", text) if not code.startswith(OURS))
 
 
 @pytest.mark.parametrize("library, names", [("RL2", OF_RL2), ("RLite", OF_RLITE)])

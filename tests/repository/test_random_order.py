@@ -3,7 +3,7 @@
 from itertools import pairwise
 from types import SimpleNamespace
 
-from tests.ordering import in_random_order
+from tests.support.ordering import in_random_order
 
 ITEMS = [SimpleNamespace(nodeid=f"tests/test_{file}.py::test_{test}") for file in "abcd" for test in range(5)]
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests import ranks
+from tests.support import ranks
 
 
 def dies(number, address, queue):

@@ -1,4 +1,8 @@
-"""A test does not end before it has asserted anything: what does not apply is filtered from its parameters."""
+"""Tests assert before they end, stand alone, and lie in the rooms of what they test.
+
+A test does not end before it has asserted anything: what does not apply is filtered from its parameters. What two test
+files share is in a helper: beside them, or in tests/support where two folders share it.
+"""
 
 import ast
 from pathlib import Path
@@ -6,6 +10,24 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+BRIDGE = TESTS.parent / "bridge"
+ACROSS = {
+    "bad_inputs": "every command with every bad input, told by name",
+    "families": "every family of transformers through all rooms",
+    "invariance": "one step in every layout, over every executor",
+    "tools": "the rooms of rl_tools",
+}
+"""Folders of tests/bridge that are no room of rl_bridge, and what they are."""
+BEFORE = {
+    "export": "the exporters in run, on their way to rl_tools",
+    "profiling": "rl_bridge.profiling, on its way to rl_tools",
+}
+"""Folders of tests/bridge/tools whose room is not in rl_tools yet."""
+ELSEWHERE = {
+    "tests.bridge.families.zoo": "a family is added in one folder",
+    "tests.bridge.tools.tune.tuner": "a program that lies beside its trainer",
+}
+"""Helpers of a room that other rooms use, too, and why they stay there."""
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -75,3 +97,55 @@ def test_make_test_vllm_collects_every_test_that_needs_vllm():
         if "mark.vllm" in path.read_text("utf-8") and path != Path(__file__):
             within = path.relative_to(TESTS)
             assert within.parts[0] == "bridge" and (path.name.startswith("test_") or "vllm" in within.parts[:-1]), path
+
+
+def modules_imported(source: str) -> set[str]:
+    """Modules of tests that a source imports, inside of functions too; of `from a import b` both a and a.b."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return {name for name in names if name.split(".")[0] == "tests"}
+
+
+def imports_of_tests(source: str) -> list[str]:
+    return sorted(name for name in modules_imported(source) if name.rpartition(".")[2].startswith("test_"))
+
+
+def test_the_search_finds_imports_of_tests():
+    source = "import tests.a.test_b\ndef f():\n    from tests.c import test_d\n    from tests.e.test_f import g\n"
+    assert imports_of_tests(source) == ["tests.a.test_b", "tests.c.test_d", "tests.e.test_f"]
+    assert imports_of_tests("from tests.a.b import c\nfrom rl_fn import test_x\n") == []
+
+
+def test_nothing_imports_a_test_file():
+    """What is shared moves to a helper: else a test could not be renamed or run without another."""
+    files = {path.relative_to(TESTS).as_posix(): path.read_text("utf-8") for path in sorted(TESTS.rglob("*.py"))}
+    assert {name: modules for name, source in files.items() if (modules := imports_of_tests(source))} == {}
+
+
+def rooms(package: Path) -> set[str]:
+    return {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"}
+
+
+def folders(place: Path) -> set[str]:
+    return {path.parent.relative_to(place).parts[0] for path in place.rglob("*/*.py")}
+
+
+def test_tests_of_the_bridge_lie_in_its_rooms():
+    assert folders(TESTS / "bridge") - rooms(BRIDGE / "rl_bridge") == set(ACROSS)
+    assert folders(TESTS / "bridge/tools") - rooms(BRIDGE / "rl_tools") <= set(BEFORE)
+
+
+def test_what_two_rooms_of_the_bridge_share_is_in_support():
+    shared = set()
+    for path in (TESTS / "bridge").rglob("*.py"):
+        own = path.relative_to(TESTS).parts[1]
+        for name in modules_imported(path.read_text("utf-8")):
+            parts = name.split(".")
+            file = TESTS.parent.joinpath(*parts).with_suffix(".py")
+            if parts[1:2] == ["bridge"] and file.is_file() and parts[2] != own:
+                shared.add(name)
+    assert shared == set(ELSEWHERE)

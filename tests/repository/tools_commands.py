@@ -100,7 +100,7 @@ REPORTS: list[tuple[str, ...]] = [
 ]
 TOOLS: list[tuple[str, ...]] = [
     ("make install-tools", "make install-tools", "minutes", "tools"),
-    ("make test-tools", "make test-tools TESTS=tests/bridge/tracking", "minutes", "tools"),
+    ("make test-tools", "make test-tools TESTS=tests/bridge/tools/export", "minutes", "tools"),
     (
         'pip install ".[tune]"',
         'pip install --quiet --dry-run --constraint constraints.txt ".[tune]"',

@@ -11,6 +11,7 @@ import pytest
 import rl_fn
 from tests.rl_fn.extremes import extreme, kind, named
 from tests.rl_fn.laws import DETERMINISTIC, DIFFERENTIABLE, evaluate, every_seed, function_of_arrays, quick_jit, split
+from tests.rl_fn.narrow_types import computing_in
 from tests.rl_fn.registry import CASES, B, G, T
 
 ONE_CASE_EACH = sorted({CASES[key].name: key for key in DETERMINISTIC}.values())
@@ -66,32 +67,6 @@ def test_a_huge_weight_upstream_scales_the_gradient(key):
         ordinary, scaled = evaluate(key, arrays)[1], evaluate(key, arrays, 2.0**100)[1]
         for a, b in zip(ordinary, scaled, strict=True):
             np.testing.assert_allclose(b / np.float32(2.0**100), a, rtol=1e-4, atol=1e-6)
-
-
-def _jaxprs(eqn):
-    for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-        inner = getattr(parameter, "jaxpr", parameter)
-        if hasattr(inner, "eqns"):
-            yield inner
-
-
-MOVES = {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "transpose", "slice", "gather", "select_n"}
-MOVES |= {"concatenate", "dynamic_slice", "copy", "pad", "split", "rev", "stop_gradient"}
-# Their first operand is moved; the others are indices, which the bounds of the axis are compared with.
-INDEXED = {"gather", "dynamic_slice"}
-
-
-def computing_in(jaxpr, narrow) -> set[str]:
-    """Primitives that calculate with `narrow` numbers, rather than move or widen them."""
-    found = set()
-    for eqn in jaxpr.eqns:
-        inner = list(_jaxprs(eqn))
-        for sub in inner:
-            found |= computing_in(sub, narrow)
-        if not inner and eqn.primitive.name not in MOVES - INDEXED:
-            numbers = eqn.invars[1:] if eqn.primitive.name in INDEXED else eqn.invars
-            found |= {eqn.primitive.name for v in numbers if getattr(v.aval, "dtype", None) == narrow}
-    return found
 
 
 # A RowState is float32 by its making.

@@ -1,6 +1,5 @@
 """Any component in any slot: the objective works, or it is refused with the reason and the remedy."""
 
-import inspect
 import itertools
 
 import jax
@@ -9,43 +8,15 @@ import numpy as np
 import pytest
 
 import rl_fn
-from rl_fn import components
 from rl_fn.aggregation import MODES
+from tests.rl_fn.component_table import ADVANTAGES, CORRECTIONS, ICEPOP, LOSSES, TIS
 from tests.rl_fn.recipe_batches import COLUMNS, OBJECTIVES, advantages, batch, rollouts
 from tests.rl_fn.registry import RECIPES
 
 GSPO, GAE = rl_fn.components.GSPO(), rl_fn.components.GAE()
 KL = rl_fn.components.KL("k1", 0.1)
-TIS, ICEPOP = rl_fn.components.TIS(), rl_fn.components.IcePop()
-# The arguments that a component has no default for.
-ARGUMENTS = {
-    "KL": ("k3", 0.1),
-    "Aggregation": ("seq-mean-token-sum-norm", 16.0),
-    "EntropyBonus": (0.1,),
-    "Rejection": (0.5,),
-    "OffPolicySequenceMask": (0.5,),
-    "VACOMask": (0.5,),
-    "Sum": ((rl_fn.components.PPOClip(), rl_fn.components.PositiveExample()),),
-    "Product": ((TIS, rl_fn.components.M2POMask()),),
-}
-COMPONENTS = {
-    name: getattr(components, name)(*ARGUMENTS.get(name, ()))
-    for name in components.__all__
-    if inspect.isclass(getattr(components, name)) and name not in ("Advantage", "PerToken", "Custom", "CustomAdvantage")
-}
 
 
-def _of(*modules):
-    return {
-        name: component
-        for name, component in COMPONENTS.items()
-        if type(component).__module__.split(".")[-1] in modules
-    }
-
-
-LOSSES = _of("loss_components")
-CORRECTIONS = _of("corrections") | {"none": None}
-ADVANTAGES = _of("advantage_components", "token_advantages")
 AGGREGATIONS = [
     rl_fn.components.Aggregation(mode, 16.0 if mode == "seq-mean-token-sum-norm" else None) for mode in MODES
 ]

@@ -8,8 +8,8 @@ import pytest
 
 import rl_fn
 from tests.oracle.lookup import ORACLE
+from tests.rl_fn.component_table import ADVANTAGES, CORRECTIONS, LOSSES
 from tests.rl_fn.recipe_batches import advantages, batch, rollouts
-from tests.rl_fn.test_compatibility import ADVANTAGES, CORRECTIONS, LOSSES
 
 BATCH = batch(rl_fn.recipes.dapo(), 21)
 OLD = BATCH[:4]

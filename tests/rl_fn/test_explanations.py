@@ -6,7 +6,7 @@ import pytest
 
 import rl_fn
 from rl_fn.aggregation import MODES
-from tests.rl_fn.test_compatibility import ADVANTAGES, COMPONENTS, LOSSES
+from tests.rl_fn.component_table import ADVANTAGES, COMPONENTS, LOSSES
 
 
 def _numbers(component):

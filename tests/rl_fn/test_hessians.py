@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import rl_fn
+from tests.rl_fn.jumps import JUMPS, RANKED
 from tests.rl_fn.laws import split, wide_program, widened
 from tests.rl_fn.registry import CASES
-from tests.rl_fn.test_ties import JUMPS, RANKED
 
 # |x| has a kink where its argument is 0; a spread of nothing has one too.
 KINKS = {"kl_abs", "kl_cov", "total_variation", "tchebycheff"}

@@ -9,8 +9,8 @@ import pytest
 
 import rl_fn
 from tests.rl_fn.laws import close, function_of_arrays, quick_jit, split, values
+from tests.rl_fn.narrow_types import computing_in
 from tests.rl_fn.registry import CASES, HOST, Draw, G, T, V
-from tests.rl_fn.test_adversarial import computing_in
 
 NARROW = (np.int8, np.uint8, np.int16, np.uint16, np.uint32)
 DTYPES = (*NARROW, np.int64, np.uint64)

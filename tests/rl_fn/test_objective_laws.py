@@ -10,10 +10,10 @@ import pytest
 
 import rl_fn
 from rl_fn import components as c
+from tests.rl_fn.component_table import ADVANTAGES, LOSSES
 from tests.rl_fn.laws import quick_jit
 from tests.rl_fn.recipe_batches import advantages, batch, loss_alone, mapped, rollouts, run
 from tests.rl_fn.registry import RECIPES
-from tests.rl_fn.test_compatibility import ADVANTAGES, LOSSES
 
 PLAIN = {name: getattr(rl_fn.recipes, name)() for name in RECIPES}
 LOSS_OF = {loss_alone(objective): name for name, objective in PLAIN.items()}

@@ -15,9 +15,9 @@ import pytest
 
 import rl_fn
 from rl_fn.aggregation import MODES
+from tests.rl_fn.component_table import CORRECTIONS, LOSSES
 from tests.rl_fn.laws import quick_jit, weights
 from tests.rl_fn.recipe_batches import COLUMNS, FLOATS, batch, mapped
-from tests.rl_fn.test_compatibility import CORRECTIONS, LOSSES
 
 WORDS = ("token", "sequence", "sequence_sum", "seq_sum", "seq_mean", "seq_max", "k1", "k2", "k3", "tv", "kl", "old")
 ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")

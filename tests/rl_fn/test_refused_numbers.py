@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import rl_fn
-from tests.rl_fn.exact.test_arguments import BESIDE, BUILT, RANGES, SAMPLING
 from tests.rl_fn.hyper_parameters import COUNTS, TRACED, WITH_NUMBERS, call_of, numeric_of
+from tests.rl_fn.ranges import BESIDE, BUILT, RANGES, SAMPLING
 
-# Refused by a function that this one calls, or together with the parameter that exact/test_arguments.py varies.
+# Refused by a function that this one calls, or together with the parameter that ranges.py has a range for.
 PASSED_ON = {
     "adaptive_entropy.high": -0.1,
     "aggregate.max_completion_length": 0.0,

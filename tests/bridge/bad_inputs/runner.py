@@ -39,15 +39,14 @@ def import_everything(*, also_rare: bool = True) -> None:
 
     import torch
 
-    import rl_bridge
-
     torch.set_num_threads(1)
-    packages = ("pipelines", "report", "memory", "tuning", "data", "models", "rewards", "trainers", "tracking")
-    for package in packages if also_rare else ("pipelines", "models"):
-        importlib.import_module(f"rl_bridge.{package}")
-        for found in pkgutil.walk_packages([f"{rl_bridge.__path__[0]}/{package}"], f"rl_bridge.{package}."):
+    rooms = ("pipelines", "memory", "data", "models", "rewards", "modules", "algorithms", "run")
+    packages = [*(f"rl_bridge.{room}" for room in rooms), "rl_tools.report", "rl_tools.plan", "rl_tools.tune"]
+    for package in packages if also_rare else ("rl_bridge.pipelines", "rl_bridge.models"):
+        folders = importlib.import_module(package).__path__
+        for module in pkgutil.walk_packages(folders, f"{package}."):
             with contextlib.suppress(ImportError):  # an extra's
-                importlib.import_module(found.name)
+                importlib.import_module(module.name)
     for name in (
         "importlib.readers",
         "transformers.models.qwen2.modeling_qwen2",

@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
-from tests.bridge.checkpoints.test_ranks import assert_errors_named, assert_goes_on_bit_for_bit, assert_same_result
-from tests.bridge.executors.jobs import orphans, run, start
+from tests.bridge.checkpoints.states import assert_errors_named, assert_goes_on_bit_for_bit, assert_same_result
+from tests.support.jobs import orphans, run, start
 
 JOB = "tests.bridge.checkpoints.job"
 

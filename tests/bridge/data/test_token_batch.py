@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_bridge.data.token_batch import TokenBatch, collate, micro_batches, padded_rows, restore, stand_in
-from tests.bridge.data.trajectories import PAD, TRAJECTORIES, trajectory, unpadded, widened
+from tests.support.trajectories import PAD, TRAJECTORIES, trajectory, unpadded, widened
 
 
 @given(TRAJECTORIES)

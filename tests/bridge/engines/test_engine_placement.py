@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_bridge.engines import Engine, Mesh, TrainEngine
-from tests.bridge.engines.many_hosts import ManyHosts
+from tests.support.many_hosts import ManyHosts
 
 
 class Rows:

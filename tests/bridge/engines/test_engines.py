@@ -14,8 +14,8 @@ from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rollout import InProcessRollout
-from tests.bridge.engines.many_hosts import ManyHosts
-from tests.bridge.ready import ready
+from tests.support.many_hosts import ManyHosts
+from tests.support.ready import ready
 
 SAMPLING = SamplingParams(max_new_tokens=6, n=2)
 PROMPTS = ["1+1=", "12+34="]

@@ -9,7 +9,7 @@ from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.engines import Engine, InferenceEngine, Mesh, NeedParallel, ParallelModule, TrainEngine, returns
 from rl_bridge.weights.source import in_charge_of
 from tests.bridge.engines import own
-from tests.bridge.engines.many_hosts import ManyHosts
+from tests.support.many_hosts import ManyHosts
 
 
 def module_of(engine):

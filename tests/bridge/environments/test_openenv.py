@@ -15,7 +15,7 @@ from rl_bridge.environments.factories import OpenEnv
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.conversations import Conversations, Limits, Opening
-from tests.bridge.rollout.simulated import SimulatedSampler
+from tests.support.simulated_sampler import SimulatedSampler
 
 pytestmark = pytest.mark.openenv
 TOKENIZER = character_tokenizer("0123456789+-=?\n")

@@ -12,8 +12,8 @@ from rl_bridge.executors import DeadlineExceeded, WorkerDied
 from rl_bridge.executors import ray as ray_executor
 from rl_bridge.executors.ray import RayExecutor
 from tests.bridge.executors.call_scenarios import add
-from tests.bridge.executors.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS, every, outcomes
+from tests.support.jobs import run
 
 pytestmark = [
     pytest.mark.ray,

@@ -13,8 +13,8 @@ from rl_bridge.executors.driver import RemoteExecutor
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.slots import Own, Remote
 from rl_bridge.executors.torchrun import TorchrunExecutor
-from tests.bridge.executors.jobs import run
 from tests.bridge.executors.scenarios import SCENARIOS
+from tests.support.jobs import run
 
 
 def test_usr_20_a_rank_that_is_alone_says_whom_it_waits_for(monkeypatch):

@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
-from tests.bridge.executors.jobs import orphans
 from tests.bridge.executors.two_hosts import Loopback, TwoHosts, available, start
+from tests.support.jobs import orphans
 
 NAMESPACES = available()
 JOB = "tests.bridge.executors.two_hosts_job"

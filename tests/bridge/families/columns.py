@@ -23,7 +23,7 @@ from rl_bridge.rollout import InProcessRollout
 from tests.bridge.families import reference, zoo
 from tests.bridge.families.cells import NONE, PADDED, RIGHT, Cell, building, cell, judged
 from tests.bridge.families.reference import TOLERANCE, Numbers
-from tests.bridge.weights.one_process import put, sync
+from tests.support.one_process import put, sync
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 ARRANGEMENTS = {

@@ -11,6 +11,15 @@ import torch
 
 from rl_bridge.functional import from_jax
 
+ANY, POSITIVE, UNIT = "any", "positive", "unit"
+
+
+def draw(seed: int, shape: tuple[int, ...], domain: str = ANY) -> np.ndarray:
+    """Multiples of a quarter: ties and zeros are frequent."""
+    x = np.round(np.random.default_rng(seed).normal(0.0, 1.0, shape) * 4) / 4
+    x = {ANY: x, POSITIVE: np.abs(x) + 0.25, UNIT: np.clip(x, -3.0, 3.0) / 4}[domain]
+    return np.asarray(x, np.float32)
+
 
 def to_torch(x: Any) -> Any:
     return torch.from_numpy(np.array(x)) if isinstance(x, np.ndarray | np.generic) else x

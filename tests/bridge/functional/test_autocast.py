@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_bridge.functional import from_jax, through_xla
-from tests.bridge.functional.test_programs import NAMES, REGISTRIES, arguments, value_and_gradient
+from tests.bridge.functional.sizes_of_cases import NAMES, REGISTRIES, arguments, value_and_gradient
 from tests.rl_fn.registry import CASES
 
 # Autocast acts on torch's operations, which a function's cases share.

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from jax import lax
 
 from rl_bridge.functional import from_jax
-from tests.bridge.functional.both import Family, check
+from tests.bridge.functional.both import ANY, POSITIVE, UNIT, Family, check, draw
 
 # Few shapes and seeds, so that JAX compiles a few programs and their results are computed once.
 SHAPES = st.sampled_from([(), (2, 1, 4), (2, 0)])
 SEEDS = st.integers(0, 3)
-
-ANY, POSITIVE, UNIT = "any", "positive", "unit"
 
 
 def _unsigned(x, y):
@@ -129,13 +127,6 @@ INTEGER = {
     "select": lambda x, y: lax.select_n(jnp.clip(x, 0, 2), x, y, x + y),
     "convert": lambda x, y: (x.astype(jnp.float32) * 0.5, y.astype(jnp.int8)),
 }
-
-
-def draw(seed: int, shape: tuple[int, ...], domain: str = ANY) -> np.ndarray:
-    """Multiples of a quarter: ties and zeros are frequent."""
-    x = np.round(np.random.default_rng(seed).normal(0.0, 1.0, shape) * 4) / 4
-    x = {ANY: x, POSITIVE: np.abs(x) + 0.25, UNIT: np.clip(x, -3.0, 3.0) / 4}[domain]
-    return np.asarray(x, np.float32)
 
 
 def draw_integers(seed: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from rl_bridge.functional import from_jax
-from tests.bridge.functional.both import Family, check
-from tests.bridge.functional.test_elementwise import draw
+from tests.bridge.functional.both import Family, check, draw
 
 SHAPES = st.sampled_from([(1, 4), (3, 5)])
 SEEDS = st.integers(0, 3)

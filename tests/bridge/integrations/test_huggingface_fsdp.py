@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-from tests.bridge.integrations.test_huggingface import tiny
-from tests.ranks import results as results_of_ranks
+from tests.bridge.integrations.tiny_models import tiny
+from tests.support.ranks import results as results_of_ranks
 
 RANKS = 2
 WAYS = ["registered", "checkpointed", "compiled"]

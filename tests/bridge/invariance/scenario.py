@@ -31,7 +31,7 @@ from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.modules.value import ValueModule
 from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_fn import components
-from tests.bridge.data.comparisons import random_comparisons
+from tests.support.comparisons import random_comparisons
 
 NUMBER, COLUMNS, VOCABULARY, COMMON = 11, 24, 20, 6
 SOURCE = TinySource(vocabulary=VOCABULARY, hidden=16, layers=2, heads=4, key_value_heads=2, seed=3)

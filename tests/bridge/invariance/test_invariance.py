@@ -47,7 +47,7 @@ def test_one_step_is_the_same(found, executor, case):
     assert all(difference <= TOLERANCE for difference in parts.values()), parts
 
 
-# Comparisons skip by the same code; tests/bridge/trainers/test_preference_module.py has a loss of theirs.
+# Comparisons skip by the same code; tests/bridge/modules/test_preference_module.py has a loss of theirs.
 SKIPPING = [(executor, case) for executor, case in FAST if case.trainer not in LOSSES]
 
 

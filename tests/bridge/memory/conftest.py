@@ -1,9 +1,1 @@
-import pytest
-
-from rl_bridge.executors import session
-
-
-@pytest.fixture(autouse=True)
-def an_executor_of_its_own(monkeypatch):
-    """A profiler counts all that its process has, and other tests of the process leave engines behind."""
-    monkeypatch.setattr(session, "_current", [])
+from tests.support.executors import an_executor_of_its_own as an_executor_of_its_own

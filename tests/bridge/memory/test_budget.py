@@ -12,9 +12,9 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_tools.plan.workload import Workload
+from tests.bridge.memory.shortage import fails
 
 BATCH = Workload(prompts=3, responses=2, prompt_tokens=4, new_tokens=6).batch(20)
-SHORT = "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -57,19 +57,6 @@ def trained(tokens, broken=None) -> tuple[PolicyModule, float]:
         broken(module)
     module.train_step(BATCH, float(BATCH.mask.sum()))
     return module, module.optimizer_step()["grad_norm"]
-
-
-def fails(method, at: int):
-    """``method`` raises at its call number ``at``, after it has done its work."""
-    calls = iter(range(1_000_000))
-
-    def call(*args, **kwargs):
-        result = method(*args, **kwargs)
-        if next(calls) == at:
-            raise RuntimeError(SHORT)
-        return result
-
-    return call
 
 
 def in_forward(module):

@@ -19,11 +19,11 @@ from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.modules.value import ValueModule, ValueScorer
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_tools.plan.workload import Workload
-from tests.bridge.data.comparisons import random_comparisons
-from tests.bridge.memory.test_budget import SHORT, fails
-from tests.bridge.parallel.one_step import host_of_rank, mesh_of, whole
-from tests.bridge.trainers.test_preference_module import Direct
-from tests.ranks import as_rank, found_by_ranks
+from tests.bridge.memory.shortage import SHORT, fails
+from tests.support.comparisons import random_comparisons
+from tests.support.direct_engine import Direct
+from tests.support.one_step import host_of_rank, mesh_of, whole
+from tests.support.ranks import as_rank, found_by_ranks
 
 SOURCE = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
 HEADED = ValueSource(SOURCE, seed=1)  # type: ignore[arg-type]

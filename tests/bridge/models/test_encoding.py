@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_bridge.models.chat_templates import ChangedEarlierText, use_template
 from rl_bridge.models.encoding import encode_prompt, encode_row, special_ids
-from tests.bridge.models.chat_templates import CHATML, KINDS, bytes_tokenizer, pieces_tokenizer
+from tests.support.chat_templates import CHATML, KINDS, bytes_tokenizer, pieces_tokenizer
 
 CHAT = [
     {"role": "user", "content": "1+1?"},

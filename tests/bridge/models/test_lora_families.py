@@ -15,7 +15,7 @@ from rl_bridge.models.pretrained import save_sharded_model
 from rl_bridge.models.source import StateSource
 from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.weights import EngineRef, source_of, sync_weights
-from tests.bridge.models.lora_families import FAMILIES, tiny
+from tests.support.lora_families import FAMILIES, tiny
 
 IDS = torch.randint(2, 32, (2, 9), generator=torch.Generator().manual_seed(0))
 ENDS = ["embed_tokens", "lm_head"]

@@ -16,7 +16,7 @@ from rl_bridge.models.source import PretrainedValueSource, StateSource, ValueSou
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.value import ValueScorer
 from rl_bridge.parallel.heads import scored_places
-from tests.bridge.models.chat_templates import bytes_tokenizer
+from tests.support.chat_templates import bytes_tokenizer
 
 END = "<|im_end|>"
 

@@ -12,8 +12,8 @@ from rl_bridge.models.pretrained import save_sharded_model
 from rl_bridge.models.source import PretrainedSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from tests.bridge.families import zoo
-from tests.bridge.parallel import one_step
-from tests.ranks import as_rank, found_by_ranks
+from tests.support import one_step
+from tests.support.ranks import as_rank, found_by_ranks
 
 KINDS = ("mixtral", "gpt_neox", "falcon_h1", "gemma")
 LAYOUTS = {"shard": (1, 2, 1, 1), "replicate": (2, 1, 1, 1)}

@@ -12,7 +12,7 @@ from rl_bridge.models import model_folder
 from rl_bridge.models.small import TinySource
 from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.models.stored_tensors import fill_computed_buffers
-from tests.bridge.parallel.one_step import make
+from tests.support.one_step import make
 
 
 def loaded(source):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.bridge.families import zoo
-from tests.bridge.parallel import one_step
-from tests.ranks import as_rank
+from tests.support import one_step
+from tests.support.ranks import as_rank
 
 ROWS, LENGTH = 2, 11
 # Switches of configurations that change which modules a layer has, or what it does between them. Biases of layers that

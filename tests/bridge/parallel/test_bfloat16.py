@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bridge.parallel import one_step
-from tests.ranks import as_rank, found_by_ranks
+from tests.support import one_step
+from tests.support.ranks import as_rank, found_by_ranks
 
 LAYOUTS = {"shard": ("Llama", (1, 2, 1, 1)), "tensor": ("Qwen3", (1, 1, 1, 2))}
 # Of ‖difference‖ / ‖float32‖: a rounding is at most 2⁻⁹ = 0.002. One process has these errors too.

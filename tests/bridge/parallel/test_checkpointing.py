@@ -6,7 +6,7 @@ from torch import nn
 
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.parallelize import parallelize
-from tests.bridge.parallel.one_step import loss_of, make, token_ids
+from tests.support.one_step import loss_of, make, token_ids
 
 
 def gradients(checkpointed):

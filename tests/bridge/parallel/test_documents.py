@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rl_bridge.data.token_batch import shared_prefixes
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.documents import Documents
-from tests.bridge.parallel.models import FAMILIES, batch, grouped_batch, tiny, transformers_checkpointing
+from tests.support.attending_models import FAMILIES, batch, grouped_batch, tiny, transformers_checkpointing
 
 LENGTHS = [7, 0, 1, 12, 7, 3]
 BATCHES = st.lists(st.integers(0, 6), max_size=6)

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rl_bridge.parallel.heads import head_of, token_logprobs
-from tests.bridge.parallel.one_step import VOCABULARY, make, token_ids
+from tests.support.one_step import VOCABULARY, make, token_ids
 
 CAP = 2.0
 

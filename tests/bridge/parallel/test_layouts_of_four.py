@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.bridge.parallel import one_step
-from tests.ranks import found_by_ranks
+from tests.support import one_step
+from tests.support.ranks import found_by_ranks
 
 # 13 rows of a matrix on each tensor rank, which two shards do not divide.
 UNEVEN = {"intermediate_size": 26}

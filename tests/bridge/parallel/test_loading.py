@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bridge.parallel import one_step
-from tests.ranks import as_rank, found_by_ranks
+from tests.support import one_step
+from tests.support.ranks import as_rank, found_by_ranks
 
 LAYOUTS = {"shard": (1, 2, 1, 1), "replicate": (2, 1, 1, 1), "tensor": (1, 1, 1, 2)}
 

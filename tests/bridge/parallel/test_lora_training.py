@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.bridge.parallel.one_step import assert_equal, host_of_rank, mesh_of, whole
-from tests.ranks import as_rank, found_by_ranks
+from tests.support.one_step import assert_equal, host_of_rank, mesh_of, whole
+from tests.support.ranks import as_rank, found_by_ranks
 
 # replicate, shard, sequence, tensor; and what is set besides
 LAYOUTS = {
@@ -39,7 +39,7 @@ def source_of_model(mixture):
     from rl_bridge.models.lora import LoRASource
     from rl_bridge.models.small import TinySource
     from rl_bridge.models.source import StateSource
-    from tests.bridge.models.lora_families import tiny
+    from tests.support.lora_families import tiny
 
     if mixture:
         return LoRASource(StateSource(tiny("mixtral")), 4, 16.0, TARGETS, seed=5)

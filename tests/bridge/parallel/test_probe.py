@@ -27,10 +27,10 @@ from rl_bridge.parallel import probe as probing
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.attention.register import NAME
 from rl_bridge.parallel.probe import eager_attention, plain_values, probe
-from tests.bridge.parallel import one_step
-from tests.bridge.parallel.models import SIZES, tiny
-from tests.bridge.ready import ready
-from tests.ranks import as_rank, found_by_ranks
+from tests.support import one_step
+from tests.support.attending_models import SIZES, tiny
+from tests.support.ranks import as_rank, found_by_ranks
+from tests.support.ready import ready
 
 
 @pytest.fixture(autouse=True)

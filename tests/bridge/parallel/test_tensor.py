@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rl_bridge.parallel.tensor_parallel import cut_matrices
 from tests.bridge.families import zoo
-from tests.bridge.parallel.one_step import make
+from tests.support.one_step import make
 
 
 def refused(model, ranks, message):

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rl_bridge.parallel.tensor_parallel import FAMILIES, cut_matrices, plan_of
 from tests.bridge.families import zoo
 from tests.bridge.parallel import tensor_ranks
-from tests.ranks import found_by_ranks
+from tests.support.ranks import found_by_ranks
 
 # Together these have each style of a plan, an embedding with a scale, heads' sinks, experts with biases, and one whose
 # first parameter stays whole.

@@ -10,8 +10,8 @@ import pytest
 from rl_bridge.checkpoints.restoring import read_driver
 from rl_bridge.modules.trainable import CausalLMModule
 from rl_tools.cli import main
-from tests.bridge.pipelines.results import assert_same, metrics, result
-from tests.bridge.pipelines.test_drills import ended, lines, start
+from tests.bridge.pipelines.killed import ended, lines, start
+from tests.support.results import assert_same, metrics, result
 
 TOOL = """
 class Counts:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_tools.cli import main
-from tests.bridge.pipelines.results import metrics
+from tests.support.results import metrics
 
 SUMS = [(a, b) for a in range(10, 20) for b in range(10, 16)]
 

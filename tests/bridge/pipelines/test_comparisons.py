@@ -28,8 +28,8 @@ from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES, Preferen
 from rl_bridge.rewards import load
 from rl_bridge.run.run import Run
 from rl_tools.cli import main
-from tests.bridge.models.chat_templates import bytes_tokenizer
-from tests.bridge.pipelines.results import metrics
+from tests.support.chat_templates import bytes_tokenizer
+from tests.support.results import metrics
 
 ROOT = Path(__file__).parents[3]
 SUMS = [(a, b) for a in range(4) for b in range(5)]

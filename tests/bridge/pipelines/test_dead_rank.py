@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.checkpoints.restoring import read_driver
-from tests.bridge.pipelines.results import metrics
+from tests.support.results import metrics
 
 ROOT = Path(__file__).parents[3]
 REWARD = """

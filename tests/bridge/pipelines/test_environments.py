@@ -7,7 +7,7 @@ from rl_bridge.pipelines.rollout_options import EnvironmentOptions
 from rl_bridge.rewards import load
 from rl_bridge.rewards.function import RewardError
 from rl_tools.cli import main
-from tests.bridge.data.trajectories import trajectory
+from tests.support.trajectories import trajectory
 
 SMALL = {
     "--sft.steps": 0,

@@ -14,8 +14,8 @@ from rl_bridge.models.pretrained import load_pretrained
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_tools.cli import main
 from tests.bridge.pipelines.conftest import OPTIONS, words_of
-from tests.bridge.pipelines.results import metrics
-from tests.bridge.pipelines.tracing import REWARD, same, trace_calls
+from tests.support.results import metrics
+from tests.support.tracing import REWARD, same, trace_calls
 
 SETTINGS = {
     "plain": {},

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rl_tools.cli import main
-from tests.bridge.pipelines.results import metrics
-from tests.bridge.pipelines.test_torchrun import REWARD
+from tests.bridge.pipelines.processes import REWARD
+from tests.support.results import metrics
 
 
 def test_a_run_with_a_budget_of_tokens_trains_on_what_is_finished(tmp_path, arguments, run_to_end):

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_tools.cli import main
-from tests.bridge.pipelines.results import metrics
+from tests.support.results import metrics
 
 LAST_LINE = r"held-out accuracy \d\.\d\d → \d\.\d\d in \d+ s"
 QUICK = {"--sft.steps": 2, "--policy.steps": 2, "--policy.evaluate-every": 1}

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_tools.cli import main
-from tests.bridge.pipelines.results import assert_same, metrics, result
+from tests.support.results import assert_same, metrics, result
 
 # The process kills itself in the middle of a step: no handler, no finally, nothing flushed.
 DYING = """

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_tools.cli import main
-from tests.bridge.pipelines.results import metrics
+from tests.support.results import metrics
 
 ROOT = Path(__file__).parents[3]
 TEMPLATE = (

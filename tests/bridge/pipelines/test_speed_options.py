@@ -3,7 +3,7 @@
 import pytest
 
 from rl_tools.cli import main
-from tests.bridge.pipelines.results import metrics
+from tests.support.results import metrics
 
 OPTIONS = {"--sft.steps": 0, "--policy.steps": 2, "--policy.evaluate-every": 2, "--policy.updates-per-step": 2}
 TIMES = {"seconds", "time", "tokens_per_second", "run", "attempt"}

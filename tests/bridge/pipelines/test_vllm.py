@@ -5,38 +5,12 @@ import shutil
 
 import pytest
 
-from rl_bridge.models.pretrained import save_pretrained
-from rl_bridge.models.small import character_tokenizer, tiny_qwen2
-from tests.bridge.pipelines.conftest import words_of
-from tests.bridge.pipelines.results import metrics
-from tests.bridge.pipelines.test_torchrun import REWARD, SHORT, assert_same_run, in_a_process
+from tests.bridge.pipelines.processes import assert_same_run, in_a_process
+from tests.bridge.pipelines.vllm_words import TRUNCATED, model_folder, model_of, words
+from tests.support.results import metrics
 
+__all__ = ["model_folder", "words"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-ENGINE = {"--rollout.backend": "vllm", "--rollout.vllm.kv-cache-gib": 0.02, "--rollout.vllm.max-num-seqs": 16}
-TRUNCATED = {"--policy.sampling.top-k": 12, "--policy.sampling.top-p": 0.95, "--policy.sampling.min-p": 0.02}
-
-
-def model_of(folder, heads):
-    """Heads of 32 are the smallest that vLLM computes on a CPU."""
-    tokenizer = character_tokenizer("0123456789+-=")
-    save_pretrained(folder, tiny_qwen2(tokenizer, hidden=32 * heads, layers=1, heads=heads), tokenizer)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return model_of(tmp_path_factory.mktemp("models") / "tiny", heads=1)
-
-
-@pytest.fixture
-def words(tmp_path, model_folder):
-    (tmp_path / "reward.py").write_text(REWARD)
-
-    def of(name, *more, **others):
-        options = {**SHORT, **ENGINE, "--reward": f"{tmp_path / 'reward.py'}:even_digits", **others}
-        return words_of(tmp_path, model_folder, name, "objective:grpo", *more, **options)[2:]
-
-    return of
 
 
 def test_a_run_is_exact_and_goes_on_from_a_checkpoint(tmp_path, words, run_to_end):

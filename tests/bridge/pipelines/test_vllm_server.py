@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bridge.pipelines.results import metrics
-from tests.bridge.pipelines.test_drills import start
-from tests.bridge.pipelines.test_torchrun import assert_same_run
-from tests.bridge.pipelines.test_vllm import TRUNCATED, model_folder, words
+from tests.bridge.pipelines.killed import start
+from tests.bridge.pipelines.processes import assert_same_run
+from tests.bridge.pipelines.vllm_words import TRUNCATED, model_folder, words
+from tests.support.results import metrics
 
 __all__ = ["model_folder", "words"]
 # test_served.py shows in seconds that the tokens are the same, and that a dead server takes no request with it.

@@ -11,7 +11,7 @@ import pytest
 from rl_bridge.rewards import RewardError, load, process
 from rl_bridge.rewards.process import AskedElsewhere
 from tests.bridge.rewards.batches import trajectories, values
-from tests.processes import gone
+from tests.support.processes import gone
 
 FILE = """
 import ctypes, os, pathlib, subprocess, sys, time

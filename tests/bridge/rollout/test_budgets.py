@@ -12,8 +12,8 @@ from rl_bridge.models.source import StateSource
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.conversations import Conversations
-from tests.bridge.rollout.simulated import SimulatedSampler, SimulatedSteps
-from tests.bridge.rollout.test_conversations import DIGITS, EOS, LIMITS, TOKENIZER, converse, openings
+from tests.bridge.rollout.sums import DIGITS, EOS, LIMITS, TOKENIZER, converse, openings
+from tests.support.simulated_sampler import SimulatedSampler, SimulatedSteps
 
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]
 SAMPLING = SamplingParams(max_new_tokens=40, n=3, seed=4)

@@ -13,8 +13,8 @@ from rl_bridge.models.source import PretrainedSource, StateSource, fill
 from rl_bridge.models.stored_tensors import TensorsInHand
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout import InProcessRollout
-from tests.bridge.data.trajectories import generate
 from tests.bridge.rollout.distribution import HOSTILE, truncated
+from tests.support.trajectories import generate
 
 EOS = 1
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54=", "0=", "12+34="]

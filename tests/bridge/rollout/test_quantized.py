@@ -15,7 +15,7 @@ from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.inprocess import Int8Linear
 from rl_bridge.weights.transforms import Cast, Quantize
-from tests.bridge.data.trajectories import generate
+from tests.support.trajectories import generate
 
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]
 SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=4)

@@ -15,9 +15,9 @@ from rl_bridge.models.source import StateSource
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.sampling import StopTexts, request_seeds
-from tests.bridge.data.trajectories import generate
-from tests.bridge.models.chat_templates import bytes_tokenizer, pieces_tokenizer
 from tests.bridge.rollout.stopped import assert_cut_at_the_text, naive
+from tests.support.chat_templates import bytes_tokenizer, pieces_tokenizer
+from tests.support.trajectories import generate
 
 TOKENIZERS = {
     "characters": character_tokenizer("0123456789+-=ab"),

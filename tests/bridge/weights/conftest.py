@@ -1,8 +1,8 @@
 import pytest
 
 from rl_bridge.executors import LocalExecutor
-from tests.bridge.weights.engines import model
-from tests.bridge.weights.one_process import put
+from tests.support.one_process import put
+from tests.support.weight_engines import model
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rl_bridge.weights import Cast, EngineRef, checksum, receiver_of, sync, sync_weights, transports
-from tests.bridge.weights.engines import engine, holds, joined, model
-from tests.bridge.weights.one_process import NAME
+from tests.support.one_process import NAME
+from tests.support.weight_engines import engine, holds, joined, model
 
 ONE, BOTH = (1,), (0, 1)
 SHARDS, COPY, COPIES = ("shard", BOTH), ("copies", ONE), ("copies", BOTH)
@@ -141,7 +141,7 @@ def fsdp_after_a_forward_pass(world):
 
 
 def adapters_on_sharded_models(world):
-    from tests.bridge.weights.test_lora import adapted
+    from tests.bridge.weights.adapters import adapted
 
     def put(name, seed, shards):
         made = adapted(seed, target_modules="all-linear")

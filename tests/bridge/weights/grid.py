@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl_bridge.weights import sync_weights
 from rl_bridge.weights.transports import TRANSPORTS
-from tests.bridge.weights.engines import engine, holds, joined, model
+from tests.support.weight_engines import engine, holds, joined, model
 
 BUCKET = 4096  # several buckets, and tensors that are larger than one
 

@@ -11,7 +11,7 @@ from rl_bridge.weights import (
     receiver_of,
     transports,
 )
-from tests.bridge.weights.one_process import NAME, TRANSPORTS, module_of, same, sync, version
+from tests.support.one_process import NAME, TRANSPORTS, module_of, same, sync, version
 
 
 def damaged(tensor):

@@ -9,8 +9,8 @@ from rl_bridge.weights import (
     WeightSyncError,
     replace_parameters,
 )
-from tests.bridge.weights.engines import model
-from tests.bridge.weights.one_process import NAME, put, same, sync, version
+from tests.support.one_process import NAME, put, same, sync, version
+from tests.support.weight_engines import model
 
 
 class Wrapped(torch.nn.Module):

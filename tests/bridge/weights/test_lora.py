@@ -9,7 +9,8 @@ from peft import LoraConfig, get_peft_model
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.weights import EngineRef, WeightSyncError, checksum, receiver_of, source_of, sync_weights
-from tests.bridge.weights.engines import model
+from tests.bridge.weights.adapters import adapted, untied
+from tests.support.weight_engines import model
 
 # peft asks transformers under the property's old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -21,25 +22,6 @@ CONFIGS = {
     "some layers": {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"down_proj": 2}},
     "modules to save": {"target_modules": ["v_proj"], "modules_to_save": ["norm"]},
 }
-
-
-def untied(seed):
-    made = model(seed)
-    made.lm_head.weight = torch.nn.Parameter(torch.randn(made.lm_head.weight.shape) * 0.3)
-    made.config.tie_word_embeddings = False
-    return made
-
-
-def adapted(seed, dtype=torch.float32, **config):
-    """A peft model whose adapter is not the identity."""
-    base = untied(1) if config.pop("untied", False) else model(1, dtype)
-    made = get_peft_model(base, LoraConfig(r=4, lora_alpha=16, **config))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return made
 
 
 def run(policy, rollout, **options):

@@ -9,8 +9,8 @@ from rl_bridge.rollout import InProcessRollout
 from rl_bridge.weights import Arrival, ModuleReceiver, WeightSyncError, checksum, receiver_of, transports
 from rl_bridge.weights.manifest import Claim, Manifest, described, inside, whole
 from rl_bridge.weights.module_tensors import module_tensors
-from tests.bridge.weights.engines import model
-from tests.bridge.weights.one_process import NAME, put, sync
+from tests.support.one_process import NAME, put, sync
+from tests.support.weight_engines import model
 
 SAMPLING = SamplingParams(max_new_tokens=2)
 

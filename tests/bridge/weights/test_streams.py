@@ -12,8 +12,8 @@ from rl_bridge.weights import (
     sync_weights,
 )
 from rl_bridge.weights.receiver import prove
-from tests.bridge.weights.engines import model
-from tests.bridge.weights.one_process import POLICY, ROLLOUT, TRANSPORTS, module_of, put, same, sync, version
+from tests.support.one_process import POLICY, ROLLOUT, TRANSPORTS, module_of, put, same, sync, version
+from tests.support.weight_engines import model
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from tests.bridge.executors.jobs import run
 from tests.bridge.weights import grid
 from tests.bridge.weights.faults import killed_half_way
 from tests.bridge.weights.faults import run as faults_of_ranks
-from tests.ranks import results
+from tests.support.jobs import run
+from tests.support.ranks import results
 
 # One of each transport with sharded, tensor-parallel and whole ends; the rest is slow.
 FEW = [

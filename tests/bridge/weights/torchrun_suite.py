@@ -19,7 +19,7 @@ from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.weights import Cast, WeightSyncError, checksum
 from rl_bridge.weights.manifest import full
-from tests.bridge.weights.engines import model
+from tests.support.weight_engines import model
 
 TOKENIZER, PROMPTS = character_tokenizer("0123456789+-="), ["1+1=", "22-3="]
 

@@ -1,7 +1,6 @@
 """The three Gluon kernels' own source in an emulator: every option against float64, and pipelines of any length."""
 
 import contextlib
-import importlib
 
 import pytest
 import torch
@@ -9,26 +8,14 @@ import torch
 from rl_kernels.common.arguments import Problem, Rows
 from tests.kernels.cases import INF, OPTIONS, N, V, generator, ids, normal
 from tests.kernels.exact import exact
-from tests.kernels.experimental.gluon_emulator import PROGRAMS, Emulated
-from tests.kernels.linear_logprobs import test_backends as shared
+from tests.kernels.experimental.emulation import backend, emulate
+from tests.kernels.experimental.gluon_emulator import PROGRAMS
+from tests.kernels.linear_logprobs import inputs
 from tests.kernels.operations import linear_logprobs
 from tests.kernels.registry import imitates_a_gpu
 
 pytest.importorskip("triton.experimental.gluon")
 pytestmark = imitates_a_gpu
-backend = importlib.import_module("rl_kernels.experimental.gluon.linear_logprobs")
-
-
-def emulate(monkeypatch, name, kernel=None):
-    """Give the backend this architecture's kernel, or another in its place, in the emulator."""
-    found = backend.KERNELS[name]
-    running = Emulated(kernel or found.kernel, PROGRAMS[name])
-    monkeypatch.setitem(backend.KERNELS, name, found._replace(kernel=running))
-    monkeypatch.setattr(backend, "architecture", lambda device: name)
-    monkeypatch.setattr("rl_kernels.backends.refusal", lambda name, device: None)
-    # Rows of 32 half-precision numbers begin where any of the kernels can read them.
-    monkeypatch.setattr(shared, "H", 32)
-    return running
 
 
 @pytest.fixture(params=list(PROGRAMS), autouse=True)
@@ -51,8 +38,8 @@ def compared(hidden, weight, tokens, *, workspace=256 << 20, **options):
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_values_and_gradients(emulated, option):
     counted = option != "nothing counts"
-    shared.assert_equal_to_float64("gluon", OPTIONS[option], targets=3, dtype=torch.bfloat16)
-    shared.assert_equal_to_float64("gluon", OPTIONS[option], biased=False, dtype=torch.float16)
+    inputs.assert_equal_to_float64("gluon", OPTIONS[option], targets=3, dtype=torch.bfloat16)
+    inputs.assert_equal_to_float64("gluon", OPTIONS[option], biased=False, dtype=torch.float16)
     assert emulated.programs == 2 * counted
 
 
@@ -87,7 +74,7 @@ def test_more_blocks_of_rows_than_a_group_in_several_cuts(emulated, monkeypatch)
 
 
 def test_hidden_states_of_any_strides_are_copied():
-    hidden, weight, bias = shared.model(torch.bfloat16)
+    hidden, weight, bias = inputs.model(torch.bfloat16)
     wide = torch.stack([hidden, hidden], -1)[..., 0]
     odd = torch.cat([hidden[:, :1], hidden], 1)[:, 1:]
     strided = torch.stack([bias, bias], -1)[:, 0]
@@ -98,7 +85,7 @@ def test_hidden_states_of_any_strides_are_copied():
 
 
 def test_impossible_entries_and_rows_and_not_a_number():
-    hidden, weight, bias = shared.model(torch.bfloat16)
+    hidden, weight, bias = inputs.model(torch.bfloat16)
     bias[:20] = -INF
     tokens, allowed_tokens = ids(N).clamp(min=20), torch.full((N, 2), -1)
     tokens[0], allowed_tokens[1:, 0], allowed_tokens[1:, 1] = 3, tokens[1:], 25
@@ -128,7 +115,7 @@ def test_offsets_beyond_two_to_the_31(gathers):
 def test_a_row_does_not_depend_on_the_other_rows_and_shards_merge():
     from rl_kernels.common.row_state import finalize_row_state, merge_all
 
-    hidden, weight, bias = shared.model(torch.bfloat16)
+    hidden, weight, bias = inputs.model(torch.bfloat16)
     inv_temperature, allowed_tokens, tokens = (
         torch.linspace(0.5, 2.0, N),
         OPTIONS["allowed_tokens"]["allowed_tokens"],
@@ -163,13 +150,13 @@ def test_the_tensors_device_is_current_at_the_launch(emulated, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(type(emulated), "__getitem__", guarded)
-    hidden, weight, _ = shared.model(torch.bfloat16)
+    hidden, weight, _ = inputs.model(torch.bfloat16)
     linear_logprobs(hidden, weight, ids(N), backend="gluon")
     assert emulated.programs
 
 
 def test_no_rows_and_no_targets():
-    hidden, weight, _ = shared.model(torch.bfloat16)
+    hidden, weight, _ = inputs.model(torch.bfloat16)
     out = linear_logprobs(hidden[:0], weight, torch.zeros(0, dtype=torch.long), backend="gluon")
     assert [x.shape for x in out] == [(0,), (0,), (0,)]
     none = torch.zeros(N, 0, dtype=torch.long)

@@ -14,7 +14,7 @@ from tests.kernels.operations import linear_logprobs
 from tests.kernels.registry import imitates_a_gpu
 
 pytest.importorskip("triton.experimental.gluon")
-from tests.kernels.experimental.test_gluon import emulate
+from tests.kernels.experimental.emulation import emulate
 
 pytestmark = imitates_a_gpu
 

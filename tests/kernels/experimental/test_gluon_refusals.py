@@ -5,12 +5,12 @@ import torch
 
 from rl_kernels import backends
 from tests.kernels.cases import N, V, ids, normal
-from tests.kernels.linear_logprobs import test_backends as shared
+from tests.kernels.linear_logprobs import inputs
 from tests.kernels.operations import linear_logprobs
 from tests.kernels.registry import imitates_a_gpu
 
 pytest.importorskip("triton.experimental.gluon")
-from tests.kernels.experimental.test_gluon import backend, emulate
+from tests.kernels.experimental.emulation import backend, emulate
 
 pytestmark = imitates_a_gpu
 
@@ -27,7 +27,7 @@ def refused(hidden, weight, message):
 @pytest.mark.parametrize(("name", "unit"), [("sm_90", 8), ("sm_100", 8), ("gfx950", 16)])
 def test_what_it_lacks(monkeypatch, name, unit):
     emulate(monkeypatch, name)
-    hidden, weight, _ = shared.model(torch.bfloat16)
+    hidden, weight, _ = inputs.model(torch.bfloat16)
     refused(hidden.float(), weight.float(), "torch.float32 by torch.float32")
     refused(hidden, weight.half(), "torch.bfloat16 by torch.float16")
     refused(hidden[:, :19], normal(V, 19).bfloat16(), r"weight with strides \(19, 1\).* of " + f"{unit} elements")
@@ -38,7 +38,7 @@ def test_what_it_lacks(monkeypatch, name, unit):
 
 def test_what_only_the_kernel_without_descriptors_lacks(monkeypatch):
     emulate(monkeypatch, "gfx950")
-    hidden, weight, _ = shared.model(torch.bfloat16)
+    hidden, weight, _ = inputs.model(torch.bfloat16)
     refused(hidden[:, :24], weight[:, :24], r"hidden size 24 \(multiples of 16\)")
     stride = 2**22
     far = torch.as_strided(torch.empty(stride + 32, dtype=torch.bfloat16), (2, 32), (stride, 1))
@@ -48,7 +48,7 @@ def test_what_only_the_kernel_without_descriptors_lacks(monkeypatch):
 def test_another_architecture(monkeypatch):
     emulate(monkeypatch, "sm_90")
     monkeypatch.setattr(backend, "architecture", lambda device: "sm_80")
-    refused(*shared.model(torch.bfloat16)[:2], "kernel for sm_80")
+    refused(*inputs.model(torch.bfloat16)[:2], "kernel for sm_80")
 
 
 @pytest.mark.parametrize(

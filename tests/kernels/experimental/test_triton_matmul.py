@@ -10,7 +10,7 @@ from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.linear_logprobs.backward import Needed
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
 from tests.kernels.exact import exact, gradients
-from tests.kernels.linear_logprobs.test_backends import H, assert_equal_to_float64, model
+from tests.kernels.linear_logprobs.inputs import H, assert_equal_to_float64, model
 from tests.kernels.operations import at_device, linear_logprobs
 
 backend = importlib.import_module("rl_kernels.experimental.triton_matmul.linear_logprobs")

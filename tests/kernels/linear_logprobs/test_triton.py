@@ -12,7 +12,7 @@ from rl_kernels.common.arguments import Problem, Rows
 from rl_kernels.common.blocks import Blocks
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, normal, sets
 from tests.kernels.exact import exact
-from tests.kernels.linear_logprobs.test_backends import assert_equal_to_float64, model
+from tests.kernels.linear_logprobs.inputs import assert_equal_to_float64, model
 from tests.kernels.operations import at_device, linear_logprobs
 from tests.kernels.registry import imitates_a_gpu
 

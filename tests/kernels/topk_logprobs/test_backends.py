@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.cases import INF, OPTIONS, N, V, ids, masked, normal
 from tests.kernels.exact import allowed_mask, exact, gradients
-from tests.kernels.linear_logprobs.test_backends import H, model
+from tests.kernels.linear_logprobs.inputs import H, model
 from tests.kernels.operations import linear_topk_logprobs, logits_logprobs, placed, topk_logprobs
 from tests.kernels.registry import backends
 

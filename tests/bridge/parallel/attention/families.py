@@ -5,7 +5,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rl_bridge.data.token_batch import shared_prefixes
 from rl_bridge.parallel.documents import Documents
-from tests.bridge.parallel.models import SIZES, grouped_batch
+from tests.support.attending_models import SIZES, grouped_batch
 
 WINDOW = 5
 BOTH = {"layer_types": ["sliding_attention", "full_attention"]}

@@ -15,8 +15,8 @@ from rl_bridge.parallel.attention.rectangles import Rectangles
 from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.tensor_parallel import cut_matrices
 from tests.bridge.parallel.attention import broken_plans, reference
-from tests.bridge.parallel.models import batch, grouped_batch, tiny, transformers_checkpointing
 from tests.kernels.live_bytes import LiveBytes
+from tests.support.attending_models import batch, grouped_batch, tiny, transformers_checkpointing
 
 SCALE = 0.3
 # One long document, documents cut by chunks, of one token, alike, many short ones, and completions of shared prompts.

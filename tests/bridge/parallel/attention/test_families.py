@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from rl_bridge.parallel.documents import Documents
 from tests.bridge.parallel.attention.families import FAMILIES, LENGTHS, outputs, tiny
-from tests.bridge.parallel.models import batch
-from tests.ranks import as_rank, found_by_ranks
+from tests.support.attending_models import batch
+from tests.support.ranks import as_rank, found_by_ranks
 
 TOLERANCE = 1e-5
 

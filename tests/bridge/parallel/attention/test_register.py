@@ -10,7 +10,7 @@ from transformers import masking_utils as transformers_masks
 from rl_bridge.parallel.attention import masks, register, use_rl_fn_attention
 from rl_bridge.parallel.attention.masks import LayerMask
 from rl_bridge.parallel.documents import Documents
-from tests.bridge.parallel.models import SIZES, batch, tiny
+from tests.support.attending_models import SIZES, batch, tiny
 
 LENGTHS = [5, 9, 3]
 

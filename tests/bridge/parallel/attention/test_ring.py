@@ -23,8 +23,8 @@ from tests.bridge.parallel.attention.ring_ranks import (
     segments,
     sinks,
 )
-from tests.bridge.parallel.models import tiny
-from tests.ranks import results
+from tests.support.attending_models import tiny
+from tests.support.ranks import results
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])

@@ -26,7 +26,7 @@ from rl_bridge.rollout.vllm.probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import UpdatedEngine
 from rl_bridge.rollout.worker import EngineDied
 from tests.bridge.rollout.served.running import SAMPLING, added, finish, opened, weights
-from tests.processes import gone
+from tests.support.processes import gone
 
 
 def served(folder):

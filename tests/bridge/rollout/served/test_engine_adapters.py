@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.bridge.rollout.served.running import added, finish, weights
-from tests.processes import gone
+from tests.support.processes import gone
 
 
 def test_a_server_that_is_started_again_begins_with_the_proved_adapter(engine_of, tmp_path):

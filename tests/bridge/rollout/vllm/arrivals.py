@@ -8,7 +8,7 @@ import torch
 
 from rl_bridge.rollout.vllm.weight_copies import VLLMReceiver
 from rl_bridge.weights import EngineRef, sync_weights
-from tests.bridge.weights.engines import engine, joined, model
+from tests.support.weight_engines import engine, joined, model
 
 COMBINATIONS = [
     ("same_slot", ("shard", (0, 1)), (0, 1)),

@@ -26,7 +26,7 @@ from tests.bridge.rollout.vllm.policies import (
     trainer,
     worker_of,
 )
-from tests.bridge.rollout.vllm.test_oracle import sampled
+from tests.bridge.rollout.vllm.samples import sampled
 
 pytestmark = pytest.mark.vllm
 NEAR = 1e-4

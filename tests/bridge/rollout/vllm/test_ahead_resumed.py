@@ -6,7 +6,7 @@ from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.modules.trainable import CausalLMModule
 from rl_bridge.run import recorder
 from rl_tools.cli import main
-from tests.bridge.pipelines.results import assert_same, result
+from tests.support.results import assert_same, result
 
 pytestmark = pytest.mark.vllm
 OPTIONS = {

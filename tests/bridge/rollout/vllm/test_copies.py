@@ -11,7 +11,7 @@ from rl_bridge.weights.manifest import Manifest, TensorSpec
 from tests.bridge.rollout.vllm import arrivals
 from tests.bridge.rollout.vllm.faults import shorten
 from tests.bridge.rollout.vllm.policies import make_model
-from tests.ranks import results
+from tests.support.ranks import results
 
 ODD = {
     "codes": TensorSpec((3, 1), torch.int8),

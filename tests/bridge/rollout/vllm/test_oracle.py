@@ -8,10 +8,10 @@ import torch
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import StateSource
-from tests.bridge.rollout.vllm.policies import ends_of, make_model, open_vllm, rollout, trainer, worker_of
+from tests.bridge.rollout.vllm.policies import make_model, open_vllm, rollout, trainer, worker_of
+from tests.bridge.rollout.vllm.samples import sampled
 
 pytestmark = pytest.mark.vllm
-PROMPTS = [[5, 6, 7, 8], [9, 10], list(range(3, 50)), list(range(3, 52))]
 # Of the engine's matrices, and the trainer's arithmetic beside it.
 KINDS = {
     "float32": ("fp32", "float32"),
@@ -19,19 +19,6 @@ KINDS = {
     "int8": ("int8", "float32"),
     "lora": ("fp32", "float32"),
 }
-
-
-def sampled(client):
-    """Tokens and log-probabilities of prompts that run together, two of which share a prefix."""
-    for number, prompt in enumerate(PROMPTS):
-        params = client._sampling(max_tokens=24, seed=number, temperature=1.0)
-        client.add_request(f"oracle-{number}", {"prompt_token_ids": prompt}, params)
-    found = {}
-    for output in ends_of(client):
-        [made] = output.outputs
-        logprobs = [row[token].logprob for token, row in zip(made.token_ids, made.logprobs, strict=True)]
-        found[output.request_id] = (list(made.token_ids), logprobs)
-    return found
 
 
 def merged(model):

@@ -19,9 +19,9 @@ from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.sampling import request_seeds
 from rl_bridge.rollout.vllm import VLLMOptions
-from tests.bridge.data.trajectories import generate
 from tests.bridge.rollout.distribution import truncated
 from tests.bridge.rollout.stopped import assert_cut_at_the_text
+from tests.support.trajectories import generate
 
 pytestmark = pytest.mark.vllm
 EOS = 1

@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +21,9 @@ from rl_bridge.rollout.ahead.pumps import Row
 from rl_bridge.rollout.served.served_rollout import ServedRollout
 from rl_bridge.rollout.served.vllm_server import ServedOptions
 from rl_bridge.rollout.vllm.options import VLLMOptions
-from tests.bridge.rollout.distribution import truncated
 from tests.bridge.rollout.stopped import assert_cut_at_the_text
 from tests.bridge.rollout.vllm.policies import trainer
+from tests.bridge.rollout.vllm.served_core import core_of, full_forward
 
 pytestmark = pytest.mark.vllm
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]
@@ -57,18 +56,6 @@ def parts(model, tokenizer, tmp_path_factory):
     yield engine, made, trainer(model, executor), log
     made.close()
     assert made.engine.server.process.dead.is_set() and not made.engine.server.home.exists()
-
-
-def full_forward(model, t, sampling):
-    """Log-probabilities of the drawn tokens, and which tokens truncation allows there, by our own arithmetic."""
-    logits = model(input_ids=torch.tensor([t.tokens]), use_cache=False).logits[0]
-    cuts = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    found = []
-    for place, drawn in enumerate(t.loss_mask):
-        if drawn:
-            p = truncated(logits[place - 1], **cuts)
-            found.append((float(np.log(p[t.tokens[place]])), np.flatnonzero(p).tolist()))
-    return found
 
 
 @torch.no_grad()
@@ -187,17 +174,3 @@ def test_a_proved_update_and_then_a_death(parts, model, tokenizer):
     check(trained, found, sampling, 1)
     assert first.dead.is_set() and worker.engine.server.process is not first
     assert "EngineCore" in log.read_text()
-
-
-def core_of(process):
-    """The process in which vLLM computes."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                os.getpgid(int(folder.name)) == os.getpgid(process.pid)
-                and "EngineCore" in (folder / "cmdline").read_text()
-            ):
-                return int(folder.name)
-        except (ProcessLookupError, FileNotFoundError):
-            continue
-    raise AssertionError("vLLM's server has no engine process")

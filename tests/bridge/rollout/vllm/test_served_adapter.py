@@ -18,7 +18,7 @@ from rl_bridge.rollout.served.served_rollout import ServedRollout
 from rl_bridge.rollout.served.vllm_server import ServedOptions
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from tests.bridge.rollout.vllm.policies import trainer, worker_of
-from tests.bridge.rollout.vllm.test_served import core_of, full_forward
+from tests.bridge.rollout.vllm.served_core import core_of, full_forward
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]

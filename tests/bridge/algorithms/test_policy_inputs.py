@@ -1,0 +1,280 @@
+"""What an objective is fed: each input is that of its definition, and of the weights before the update."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rl_fn
+from rl_bridge.algorithms.advantages import Inputs, steps_of
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
+from rl_bridge.algorithms.sampling import Sampled, Sampler, completions
+from rl_bridge.algorithms.update import Updates
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.token_batch import collate
+from rl_bridge.data.trajectory import SamplingParams, Trajectory
+from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
+from rl_bridge.functional import from_jax, trace
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.models.source import StateSource, ValueSource
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.value import ValueModule
+from rl_bridge.rewards import load
+from rl_bridge.rollout import InProcessRollout
+from rl_fn import components
+from tests.support.tracing import module_of
+
+ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]
+SCORING = ScoringConfig(temperature=0.7)
+FAST = OptimizerConfig(learning_rate=0.05, warmup=0)
+COUNTS = {"steps": 2, "prompts_per_step": 3, "responses_per_prompt": 4, "updates_per_step": 2}
+
+
+def digits(trajectories):
+    return [sum(c in "02468" for c in t.completion) - 0.3 * len(t.completion) for t in trajectories]
+
+
+@pytest.fixture(scope="module")
+def world(tokenizer):
+    """Engines of one model and of a teacher and a reference with weights of their own, and a config."""
+    model, other = (tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2, seed=seed) for seed in (1, 2))
+    policy_source = StateSource(model)
+    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4, temperature=0.7))
+
+    def build(objective, **changes):
+        def train(name, module, source, *args, **options):
+            return TrainEngine(lambda: module(source, *args, **options), name=f"{objective.name}-{name}").build()
+
+        policy = train("policy", PolicyModule, policy_source, FAST, objective, updates=8, scoring=SCORING)
+        rollout = InferenceEngine(
+            lambda: InProcessRollout(policy_source, tokenizer), name=f"{objective.name}-rollout"
+        ).build()
+        critic = None
+        if objective.value is not None:
+            critic = train("critic", ValueModule, ValueSource(policy_source, seed=3), FAST, objective, updates=8)
+        frozen = {
+            name: train(name, TokenScorer, StateSource(other), SCORING)
+            for name in ("teacher", "reference")
+            if f"{name[:3] if name == 'reference' else name}_logprobs" in objective.required_rollout_fields
+        }
+        engines = PolicyEngines(policy=policy, rollout=rollout, critic=critic, **frozen)
+        chosen = dataclasses.replace(config, **changes)
+        sampler = Sampler(completions(rollout), load(digits), RowStream(ROWS, 0), objective, chosen, 5)
+        return engines, sampler, Inputs(engines, objective, chosen, 5), Updates(engines, objective, chosen)
+
+    return model, other, build
+
+
+def logprobs_of(model, batch, temperature=0.7):
+    """Row by row and unpadded, in plain torch; 0 where masked."""
+    found = torch.zeros(batch.mask.shape)
+    for i, length in enumerate(batch.lengths.tolist()):
+        ids = batch.tokens[i : i + 1, :length]
+        with torch.no_grad():
+            logp = (model(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)
+        found[i, 1:length] = logp.gather(-1, ids[0, 1:, None])[:, 0]
+    return found.masked_fill(~batch.mask, 0.0)
+
+
+def fed(build, objective, step=0, coefficients=None, **changes):
+    engines, sampler, inputs, updates = build(objective, **changes)
+    engines.policy.sync_weights(engines.rollout)
+    sampled = sampler.sample(step)
+    batch = inputs.scored(collate(sampled.trajectories, 0), sampled, step)
+    scored = batch
+    batch, computed, counted = inputs.advantages(batch, sampled, coefficients or {})
+    return engines, sampled, scored, batch, lambda: updates.make(step, batch, computed, counted, coefficients or {})
+
+
+def test_the_greedy_baseline_is_the_reward_of_the_most_likely_completion(world):
+    _, _, build = world
+    engines, sampled, _, batch, _ = fed(build, rl_fn.recipes.remax())
+    once = SamplingParams(max_new_tokens=4, temperature=0.0)
+    greedy = digits(engines.rollout.generate([row["prompt"] for row in RowStream(ROWS, 0).take(3)], once))
+    assert sampled.greedy_rewards.tolist() == pytest.approx(greedy) and len(set(greedy)) >= 1
+    wanted = sampled.rewards - torch.tensor(greedy)[:, None]
+    per_row = torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
+    torch.testing.assert_close(per_row, wanted.flatten())
+
+
+def test_values_are_of_before_the_update_and_returns_regress_on_them(world):
+    _, _, build = world
+    objective = rl_fn.recipes.ppo(lam=0.9, whiten=False)
+    objective = objective.replace(value=components.ValueLoss(clip=0.1))
+    engines, sampled, scored, batch, update = fed(build, objective)
+    before = engines.critic.values(NeedParallel(scored))
+    assert torch.equal(scored.old_values, before) and before[scored.mask].abs().min() > 0
+    metrics = update()
+    after = engines.critic.values(NeedParallel(scored))
+    assert not torch.equal(after, before) and metrics["critic_grad_norm"] > 0 and metrics["value_loss"] > 0
+    # GAE written out, backwards, over the tokens that count.
+    for i, mask in enumerate(batch.mask):
+        values, tokens = before[i, mask].tolist(), int(mask.sum())
+        advantages, later = [0.0] * tokens, 0.0
+        for t in reversed(range(tokens)):
+            reward = float(sampled.rewards.flatten()[i]) if t == tokens - 1 else 0.0
+            following = values[t + 1] if t + 1 < tokens else 0.0
+            later = reward + following - values[t] + 0.9 * later
+            advantages[t] = later
+        np.testing.assert_allclose(batch.advantages[i, mask], advantages, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(batch.returns[i, mask], np.add(advantages, values), rtol=1e-4, atol=1e-5)
+
+
+def test_the_teacher_s_log_probabilities_are_the_teacher_s(world):
+    model, teacher, build = world
+    _, _, scored, batch, _ = fed(build, rl_fn.recipes.on_policy_distillation())
+    torch.testing.assert_close(scored.teacher_logprobs, logprobs_of(teacher, scored), rtol=0, atol=1e-5)
+    torch.testing.assert_close(scored.old_logprobs, logprobs_of(model, scored), rtol=0, atol=1e-5)
+    wanted = logprobs_of(teacher, scored) - logprobs_of(model, scored)
+    torch.testing.assert_close(batch.advantages, wanted, rtol=0, atol=2e-5)
+    assert batch.advantages.abs().max() > 0.1
+
+
+def test_a_penalty_in_the_reward_is_of_the_old_policy_to_the_reference(world):
+    model, other, build = world
+    objective = rl_fn.recipes.rloo().replace(reward_kl=components.KL("k1", 0.5))
+    _, sampled, scored, batch, _ = fed(build, objective)
+    kl = (logprobs_of(model, scored) - logprobs_of(other, scored)).sum(1).view(3, 4)
+    for coef, coefficients in ((0.5, {}), (2.0, {"reward_kl": 2.0})):
+        if coefficients:
+            _, sampled, scored, batch, _ = fed(build, objective, coefficients=coefficients)
+        rewards = sampled.rewards - coef * kl
+        wanted = (rewards - (rewards.sum(1, keepdim=True) - rewards) / 3).flatten()
+        per_row = torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
+        torch.testing.assert_close(per_row, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_noise_and_correct_tokens_are_of_the_whole_batch(world):
+    _, _, build = world
+    _, _, first, _, _ = fed(build, rl_fn.recipes.clip_cov())
+    _, _, again, _, _ = fed(build, rl_fn.recipes.clip_cov())
+    _, _, later, _, _ = fed(build, rl_fn.recipes.clip_cov(), step=1)
+    assert first.noise.shape == first.mask.shape and first.noise.min() >= 0 and first.noise.max() < 1
+    assert torch.equal(first.noise, again.noise) and not torch.equal(first.noise[:, :4], later.noise[:, :4])
+    _, sampled, scored, _, _ = fed(build, rl_fn.recipes.vapo(), correct_reward=0.5)
+    earned = sampled.earned.flatten() >= 0.5
+    assert torch.equal(scored.correct, scored.mask & earned[:, None]) and 0 < int(earned.sum()) < 12
+
+
+def turns(tokens, mask, **fields):
+    return Trajectory(
+        tokens=tuple(tokens),
+        loss_mask=tuple(bool(m) for m in mask),
+        logprobs=(0.0,) * len(tokens),
+        weights_versions=tuple(0 if m else -1 for m in mask),
+        finish_reason="stop",
+        **fields,
+    )
+
+
+ERRORS = {name: getattr(rl_fn.recipes, name) for name in rl_fn.recipes.__all__} | {
+    "of the user": lambda: rl_fn.recipes.grpo().replace(
+        advantage=components.CustomAdvantage(lambda rewards: rewards - 0.1 * rewards.shape[-1])
+    )
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_failed_environment_s_trajectory_has_no_part_in_the_update(name):
+    """Whatever it earned: not by a gradient, not by its group's mean, not by a denominator."""
+    objective = ERRORS[name](**({"k": 2} if name == "passk" else {}))
+    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4))
+    engines: Any = PolicyEngines(policy=None, rollout=None)  # type: ignore[arg-type]
+    inputs, generator, failed = Inputs(engines, objective, config, 5), torch.Generator().manual_seed(3), 2
+    trajectories = [
+        turns([2, 5, 6, 7, 1][: 3 + row % 3], [0, 1, 1, 1, 1][: 3 + row % 3], group=row // 4) for row in range(8)
+    ]
+    trajectories[failed] = dataclasses.replace(trajectories[failed], finish_reason="error")
+    batch = collate(trajectories, 0)
+    drawn = {
+        field: torch.where(batch.mask, torch.randn(batch.mask.shape, generator=generator) - 2.0, 0.0)
+        for field in ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values")
+    }
+    batch = batch._replace(**drawn, correct=batch.mask, noise=torch.rand(batch.mask.shape, generator=generator))
+    names = ("one", "two") if name == "gdpo" else ("one",)
+    earned = torch.rand(2, len(names), 4, generator=generator)
+
+    def found(reward):
+        matrix = earned.clone()
+        matrix[0, :, failed] = reward
+        one = matrix.mean(1)
+        whole = Sampled(
+            trajectories=trajectories, names=names, matrix=matrix, earned=one, rewards=one,
+            greedy_rewards=torch.tensor([0.1, 0.2]), sampled_groups=2,
+        )  # fmt: skip
+        return inputs.advantages(batch, whole, {})
+
+    if name == "of the user":  # its own function may compare with whatever it likes
+        (after, computed, counted), others = found(50.0), None
+    else:
+        (after, computed, counted), others = found(0.3), found(50.0)
+    assert not computed[failed] and not counted[failed].any()
+    rest = torch.arange(8) != failed
+    assert torch.equal(counted[rest], batch.mask[rest]) and computed[rest].any()
+    denominator = from_jax(objective.denominator)
+    segments = batch.segment_ids if after.segment_ids is None else after.segment_ids
+    whole, without = (
+        float(denominator(x, None if segments is None else segments[rows]))
+        for x, rows in ((counted, slice(None)), (counted[rest], rest))
+    )
+    assert whole == without
+    if others is not None:
+        assert not after.advantages[failed].any() and after.advantages[rest].any()
+        assert torch.equal(after.advantages, others[0].advantages) and torch.equal(counted, others[2])
+        assert after.returns is None or torch.equal(after.returns[rest], others[0].returns[rest])
+
+
+def test_turns_are_steps_with_their_states_and_rewards():
+    episodes = [
+        turns([2, 5, 6, 9, 7, 1], [0, 1, 1, 0, 1, 1], turns=2, turn_rewards=(0.5, 0.25), state_ids=(3, 4)),
+        turns([2, 8, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0], turns=1, turn_rewards=(2.0,), state_ids=(3,)),
+    ]
+    mask = torch.tensor([episode.loss_mask for episode in episodes])
+    steps = steps_of(episodes, mask, torch.tensor([[1.0, 10.0]]))
+    assert steps.rewards.tolist() == [[[0.5, 1.25], [12.0, 0.0]]]
+    assert steps.mask[0, 0].int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+    assert not steps.mask[0, 1, 1].any() and torch.equal(steps.mask.any(2)[0], mask)
+    assert steps.state_ids[0, 0, 0] == steps.state_ids[0, 1, 0] != steps.state_ids[0, 0, 1]
+    assert steps.turns[0].tolist() == [0, 1, 1, 1, 2, 2]
+    # The environment's reward is its turns': where it is one of the run's, it counts once.
+    given = [dataclasses.replace(e, rewards={"environment": sum(e.turn_rewards)}) for e in episodes]
+    counted = steps_of(given, mask, torch.tensor([[0.75 + 1.0, 2.0 + 10.0]])).rewards
+    assert torch.equal(counted, steps.rewards)
+    # Without names a state is what stands before the turn.
+    bare = [dataclasses.replace(episode, state_ids=(), turn_rewards=()) for episode in episodes]
+    unnamed = steps_of(bare, mask, torch.tensor([[1.0, 10.0]]))
+    assert unnamed.state_ids[0, 0, 0] == unnamed.state_ids[0, 1, 0] != unnamed.state_ids[0, 0, 1]
+    assert unnamed.rewards.tolist() == [[[0.0, 1.0], [10.0, 0.0]]]
+
+
+def test_several_rewards_become_one():
+    rewards = torch.tensor([[[1.0, 0.0], [0.5, 2.0]]])  # one prompt, two rewards, two completions
+    assert ScalarOptions().combine(rewards, (1.0, 0.5)).tolist() == [[1.25, 1.0]]
+    assert ScalarOptions(weights=(0.0, 1.0)).combine(rewards, (1.0, 0.5)).tolist() == [[0.5, 2.0]]
+    tchebycheff = ScalarOptions(method="tchebycheff", weights=(1.0, 1.0), ideal=(1.0, 2.0), rho=0.0)
+    assert tchebycheff.combine(rewards, (1.0, 1.0)).tolist() == [[-1.5, -1.0]]
+    with pytest.raises(ValueError, match="weights has 1 numbers for 2 rewards"):
+        ScalarOptions(weights=(1.0,)).combine(rewards, (1.0, 1.0))
+    with pytest.raises(ValueError, match="ideal goes with method tchebycheff"):
+        ScalarOptions(method="tchebycheff")
+
+
+def test_a_coefficient_changes_the_gradient_and_traces_nothing_anew(world, monkeypatch):
+    _, _, build = world
+    objective = rl_fn.recipes.dapo().replace(entropy=components.EntropyBonus(0.0))
+    engines, _, _, batch, _ = fed(build, objective)
+    module, traced, real = module_of(engines.policy), [], trace.trace
+    monkeypatch.setattr(trace, "trace", lambda *arguments: traced.append(1) or real(*arguments))
+    gradients = []
+    for coef in (0.0, 0.1, 0.2):
+        module.zero_grad()
+        module.train_step(batch, float(batch.mask.sum()), {"entropy": coef})
+        gradients.append(torch.cat([p.grad.flatten() for p in module.model.parameters()]))
+    assert len(traced) == 1
+    bonus = gradients[1] - gradients[0]
+    assert bonus.norm() > 1e-5
+    torch.testing.assert_close(gradients[2] - gradients[0], 2 * bonus, rtol=1e-3, atol=1e-7)

@@ -1,0 +1,158 @@
+"""The loop, against engines that write down what they were asked."""
+
+import math
+
+import pytest
+import torch
+
+import rl_fn
+from rl_bridge.algorithms.evaluation import evaluate
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.sampling import completions
+from rl_bridge.data.rows import RowStream
+from rl_bridge.engines import Mesh
+from rl_bridge.rewards import load
+from tests.bridge.algorithms.fake_engines import ROWS, FakePolicy, FakeRollout, longest_is_best, run_loop
+
+
+def first_prompt_alone(completion, row):
+    return float(completion == f"{RowStream(ROWS, 0).take(1)[0]['prompt']}/0")
+
+
+def test_a_step_samples_scores_compares_and_updates():
+    run, policy, rollout = run_loop(longest_is_best)
+    assert policy.events == ["sync", "train", "sync", "train", "sync"]
+    prompts = [row["prompt"] for row in RowStream(ROWS, 0).take(6)]
+    assert [call[0] for call in rollout.calls] == [prompts[:3], prompts[3:], [row["prompt"] for row in ROWS[:5]]]
+    seeds = [call[1].seed for call in rollout.calls[:2]]
+    assert seeds == [7 * 1_000_003, 7 * 1_000_003 + 1]
+    assert (rollout.calls[2][1].temperature, rollout.calls[2][1].n) == (0.0, 1)
+    batch, denominator = policy.batches[0]
+    assert denominator == float(batch.mask.sum()) == 3 * (1 + 2 + 3 + 4)
+    group = (torch.arange(4.0) - 1.5) / torch.arange(4.0).std()
+    advantages = torch.stack([row[mask].unique() for row, mask in zip(batch.advantages, batch.mask, strict=True)])
+    torch.testing.assert_close(advantages[:, 0], group.repeat(3), rtol=1e-4, atol=1e-5)
+    assert not batch.advantages[~batch.mask].any()
+    assert torch.equal(batch.old_logprobs, batch.rollout_logprobs) and batch.ref_logprobs is None
+    assert run.records[0] == {
+        "reward": 1.5, "tokens": 2.5, "truncated": 0.0, "informative": 1.0, "loss": 0.5, "grad_norm": 1.0,
+        "tokens_in_batch": 4 * (1 + 2 + 1) + 3 * 10,
+    }  # fmt: skip
+    assert "held_out" not in run.records[0] and run.records[1]["held_out"] == 0.0
+
+
+def test_every_so_often_and_after_the_last_step_it_evaluates():
+    run, _, _ = run_loop(longest_is_best, steps=3)
+    assert ["held_out" in record for record in run.records] == [False, True, True]
+
+
+def test_groups_without_a_difference_are_left_out():
+    run, policy, _ = run_loop(first_prompt_alone, steps=1)
+    assert len(policy.batches[0][0].mask) == 4
+    assert policy.batches[0][1] == 1 + 2 + 3 + 4
+    assert run.records[0]["informative"] == pytest.approx(1 / 3)
+
+
+def test_without_dynamic_sampling_they_are_not_computed_and_still_count():
+    run, policy, _ = run_loop(first_prompt_alone, rl_fn.recipes.grpo().replace(kl=None), steps=1)
+    [(batch, denominator)] = policy.batches
+    assert len(batch.mask) == 4 and denominator == 12.0  # GRPO counts completions
+    assert run.records[0]["informative"] == pytest.approx(1 / 3)
+
+
+def test_a_step_without_any_difference_makes_no_update():
+    run, policy, _ = run_loop(lambda completion, row: 1.0, reference=FakePolicy())
+    assert "train" not in policy.events and policy.updates == 0
+    assert [record["informative"] for record in run.records] == [0.0, 0.0]
+
+
+def test_more_minibatches_than_informative_rows():
+    _, policy, _ = run_loop(first_prompt_alone, reference=FakePolicy(), steps=1, updates_per_step=7)
+    assert policy.updates == 4
+    assert [len(batch.mask) for batch, _ in policy.batches] == [1] * 4
+
+
+def test_minibatches_share_the_rows():
+    _, policy, _ = run_loop(longest_is_best, steps=1, updates_per_step=5)
+    assert [len(batch.mask) for batch, _ in policy.batches] == [3, 3, 2, 2, 2]
+    assert [denominator for _, denominator in policy.batches] == [float(b.mask.sum()) for b, _ in policy.batches]
+
+
+def test_old_logprobs_are_those_of_before_the_step_s_first_update():
+    _, policy, _ = run_loop(longest_is_best, updates_per_step=3, recompute_old_logprobs=True)
+    assert policy.events[:6] == ["sync", "logprobs", "logprobs", "logprobs", "train", "train"]
+    olds = [float(batch.old_logprobs[0, 0]) for batch, _ in policy.batches]
+    assert olds == [-1.0] * 3 + [-4.0] * 3
+    assert all(set(batch.rollout_logprobs[batch.mask].tolist()) == {-1.0} for batch, _ in policy.batches)
+
+
+def test_the_reference_is_asked_about_every_row():
+    reference = FakePolicy()
+    reference.updates = 41
+    run, policy, _ = run_loop(first_prompt_alone, rl_fn.recipes.grpo(), reference, steps=1)
+    assert len(policy.batches[0][0].mask) == 12
+    assert set(policy.batches[0][0].ref_logprobs.unique().tolist()) == {-42.0}
+    assert run.state.keys() == {"policy", "stream", "reference"}
+
+
+def test_statistics_of_the_batch_are_not_split_over_workers(monkeypatch):
+    for mesh in (Mesh(), Mesh(tensor=2, sequence=2)):
+        monkeypatch.setattr(FakePolicy, "mesh", mesh)
+        run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)
+    monkeypatch.setattr(FakePolicy, "mesh", Mesh(shard=2, tensor=2))
+    run_loop(longest_is_best, rl_fn.recipes.dapo(), steps=1)
+    with pytest.raises(ValueError, match="kl_cov reads statistics of the whole batch, which is split over 2 workers"):
+        run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)
+
+
+def test_a_bad_reward_names_the_row_of_its_completion():
+    with pytest.raises(ValueError, match=r"on rows, row (\d) returned nan.*completion '\1/0'"):
+        run_loop(lambda completion, row: math.nan)
+
+
+def test_each_completion_is_rewarded_by_the_row_of_its_prompt():
+    asked = []
+
+    def reward(completion, row):
+        asked.append((completion, row["prompt"]))
+        return 0.0
+
+    run_loop(reward, steps=1)
+    prompts = [row["prompt"] for row in RowStream(ROWS, 0).take(3)]
+    assert asked[:12] == [(f"{prompt}/{s}", prompt) for prompt in prompts for s in range(4)]
+
+
+def test_evaluation_shows_scores_and_samples():
+    rollout = FakeRollout()
+    rewards = load(lambda completion, row: float(row["answer"]))
+    result = evaluate(completions(rollout), ROWS * 2, rewards, SamplingOptions(max_new_tokens=4))
+    assert result["reward"] == 4.5 and result["scores"] == [float(i) for i in range(10)] * 2
+    assert len(result["samples"]) == 16
+    assert result["samples"][1] == {"prompt": "1", "completion": "1/0", "answer": "1", "reward": 1.0}
+
+
+SAMPLING = SamplingOptions(max_new_tokens=4)
+COUNTS = {"steps": 1, "prompts_per_step": 1, "responses_per_prompt": 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": 0},
+        {"prompts_per_step": 0},
+        {"updates_per_step": 0},
+        {"evaluate_every": 0},
+        {"responses_per_prompt": 0},
+        {"sampling_rounds": 0},
+        {"pass_at": (1, 0)},
+        {"critic_warmup": -1},
+    ],
+)
+def test_counts_are_checked(options):
+    with pytest.raises(ValueError, match=r"(counts must be ≥ 1|critic_warmup must be ≥ 0), got"):
+        PolicyConfig(**COUNTS | {"sampling": SAMPLING} | options)
+
+
+def test_greedy_groups_are_refused():
+    with pytest.raises(ValueError, match=r"sampling\.temperature must be > 0"):
+        PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4, temperature=0.0))

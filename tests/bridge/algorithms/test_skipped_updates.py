@@ -1,0 +1,113 @@
+"""Every loop: a step of which an update was skipped is counted, its batch is kept, and several in a row end the run."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import rl_fn
+from rl_bridge.algorithms.comparison_training import (
+    PreferenceConfig,
+    RewardModelConfig,
+    train_preference,
+    train_reward_model,
+)
+from rl_bridge.algorithms.supervised_training import SFTConfig, train_sft
+from rl_bridge.data.comparisons import Example
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.trajectory import single_turn
+from rl_bridge.engines import NeedParallel
+from rl_bridge.modules.comparison import ComparisonLoss
+from rl_bridge.run.run import Run
+from tests.bridge.algorithms.fake_engines import FakePolicy, longest_is_best, run_loop
+
+STEPS, ROW = 6, single_turn([2, 3], [4, 5])
+COUNTS = {"steps": STEPS, "rows_per_step": 2, "evaluate_every": STEPS}
+
+
+@dataclass(frozen=True)
+class Options:
+    seed: int = 0
+
+
+class FakeEngine(FakePolicy):
+    """Skips the updates of ``bad``, by their numbers."""
+
+    def __init__(self, bad=()):
+        super().__init__()
+        self.bad = bad
+
+    def optimizer_step(self):
+        skipped = {"skipped": 1.0} if self.updates in self.bad else {}
+        return {"grad_norm": float("nan") if skipped else 1.0} | super().optimizer_step() | skipped
+
+    def values(self, batch: NeedParallel):
+        return torch.zeros(batch.data.mask.shape)
+
+    def checkpoint_state(self):
+        return {"updates": self.updates}
+
+    def load_checkpoint_state(self, state):
+        self.updates = state["updates"]
+
+
+def policy_loop(run, engine, critic=None, updates=1):
+    objective = (rl_fn.recipes.ppo() if critic else rl_fn.recipes.dapo()).replace(kl=None, reward_kl=None)
+    options = {"steps": STEPS, "updates_per_step": updates, "evaluate_every": STEPS}
+    run_loop(longest_is_best, objective, run=run, policy=engine, critic=critic, **options)
+
+
+def supervised_loop(run, engine):
+    train_sft(run, engine, RowStream([ROW], 0), lambda row: row, SFTConfig(**COUNTS), pad_token_id=0)
+
+
+def comparison_loop(train, config, name):
+    def loop(run, engine):
+        stream = RowStream([Example(completions=(ROW, ROW), ref_logprobs=(-1.0, -2.0))], 0)
+        loss = ComparisonLoss(name=name, constants={})
+        train(run, engine, stream, loss, config(**COUNTS), evaluate=dict, pad_token_id=0)
+
+    return loop
+
+
+LOOPS = {
+    "policy": policy_loop,
+    "several updates a step": lambda run, engine: policy_loop(run, engine, updates=2),
+    "critic": lambda run, engine: policy_loop(run, FakeEngine(), critic=engine),
+    "sft": supervised_loop,
+    "reward model": comparison_loop(train_reward_model, RewardModelConfig, "bradley_terry"),
+    "preference": comparison_loop(train_preference, PreferenceConfig, "dpo"),
+}
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_skips_are_counted_and_kept_and_end_the_run_with_their_cause(tmp_path, name):
+    folder, several = tmp_path / "run", 2 if name == "several updates a step" else 1
+    # Steps 0, 2 and 3; of several updates of a step the first one alone.
+    engine = FakeEngine(bad=[several * step for step in (0, 2, 3)])
+    with Run(folder, Options(), stop_after_skips=2) as run, pytest.raises(FloatingPointError) as stopped:
+        LOOPS[name](run, engine)
+    whose = "the critic" if name == "critic" else "the trained model"
+    assert f"loss or gradient of {whose} was not finite in 2 steps in a row" in str(stopped.value)
+    assert "stopped after step 4 of 6" in str(stopped.value)
+    key = "critic_skipped" if name == "critic" else "skipped"
+    assert [record.get(key) for record in records(folder)] == [1.0, None, 1.0, 1.0]
+    kept = sorted((folder / "skipped").iterdir())
+    assert [path.name for path in kept] == [f"step-{step:08d}-0.safetensors" for step in (0, 2, 3)]
+    with safe_open(kept[0], "pt") as file:
+        assert len(file.keys()) > 2
+        assert json.loads(file.metadata()["about"])["skipped"] == [whose]
+
+
+def test_policy_and_critic_by_turns_are_steps_in_a_row_too(tmp_path):
+    folder = tmp_path / "run"
+    with Run(folder, Options(), stop_after_skips=3) as run, pytest.raises(FloatingPointError) as stopped:
+        policy_loop(run, FakeEngine(bad=(1, 3)), critic=FakeEngine(bad=(2, 3)))
+    assert "of the critic and the trained model was not finite in 3 steps in a row" in str(stopped.value)
+    assert len(records(folder)) == 4

@@ -1,0 +1,188 @@
+"""A run is taken up again as it was begun, or it says what is different."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from rl_bridge.data.tasks import arithmetic_rows
+from rl_bridge.rewards import exact_match, load_reward
+from rl_bridge.run.folder import options_of
+from rl_bridge.run.options import RunOptions
+from rl_bridge.run.provenance import of_function, of_rows
+from rl_bridge.run.run import Run
+from tests.support.counting_run import DATA, Optimizer, Options, go
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def content(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run that stopped after its fourth step."""
+    go(tmp_path / "run", until=4)
+    return tmp_path / "run"
+
+
+CHANGES = {
+    "seed": (Options(seed=1), DATA, "--seed was 0 and is 1"),
+    "nested": (Options(optimizer=Optimizer(rate=0.25)), DATA, "--optimizer.rate was 0.5 and is 0.25"),
+    "a tuple": (Options(optimizer=Optimizer(betas=(0.9, 0.5))), DATA, "--optimizer.betas was [0.9, 0.99] and is"),
+    "a string": (Options(data="x"), DATA, '--data was null and is "x"'),
+    "rows": (Options(), DATA | {"data": "9999"}, "the data is another one (0123 was its fingerprint, 9999 is)"),
+    "reward": (Options(), DATA | {"reward": "9999"}, "the reward is another one"),
+    "no reward": (Options(), {"data": "0123"}, "the reward is another one (abcd was its fingerprint, None is)"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_is_named_with_both_values_and_nothing_is_touched(folder, change):
+    options, fingerprints, message = CHANGES[change]
+    before = content(folder)
+    with pytest.raises(ValueError, match="was made with other options: ") as refused:
+        go(folder, options, fingerprints=fingerprints, resume=True)
+    assert message in str(refused.value) and "--resume-anyway" in str(refused.value)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("change", ["nested", "rows", "no reward"])
+def test_resume_anyway_goes_on_and_writes_down_what_changed(folder, change, capsys):
+    options, fingerprints, message = CHANGES[change]
+    assert go(folder, options, fingerprints=fingerprints, resume_anyway=True) == [(4, 5), (5, 6)]
+    assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(dataclasses.asdict(options)))
+    [change] = [line for line in lines(folder) if "changed" in line]
+    assert message in change["changed"][0] and message in capsys.readouterr().out
+    assert change["step"] == 4 and change["attempt"] == 2 and lines(folder).index(change) == 4
+    # What was resumed anyway is from now on what the run is made with.
+    assert go(folder, options, fingerprints=fingerprints, resume=True) == []
+
+
+def test_options_that_may_change_do(folder, capsys):
+    assert go(folder, Options(threads=4), resume=True) == [(4, 5), (5, 6)]
+    assert "other options" not in capsys.readouterr().out
+    assert not any("changed" in line for line in lines(folder))
+    assert "threads" not in options_of(Options()) and "name" not in options_of(RunOptions())
+
+
+def test_nan_equals_itself(tmp_path):
+    options = Options(optimizer=Optimizer(rate=math.nan))
+    go(tmp_path / "run", options, until=2)
+    assert go(tmp_path / "run", options, resume=True)[0] == (2, 3)
+
+
+def test_a_stream_of_other_rows_begins_anew_only_if_asked(folder, capsys):
+    with pytest.raises(ValueError, match="made on 10 rows, this run has 11"):
+        go(folder, rows=11, resume=True)
+    assert go(folder, rows=11, resume_anyway=True) == [(4, 1), (5, 2)]
+    assert "place begins anew: the checkpoint was made on 10 rows, this run has 11" in capsys.readouterr().out
+
+
+def test_records_know_their_session(folder):
+    go(folder, resume=True)
+    records = lines(folder)
+    assert [record["attempt"] for record in records] == [1] * 4 + [2] * 2
+    assert {record["run"] for record in records} == {"run"}
+    times = [record["time"] for record in records]
+    assert times == sorted(times) and times[0] > 1.7e9
+
+
+@pytest.mark.parametrize("where", [0, 1, 3])
+def test_a_damaged_record_is_found_at_the_start_and_left_out_if_asked(folder, where, capsys):
+    file = folder / "metrics.jsonl"
+    damaged = file.read_bytes().splitlines()
+    damaged[where] = damaged[where][:10] + b"\xff" + damaged[where][11:]
+    file.write_bytes(b"\n".join(damaged) + b"\n")
+    before = content(folder)
+    with pytest.raises(ValueError, match=rf"metrics.jsonl is damaged in line {where + 1}; --resume-anyway goes on"):
+        go(folder, resume=True)
+    assert content(folder) == before
+    assert go(folder, resume_anyway=True) == [(4, 5), (5, 6)]
+    assert [line["step"] for line in lines(folder)] == [step for step in range(6) if step != where]
+    assert "going on with 3 of 4 records, the file is now metrics.jsonl.damaged" in capsys.readouterr().out
+    assert (folder / "metrics.jsonl.damaged").read_bytes().splitlines() == damaged
+    assert (folder / "summary.json").exists()
+
+
+def test_a_flipped_digit_of_a_record_is_found(folder):
+    file = folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"reward": 2.0', '"reward": 3.0'))
+    with pytest.raises(ValueError, match=r"metrics.jsonl is damaged: it has another checksum than was written"):
+        go(folder, resume=True)
+
+
+def test_what_came_after_the_checkpoint_may_be_damaged(tmp_path):
+    folder = tmp_path / "run"
+    go(folder, until=3)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"stage": "on\xff')
+    assert go(folder, resume=True)[0] == (2, 3)
+    assert [(line["step"], line["attempt"]) for line in lines(folder)] == [
+        (0, 1),
+        (1, 1),
+        *((s, 2) for s in range(2, 6)),
+    ]
+
+
+@pytest.mark.parametrize("made", [(), (".lock",), (".lock", ".config.json.tmp"), (".lock", "config.json")])
+def test_a_run_killed_before_anything_was_written_can_be_resumed(tmp_path, made):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in made:
+        (folder / name).write_text("{}")
+    assert len(go(folder, resume=True)) == 6
+    assert json.loads((folder / "config.json").read_text())["seed"] == 0
+    assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
+
+
+def test_a_folder_of_somebody_else_is_no_run(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
+    with pytest.raises(ValueError, match="there is no such run"):
+        go(tmp_path / "photos", resume=True)
+    assert [p.name for p in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
+
+
+def test_what_a_dead_process_left_is_swept_at_the_start(folder):
+    for name in (".summary.json.tmp", ".model.old/weights", ".model.tmp/weights", "checkpoints/step-00000009.tmp/part"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("old" if "old" in name else "half")
+    with Run(folder, Options(), fingerprints=DATA, resume=True):
+        left = {str(p.relative_to(folder)) for p in folder.rglob("*") if ".tmp" in p.name or ".old" in p.name}
+        assert left == set()
+        # Killed between two renames: the old model is there again.
+        assert (folder / "model" / "weights").read_text() == "old"
+
+
+def test_a_flipped_bit_of_any_file_makes_the_run_go_on_from_the_one_before(folder, capsys):
+    newest = folder / "checkpoints" / "step-00000004"
+    files = [p.relative_to(newest) for p in sorted(newest.rglob("*")) if p.is_file()]
+    assert len(files) >= 3
+    for number, file in enumerate(files):
+        go(folder, until=4, resume=True)
+        damaged = bytearray((newest / file).read_bytes())
+        damaged[len(damaged) // 2] ^= 1 << (number % 8)
+        (newest / file).write_bytes(damaged)
+        assert go(folder, until=4, resume=True) == [(2, 3), (3, 4)]
+        said = capsys.readouterr().out
+        assert f"going on from {newest.with_name('step-00000002')}, because {newest / file}" in said
+
+
+def test_fingerprints_are_of_what_is_there_not_of_where_it_lies(tmp_path):
+    rows = arithmetic_rows(["+"])[:5]
+    moved = [{**row, "_where": "elsewhere"} for row in rows]
+    assert of_rows(rows) == of_rows(moved) != of_rows(rows[::-1])
+    assert of_rows(rows) != of_rows([{**rows[0], "answer": "7"}, *rows[1:]])
+    assert len({of_rows(rows), of_rows(rows, []), of_rows(rows[:2], rows[2:]), of_rows([])}) == 4
+    sources = {}
+    for name, body in (("a", "return 1.0"), ("b", "return 1.0"), ("c", "return 2.0")):
+        (tmp_path / f"{name}.py").write_text(f"def f(c, r):\n    {body}\n\n\ndef g(c, r):\n    {body}\n")
+        sources[name] = of_function(load_reward(f"{tmp_path / name}.py:f"))
+    assert sources["a"] == sources["b"] != sources["c"]
+    assert of_function(load_reward(f"{tmp_path}/a.py:g")) != sources["a"]
+    assert of_function(exact_match) == "rl_bridge.rewards.sources.exact_match"

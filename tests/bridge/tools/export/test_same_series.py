@@ -1,0 +1,192 @@
+"""After every export the store has the ledger's curves, over every clock: nothing missing, nothing twice."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_bridge.common.files import write_json
+from rl_bridge.run.exporters.export import ExportOptions, Session, export, key_of
+from rl_tools.cli import main
+from tests.bridge.tools.export.ledgers import Trainer, curves, sample
+from tests.bridge.tools.export.stores import READERS, TRACKERS, remove
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rl_bridge.run.exporters.export import ExportOptions, Session
+with Session(Path(sys.argv[1]), ExportOptions(to=sys.argv[2], output=Path(sys.argv[3]), project="tests")) as session:
+    session._remember = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    session.catch_up()
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    with Trainer(tmp_path / "run") as made:
+        yield made
+
+
+@pytest.fixture(params=TRACKERS)
+def tracker(request, output, trainer):
+    return Tracker(request.param, output, trainer.folder)
+
+
+class Tracker:
+    """Exports the trainer's run, and compares the store with the file."""
+
+    def __init__(self, name: str, output: Path, folder: Path):
+        self.name, self.output, self.folder = name, output, folder
+        self.options = ExportOptions(to=name, output=output, project="tests")
+
+    def export(self) -> tuple[int, int]:
+        return export(self.folder, self.options)
+
+    def killed(self) -> int:
+        """An export in a process of its own that is killed when rows are sent; its exit status."""
+        words = [str(self.folder), self.name, str(self.output)]
+        # W&B's own process would be shared with it.
+        alone = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+        command = [sys.executable, "-c", KILLED, *words]
+        # No pipes: a process that the library leaves behind would hold them.
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.run(command, check=False, env=alone, **quiet).returncode
+
+    def check(self):
+        found = READERS[self.name](self.output, "tests", key_of(self.folder))
+        wanted = curves(self.folder)
+        assert wanted and {name: found[name] for name in wanted} == wanted
+        return found
+
+
+def test_an_export_again_adds_nothing_and_a_later_one_what_is_new(trainer, tracker):
+    trainer.step(4)
+    trainer.note()
+    assert tracker.export() == (4, 4)
+    tracker.check()
+    assert tracker.export() == (4, 0)
+    tracker.check()
+    trainer.step(3)
+    assert tracker.export()[0] == 7
+    tracker.check()
+    assert tracker.export() == (7, 0)
+
+
+def test_what_was_cut_off_by_a_resumed_run_is_taken_back(trainer, tracker):
+    trainer.step(3).checkpoint()
+    trainer.step(3)
+    tracker.export()
+    trainer.resume().step(1)
+    tracker.export()
+    found = tracker.check()
+    assert [value for _, value in found["policy/reward", "step"]] == [2 / 4 + 1 / 16, 3 / 4 + 2 / 16]
+    # Longer than before the cut, and cut again.
+    trainer.step(6)
+    tracker.export()
+    tracker.check()
+    trainer.resume()
+    tracker.export()
+    tracker.check()
+
+
+def test_a_live_export_sees_the_cut_between_two_looks(trainer, tracker):
+    trainer.step(3).checkpoint()
+    with Session(tracker.folder, tracker.options) as session:
+        trainer.step(2)
+        assert session.catch_up() == 5
+        trainer.resume().step(4)
+        session.catch_up()
+        assert session.records == 7
+        trainer.step(1)
+        session.catch_up()
+    tracker.check()
+
+
+def test_after_an_exporter_that_was_killed_nothing_is_twice(trainer, tracker):
+    """It had sent rows and had not yet remembered that it had: the worst moment."""
+    trainer.step(2)
+    tracker.export()
+    trainer.step(3)
+    assert tracker.killed() == -signal.SIGKILL
+    trainer.step(1)
+    assert tracker.export()[0] == 6
+    tracker.check()
+
+
+def test_a_store_that_was_removed_is_filled_again(trainer, tracker):
+    trainer.step(3)
+    tracker.export()
+    remove(tracker.name, tracker.output, "tests", key_of(tracker.folder))
+    assert tracker.export() == (3, 3)
+    tracker.check()
+
+
+@pytest.mark.parametrize("changed", ["options", "provenance"])
+def test_an_export_of_a_run_with_other_options_begins_anew(trainer, tracker, changed):
+    """SURV-14: what stands in the store beside the curves is that of the run today, and no record is twice.
+
+    It begins anew once: the exports after that send what is new, where the store is not one file of one process.
+    """
+    trainer.step(3)
+    assert tracker.export() == (3, 3)
+    if changed == "options":
+        write_json(tracker.folder / "config.json", {"rate": 0.25, "policy": {"steps": 4}})
+    else:
+        trainer.checkpoint()
+        trainer.resume()
+    trainer.step(1)
+    assert tracker.export() == (4, 4)
+    tracker.check()
+    assert tracker.export() == (4, 0)
+    trainer.step(1)
+    assert tracker.export() == (5, 5 if tracker.name == "wandb" else 1)
+    assert tracker.export() == (5, 0)
+    tracker.check()
+
+
+def test_not_a_number_and_infinity_are_points_too(trainer, tracker):
+    trainer.step(1, loss=float("nan")).step(1, loss=float("inf")).step(1, loss=0.5)
+    tracker.export()
+    found = tracker.check()
+    assert [value for _, value in found["sft/loss", "step"]] == ["nan", "inf"]
+
+
+def test_an_empty_run_and_one_with_system_metrics_alone(trainer, tracker):
+    assert tracker.export() == (0, 0)
+    sample(tracker.folder)
+    assert tracker.export() == (0, 0)
+    trainer.step(1)
+    sample(tracker.folder, 2)
+    assert tracker.export()[0] == 1
+    tracker.check()
+
+
+def test_two_exports_to_one_place_at_once_are_refused(trainer, tracker):
+    trainer.step(1)
+    with Session(tracker.folder, tracker.options) as session:
+        session.catch_up()
+        with pytest.raises(ValueError, match=rf"is being exported to {tracker.name} by process {os.getpid()}"):
+            Session(tracker.folder, tracker.options).__enter__()
+    tracker.check()
+
+
+def test_the_command_says_what_is_there(trainer, tracker, capsys):
+    trainer.step(2)
+    words = ["export", str(tracker.folder), "--to", tracker.name, "--output", str(tracker.output), "--project", "tests"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"{tracker.name} has 2 records of {tracker.folder} in {tracker.output}, 2 of them new"
+    )
+    assert main([*words, "--again"]) == 0
+    tracker.check()
+
+
+def test_what_is_no_run_and_what_is_not_installed_is_said_in_one_line(tmp_path, trainer, capsys, monkeypatch):
+    assert main(["export", str(tmp_path), "--to", "tensorboard"]) == 1
+    assert "has no metrics.jsonl: it is not a run's folder" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["export", str(trainer.folder), "--to", "wandb", "--output", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith("wandb is not installed: pip install '.[trackers]'\n")

@@ -1,0 +1,1 @@
+from tests.support.executors import an_executor_of_its_own as an_executor_of_its_own

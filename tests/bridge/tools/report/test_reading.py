@@ -1,0 +1,115 @@
+"""A run's folder is read while it is written to; what is damaged is named by its file and line."""
+
+import json
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from rl_bridge.algorithms.policy_setup import PolicyEngines, Replaced
+from rl_tools.cli import main
+from rl_tools.report.run_files import read_run
+from rl_tools.report.sections import slowest_steps, warnings_of
+from tests.bridge.tools.report.runs import record, write_lines, write_run
+
+
+def test_what_is_being_written_is_left_out(tmp_path):
+    folder = write_run(tmp_path / "a", steps=3, finished=False)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        with (folder / name).open("a") as stream:
+            stream.write('{"stage": "policy", "step": 3, "rew')
+    run = read_run(folder)
+    assert [found["step"] for found in run.records] == [0, 1, 2] and not run.finished
+    assert [line["step"] for line in run.completions] == [0] and run.samples["after"]
+
+
+def break_line(folder, name, number, text):
+    lines = (folder / name).read_text("utf-8").splitlines()
+    lines[number - 1] = text
+    (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+DAMAGES = {
+    "a torn record": (
+        "metrics.jsonl",
+        2,
+        '{"stage": "pol',
+        r"metrics\.jsonl, line 2 is damaged: b'\{\"stage\": \"pol'",
+    ),
+    "no object": ("metrics.jsonl", 3, "[1, 2]", r"metrics\.jsonl, line 3 is damaged: b'\[1, 2\]' is no object"),
+    "no step": ("metrics.jsonl", 1, '{"stage": "policy"}', r"metrics\.jsonl, line 1 has no step"),
+    "no seconds": ("metrics.jsonl", 1, '{"stage": "policy", "step": 0}', r"metrics\.jsonl, line 1 has no seconds"),
+    "no samples": ("completions.jsonl", 1, '{"step": 0}', r"completions\.jsonl, line 1 has no step or no samples"),
+    "an option": ("config.json", 1, '{"seed": ', r"config\.json, line 2 is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named(tmp_path, capsys, name):
+    file, number, text, message = DAMAGES[name]
+    folder = write_run(tmp_path / "a", steps=4)
+    break_line(folder, file, number, text)
+    with pytest.raises(ValueError, match=message):
+        read_run(folder)
+    assert main(["report", str(folder)]) == 1
+    assert file in capsys.readouterr().err and not (folder / "report.html").exists()
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    begun = write_run(tmp_path / "begun", steps=0, finished=False)
+    for folder, message in {
+        tmp_path / "nowhere": "is no folder",
+        tmp_path / "empty": "has no config.json and no metrics.jsonl: it is not a run's folder",
+        begun: "no step is recorded yet in",
+    }.items():
+        assert main(["report", str(folder)]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_replaced_engine_is_found_by_the_name_that_the_trainer_gives_the_metric(tmp_path):
+    """The name is the trainer's own, so that neither can change alone."""
+    policy = SimpleNamespace(replaced_engines=0, last_sync=None)
+    rollout = SimpleNamespace(methods={"take_weights": None, "prove_weights": None})
+    replaced = Replaced(cast(PolicyEngines, SimpleNamespace(policy=policy, rollout=rollout)))
+    records = []
+    for step, count in enumerate((0, 1, 1, 3)):
+        policy.replaced_engines = count
+        records.append(record(step) | replaced.metrics())
+    write_lines(write_run(tmp_path / "a", steps=1) / "metrics.jsonl", records)
+    assert warnings_of(read_run(tmp_path / "a")) == [
+        "engines were replaced in steps policy 1, policy 3 (weights/engine_replaced)"
+    ]
+
+
+def test_warnings_name_the_steps(tmp_path):
+    folder = write_run(tmp_path / "a", steps=1)
+    records = [
+        record(0, skipped=1.0),
+        record(1, **{"mismatch/alarm": 1.0}),
+        record(2, attempt=2, grad_norm=float("nan")),
+        record(3, attempt=2, errors=0.25),
+        {"step": 4, "changed": ["--seed was 0 and is 1"], "run": "a", "attempt": 2, "time": 1.0},
+    ]
+    write_lines(folder / "metrics.jsonl", records)
+    assert warnings_of(read_run(folder)) == [
+        "updates of the trained model skipped in step policy 0: a loss or gradient was not finite",
+        "the rollout samples from another policy than the trainer's in step policy 1 (mismatch/alarm)",
+        "environments failed in step policy 3 (errors)",
+        "grad_norm not finite in step policy 2",
+        "taken up again at step policy 2",
+        "after 4 records: changed: --seed was 0 and is 1",
+    ]
+    write_lines(folder / "metrics.jsonl", [record(step, skipped=1.0) for step in range(10)])
+    assert "in steps policy 0, policy 1," in warnings_of(read_run(folder))[0]
+    assert "policy 7 and 2 more: a loss" in warnings_of(read_run(folder))[0]
+
+
+def test_slow_steps_are_those_since_the_record_before(tmp_path):
+    folder = write_run(tmp_path / "a", steps=1)
+    times = [1.0, 2.0, 7.0, 8.5]
+    records = [record(step, trainer_idle_seconds=0.25) | {"seconds": time} for step, time in enumerate(times)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    found = slowest_steps(read_run(folder))
+    assert [(row["step"], row["seconds"]) for row in found["rows"]] == [(2, 5.0), (3, 1.5), (1, 1.0)]
+    assert found["medians"] == {"policy": 1.5} and found["rows"][0]["phases"] == {"trainer_idle": 0.25}

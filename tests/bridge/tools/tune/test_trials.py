@@ -1,0 +1,214 @@
+"""Studies of real processes: kills at random places, crashes, hangs, Ctrl-C, orphans."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rl_bridge.common.files import RunLock
+from rl_tools.tune.goals import parse_goal
+from rl_tools.tune.journal import Key, read_journal
+from rl_tools.tune.study import last_lines, places, run_study, training_command
+from rl_tools.tune.study_report import read_study, summary_of
+from tests.bridge.tools.tune.tuner import study_of
+from tests.support.processes import gone
+
+TUNER = Path(__file__).with_name("tuner.py")
+ROOT = Path(__file__).parents[4]
+
+
+def tuner(**options):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "bridge"))}
+    environment["OPENBLAS_NUM_THREADS"] = "1"
+    words = [sys.executable, str(TUNER), json.dumps(options, default=str)]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def starts(folder):
+    """(Process, steps that were done before) of every start of every run."""
+    lines = [line.split() for file in sorted(folder.glob("runs/*/starts")) for line in file.read_text().splitlines()]
+    return [(int(process), int(done)) for process, done in lines]
+
+
+def wait_for(condition, what, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} after {seconds} s"
+        time.sleep(0.01)
+
+
+def events(folder, kind):
+    return [event for event in read_journal(folder / "journal.jsonl")[0] if event["kind"] == kind]
+
+
+def whole(folder, trials, seeds):
+    """Every run came to its end once, and the journal has each trial's end once."""
+    ended = [event for event in events(folder, "ended") if event["status"] == "complete"]
+    assert len(ended) == len({(event["trial"], event["seed"]) for event in ended}) == trials * seeds
+    assert sorted(event["trial"] for event in events(folder, "told")) == list(range(trials))
+    for run in folder.glob("runs/*"):
+        steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        # A step whose checkpoint a kill took is made again, by our trainers too.
+        assert sorted(set(steps)) == list(range(max(steps) + 1))
+    assert all(gone(process) for process, _ in starts(folder))
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+def test_sigkill_of_the_tuner_and_of_workers_loses_nothing_and_repeats_nothing(tmp_path, kills):
+    folder, generator = tmp_path / "study", random.Random(kills)
+    options = {"folder": folder, "trials": 3, "seeds": 2, "slots": 2, "steps": 6, "pause": 0.05 if kills < 9 else 0.2}
+    finished = {}
+    for number in range(kills):
+        process = tuner(**options, resume=number > 0)
+        wait_for((folder / "journal.jsonl").exists, "journal")
+        time.sleep(generator.uniform(0.05, 0.5))
+        if number % 2:
+            for victim, _ in starts(folder)[-1:]:  # a worker too
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        with (folder / "journal.jsonl").open("ab") as journal:
+            journal.write(b'{"crc32": 1, "event": {"ki'[: generator.randrange(20)])  # the machine was killed, too
+        for told in events(folder, "told"):
+            assert finished.setdefault(told["trial"], told) == told
+    process = tuner(**options, resume=True)
+    assert process.wait(timeout=60) == 0
+    whole(folder, 3, 2)
+    for told in events(folder, "told"):
+        assert finished.get(told["trial"], told) == told
+
+
+@pytest.mark.timeout(120)
+def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path):
+    folder = tmp_path / "study"
+    study = study_of(
+        folder, fails=("no", "crash", "hang", "kill"), trials=8, slots=4, time_limit=1.0, grace=0.2, devices=("5", "7")
+    )
+    run_study(study)
+    found = summary_of(read_study(folder))
+    kinds = {trial["assignment"]["fail"]: trial for trial in found["trials"]}
+    assert set(kinds) == {"no", "crash", "hang", "kill"}
+    assert kinds["no"]["status"] == kinds["kill"]["status"] == "complete"
+    assert "ValueError: x = " in kinds["crash"]["reason"] and kinds["crash"]["reason"].startswith("exit status 1")
+    assert kinds["hang"]["reason"] == "had not ended after 1 s"
+    again = [e for e in events(folder, "ended") if e["status"] == "interrupted"]
+    assert again and {e["reason"] for e in again} == {"killed by signal 9"}
+    assert all(gone(process) for process, _ in starts(folder))
+    devices = [json.loads(file.read_text())["device"] for file in folder.glob("runs/*/summary.json")]
+    assert set(devices) <= {"5", "7"} and devices
+
+
+def test_ctrl_c_stops_all_and_a_later_tuner_goes_on_from_the_checkpoints(tmp_path):
+    folder = tmp_path / "study"
+    options = {"folder": folder, "trials": 2, "seeds": 1, "slots": 2, "steps": 12, "pause": 0.05}
+    process = tuner(**options)
+    wait_for(lambda: len(list(folder.glob("runs/*/state.json"))) == 2, "checkpoints")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert (folder / "printed").read_text() == "stopped after 0 of 2 trials"
+    assert all(gone(process, 0.5) for process, _ in starts(folder))
+    # SIGTERM, and time to answer it.
+    assert {(event["status"], event["exit"]) for event in events(folder, "ended")} == {("interrupted", 143)}
+    assert tuner(**options, resume=True).wait(timeout=30) == 0
+    whole(folder, 2, 1)
+    again = [done for _, done in starts(folder)]
+    assert len(again) == 4 and sum(done > 0 for done in again) == 2
+
+
+def test_a_tuner_that_is_killed_takes_its_trials_along_even_deaf_ones(tmp_path):
+    folder = tmp_path / "study"
+    process = tuner(folder=folder, fails=["hang", "hang "], trials=1, slots=1, grace=0.2)
+    wait_for(lambda: list(folder.glob("runs/*/metrics.jsonl")) and starts(folder), "start")
+    process.kill()
+    process.wait()
+    assert all(gone(process, 5.0) for process, _ in starts(folder))
+
+
+def test_a_run_does_not_outlive_its_guard_and_its_tuner_and_is_gone_on_with(tmp_path):
+    """Neither leaves an exit status."""
+    folder = tmp_path / "study"
+    options = {"folder": folder, "trials": 1, "slots": 1, "steps": 30, "pause": 0.05, "grace": 30.0}
+    process = tuner(**options)
+    wait_for(lambda: list(folder.glob("runs/*/state.json")), "checkpoint")
+    [(trial, _)] = starts(folder)
+    guard = int(Path(f"/proc/{trial}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(guard, signal.SIGSTOP)  # it cannot answer that the tuner is gone
+    process.kill()
+    process.wait()
+    os.kill(guard, signal.SIGKILL)
+    assert gone(trial, 5.0) and not list(folder.glob("logs/*.exit"))
+    assert tuner(**options, resume=True).wait(timeout=30) == 0
+    whole(folder, 1, 1)
+    assert [done > 0 for _, done in starts(folder)] == [False, True]
+
+
+def test_a_later_tuner_waits_until_the_runs_of_the_earlier_one_have_ended(tmp_path):
+    """A guard of its own would find the run locked, and the study would take that for a kill."""
+    folder = tmp_path / "study"
+    options = {"folder": folder, "trials": 1, "slots": 1, "steps": 3, "pause": 0.8, "grace": 30.0}
+    process = tuner(**options)
+    wait_for(lambda: starts(folder), "start")
+    process.kill()
+    process.wait()
+    assert not gone(starts(folder)[0][0], 0.0), "the run finishes its step"
+    assert tuner(**options, resume=True).wait(timeout=30) == 0
+    whole(folder, 1, 1)
+    interrupted = [event for event in events(folder, "ended") if event["status"] == "interrupted"]
+    assert [event["counts"] for event in interrupted] == [0] and len(starts(folder)) == 2
+
+
+def test_two_tuners_and_another_study_are_refused(tmp_path):
+    study = study_of(tmp_path / "study", trials=1)
+    run_study(study)
+    with pytest.raises(ValueError, match="exists: go on with --resume, or give this study another --name"):
+        run_study(study)
+    with pytest.raises(ValueError, match=r"is another study: steps was 4 and is 5\. Give this one another --name"):
+        run_study(study_of(tmp_path / "study", trials=1, steps=5), resume=True)
+    with pytest.raises(ValueError, match=r"there is no study in .* to resume"):
+        run_study(study_of(tmp_path / "other"), resume=True)
+    before = read_study(tmp_path / "study")
+    held = RunLock(tmp_path / "study")
+    with pytest.raises(ValueError, match="study is in use by "):
+        run_study(study, resume=True)
+    held.release()
+    assert run_study(study, resume=True) == before, "a study at its end does nothing more"
+    assert len(run_study(study_of(tmp_path / "study", trials=2), resume=True)) > len(before), "or a few trials more"
+
+
+def test_places():
+    cores = len(os.sched_getaffinity(0))
+    assert [place.device for place in places(3, devices=["0", "1"])] == ["0", "1", "0"]
+    assert places(1, pin=True)[0].threads == cores == len(places(1, pin=True)[0].cores)
+    with pytest.raises(ValueError, match="cannot be divided among"):
+        places(cores + 1, pin=True)
+
+
+def test_the_command_of_a_repetition_has_its_seed():
+    command = training_command("sft", lambda values: [f"--x={values['x']}"], first_seed=100)
+    made = command(Key(3, 2), {"x": 1}, Path("runs"), True)
+    assert " ".join(made[3:]) == "train sft --x=1 --seed 102 --name trial-0003-seed-2 --output runs --resume"
+    assert command(Key(3, 2), {"x": 1}, Path("runs"), False) == made[:-1]
+
+
+def test_the_last_lines_of_a_log_without_progress_bars(tmp_path):
+    (tmp_path / "log").write_text("a\nb\n 10%|#\r 20%|##\rdone\n\nValueError: no\n")
+    assert last_lines(tmp_path / "log") == "b | done | ValueError: no"
+    assert last_lines(tmp_path / "none") == ""
+
+
+def test_a_misspelt_goal_ends_the_study_at_its_first_trial(tmp_path):
+    """TOOL-8: with near names, and not after all trials have run."""
+    study = study_of(tmp_path / "study", trials=4, slots=1)
+    study = replace(study, plan=replace(study.plan, goals=(parse_goal("rewart", maximize=True),)))
+    with pytest.raises(ValueError, match=r"no record and no summary has rewart; did you mean reward\?"):
+        run_study(study)
+    assert [path.name for path in (tmp_path / "study/runs").iterdir()] == ["trial-0000-seed-0"]
