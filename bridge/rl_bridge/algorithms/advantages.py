@@ -1,4 +1,4 @@
-"""What an objective reads of a step: ``Rollouts`` for its advantages, fields of the batch for its loss."""
+"""Inputs of an objective in a step: ``Rollouts`` for its advantages, fields of the batch for its loss."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,8 +38,8 @@ def steps_of(trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: to
     it. ``mask`` is [N, L], ``rewards`` [P, n] of whole episodes. Rewards of turns (``turn_rewards``) are added,
     unless the environment's reward is one of the run's: then each turn has its own part of it.
     """
-    drawn = mask.int()
-    begins = torch.diff(drawn, dim=1, prepend=torch.zeros_like(drawn[:, :1])) == 1
+    policy_mask = mask.int()
+    begins = torch.diff(policy_mask, dim=1, prepend=torch.zeros_like(policy_mask[:, :1])) == 1
     turns = begins.cumsum(1)
     count = turns.amax(1)
     last = max(1, int(count.max()))
@@ -59,7 +59,7 @@ def steps_of(trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: to
     return Steps(per_turn.view(shape), of_turn.view(*shape, mask.shape[1]), states.view(shape), turns)
 
 
-# What an objective reads of a step: ``Rollouts`` for its advantages, fields of the batch for its loss.
+# The inputs, by the fields that an objective names.
 
 
 class Inputs:
@@ -69,8 +69,8 @@ class Inputs:
         self._engines, self._objective, self._config, self._seed = engines, objective, config, seed
         self._needed, shape = objective.required_rollout_fields, objective.advantage.rewards_shape
         self._several, self._steps = shape == "*batch R G", shape == "*batch G S"
-        read = [(*part.required_fields, *getattr(part, "reads", ())) for part in parts_of(objective)]
-        self._draws = any("noise" in names for names in read)
+        fields = [(*part.required_fields, *getattr(part, "reads", ())) for part in parts_of(objective)]
+        self._draws = any("noise" in names for names in fields)
         self._advantages = from_jax(lambda rollouts, terms: with_coefficients(objective, terms).advantages(rollouts))
         self._selection = from_jax(objective.selection)
         penalty: Any = objective.reward_kl
@@ -131,8 +131,8 @@ class Inputs:
         rollouts = Rollouts(**fields)
         terms = {name: torch.tensor(value) for name, value in coefficients.items() if name == "reward_kl"}
         # A function that knows nothing of failures sees all rewards; what it says of a failure counts nowhere.
-        read = rollouts if self._objective.advantage.takes_valid else rollouts._replace(valid=None)
-        advantages, returns = self._advantages(read, terms)
+        inputs = rollouts if self._objective.advantage.takes_valid else rollouts._replace(valid=None)
+        advantages, returns = self._advantages(inputs, terms)
         computed, counted = self._selection(rollouts, advantages)
         if self._steps:  # of the episode's tokens each belongs to one turn
             advantages, computed, counted = advantages.sum(-2), computed.any(-1), counted.any(-2)
@@ -145,16 +145,16 @@ class Inputs:
         if self._penalty is None or not bool(batch.mask.any()):
             return {}
         nothing = torch.zeros(batch.mask.shape)
-        read: Any = Batch(batch.old_logprobs, nothing, nothing, batch.mask, ref_logprobs=batch.ref_logprobs)  # type: ignore[arg-type]
-        return {"reward_kl": float(self._penalty(read)[batch.mask].mean())}
+        inputs: Any = Batch(batch.old_logprobs, nothing, nothing, batch.mask, ref_logprobs=batch.ref_logprobs)  # type: ignore[arg-type]
+        return {"reward_kl": float(self._penalty(inputs)[batch.mask].mean())}
 
 
 def parts_of(objective: Objective) -> list[PerToken]:
     """The loss and the correction of an objective, and what they are made of."""
-    found, left = [], [objective.loss, objective.correction]
-    while left:
-        part: Any = left.pop()
+    parts, pending = [], [objective.loss, objective.correction]
+    while pending:
+        part: Any = pending.pop()
         if part is not None:
-            found.append(part)
-            left += getattr(part, "parts", ())
-    return found
+            parts.append(part)
+            pending += getattr(part, "parts", ())
+    return parts

@@ -45,7 +45,7 @@ class AsDrawn(NamedTuple):
 
 
 class AheadSampler(Sampler):
-    """As ``Sampler``, with prompts of later steps in the rollout while a step is trained on.
+    """A ``Sampler`` with prompts of later steps in the rollout while a step is trained on.
 
     Request ids, and with them all random numbers, are those of ``Sampler``. Rewards that compare completions are asked
     about the prompts of a step in one call, as there; others as soon as a prompt is drawn, in the order of the prompts;
@@ -83,11 +83,11 @@ class AheadSampler(Sampler):
                 "would decide what may be drawn ahead"
             )
         self._samples = config.responses_per_prompt + self._greedy
-        """Of a prompt: those that are trained on, and the greedy one where the objective reads its rewards."""
+        """Completions of a prompt: those to train on, and a greedy one where the objective reads its rewards."""
         # The trainer's thread uses the other one.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._admission, self._pace, self._lazy = admission, pace, lazy
-        self._engine = Lanes(rollout, config.sampling.params(), self._samples)
+        self._lanes = Lanes(rollout, config.sampling.params(), self._samples)
         self._patience, self._talking = patience, talking
         self._talks: Talks | None = None
         self._ledger, self._step, self._training = Ledger(), 0, False
@@ -125,9 +125,9 @@ class AheadSampler(Sampler):
                 break
             self.update(self._engines)
         self._training = True
-        made, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
-        trajectories = [trajectory for group in made for trajectory in group[: n - self._greedy]]
-        baseline = self._baseline([group[-1] for group in made]) if self._greedy else None
+        by_group, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
+        trajectories = [trajectory for group in by_group for trajectory in group[: n - self._greedy]]
+        baseline = self._baseline([group[-1] for group in by_group]) if self._greedy else None
         if self._talks is not None and all(trajectory.finish_reason == "error" for trajectory in trajectories):
             cause = self._talks.failures[-1] if self._talks.failures else "before the run was taken up again"
             raise ValueError(f"the environment failed in all {len(trajectories)} conversations of step {step}; {cause}")
@@ -140,7 +140,7 @@ class AheadSampler(Sampler):
         return {"rollouts": self}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """What was asked and what came back, up to the prompts that are trained on."""
+        """Requests and results, up to the prompts that are trained on."""
         self._end_step()
         driver = self._started()
         if self._pace.deterministic:
@@ -180,7 +180,7 @@ class AheadSampler(Sampler):
             training = TrainingPump(self._ledger, self._admission, self._step)
             self._talks = None if talking is None else Talks(talking, self._opening)
             self._driver = Driver(
-                self._engine, pump, training, self._rewards_of, talks=self._talks, patience=self._patience
+                self._lanes, pump, training, self._rewards_of, talks=self._talks, patience=self._patience
             )
         return self._driver
 
@@ -208,20 +208,22 @@ class AheadSampler(Sampler):
         return AsPrompt(row, tokens), seeds
 
     def _id(self, number: int) -> tuple[int, int]:
-        """Of the request: that of the step and place which the prompt has where nothing runs ahead."""
+        """Id of the request: that of the step and place which the prompt has where nothing runs ahead."""
         step, place = divmod(number, self._config.prompts_per_step)
         return self._seed * 1_000_003 + step, place
 
     def _rewards_of(self, groups: Sequence[Group]) -> list[list[dict[str, float]]]:
-        made, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
+        trajectories, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
         # Greedy ones by themselves, as where nothing runs ahead: a reward may compare what it is given together.
         calls = [slice(n - 1), slice(n - 1, n)] if self._greedy else [slice(n)]
-        found: list[list[dict[str, float]]] = [[] for _ in groups]
+        rewards_of: list[list[dict[str, float]]] = [[] for _ in groups]
         for part in calls:
-            scored = iter(self.rewards.score([trajectory for of_group in made for trajectory in of_group[part]]))
-            for of_group, values in zip(made, found, strict=True):
+            scored = iter(
+                self.rewards.score([trajectory for of_group in trajectories for trajectory in of_group[part]])
+            )
+            for of_group, values in zip(trajectories, rewards_of, strict=True):
                 values += [dict(next(scored).rewards) for _ in of_group[part]]
-        return found
+        return rewards_of
 
     def _opening(self, group: Group, number: int, place: int = 0) -> Opening:
         seed, row = group.samples[number].seed, group.prompt.row
@@ -235,26 +237,26 @@ class AheadSampler(Sampler):
         talk = self._talking.conversation(self._opening(group, number, place), sample, versions)
         if sample.reason == "error" and talk.failure is None:
             talk.rewards += [None] * (len(talk.drawn) - len(talk.rewards))
-        made = talk.trajectory(sample.reason, template.end_token)  # type: ignore[arg-type]
-        return replace(made, rewards=sample.rewards or made.rewards)
+        conversation = talk.trajectory(sample.reason, template.end_token)  # type: ignore[arg-type]
+        return replace(conversation, rewards=sample.rewards or conversation.rewards)
 
     def _trajectories(self, group: Group, place: int) -> list[Trajectory]:
         if self._talking is not None:
             return [self._conversation(group, number, place) for number in range(len(group.samples))]
         prompt: AsPrompt = group.prompt
         request = Request(prompt.row["prompt"], self._id(group.number), place)
-        made = []
+        trajectories = []
         for number, sample in enumerate(group.samples):
-            words = prompt.tokens, _drawn(sample), self._versions(sample), self._config.sampling.stop
+            words = prompt.tokens, _as_drawn(sample), self._versions(sample), self._config.sampling.stop
             trajectory = completed(self._tokenizer, request, number, *words)
-            made.append(replace(trajectory, row=prompt.row, rewards=sample.rewards))
-        return made
+            trajectories.append(replace(trajectory, row=prompt.row, rewards=sample.rewards))
+        return trajectories
 
     def _versions(self, sample: Sample) -> list[int]:
         return [self._weights[version] for version in sample.versions]
 
     def _metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """Of the step's tokens: how many versions old they are; and who waited how long."""
+        """Ages of the step's tokens in versions, and the seconds that trainer and rollout waited."""
         driver = self._started()
         samples = [sample for group in groups for sample in group.samples if not sample.greedy]
         ages = torch.tensor([float(step - version) for sample in samples for version in sample.versions] or [0.0])
@@ -270,7 +272,7 @@ class AheadSampler(Sampler):
         }
 
     def _forget(self) -> None:
-        """What is known of prompts and versions that no untrained prompt has."""
+        """Forget prompts and versions that no untrained prompt has."""
         driver = self._started()
         with driver.changed:
             oldest = min((group.admitted for group in self._ledger.groups.values()), default=driver.pump.version)
@@ -278,5 +280,5 @@ class AheadSampler(Sampler):
             self._weights = {version: weights for version, weights in self._weights.items() if version >= oldest}
 
 
-def _drawn(sample: Sample) -> AsDrawn:
+def _as_drawn(sample: Sample) -> AsDrawn:
     return AsDrawn(sample.tokens, sample.logprobs, sample.allowed, sample.reason)

@@ -48,9 +48,9 @@ def constraint(
         return ConstraintState(state.multipliers[0], state)
 
     def update(state: ConstraintState, measured: Any) -> ConstraintState:
-        found = jnp.asarray(measured, jnp.float32)[None]
-        moved = constrained.update(state.multipliers, found)
-        return ConstraintState(jnp.where(jnp.isnan(found[0]), state.coef, coef(moved, found)), moved)
+        measurement = jnp.asarray(measured, jnp.float32)[None]
+        moved = constrained.update(state.multipliers, measurement)
+        return ConstraintState(jnp.where(jnp.isnan(measurement[0]), state.coef, coef(moved, measurement)), moved)
 
     return rl_fn.Controller(init, update)
 
@@ -79,14 +79,14 @@ class Coefficients:
         return {name: float(state.coef) for name, state in self._states.items()}
 
     def metrics(self) -> dict[str, float]:
-        """What a record shows."""
+        """The coefficients as a record names them."""
         return {f"{name}_coef": value for name, value in self.values().items()}
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Give each controller what was measured in this step: of an update that was skipped it may not be finite."""
         for name, term in self._terms.items():
-            found = metrics.get(term.metric, math.nan)
-            measured = found if math.isfinite(found) else math.nan
+            value = metrics.get(term.metric, math.nan)
+            measured = value if math.isfinite(value) else math.nan
             self._states[name] = term.controller.update(self._states[name], measured)
 
     def checkpoint_state(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.policy import mean
 from rl_bridge.run.run import Run
 
-# What the loops over comparisons share: reference, statistics of a batch, losses over a batch, evaluation.
+# Shared by the loops: reference, statistics of a batch, losses over a batch, evaluation.
 
 CACHED_AT_ONCE = 1024
 """Examples that the reference scores in one call."""
@@ -28,13 +28,13 @@ _kto_kl = from_jax(rl_fn.kto_kl)
 
 def with_reference(examples: Sequence[Example], reference: TrainEngine, pad_token_id: int) -> list[Example]:
     """The examples with the reference's log-probabilities, computed once."""
-    found: list[Example] = []
+    referenced: list[Example] = []
     for start in range(0, len(examples), CACHED_AT_ONCE):
         part = examples[start : start + CACHED_AT_ONCE]
         scores = reference.completion_logprobs(NeedParallel(batch_of(part, pad_token_id)))
         for example, row in zip(part, scores.tolist(), strict=True):
-            found.append(replace(example, ref_logprobs=tuple(row[: len(example.completions)])))
-    return found
+            referenced.append(replace(example, ref_logprobs=tuple(row[: len(example.completions)])))
+    return referenced
 
 
 def kl_of(policy: TrainEngine, batch: PairBatch) -> float:
@@ -113,13 +113,13 @@ def held_out_metrics(
     """Loss and metrics of held-out comparisons, and a 95 % bootstrap interval of the accuracy over them."""
     outputs = outputs.detach()
     totals = loss.metrics(batch, outputs, loss(batch, outputs, statistics))
-    found = {f"held_out_{name}": mean(value) for name, value in totals.items()}
+    metrics = {f"held_out_{name}": mean(value) for name, value in totals.items()}
     right, counted = (
         x.double().flatten(1) if x.dim() > 1 else x.double()[:, None] for x in loss.watch(batch, outputs)["accuracy"]
     )
-    each = ((right * counted).sum(1) / counted.sum(1).clamp(min=1.0)).tolist()
-    interval = confidence_interval(each, [0.0] * len(each), resamples=1000)
-    return found | {"held_out_accuracy_low": interval["low"], "held_out_accuracy_high": interval["high"]}
+    accuracies = ((right * counted).sum(1) / counted.sum(1).clamp(min=1.0)).tolist()
+    interval = confidence_interval(accuracies, [0.0] * len(accuracies), resamples=1000)
+    return metrics | {"held_out_accuracy_low": interval["low"], "held_out_accuracy_high": interval["high"]}
 
 
 # Learning from preferences without a reward model: DPO and its family, by the loss.
@@ -133,7 +133,7 @@ class PreferenceConfig:
     rows_per_step: int = 64
     evaluate_every: int = 25
     shift_momentum: float = 0.9
-    """Of BCO's shift, a moving mean of the rewards."""
+    """Momentum of BCO's shift, a moving mean of the rewards."""
 
     def __post_init__(self) -> None:
         """Refuse counts that train nothing, and a mean that does not move."""
@@ -168,8 +168,8 @@ def train_preference(
         if reference is not None:
             # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
             batch = batch._replace(ref_logprobs=reference.completion_logprobs(NeedParallel(batch)))
-        given = statistics.of(policy, batch)
-        metrics = accumulate(policy, loss, batch, given) | given | policy.optimizer_step()
+        numbers = statistics.of(policy, batch)
+        metrics = accumulate(policy, loss, batch, numbers) | numbers | policy.optimizer_step()
         statistics.update(metrics)
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             metrics |= evaluate()

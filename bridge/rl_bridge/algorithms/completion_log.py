@@ -36,7 +36,7 @@ class CompletionLog:
 
     def __init__(self, folder: Path, decode: Callable[[list[int]], str], *, every: int, kept: int) -> None:
         """``every``: steps from one line to the next, 0 for none. ``kept``: completions of a step."""
-        self._file, self._decode, self._every, self._kept = folder / COMPLETIONS, decode, every, kept
+        self._file, self._decode, self._every, self._completions_a_step = folder / COMPLETIONS, decode, every, kept
         self._begun = False
 
     def choose(self, step: int, computed: torch.Tensor) -> torch.Tensor | None:
@@ -46,12 +46,12 @@ class CompletionLog:
         several updates, the last rows are in one that began with other weights than those that drew them.
         """
         if not self._begun:
-            self._cut(step)
+            self._truncate(step)
             self._begun = True
         if not due(step, self._every):
             return None
         rows = torch.cat([computed.nonzero()[:, 0], (~computed).nonzero()[:, 0]])
-        count, ends = min(self._kept, len(rows)), int(computed.sum())
+        count, ends = min(self._completions_a_step, len(rows)), int(computed.sum())
         last = count // 2 if ends >= count else 0
         places = torch.cat([rows[: count - last], rows[ends - last : ends]])
         return torch.full(computed.shape, -1).index_put((places,), torch.arange(len(places)))
@@ -79,7 +79,7 @@ class CompletionLog:
                 stream.flush()
                 os.fsync(stream.fileno())
 
-    def _sample(self, trajectory: Trajectory, batch: TokenBatch, seen: Mapping[str, list[float]]) -> dict[str, Any]:
+    def _sample(self, trajectory: Trajectory, batch: TokenBatch, watched: Mapping[str, list[float]]) -> dict[str, Any]:
         prompt, length = len(trajectory.prompt_tokens), len(trajectory.tokens)
         places = list(range(prompt, length))
         left_out = max(0, len(places) - TOKENS)
@@ -93,11 +93,11 @@ class CompletionLog:
             "version": [trajectory.weights_versions[place] for place in places],
         }
         # Of a row without a gradient: what was known before the loss.
-        known = {"old_logprob": batch.old_logprobs, "advantage": batch.advantages}
-        before = {name: None if values is None else values[0].tolist() for name, values in known.items()}
+        fields = {"old_logprob": batch.old_logprobs, "advantage": batch.advantages}
+        before = {name: None if values is None else values[0].tolist() for name, values in fields.items()}
         before["rollout_logprob"] = list(trajectory.logprobs)
         for name in COLUMNS:
-            values = seen.get(name) or before.get(name)
+            values = watched.get(name) or before.get(name)
             columns[name] = [
                 None if values is None or not counted else _short(values[place])
                 for place, counted in zip(places, columns["counted"], strict=True)
@@ -112,7 +112,7 @@ class CompletionLog:
             "left_out": left_out,
         }
 
-    def _cut(self, step: int) -> None:
+    def _truncate(self, step: int) -> None:
         """Remove the lines of this step and later ones, and a last line that was not written to its end."""
         if not self._file.exists():
             return

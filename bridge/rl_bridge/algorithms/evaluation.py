@@ -32,34 +32,39 @@ class Archive:
         self.names, self.folder = tuple(names), folder
         self._archive = rl_fn.pareto_archive(CAPACITY, len(self.names), maximize=True)
         self._state = self._archive.init()
-        self._seen: list[dict[str, Any]] = []
+        self._points: list[dict[str, Any]] = []
 
     def insert(self, rewards: Mapping[str, float], step: int) -> None:
         """Take in the rewards after ``step`` steps, and write pareto.json anew."""
         point = [rewards[name] for name in self.names]
         self._state = self._archive.insert(self._state, jnp.asarray(point, jnp.float32), step)
-        self._seen.append({"step": step, **rewards})
-        write_json(self.folder / "pareto.json", {"names": self.names, "front": self.front(), "evaluations": self._seen})
+        self._points.append({"step": step, **rewards})
+        write_json(
+            self.folder / "pareto.json", {"names": self.names, "front": self.front(), "evaluations": self._points}
+        )
 
     def front(self) -> list[dict[str, Any]]:
         """The steps that no other beats, with their rewards."""
-        used = np.asarray(self._state.used)
-        points, tags = np.asarray(self._state.points)[used].tolist(), np.asarray(self._state.tags)[used].tolist()
+        occupied = np.asarray(self._state.used)
+        points, tags = (
+            np.asarray(self._state.points)[occupied].tolist(),
+            np.asarray(self._state.tags)[occupied].tolist(),
+        )
         return [
             {"step": tag, **dict(zip(self.names, point, strict=True))} for point, tag in zip(points, tags, strict=True)
         ]
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """What was seen; the front is a function of it."""
-        return {"names": list(self.names), "seen": json.loads(json.dumps(self._seen))}
+        """The points that were inserted; the front is a function of them."""
+        return {"names": list(self.names), "seen": json.loads(json.dumps(self._points))}
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Take back what ``checkpoint_state`` gave; other rewards raise ValueError."""
         if tuple(state["names"]) != self.names:
             raise ValueError(f"the checkpoint has the rewards {state['names']}, this run has {list(self.names)}")
-        self._state, self._seen = self._archive.init(), []
+        self._state, self._points = self._archive.init(), []
         for point in state["seen"]:
-            self._seen.append(point)
+            self._points.append(point)
             values = jnp.asarray([point[name] for name in self.names], jnp.float32)
             self._state = self._archive.insert(self._state, values, point["step"])
 
@@ -68,8 +73,8 @@ class Archive:
         x, y = self.names[:2]
         figure = Figure(figsize=(6, 5), layout="constrained")
         axis = figure.subplots()
-        seen = [p[x] for p in self._seen], [p[y] for p in self._seen]
-        axis.plot(*seen, "o", color="C0", alpha=0.35, label="evaluations")
+        evaluations = [p[x] for p in self._points], [p[y] for p in self._points]
+        axis.plot(*evaluations, "o", color="C0", alpha=0.35, label="evaluations")
         front = sorted(self.front(), key=lambda point: point[x])
         axis.plot([p[x] for p in front], [p[y] for p in front], "o-", color="C1", label="no other is better in all")
         for point in front:
@@ -81,7 +86,7 @@ class Archive:
             figure.savefig(temporary, format="png", dpi=110)
 
 
-# Evaluation on held-out rows: mean reward with its interval, pass@k, and a few completions to read.
+# The evaluation: mean reward with its interval, pass@k, and a few completions to read.
 
 _pass_at_k = from_jax(rl_fn.pass_at_k)
 RESAMPLES = 2000
@@ -109,7 +114,7 @@ def evaluate(
         "reward": sum(scores) / len(scores),
         "rewards": named,
         "scores": scores,
-        "samples": [_shown(trajectory) for trajectory in trajectories[:16]],
+        "samples": [_row_of(trajectory) for trajectory in trajectories[:16]],
     }
 
 
@@ -155,23 +160,23 @@ class Evaluator:
         return (step + 1) % self._config.evaluate_every == 0 or step + 1 == self._config.steps
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What the record of a step shows of the present weights."""
+        """Held-out metrics of the present weights, for the record of a step."""
         config = self._config
-        found = evaluate(
+        results = evaluate(
             self._complete, self._rows, self._rewards, config.sampling, scalar=config.scalar, seed=self._seed
         )
-        named = {"held_out": interval(found["scores"])}
+        named = {"held_out": interval(results["scores"])}
         if config.pass_at:
             named |= pass_rates(self._complete, self._rows, self._rewards, config, seed=self._seed)
-        metrics = {name: values["mean"] for name, values in named.items()} | {"held_out": found["reward"]}
+        metrics = {name: values["mean"] for name, values in named.items()} | {"held_out": results["reward"]}
         metrics |= {f"{name}_{end}": values[end] for name, values in named.items() for end in ("low", "high")}
         if self.archive is not None:
-            metrics |= {f"held_out/{name}": value for name, value in found["rewards"].items()}
-            self.archive.insert(found["rewards"], step + 1)
+            metrics |= {f"held_out/{name}": value for name, value in results["rewards"].items()}
+            self.archive.insert(results["rewards"], step + 1)
         return metrics
 
 
-def _shown(trajectory: Trajectory) -> Mapping[str, Any]:
+def _row_of(trajectory: Trajectory) -> Mapping[str, Any]:
     row = trajectory.row
     completion = {"prompt": row["prompt"], "completion": trajectory.completion, "answer": row.get("answer")}
     return completion | dict(trajectory.rewards)

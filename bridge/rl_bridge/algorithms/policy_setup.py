@@ -1,4 +1,4 @@
-"""What a policy is trained with: steps, prompts, sampling, one number of several rewards, the engines of the run."""
+"""Parts of a policy's training: steps, prompts, sampling, one number of several rewards, the engines of the run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,17 +56,17 @@ class ScalarOptions:
         Raises:
             ValueError: not a weight (a number of the ideal point) for each reward.
         """
-        chosen, count = self.weights or tuple(weights), rewards.shape[1]
-        for name, values in (("weights", chosen), ("ideal", self.ideal)):
+        factors, count = self.weights or tuple(weights), rewards.shape[1]
+        for name, values in (("weights", factors), ("ideal", self.ideal)):
             if values is not None and len(values) != count:
                 raise ValueError(f"{name} has {len(values)} numbers for {count} rewards: {values}")
-        objectives, w = rewards.movedim(1, -1), torch.tensor(chosen)
+        objectives, w = rewards.movedim(1, -1), torch.tensor(factors)
         if self.ideal is None:
             return -_weighted_sum(objectives, w, maximize=True)
         return -_tchebycheff(objectives, w, torch.tensor(self.ideal), maximize=True, rho=self.rho)
 
 
-# What a run of the policy trainer depends on: steps, prompts, responses, how they are sampled and evaluated.
+# Options of a run: steps, prompts, completions, how they are sampled and evaluated.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class SamplingOptions:
         self.params()
 
     def params(self, *, n: int = 1, seed: int = 0) -> SamplingParams:
-        """What a rollout is asked: ``n`` completions a prompt."""
+        """The request to a rollout: ``n`` completions a prompt."""
         return SamplingParams(**vars(self), n=n, seed=seed)
 
 
@@ -165,7 +165,7 @@ class PolicyEngines:
     teacher: TrainEngine | None = None
 
     def state(self) -> dict[str, TrainEngine]:
-        """What a checkpoint saves. The teacher's weights never change and have a source of their own."""
+        """The engines that a checkpoint saves. The teacher's weights never change and have a source of their own."""
         engines = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
         return {name: engine for name, engine in engines.items() if engine is not None}
 
@@ -183,8 +183,8 @@ class Replaced:
 
         Nothing for a rollout whose weights need no proof.
         """
-        now = self._policy.replaced_engines
-        self._before, self._now = now, now - self._before
+        total = self._policy.replaced_engines
+        self._before, self._now = total, total - self._before
         if not self._proved:
             return {}
         last = self._policy.last_sync
@@ -214,9 +214,9 @@ def require_fit(engines: PolicyEngines, objective: Objective, config: PolicyConf
             f"{name} reads statistics of the whole batch, which is split over {parts} "
             f"workers ({engines.policy.mesh}): train it with replicate=1 and shard=1"
         )
-    read = (*objective.required_rollout_fields, *objective.required_batch_fields)
+    fields = (*objective.required_rollout_fields, *objective.required_batch_fields)
     for field, engine in (("values", "critic"), ("teacher_logprobs", "teacher"), ("ref_logprobs", "reference")):
-        if field in read and getattr(engines, engine) is None:
+        if field in fields and getattr(engines, engine) is None:
             raise ValueError(f"{name} reads {field}: it needs a {engine}")
 
 

@@ -42,10 +42,10 @@ def longest_turn(loss_mask: Sequence[bool]) -> int:
     >>> longest_turn([False, True, True, False, True])
     2
     """
-    return max((len(list(run)) for drawn, run in groupby(loss_mask) if drawn), default=0)
+    return max((len(list(run)) for is_turn, run in groupby(loss_mask) if is_turn), default=0)
 
 
-# Completions of one step's prompts, scored; more prompts where dynamic sampling leaves too few.
+# The sampler of a step.
 
 FAILED = ("abort", "error")
 """Reasons of an end that says nothing of the policy."""
@@ -89,26 +89,26 @@ class Sampled:
 
     def metrics(self) -> dict[str, float]:
         """Means of the rewards, tokens, the share cut at a limit; of conversations turns, and the share that failed."""
-        found = {"reward": float(self.rewards.mean())}
+        metrics = {"reward": float(self.rewards.mean())}
         if len(self.names) > 1:
-            found |= {f"reward/{name}": float(self.matrix[:, i].mean()) for i, name in enumerate(self.names)}
+            metrics |= {f"reward/{name}": float(self.matrix[:, i].mean()) for i, name in enumerate(self.names)}
         tokens = torch.tensor([float(sum(t.loss_mask)) for t in self.trajectories])
         if any(t.turns != 1 or t.finish_reason == "error" for t in self.trajectories):
             count = len(self.trajectories)
-            found["turns"] = sum(t.turns for t in self.trajectories) / count
-            found["errors"] = sum(t.finish_reason == "error" for t in self.trajectories) / count
+            metrics["turns"] = sum(t.turns for t in self.trajectories) / count
+            metrics["errors"] = sum(t.finish_reason == "error" for t in self.trajectories) / count
         if any(t.finish_reason == "abort" for t in self.trajectories):
-            found["aborted"] = sum(t.finish_reason == "abort" for t in self.trajectories) / len(self.trajectories)
-        found["truncated"] = sum(t.finish_reason == "length" for t in self.trajectories) / len(self.trajectories)
-        return {**found, "tokens": float(tokens.mean()), **self.ahead}
+            metrics["aborted"] = sum(t.finish_reason == "abort" for t in self.trajectories) / len(self.trajectories)
+        metrics["truncated"] = sum(t.finish_reason == "length" for t in self.trajectories) / len(self.trajectories)
+        return {**metrics, "tokens": float(tokens.mean()), **self.ahead}
 
     def rows(self, groups: torch.Tensor) -> "Sampled":
         """The chosen groups, numbered anew."""
         n = self.rewards.shape[1]
-        chosen = [self.trajectories[g * n + i] for g in groups.tolist() for i in range(n)]
+        trajectories = [self.trajectories[g * n + i] for g in groups.tolist() for i in range(n)]
         return replace(
             self,
-            trajectories=[replace(t, group=i // n) for i, t in enumerate(chosen)],
+            trajectories=[replace(t, group=i // n) for i, t in enumerate(trajectories)],
             matrix=self.matrix[groups],
             earned=self.earned[groups],
             rewards=self.rewards[groups],
@@ -132,10 +132,10 @@ class Sampler:
         self._config, self._seed = config, seed
         self._greedy = "greedy_rewards" in objective.required_rollout_fields
         dynamic: Any = objective.dynamic_sampling
-        self._kept = None if dynamic is None or config.sampling_rounds == 1 else from_jax(dynamic.kept)
+        self._has_signal = None if dynamic is None or config.sampling_rounds == 1 else from_jax(dynamic.kept)
 
     def begin_step(self, engines: PolicyEngines) -> None:
-        """What comes before ``sample``: here, an ``update``."""
+        """Prepare the engines for ``sample``: here, an ``update``."""
         self.update(engines)
 
     def update(self, engines: PolicyEngines) -> None:
@@ -143,7 +143,7 @@ class Sampler:
         engines.policy.sync_weights(engines.rollout)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves of it, by name."""
+        """The parts of the sampler that a checkpoint saves, by name."""
         return {"stream": self.stream}
 
     def close(self) -> None:
@@ -155,24 +155,24 @@ class Sampler:
         With refilling they are the first ones that dynamic sampling keeps, of up to ``sampling_rounds`` rounds; if too
         few are, all that are; and if none is, the last round's as they are.
         """
-        made, wanted = self._round(step, 0), self._config.prompts_per_step
-        if self._kept is None:
-            return made
-        found = [self._with_signal(made)]
-        while sum(len(part.rewards) for part in found) < wanted and len(found) < self._config.sampling_rounds:
-            made = self._round(step, len(found))
-            found.append(self._with_signal(made))
-        several = joined(found)
-        whole = several if len(several.rewards) else made
-        kept = whole.rows(torch.arange(min(len(whole.rewards), wanted)))
-        return replace(kept, sampled_groups=len(found) * wanted)
+        sampled, count = self._round(step, 0), self._config.prompts_per_step
+        if self._has_signal is None:
+            return sampled
+        rounds = [self._with_signal(sampled)]
+        while sum(len(part.rewards) for part in rounds) < count and len(rounds) < self._config.sampling_rounds:
+            sampled = self._round(step, len(rounds))
+            rounds.append(self._with_signal(sampled))
+        several = joined(rounds)
+        whole = several if len(several.rewards) else sampled
+        step_groups = whole.rows(torch.arange(min(len(whole.rewards), count)))
+        return replace(step_groups, sampled_groups=len(rounds) * count)
 
     def _with_signal(self, sampled: Sampled) -> Sampled:
         """The groups that dynamic sampling keeps."""
-        assert self._kept is not None
+        assert self._has_signal is not None
         mask = torch.ones((*sampled.rewards.shape, 1), dtype=torch.bool)
         rollouts: Any = Rollouts(sampled.rewards, mask, valid=sampled.valid)  # type: ignore[arg-type]
-        return sampled.rows(self._kept(rollouts).any(1).nonzero()[:, 0])
+        return sampled.rows(self._has_signal(rollouts).any(1).nonzero()[:, 0])
 
     def _round(self, step: int, number: int) -> Sampled:
         config, n = self._config, self._config.responses_per_prompt
@@ -231,13 +231,13 @@ def joined(parts: Sequence[Sampled]) -> Sampled:
 
 
 def without_signal(sampled: Sampled) -> str:
-    """What the rewards of a step were that gives no update."""
+    """A line about the rewards of a step that gives no update."""
     values = sampled.rewards.unique().tolist()
-    shown = ", ".join(f"{value:g}" for value in values[:4]) + (", …" if len(values) > 4 else "")
+    numbers = ", ".join(f"{value:g}" for value in values[:4]) + (", …" if len(values) > 4 else "")
     if len(values) == 1:
-        seen = f"every reward is {shown}"
+        reason = f"every reward is {numbers}"
     elif bool((sampled.rewards == sampled.rewards[:, :1]).all()):
-        seen = f"the rewards of each group are equal ({shown})"
+        reason = f"the rewards of each group are equal ({numbers})"
     else:
-        seen = f"every advantage is 0 or left out; the rewards are {shown}"
-    return f"no update, {sampled.sampled_groups} groups of {sampled.rewards.shape[1]} completions: {seen}"
+        reason = f"every advantage is 0 or left out; the rewards are {numbers}"
+    return f"no update, {sampled.sampled_groups} groups of {sampled.rewards.shape[1]} completions: {reason}"

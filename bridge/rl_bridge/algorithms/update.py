@@ -27,7 +27,7 @@ class Mismatch:
 
     def __init__(self, objective: Objective, *, least_share: float) -> None:
         """``least_share``: of the tokens as an effective sample, from which down the alarm is 1."""
-        self._least_share, self._told = least_share, False
+        self._least_share, self._alarmed = least_share, False
         self._metrics = from_jax(mismatch_metrics)
         self._sample = from_jax(effective_sample_size)
         correction: Any = objective.correction
@@ -48,28 +48,28 @@ class Mismatch:
             torch.cat([getattr(part, name) for part in parts])
             for name in ("old_logprobs", "rollout_logprobs", "mask", "advantages")
         )
-        found = {f"mismatch/{n}": float(x) for n, x in self._metrics(old, rollout, mask)._asdict().items()}
+        metrics = {f"mismatch/{n}": float(x) for n, x in self._metrics(old, rollout, mask)._asdict().items()}
         if self._weights is not None:
             turns = None
             if parts[0].segment_ids is not None:
                 turns = torch.cat([part.segment_ids for part in parts if part.segment_ids is not None])
             fields: Any = (old, old, advantages, mask)
             named: Any = {"rollout_logprobs": rollout, "segment_ids": turns}
-            read = Batch(*fields, **named)
-            weights, count = self._weights(read), float(mask.sum())
+            batch = Batch(*fields, **named)
+            weights, count = self._weights(batch), float(mask.sum())
             ratios = (old - rollout).exp()
             changed = ((weights - ratios).abs() > 1e-4 * ratios) & mask
-            found["corrected/weight_mean"] = float(weights[mask].mean())
-            found["corrected/changed_share"] = float(changed.sum()) / count
-            found["corrected/effective_sample_share"] = float(self._sample(weights, mask)) / count
-        least = min(found[name] for name in _SHARES if name in found)
-        return found | {ALARM: float(least < self._least_share)}
+            metrics["corrected/weight_mean"] = float(weights[mask].mean())
+            metrics["corrected/changed_share"] = float(changed.sum()) / count
+            metrics["corrected/effective_sample_share"] = float(self._sample(weights, mask)) / count
+        least = min(metrics[name] for name in _SHARES if name in metrics)
+        return metrics | {ALARM: float(least < self._least_share)}
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
-        """What to print at the first alarm; None at others."""
-        if self._told or not metrics.get(ALARM):
+        """The text to print at the first alarm; None at others."""
+        if self._alarmed or not metrics.get(ALARM):
             return None
-        self._told = True
+        self._alarmed = True
         shares = ", ".join(f"{metrics[name]:.2f} ({name})" for name in _SHARES if name in metrics)
         return (
             f"the rollout samples from another policy than the trainer's: its tokens count as a share of {shares}, and "
@@ -110,10 +110,10 @@ class Updates:
         return metrics
 
     def watched(self) -> dict[int, dict[str, list[float]]]:
-        """What the loss had of each watched row that was computed, since the last call."""
+        """Values in the loss of each watched row that was computed, since the last call."""
         rows: dict[int, dict[str, list[float]]] = {}
-        for found in self._engines.policy.take_watched():
-            rows |= found
+        for watched_rows in self._engines.policy.take_watched():
+            rows |= watched_rows
         return rows
 
     def _update_policy(
@@ -141,8 +141,8 @@ class Updates:
                 minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
             marks = () if watched is None else (NeedParallel(watched[index]),)
             totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
-            shown = over_counted(totals, denominator, tokens)
-            metrics |= {name: mean(value) for name, value in shown.items()} | policy.optimizer_step()
+            loss_metrics = over_counted(totals, denominator, tokens)
+            metrics |= {name: mean(value) for name, value in loss_metrics.items()} | policy.optimizer_step()
         return metrics
 
     def _update_critic(self, critic: TrainEngine, batch: TokenBatch, counted: torch.Tensor) -> dict[str, float]:
@@ -169,9 +169,9 @@ def over_counted(totals: Mapping[str, Any], denominator: float, tokens: int) -> 
     A row is left out for its advantages of 0: it adds nothing to the policy's loss, and no clip cuts a gradient that it
     does not have. What its ratio, entropy or KL would be is not known: these are of the computed rows.
     """
-    known = {"policy_loss": denominator, "clip_fraction": tokens}
+    denominators = {"policy_loss": denominator, "clip_fraction": tokens}
     return {
-        name: Ratio(value.total, known[name]) if name in known else value  # type: ignore[arg-type]
+        name: Ratio(value.total, denominators[name]) if name in denominators else value  # type: ignore[arg-type]
         for name, value in totals.items()
     }
 

@@ -58,13 +58,13 @@ def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-# What a checkpoint does in the processes of the workers: functions that an executor runs over hosts.
+# The part of the workers' processes: functions that an executor runs over hosts.
 
 PURPOSE = "checkpoint"
 
 
 class _Saver:
-    """Of one host: its buffers, the share that is staged, the thread that writes."""
+    """The writer of one host: its buffers, the share that is staged, the thread that writes."""
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
@@ -155,7 +155,7 @@ def _here(host: Host, engines: Mapping[str, str]) -> dict[str, str]:
     return {name: engines[name] for name in sorted(engines) if engines[name] in host.workers}
 
 
-# The driver's side of checkpoints: asks the workers to write and read them, knows which is the newest whole one.
+# The driver's part.
 
 
 class Checkpointer:
@@ -253,7 +253,7 @@ class Checkpointer:
                 place[0].call(forget, dict.fromkeys(place[1], ()), what="end of checkpoints")
 
     def path(self, step: int) -> Path:
-        """Of the checkpoint ``step-N``."""
+        """Path of the checkpoint ``step-N``."""
         return step_folders.path_of(self.folder, step)
 
     def newest(self) -> Path | None:

@@ -40,7 +40,9 @@ def read_engine(path: Path, engine: str, module: Any) -> None:
     with _to_be_filled(module) as progress:
         with room_for_states() as places:
             _, tensors = take_apart(state_of(engine, module))
-        tensors = {name: held for name, held in tensors.items() if name in index["tensors"] or id(held) not in places}
+        tensors = {
+            name: tensor for name, tensor in tensors.items() if name in index["tensors"] or id(tensor) not in places
+        }
         _require_same_tensors(f"{path}: {engine}", index["tensors"], tensors)
         progress.begun = True
         _fill(path, index["tensors"], tensors)
@@ -123,10 +125,10 @@ def _read(reader: Any, item: ReadItem) -> torch.Tensor:
 def _require_same_tensors(what: str, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if name in saved:
-            now = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            layout = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             before = (saved[name]["shape"], saved[name]["dtype"])
-            if now != before:
-                raise ValueError(f"{what}: {name} was saved as {before}, the model has {now}")
+            if layout != before:
+                raise ValueError(f"{what}: {name} was saved as {before}, the model has {layout}")
     if missing := _some(tensors.keys() - saved.keys()):
         raise ValueError(f"{what}: the checkpoint lacks {missing}")
     if unknown := _some(saved.keys() - tensors.keys()):

@@ -85,17 +85,17 @@ def _below(path: str, key: str | int) -> str:
     return f"{path}/{name}" if path else name
 
 
-# A worker's state as it was at one moment: copied to host memory, each piece with a checksum of what was read.
+# The snapshot: copies in host memory, each piece with a checksum of what was read.
 
 
 @dataclass
 class Piece:
-    """What this worker holds of one tensor."""
+    """The part of one tensor that this worker holds."""
 
     values: torch.Tensor
     """In host memory, in a buffer that is the snapshot's alone."""
     checksum: str
-    """Of the tensor itself, read where it lies, not of the copy."""
+    """Checksum of the tensor itself, read where it lies, not of the copy."""
     parameter: bool
     """Whether the values are weights, which have to be finite."""
 
@@ -159,7 +159,7 @@ class HostBuffers:
 
 
 def state_of(name: str, module: Any) -> Mapping[str, Any]:
-    """What a worker's module gives to a checkpoint; a plain torch module gives its weights and optimisers."""
+    """The state that a worker's module saves; a plain torch module saves its weights and optimisers."""
     owner = in_charge_of(module)
     if hasattr(owner, "checkpoint_state"):
         return owner.checkpoint_state()
@@ -172,7 +172,7 @@ def give_state(module: Any, state: dict[str, Any]) -> None:
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor."""
+    """The part of a tensor that this process holds."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 

@@ -78,7 +78,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None, BaseExceptio
         return None, f"{type(error).__name__}: {error}", error
 
 
-# From snapshots in host memory to a checkpoint on the disk. Runs beside the training, in a thread of each writer.
+# The requests and shares of the writers, and the writing itself.
 
 DRIVER = "driver"
 RANDOM = "random"
@@ -87,10 +87,10 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Request:
-    """What the driver asks its writers for."""
+    """The driver's request to its writers."""
 
     path: Path
-    """Of the checkpoint."""
+    """Final path of the checkpoint."""
     keep: int
     pinned: tuple[int, ...]
     """Steps whose checkpoints stay besides the newest."""
@@ -104,7 +104,7 @@ class Request:
 
 @dataclass
 class Share:
-    """What one writer has to write."""
+    """The share of a checkpoint that one writer has to write."""
 
     request: Request
     ranks: dict[str, int]
@@ -116,7 +116,7 @@ class Share:
 
 @dataclass
 class Written:
-    """What one writer has written: its files' records for the manifest, and what is in the shards."""
+    """One writer's result: its files' records for the manifest, and the places of the tensors in the shards."""
 
     files: dict[str, dict[str, Any]]
     pieces: dict[str, list[dict[str, Any]]]
@@ -155,16 +155,16 @@ def write(share: Share) -> None:
                 plans[writer][engine] = its_plan
         return plans
 
-    def commit(written: list[Written]) -> list[None]:
+    def commit(results: list[Written]) -> list[None]:
         temporary = step_folders.temporary_path(request.path)
-        records = {name: record for one in written for name, record in one.files.items()}
+        records = {name: record for result in results for name, record in result.files.items()}
         for engine in request.engines:
-            pieces = [piece for one in written for piece in one.pieces.get(engine, [])]
+            pieces = [piece for result in results for piece in result.pieces.get(engine, [])]
             content = {"structure": structures[engine], "tensors": _by_tensor(pieces)}
             records[f"{engine}/{INDEX}"] = step_folders.write_json(temporary / engine / INDEX, content)
         about = {"step": step_folders.step_of(request.path)}
         step_folders.commit(request.path, records, about, keep=request.keep, pinned=request.pinned)
-        return [None for _ in written]
+        return [None for _ in results]
 
     what = f"the checkpoint {request.path.name} was not written"
     try:
@@ -177,18 +177,18 @@ def write(share: Share) -> None:
 
 
 def _write_share(share: Share, plans: dict[str, SavePlan]) -> Written:
-    request, written = share.request, Written({}, {})
+    request, result = share.request, Written({}, {})
     temporary = step_folders.temporary_path(request.path)
     slot = request.slots[0 if share.group is None else share.group.rank()]
     name = f"{RANDOM}/slot-{slot:05d}.json"
-    written.files[name] = step_folders.write_json(temporary / name, share.random)
+    result.files[name] = step_folders.write_json(temporary / name, share.random)
     if request.driver is not None:
         structure, tensors = request.driver
         name = f"{DRIVER}/state.json"
-        written.files[name] = step_folders.write_json(temporary / name, structure)
+        result.files[name] = step_folders.write_json(temporary / name, structure)
         if tensors:
             name = f"{DRIVER}/tensors.safetensors"
-            written.files[name] = _write_tensors(temporary / name, tensors)
+            result.files[name] = _write_tensors(temporary / name, tensors)
     for engine, plan in plans.items():
         name = f"{engine}/rank-{share.ranks[engine]:05d}.safetensors"
         pieces = {item.index: share.snapshots[engine].pieces[item.index] for item in plan.items}
@@ -197,9 +197,9 @@ def _write_share(share: Share, plans: dict[str, SavePlan]) -> Written:
                 raise FloatingPointError(f"{engine}: values of {index.fqn} are not finite")
         if pieces:
             tensors = {piece_name(index): piece.values for index, piece in pieces.items()}
-            written.files[name] = _write_tensors(temporary / name, tensors)
+            result.files[name] = _write_tensors(temporary / name, tensors)
             _read_back(temporary / name, {piece_name(index): piece.checksum for index, piece in pieces.items()})
-        written.pieces[engine] = [
+        result.pieces[engine] = [
             {
                 "tensor": item.index.fqn,
                 "dtype": str(pieces[item.index].values.dtype).removeprefix("torch."),
@@ -211,7 +211,7 @@ def _write_share(share: Share, plans: dict[str, SavePlan]) -> Written:
             }
             for item in plan.items
         ]
-    return written
+    return result
 
 
 def piece_name(index: MetadataIndex) -> str:
@@ -226,7 +226,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _read_back(file: Path, checksums: Mapping[str, str]) -> None:
-    """What lies on the disk is what the tensors were at the moment of the snapshot, or the checkpoint is none."""
+    """Raise OSError unless the file on the disk holds the tensors as they were at the moment of the snapshot."""
     with safe_open(file, "pt") as reader:
         for name, checksum in checksums.items():
             if not has_checksum(reader.get_tensor(name), checksum):

@@ -1,1 +1,1 @@
-"""What every room may use: files, locks, signals, HTTP, the user's Python files."""
+"""Tools for every room: files, locks, signals, HTTP, the user's Python files."""

@@ -16,5 +16,5 @@ def root_cause(log: str) -> str | None:
     >>> root_cause("INFO ready") is None
     True
     """
-    found = (_LINE.match(line) for line in log.splitlines())
-    return next((match[1] for match in found if match), None)
+    matches = (_LINE.match(line) for line in log.splitlines())
+    return next((match[1] for match in matches if match), None)

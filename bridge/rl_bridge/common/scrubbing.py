@@ -1,4 +1,4 @@
-"""What must not leave the machine is taken out of texts: passwords, tokens, keys, credentials in addresses."""
+"""Texts that leave the machine lose what must stay: passwords, tokens, keys, credentials in addresses."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ _PAIRS |= {("connection", "string"), ("encryption", "key"), ("signing", "key"), 
 _VARIABLE = {"key", "keys", "token", "tokens", "pat", "sig"}
 """Words that make a variable of the environment, or a part of an address, a secret."""
 _MARKS = {"bos", "cls", "end", "eos", "image", "mask", "pad", "sep", "special", "start", "stop", "think", "unk"}
-"""What stands before ``token`` where it is one of a vocabulary."""
+"""Words before ``token`` where it is one of a vocabulary."""
 _SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk|pk|rk)-[\w-]{16,}|\bgh[opusr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
     r"|\bglpat-[\w-]{16,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bxox[abeoprs]-[\w-]{10,}|\bAIza[\w-]{30,}"
@@ -104,11 +104,11 @@ def scrubbed_words(words: Sequence[str]) -> list[str]:
     ['train', '--hub-token', '***', '--steps', '3']
     """
     values = environment_secrets()
-    found: list[str] = []
+    words_out: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         hidden = before.startswith("-") and "=" not in before and is_secret_name(before) and not word.startswith("--")
-        found.append(HIDDEN if hidden else scrubbed_text(word, values))
-    return found
+        words_out.append(HIDDEN if hidden else scrubbed_text(word, values))
+    return words_out
 
 
 def environment_secrets() -> tuple[str, ...]:
@@ -118,7 +118,9 @@ def environment_secrets() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _secrets_of(environment: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    found = {value for name, value in environment if is_secret_variable(name)}
+    secrets = {value for name, value in environment if is_secret_variable(name)}
     for _, value in environment:
-        found.update(part for user in re.findall(r"://([^/\s@]+)@", value) for part in user.split(":", 1)[1:])
-    return tuple(sorted((value for value in found if len(value) >= _SHORTEST), key=lambda value: (-len(value), value)))
+        secrets.update(part for user in re.findall(r"://([^/\s@]+)@", value) for part in user.split(":", 1)[1:])
+    return tuple(
+        sorted((value for value in secrets if len(value) >= _SHORTEST), key=lambda value: (-len(value), value))
+    )

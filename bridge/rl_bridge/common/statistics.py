@@ -70,17 +70,17 @@ def over_units(sums: Sequence[float], counts: Sequence[float]) -> dict[str, Any]
     if len(total) != len(size) or not size.sum() > 0 or (total < 0).any():
         raise ValueError(f"need sums of 0 or more, as many as counts, and a count above 0, got {sums} and {counts}")
     mean, count = float(total.sum() / size.sum()), len(total)
-    found: dict[str, Any] = {"mean": mean, "low": None, "high": None, "level": LEVEL, "count": count}
-    left = size.sum() - size
-    if count < LEAST or not (left > 0).all():
-        return found
-    without = (total.sum() - total) / left
+    interval: dict[str, Any] = {"mean": mean, "low": None, "high": None, "level": LEVEL, "count": count}
+    remaining_size = size.sum() - size
+    if count < LEAST or not (remaining_size > 0).all():
+        return interval
+    without = (total.sum() - total) / remaining_size
     whole = bool((without > 0).all())  # else there is no logarithm
     scaled, parts = (np.log(mean), np.log(without)) if whole else (mean, without)
     centre, low, high = student(count * scaled - (count - 1) * parts)
     low, high = scaled + (low - centre), scaled + (high - centre)
     ends = (np.exp(low), np.exp(high)) if whole else (max(0.0, low), high)
-    return found | {"low": float(ends[0]), "high": float(ends[1])}
+    return interval | {"low": float(ends[0]), "high": float(ends[1])}
 
 
 def student(rows: np.ndarray, *, level: float = LEVEL) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

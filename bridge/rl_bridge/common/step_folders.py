@@ -36,8 +36,8 @@ def temporary_path(path: Path) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run by their names, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+    paths = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -88,8 +88,8 @@ def commit(
 
 def sweep(folder: Path) -> None:
     """Remove what dead processes left half-written or half-removed."""
-    for left in folder.glob("step-*.tmp"):
-        shutil.rmtree(left)
+    for remnant in folder.glob("step-*.tmp"):
+        shutil.rmtree(remnant)
 
 
 def set_aside(path: Path) -> Path:
@@ -101,7 +101,7 @@ def set_aside(path: Path) -> Path:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, with the name of the file; None if it is whole. Reads every byte.
+    """The fault of a checkpoint, with the name of the file; None if it is whole. Reads every byte.
 
     Raises:
         OtherFormat: another version wrote it.
@@ -113,8 +113,8 @@ def damage(path: Path) -> str | None:
     except ValueError as error:
         return str(error)
     with ThreadPoolExecutor(8) as pool:  # reading and CRC-32 leave the interpreter to others
-        found = pool.map(_damage_of_file, [path / name for name in manifest["files"]], manifest["files"].values())
-        return next((reason for reason in found if reason is not None), None)
+        reasons = pool.map(_damage_of_file, [path / name for name in manifest["files"]], manifest["files"].values())
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def _damage_of_file(file: Path, record: Mapping[str, Any]) -> str | None:
@@ -128,7 +128,7 @@ def _damage_of_file(file: Path, record: Mapping[str, Any]) -> str | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself.
+    """The manifest of a checkpoint.
 
     Raises:
         OtherFormat: another version wrote it.
@@ -170,10 +170,10 @@ def record_of(file: Path) -> dict[str, Any]:
 
 def records(folder: Path) -> dict[str, dict[str, Any]]:
     """Records of all files below a folder that somebody else wrote, once they are on the disk."""
-    found = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    for file in found:
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    for file in files:
         sync_file(file)
-    return {str(file.relative_to(folder)): record_of(file) for file in found}
+    return {str(file.relative_to(folder)): record_of(file) for file in files}
 
 
 def crc32_of_file(file: Path) -> str:

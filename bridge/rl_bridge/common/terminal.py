@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any, Self, TextIO
 
-# What a terminal is shown: nothing that came from outside moves the cursor, hides text or turns it around.
+# Text on a terminal: nothing that came from outside moves the cursor, hides text or turns it around.
 
 _KEPT = "\n\t"
 
@@ -62,8 +62,8 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         # What is ignored stays ignored: nohup and a shell's background jobs rely on that.
-        wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._interrupt) for number in wanted}
+        numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._interrupt) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -75,8 +75,8 @@ class StopRequest:
         if self.number is not None:
             raise StoppedAtOnce(number)
         self.number = number
-        again = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
-        tell(f"stopping after this step ({again} to stop at once)")
+        instruction = "press Ctrl-C again" if number == signal.SIGINT else "signal again"
+        tell(f"stopping after this step ({instruction} to stop at once)")
 
 
 def tell(text: str) -> None:
@@ -86,8 +86,8 @@ def tell(text: str) -> None:
         from tqdm import tqdm
 
         tqdm.write(escaped(text))
-    except OSError as gone:
-        if gone.errno not in (errno.EIO, errno.EPIPE):
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
             raise
 
 
@@ -101,10 +101,10 @@ def remark(text: str) -> None:
 
 
 def remarks() -> list[str]:
-    """What was remarked since the last call, each once."""
-    found = list(dict.fromkeys(_remarks))
+    """Remarks since the last call, each once."""
+    lines = list(dict.fromkeys(_remarks))
     _remarks.clear()
-    return found
+    return lines
 
 
 def given(options: object, *names: str) -> str:

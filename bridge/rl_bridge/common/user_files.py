@@ -107,8 +107,8 @@ def _neighbours(folder: Path) -> Iterator[None]:
     # A neighbour of another file may have the same name.
     for name, module in list(sys.modules.items()):
         origin = getattr(module, "__file__", None)
-        here = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
-        if here and origin and not {*Path(origin).parents[:2]}.isdisjoint(_folders - {folder}):
+        is_here = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+        if is_here and origin and not {*Path(origin).parents[:2]}.isdisjoint(_folders - {folder}):
             del sys.modules[name]
     _folders.add(folder)
     sys.path.insert(0, str(folder))
@@ -132,21 +132,21 @@ def sources_of(file: Path) -> list[Path]:
     Python, of installed packages and of this library are not the user's. What is imported by a computed name is not
     found.
     """
-    found: dict[Path, None] = {}
+    sources: dict[Path, None] = {}
     waiting = [file.resolve()]
     folders = [str(file.resolve().parent), *sys.path]
     while waiting:
         path = waiting.pop(0)
-        if path in found:
+        if path in sources:
             continue
-        found[path] = None
+        sources[path] = None
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):  # loading the file says what is wrong with it
             continue
         for name in _imported(tree, path, folders):
             waiting += _files_of(name, folders)
-    return list(found)
+    return list(sources)
 
 
 def _imported(tree: ast.Module, path: Path, folders: list[str]) -> Iterator[str]:

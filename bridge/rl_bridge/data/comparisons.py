@@ -28,7 +28,7 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What one row says about the completions of a prompt."""
+    """The statement of one row about the completions of a prompt."""
 
     kind: Kind
     prompt: Prompt
@@ -52,18 +52,21 @@ def read_comparisons(source: str) -> list[Comparison]:
         ValueError: rows of no known form, or with a field that cannot be used: with file and row number.
     """
     rows = read_rows(source, fields=(), check=lambda row: {"comparison": comparison_of(row)})
-    found = [replace(row["comparison"], where=row["_where"]) for row in rows]
-    equal = [row for row in found if row.kind != "single" and all(c == row.completions[0] for c in row.completions)]
-    if equal and len(equal) == len(found):
+    comparisons = [replace(row["comparison"], where=row["_where"]) for row in rows]
+    equal = [
+        row for row in comparisons if row.kind != "single" and all(c == row.completions[0] for c in row.completions)
+    ]
+    if equal and len(equal) == len(comparisons):
         raise ValueError(f"{source}: {_compared(equal)} are the same in every row, so there is nothing to learn")
     if equal:
         remark(
-            f"{len(equal)} of {len(found)} rows teach nothing: {_compared(equal)} are the same, first {equal[0].where}"
+            f"{len(equal)} of {len(comparisons)} rows teach nothing: {_compared(equal)} are the same, "
+            f"first {equal[0].where}"
         )
-    labels = {row.desirable for row in found if row.kind == "single"}
+    labels = {row.desirable for row in comparisons if row.kind == "single"}
     if len(labels) == 1:
         remark(f"{source}: every label is {str(labels.pop()).lower()}: nothing of the other kind is learned from")
-    return found
+    return comparisons
 
 
 def _compared(rows: Sequence[Comparison]) -> str:
@@ -110,8 +113,8 @@ def _kind(row: Mapping[str, Any]) -> Kind:
     begun: list[Kind] = [kind for kind, names in FIELDS.items() if any(not missing(row, name) for name in names)]
     if len(begun) != 1:
         forms = ", or ".join(" and ".join(names) for names in FIELDS.values())
-        has = sorted(str(name) for name in row if not missing(row, name))
-        raise ValueError(f"expected {forms} (best first); the row has {has}")
+        fields = sorted(str(name) for name in row if not missing(row, name))
+        raise ValueError(f"expected {forms} (best first); the row has {fields}")
     for name in FIELDS[begun[0]]:
         if missing(row, name):
             raise ValueError(f"field {name!r} is missing or empty")
@@ -119,15 +122,15 @@ def _kind(row: Mapping[str, Any]) -> Kind:
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
-    given = [name for name in ("prompt", "messages") if not missing(row, name)]
-    if len(given) != 1:
-        raise ValueError(f"expected one of prompt and messages; the row has {' and '.join(given) or 'neither'}")
-    value = row[given[0]]
-    if given == ["prompt"] and isinstance(value, str):
+    fields = [name for name in ("prompt", "messages") if not missing(row, name)]
+    if len(fields) != 1:
+        raise ValueError(f"expected one of prompt and messages; the row has {' and '.join(fields) or 'neither'}")
+    value = row[fields[0]]
+    if fields == ["prompt"] and isinstance(value, str):
         return value
-    prompt = messages_of_field(value, given[0])
+    prompt = messages_of_field(value, fields[0])
     if prompt[-1]["role"] == "assistant":
-        raise ValueError(f"{given[0]} ends with the assistant's message; the completions begin with one")
+        raise ValueError(f"{fields[0]} ends with the assistant's message; the completions begin with one")
     return prompt
 
 
@@ -172,10 +175,10 @@ def _split(chosen: list[dict], rejected: list[dict]) -> tuple[Prompt, tuple[Comp
 
 
 def _label(value: Any) -> bool:
-    found = LABELS.get(str(value).lower())
-    if found is None:
+    label = LABELS.get(str(value).lower())
+    if label is None:
         raise ValueError(f"label must be true or false (or 1 or 0), got {shortened(value)}")
-    return found
+    return label
 
 
 def _number(value: Any, name: str) -> float:
@@ -297,15 +300,17 @@ def pair_parts(
         parts = [sharing[part] for part in packed_rows(tokens[sharing].tolist(), max_tokens)]
     rest = lengths[torch.from_numpy(alone).to(lengths.device)]
     if packing:
-        cut = packed_rows(rest.sum(1).tolist(), max_tokens)
+        lone_parts = packed_rows(rest.sum(1).tolist(), max_tokens)
     else:
-        cut = padded_rows(rest.max(1).values.tolist() if len(alone) else [], max_tokens // batch.sides)
-    places = [torch.from_numpy(part).to(batch.present.device) for part in [*parts, *(alone[part] for part in cut)]]
+        lone_parts = padded_rows(rest.max(1).values.tolist() if len(alone) else [], max_tokens // batch.sides)
+    places = [
+        torch.from_numpy(part).to(batch.present.device) for part in [*parts, *(alone[part] for part in lone_parts)]
+    ]
     return [PairPart(index, _trimmed(batch.rows(index))) for index in places]
 
 
 def stand_in_pair(batch: PairBatch) -> PairPart:
-    """What a worker computes while others still have comparisons, so that all join the same collectives."""
+    """A pair that counts nothing, for a worker that is done before others: all join the collectives."""
     sides = batch.sides
 
     def nothing(value: torch.Tensor) -> torch.Tensor:
@@ -479,5 +484,5 @@ def _matched(rows: Sequence[Comparison], encode: Encode, what: str) -> list[Exam
 def _require_same_numbers(rows: Sequence[Comparison]) -> None:
     for row in rows:
         if row.numbers.keys() != rows[0].numbers.keys():
-            wanted, has = (", ".join(sorted(x.numbers)) or "no numbers" for x in (rows[0], row))
-            raise ValueError(f"{row.where}: the first row has {wanted}, this one has {has}")
+            expected, actual = (", ".join(sorted(x.numbers)) or "no numbers" for x in (rows[0], row))
+            raise ValueError(f"{row.where}: the first row has {expected}, this one has {actual}")

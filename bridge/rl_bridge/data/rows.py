@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-# What a row may look like: supervised rows and rows of prompts; each in one form after the check.
+# Forms of a row: supervised rows and rows of prompts, each in one form after the check.
 
 RESPONSES = ("response", "completion", "answer")
 """Fields that may hold what the model is to say, in the order in which they are looked for."""
@@ -67,19 +67,19 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     row = _with_tools(row)
     if not missing(row, "prompt"):
-        found = response_field(row)
-        if found is None:
+        field = response_field(row)
+        if field is None:
             names = ", ".join(map(repr, RESPONSES))
             raise ValueError(f"a row with 'prompt' needs one of {names}; it has {sorted(map(str, row))}")
         prompt = _text_or_messages(row["prompt"], "prompt")
         _require_one_prompt(row, prompt)
-        return {**row, "prompt": prompt, found: _response(row[found], found)}
+        return {**row, "prompt": prompt, field: _response(row[field], field)}
     if missing(row, "messages"):
         raise ValueError(f"expected 'messages', or 'prompt' and a response; the row has {sorted(map(str, row))}")
     messages = messages_of_field(row["messages"], "messages")
-    found = response_field(row)
-    if messages[-1]["role"] != "assistant" and found is not None:
-        return {**row, "messages": messages, "prompt": messages, found: _response(row[found], found)}
+    field = response_field(row)
+    if messages[-1]["role"] != "assistant" and field is not None:
+        return {**row, "messages": messages, "prompt": messages, field: _response(row[field], field)}
     if all(message["role"] != "assistant" for message in messages):
         roles = [message["role"] for message in messages]
         raise ValueError(f"messages has none of the assistant, so there is nothing to learn; its roles are {roles}")
@@ -116,7 +116,7 @@ def messages_of_field(value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def shortened(value: Any, characters: int = 200) -> str:
-    """What an error message prints of a value."""
+    """A value as an error message prints it."""
     text = repr(value)
     return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"
 
@@ -192,7 +192,7 @@ PARAGRAPH = 500
 
 
 class Unreadable(NamedTuple):
-    """What stands where a row should."""
+    """The reason why a row cannot be read, in the row's place."""
 
     reason: str
 
@@ -236,28 +236,28 @@ def refuse(bad: Sequence[str], total: int) -> None:
         # What is wrong with all of them is said once.
         same = len(bad) > 1 and len({reason.partition(": ")[2] for reason in bad}) == 1
         others = ", ".join(reason.partition(": ")[0] for reason in bad[1:SHOWN])
-        shown = [bad[0], f"the same in {others}"] if same else _fitting(bad[:SHOWN])
-        left = len(bad) - (min(len(bad), SHOWN) if same else len(shown))
-        more = [f"and {left} more bad rows of {total}"] if left else []
-        raise ValueError("; ".join([*shown, *more]))
+        reasons = [bad[0], f"the same in {others}"] if same else _fitting(bad[:SHOWN])
+        count = len(bad) - (min(len(bad), SHOWN) if same else len(reasons))
+        more = [f"and {count} more bad rows of {total}"] if count else []
+        raise ValueError("; ".join([*reasons, *more]))
 
 
 def _fitting(reasons: Sequence[str]) -> list[str]:
     """The first reason, and the next ones while all are a paragraph."""
-    shown = [reasons[0]]
+    texts = [reasons[0]]
     for reason in reasons[1:]:
-        if sum(len(said.partition(": ")[2]) for said in [*shown, reason]) > PARAGRAPH:
+        if sum(len(text.partition(": ")[2]) for text in [*texts, reason]) > PARAGRAPH:
             break
-        shown.append(reason)
-    return shown
+        texts.append(reason)
+    return texts
 
 
 def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     if isinstance(row, Unreadable):
         raise ValueError(row.reason)
     if not isinstance(row, dict):
-        wanted = f"an object with fields {', '.join(fields)}" if fields else "an object with the row's fields"
-        raise ValueError(f"expected {wanted}, got {type(row).__name__}")
+        expected = f"an object with fields {', '.join(fields)}" if fields else "an object with the row's fields"
+        raise ValueError(f"expected {expected}, got {type(row).__name__}")
     checked = check(row)
     for field in fields:
         if missing(checked, field):
@@ -302,15 +302,16 @@ def _split_of(source: str) -> tuple[str, str | None]:
 def _files_of(folder: Path, split: str | None) -> list[Path]:
     """The data files in a folder, by name. Those of a split lie in a folder of its name, or begin with the name."""
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    wanted = None if split is None else split.partition("[")[0]
-    if wanted:
+    split_name = None if split is None else split.partition("[")[0]
+    if split_name:
         files = [
             file
             for file in files
-            if wanted in file.relative_to(folder).parts[:-1] or re.match(rf"{re.escape(wanted)}(?![^\W_])", file.name)
+            if split_name in file.relative_to(folder).parts[:-1]
+            or re.match(rf"{re.escape(split_name)}(?![^\W_])", file.name)
         ]
     if not files:
-        of_split = f" of the split {wanted!r}" if wanted else ""
+        of_split = f" of the split {split_name!r}" if split_name else ""
         raise ValueError(f"{folder} has no file{of_split} that ends in {', '.join(SUFFIXES)}")
     return files
 
@@ -404,11 +405,11 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
     yield from enumerate(_arrow_rows(path, read), 1)
 
 
-def _arrow_rows(path: Path, read: Any) -> list[Any]:
+def _arrow_rows(path: Path, reader: Any) -> list[Any]:
     import pyarrow
 
     try:
-        return read(path).to_pylist()
+        return reader(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 
@@ -423,15 +424,15 @@ def _hugging_face(source: str, path: Path, split: str | None) -> Iterable[Any]:
             raise ValueError(f"{path} is a saved dataset that cannot be loaded: {error}") from error
         if not isinstance(saved, Mapping):
             return _part(source, split, list(saved)) if split else saved
-        wanted, bracket, rest = (split or "train").partition("[")
-        if wanted not in saved:
-            raise ValueError(f"{source} has no split {wanted!r}; it has {', '.join(map(repr, saved))}")
-        return _part(source, bracket + rest, list(saved[wanted])) if bracket else saved[wanted]
+        split_name, bracket, rest = (split or "train").partition("[")
+        if split_name not in saved:
+            raise ValueError(f"{source} has no split {split_name!r}; it has {', '.join(map(repr, saved))}")
+        return _part(source, bracket + rest, list(saved[split_name])) if bracket else saved[split_name]
     try:
         return datasets.load_dataset(source if split is None else source[: -1 - len(split)], split=split or "train")
     except Exception as error:
-        known = ", ".join(SUFFIXES)
-        raise ValueError(f"{source!r} is neither a file ({known}) nor a dataset that loads: {error}") from error
+        suffixes = ", ".join(SUFFIXES)
+        raise ValueError(f"{source!r} is neither a file ({suffixes}) nor a dataset that loads: {error}") from error
 
 
 _SAVED = ("state.json", "dataset_dict.json")
@@ -456,15 +457,15 @@ class RowStream(Generic[Row]):
 
     def take(self, count: int) -> list[Row]:
         """The next ``count`` rows; an epoch's end in the middle of them is no boundary."""
-        taken: list[Row] = []
-        while len(taken) < count:
-            stop = min(len(self._order), self._position + count - len(taken))
-            taken += [self._rows[i] for i in self._order[self._position : stop]]
+        rows: list[Row] = []
+        while len(rows) < count:
+            stop = min(len(self._order), self._position + count - len(rows))
+            rows += [self._rows[i] for i in self._order[self._position : stop]]
             self._position = stop
             if stop == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled()
-        return taken
+        return rows
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The place in the data."""

@@ -10,7 +10,7 @@ import torch
 from rl_bridge.data.trajectory import Trajectory
 from rl_fn.packing import pack
 
-# Which first tokens the rows of a group have in common, and which rows then go together.
+# First tokens that the rows of a group have in common, and the rows that then go together.
 
 # Sharing pays from this part of a group's longest row on: below, the calls of attention cost what the tokens saved.
 WORTH = 1 / 8
@@ -33,13 +33,13 @@ def shared_prefixes(
     """
     if not len(groups):
         return torch.zeros_like(lengths)
-    found = _Groups(groups)
-    first = found.least(torch.arange(len(groups), device=groups.device))
+    members = _Groups(groups)
+    first = members.least(torch.arange(len(groups), device=groups.device))
     same = torch.arange(tokens.shape[1], device=tokens.device) < torch.minimum(lengths, lengths[first])[:, None]
     for value in (tokens, *alike):
         same &= (value == value[first]).flatten(2).all(-1) if value.dim() > 2 else value == value[first]
-    common = found.least(same.int().cumprod(1).sum(1))
-    return torch.where(found.sizes > 1, (common - 1).clamp(min=0), 0).to(lengths.dtype)
+    common = members.least(same.int().cumprod(1).sum(1))
+    return torch.where(members.sizes > 1, (common - 1).clamp(min=0), 0).to(lengths.dtype)
 
 
 def prefixes_worth_sharing(
@@ -212,9 +212,9 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> TokenBatch
 def _allowed_tokens(trajectories: Sequence[Trajectory], inside: torch.Tensor) -> torch.Tensor | None:
     """[N, L, S] of the sets of tokens at the places that are ``inside`` [N, L]; None if nobody recorded any."""
     # Where the policy drew nothing there is no set to record.
-    drawn = [n for n, t in enumerate(trajectories) if any(t.loss_mask)]
-    without = [n for n in drawn if trajectories[n].allowed_tokens is None]
-    if len(without) == len(drawn):
+    sampled = [n for n, t in enumerate(trajectories) if any(t.loss_mask)]
+    without = [n for n in sampled if trajectories[n].allowed_tokens is None]
+    if len(without) == len(sampled):
         return None
     if without:
         raise ValueError(
@@ -327,7 +327,7 @@ def micro_batches(
 
 
 def stand_in(batch: TokenBatch) -> MicroBatch:
-    """What a worker computes while others still have rows, so that all join the same collectives: it adds nothing."""
+    """A row that counts nothing, for a worker that is done before others: all join the collectives."""
 
     def nothing(value: torch.Tensor) -> torch.Tensor:
         # Behind [N, L] there are sets of tokens: −1 is no token.

@@ -1,4 +1,4 @@
-"""What a rollout is asked and gives back: requests, what a call may take, ``Trajectory`` with each token's origin."""
+"""Requests to a rollout and their results: what a call may take, ``Trajectory`` with each token's origin."""
 
 import time
 from array import array
@@ -8,7 +8,7 @@ from itertools import groupby
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
-# What a rollout is asked: prompts with an id each, and how their completions are sampled.
+# Requests to a rollout: prompts with an id each, and how their completions are sampled.
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -48,8 +48,8 @@ class SamplingParams:
             value, kind = getattr(self, name), Real if name in ("temperature", "top_p", "min_p") else Integral
             optional = name in ("top_k", "top_p", "min_p")
             if (isinstance(value, bool) or not isinstance(value, kind)) and not (optional and value is None):
-                wanted = ("a number" if kind is Real else "an integer") + (" or None" if optional else "")
-                raise TypeError(f"{name} must be {wanted}, got {value!r}")
+                expected = ("a number" if kind is Real else "an integer") + (" or None" if optional else "")
+                raise TypeError(f"{name} must be {expected}, got {value!r}")
         if self.max_new_tokens < 1 or self.n < 1:
             raise ValueError(f"max_new_tokens and n must be ≥ 1, got {self.max_new_tokens} and {self.n}")
         if not 0 <= self.temperature < float("inf"):
@@ -99,7 +99,7 @@ def requests_of(prompts: Sequence[Prompt], seed: int) -> list[Request]:
     return [Request(prompt, (seed, place), place) for place, prompt in enumerate(prompts)]
 
 
-# What one call of a rollout may take.
+# Limits of one call of a rollout.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Budget:
     seconds: float | None = None
     """From the call's beginning."""
     request_seconds: float | None = None
-    """Of one completion or conversation, from its own beginning."""
+    """Limits of one completion or conversation, from its own beginning."""
     tokens: int | None = None
     """That the policy draws in the whole call."""
 
@@ -156,7 +156,7 @@ class Spending:
         return limit is not None and self.clock() - began > limit
 
 
-# Where the tokens of a trajectory come from: *sampled by request r at offset o*, or *given*.
+# Origins of the tokens of a trajectory: *sampled by request r at offset o*, or *given*.
 
 GIVEN = -1
 """The weights version of a token that nobody drew."""
@@ -186,7 +186,7 @@ class Span(NamedTuple):
         return self.start + len(self.drawn)
 
     def where(self, place: int) -> str:
-        """What message texts call the token at this place of the trajectory."""
+        """The words of a message text for the token at this place of the trajectory."""
         name = "-".join(map(str, self.request_id)) or "without id"
         return f"token {place} (request {name}, turn {self.turn}, offset {self.offset + place - self.start})"
 
@@ -202,11 +202,11 @@ def spans_of_turn(
     Raises:
         ValueError: not one version a token.
     """
-    each = [versions] * len(drawn) if isinstance(versions, int) else list(versions)
-    if len(each) != len(drawn):
-        raise ValueError(f"request {request_id}, turn {turn}: {len(each)} versions for {len(drawn)} tokens")
+    token_versions = [versions] * len(drawn) if isinstance(versions, int) else list(versions)
+    if len(token_versions) != len(drawn):
+        raise ValueError(f"request {request_id}, turn {turn}: {len(token_versions)} versions for {len(drawn)} tokens")
     spans, offset = [], 0
-    for version, run in groupby(each):
+    for version, run in groupby(token_versions):
         length = len(list(run))
         tokens = array("i", drawn[offset : offset + length])
         spans.append(Span(request_id, turn, offset, start + offset, version, tokens))
@@ -233,7 +233,7 @@ def require_sampled(
             )
         _require_given(mask, behind, span.start)
         if list(tokens[span.start : span.stop]) != span.drawn.tolist():
-            place = next(n for n, drawn in enumerate(span.drawn, span.start) if tokens[n] != drawn)
+            place = next(n for n, token in enumerate(span.drawn, span.start) if tokens[n] != token)
             raise ValueError(
                 f"{span.where(place)} is {tokens[place]}, and the engine drew {span.drawn[place - span.start]}: a "
                 "policy would be trained on tokens that the policy did not draw"
@@ -273,7 +273,7 @@ class Trajectory:
     loss_mask: tuple[bool, ...]
     """True on tokens that the policy drew. The first token has nothing before it and is never one."""
     logprobs: tuple[float, ...]
-    """Of drawn tokens, under the distribution that they were drawn from; 0 elsewhere."""
+    """Log-probabilities of drawn tokens, under the distribution that they were drawn from; 0 elsewhere."""
     weights_versions: tuple[int, ...]
     """Version of the weights that drew each token; −1 elsewhere."""
     finish_reason: FinishReason
@@ -296,7 +296,7 @@ class Trajectory:
     messages: tuple[Message, ...] = ()
     """The conversation as text; of a prompt given as token ids, the completion alone."""
     spans: tuple[Span, ...] = ()
-    """What the engine drew, request by request; all other tokens were given. () of a trajectory that no engine made."""
+    """Tokens that the engine drew, request by request; all others were given. () if no engine made the trajectory."""
 
     def __post_init__(self) -> None:
         """Refuse fields that do not fit together.
@@ -331,7 +331,7 @@ class Trajectory:
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """What stands before the first drawn token; everything if none was drawn."""
+        """The tokens before the first drawn one; all tokens if none was drawn."""
         return self.tokens[: self.loss_mask.index(True)] if True in self.loss_mask else self.tokens
 
     @property
@@ -365,13 +365,13 @@ def single_turn(
 
     ``version``: of the weights that drew the completion, or of each of its tokens.
     """
-    given = [0.0] * len(completion) if logprobs is None else logprobs
+    values = [0.0] * len(completion) if logprobs is None else logprobs
     before, after = len(prompt), len(completion)
     versions = (version,) * after if isinstance(version, int) else tuple(version)
     return Trajectory(
         tokens=(*prompt, *completion),
         loss_mask=(False,) * before + (True,) * after,
-        logprobs=(0.0,) * before + tuple(given),
+        logprobs=(0.0,) * before + tuple(values),
         weights_versions=(GIVEN,) * before + versions,
         finish_reason=finish_reason,
         request_id=request_id,

@@ -1,4 +1,4 @@
-"""What an algorithm holds. Engines do not show in how many processes their workers are."""
+"""Engines, which an algorithm holds. They do not show in how many processes their workers are."""
 
 from rl_bridge.engines.dispatch import NeedParallel, returns
 from rl_bridge.engines.engine import Engine

@@ -98,7 +98,7 @@ def split(args: tuple, kwargs: dict, layout: Mesh) -> Split:
 
 
 def _part(rank: int, layout: Mesh, over_sequence: bool) -> tuple[int, int]:
-    """What decides about a rank's arguments: its rows, and its columns where these are cut."""
+    """The key of a rank's arguments: its rows, and its columns where these are cut."""
     return layout.data_rank(rank), layout.place(rank).sequence if over_sequence else 0
 
 
@@ -131,18 +131,18 @@ def shares_of(data: Sequence[Any], rows: int, parts: int) -> list[np.ndarray]:
     """Row numbers of each share, ascending: balanced by the tokens of the first batch that knows them."""
     if parts == 1:
         return [np.arange(rows)]
-    known = next((value for value in data if isinstance(value, Rows)), None)
-    if known is None or rows == 0:
+    batch = next((value for value in data if isinstance(value, Rows)), None)
+    if batch is None or rows == 0:
         cuts = [rows * i // parts for i in range(parts + 1)]
         return [np.arange(start, stop) for start, stop in pairwise(cuts)]
-    if isinstance(known, Grouped):
-        units = known.row_units()
+    if isinstance(batch, Grouped):
+        units = batch.row_units()
         whole = balance([max(1, unit.tokens) for unit in units], parts)
         loads = [sum(units[i].tokens for i in share) for share in whole]
         if max(loads) * parts <= (1 + GROUPS_BALANCE) * sum(loads):
             return [np.sort(np.concatenate([units[i].rows for i in share])) for share in whole]
     # A row without a token still costs its place.
-    return [np.sort(share) for share in balance([max(1, n) for n in known.row_tokens()], parts)]
+    return [np.sort(share) for share in balance([max(1, n) for n in batch.row_tokens()], parts)]
 
 
 def row_count(data: Any) -> int:
@@ -219,7 +219,7 @@ def returns(how: Join) -> Callable[[_Method], _Method]:
 
 
 def declared(method: Any) -> Join | None:
-    """What a method declares, or None."""
+    """A method's declaration of its results, or None."""
     return getattr(method, "__rl_returns__", None)
 
 

@@ -1,4 +1,4 @@
-"""What all engines share: a factory, slots, calls to every worker, moves between devices, new workers for dead ones."""
+"""The base of all engines: a factory, slots, calls to workers, moves between devices, new workers for dead ones."""
 
 import difflib
 import inspect
@@ -27,7 +27,7 @@ from rl_bridge.executors.placement import place
 from rl_bridge.executors.session import current_executor
 from rl_bridge.parallel.mesh import Mesh
 
-# What all engines share: a factory, a place, calls that go to every worker, and moves between devices.
+# One engine: its slots, calls that go to every worker, and moves between devices.
 
 What = Literal["weights", "optimizer", "kv_cache"]
 _numbers = itertools.count(1)
@@ -101,12 +101,12 @@ class Engine:
         if any(self.name in self._executor.held.get(slot, ()) for slot in self._slots):
             raise ValueError("this engine is built already")
         layout = Mesh() if mesh is None else mesh
-        held = self._executor.held
-        self.name = _unused(self.name, {name for names in held.values() for name in names})
+        engines_of = self._executor.held
+        self.name = _unused(self.name, {name for names in engines_of.values() for name in names})
         slots = place(
             self._executor.slots,
             layout.size,
-            occupied=held,
+            occupied=engines_of,
             colocate_with=[engine.slots for engine in _engines(colocate_with)],
             not_colocate_with=[engine.slots for engine in _engines(not_colocate_with)],
             nodes=nodes,
@@ -131,7 +131,7 @@ class Engine:
             raise
         self._slots, self._layout, self._description = slots, layout, answers[slots[0]]
         for slot in slots:
-            held.setdefault(slot, []).append(self.name)
+            engines_of.setdefault(slot, []).append(self.name)
         return self
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -156,15 +156,17 @@ class Engine:
         speakers = self._layout.token_speakers() if parts.over_sequence else self._layout.speakers()
         ranks = range(self.workers) if how == "local" else speakers
         # Ranks with the same rows get one tuple, which the executor encodes once.
-        sent = {id(part): (self.name, method, *part, None if how == "local" else speakers) for part in parts.arguments}
-        arguments = {slot: sent[id(parts.arguments[rank])] for rank, slot in enumerate(self._slots)}
+        messages = {
+            id(part): (self.name, method, *part, None if how == "local" else speakers) for part in parts.arguments
+        }
+        arguments = {slot: messages[id(parts.arguments[rank])] for rank, slot in enumerate(self._slots)}
         answers = self._executor.submit(
             call_worker, arguments, what=what, timeout=self._timeout, together=self._together
         )
         slots, layout = self._slots, self._layout
 
-        def joined(found: Mapping[int, Any]) -> Any:
-            results = [found[slots[rank]] for rank in ranks]
+        def joined(by_slot: Mapping[int, Any]) -> Any:
+            results = [by_slot[slots[rank]] for rank in ranks]
             if all(isinstance(result, Itself) for result in results):
                 return self
             return in_order(results, how, parts, layout, what)
@@ -311,14 +313,14 @@ class Engine:
         return methods[method]
 
 
-def _engines(given: Engine | Sequence[Engine]) -> Sequence[Engine]:
-    return [given] if isinstance(given, Engine) else given
+def _engines(engines: Engine | Sequence[Engine]) -> Sequence[Engine]:
+    return [engines] if isinstance(engines, Engine) else engines
 
 
-def _unused(name: str, used: set[str]) -> str:
+def _unused(name: str, names_in_use: set[str]) -> str:
     """``name``, or the first of ``name-2``, ``name-3``, … that no engine of the executor has."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(candidate for candidate in names if candidate not in used)
+    return next(candidate for candidate in names if candidate not in names_in_use)
 
 
 def _parameters(factory: Callable[..., Any]) -> bool:
@@ -336,9 +338,9 @@ def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
     changed: Future[Any] = Future()
     changed.set_running_or_notify_cancel()  # what is on its way cannot be cancelled
 
-    def finish(done: Future[Any]) -> None:
+    def finish(completed: Future[Any]) -> None:
         try:
-            changed.set_result(change(done.result()))
+            changed.set_result(change(completed.result()))
         except BaseException as error:
             changed.set_exception(error)
 
@@ -380,7 +382,7 @@ class Turns:
 
 logger = logging.getLogger(__name__)
 DEATHS = 3
-"""Of workers in one call, before their end is the run's."""
+"""Deaths of workers in one call, before their end is the run's."""
 
 
 class Revived(Engine):
@@ -419,7 +421,7 @@ class Revived(Engine):
         raise AssertionError("the loop returns or raises")
 
     def build(self, **wishes: Any) -> Self:
-        """As ``Engine.build``; notes what a process has that the factory does not make."""
+        """Build as ``Engine.build`` does; notes what a process has that the factory does not make."""
         super().build(**wishes)
         self._threads = dict(zip(self.slots, self.run(_threads_of), strict=True))
         return self
@@ -432,28 +434,28 @@ class Revived(Engine):
         """
         executor = self.executor
         dead = executor.dead()
-        mine = [slot for slot in dead if slot in self.slots]
-        if not mine:
+        slots = [slot for slot in dead if slot in self.slots]
+        if not slots:
             return
         if self.keeps_requests:
             raise WorkerDied(
-                f"{dead[mine[0]]}\nIt cannot be started again: requests that run ahead of training were in it; a run "
+                f"{dead[slots[0]]}\nIt cannot be started again: requests that run ahead of training were in it; a run "
                 "goes on with --resume"
             )
-        if others := {slot: held for slot in dead if (held := executor.held.get(slot)) != [self.name]}:
+        if others := {slot: engines for slot in dead if (engines := executor.held.get(slot)) != [self.name]}:
             raise WorkerDied(
-                f"{dead[mine[0]]}\nIt cannot be started again: slots {list(dead)} died, and with them engines that "
+                f"{dead[slots[0]]}\nIt cannot be started again: slots {list(dead)} died, and with them engines that "
                 f"cannot come back, {others}. A rollout in slots of its own can (--asynchronous.rollout-workers, "
                 "not_colocate_with); a run goes on with --resume"
             )
         try:
             executor.revive()
         except NotImplementedError as error:
-            raise WorkerDied(f"{dead[mine[0]]}\nIt cannot be started again: {error}") from error
-        executor.call(_set_threads, {slot: (self._threads[slot],) for slot in mine}, what=f"{self.name}.build")
-        arguments = {slot: self._build_arguments[slot] for slot in mine}
+            raise WorkerDied(f"{dead[slots[0]]}\nIt cannot be started again: {error}") from error
+        executor.call(_set_threads, {slot: (self._threads[slot],) for slot in slots}, what=f"{self.name}.build")
+        arguments = {slot: self._build_arguments[slot] for slot in slots}
         executor.call(build_worker, arguments, what=f"{self.name}.build", timeout=self._timeout)
-        self.revived += len(mine)
+        self.revived += len(slots)
 
     def _start_again(self, death: WorkerDied) -> None:
         self.require_alive()

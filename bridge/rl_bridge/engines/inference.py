@@ -22,12 +22,12 @@ class InferenceEngine(Revived, Engine):
     _streams: ClassVar[Iterator[int]] = count()
 
     def build(self, *, mesh: Mesh | None = None, tensor_parallel_size: int = 1, **wishes: Any) -> Self:
-        """As ``Engine.build``. Each worker holds a whole model.
+        """Build as ``Engine.build`` does. Each worker holds a whole model.
 
-        ``tensor_parallel_size``: processes that each worker's engine of vLLM, or server of one, is cut over.
+        ``tensor_parallel_size``: processes that each worker's vLLM, or its server, is cut over.
 
         Raises:
-            ValueError: also a mesh that would cut the model or its tokens, or workers whose engine is not cut so.
+            ValueError: also a mesh that would cut the model or its tokens, or workers whose backend is not cut so.
         """
         layout = Mesh() if mesh is None else mesh
         if layout.tensor > 1 or layout.sequence > 1:
@@ -40,7 +40,7 @@ class InferenceEngine(Revived, Engine):
             )
         factory = self._factory
         if tensor_parallel_size != 1:
-            self._factory = partial(_cut, factory, tensor_parallel_size)
+            self._factory = partial(_over_ranks, factory, tensor_parallel_size)
         try:
             return super().build(mesh=mesh, **wishes)
         finally:
@@ -93,13 +93,13 @@ class InferenceEngine(Revived, Engine):
         and its rows leave the engine. Time passes between two trajectories that are read too.
         """
         name = next(self._streams)
-        left = len(prompts) * sampling.n
+        remaining = len(prompts) * sampling.n
         limit = self._budget(seconds=seconds, request_seconds=request_seconds, tokens=tokens)
         self.call("open_stream", NeedParallel(requests_of(prompts, sampling.seed)), sampling, name, **limit)
         try:
-            while left:
-                finished = [trajectory for some in self.call("next_completions", name) for trajectory in some]
-                left -= len(finished)
+            while remaining:
+                finished = [trajectory for batch in self.call("next_completions", name) for trajectory in batch]
+                remaining -= len(finished)
                 yield from finished
         finally:
             self.call("close_stream", name)
@@ -129,10 +129,10 @@ class InferenceEngine(Revived, Engine):
         limits = {"max_tokens": max_tokens, "step_timeout": step_timeout, "at_once": at_once, "processes": processes}
         limits |= self._budget(seconds=seconds, request_seconds=request_seconds, tokens=tokens)
         groups = self.asked_again("converse", NeedParallel(requests), sampling, environment, max_turns, **limits)
-        made = [trajectory for group in groups for trajectory in group]
-        if any(trajectory.turn_rewards for trajectory in made):
-            made = [t if t.rewards else replace(t, rewards={"environment": 0.0}) for t in made]
-        return made
+        trajectories = [trajectory for group in groups for trajectory in group]
+        if any(trajectory.turn_rewards for trajectory in trajectories):
+            trajectories = [t if t.rewards else replace(t, rewards={"environment": 0.0}) for t in trajectories]
+        return trajectories
 
     @property
     def weights_version(self) -> int:
@@ -140,8 +140,8 @@ class InferenceEngine(Revived, Engine):
         return self.call("weights_version")
 
 
-def _cut(factory: Callable[[], Any], size: int) -> Any:
-    """In a worker's process: what the factory makes, with its engine cut over ``size`` ranks."""
+def _over_ranks(factory: Callable[[], Any], size: int) -> Any:
+    """In a worker's process: what the factory makes, with its backend cut over ``size`` ranks."""
     if size < 1:
         raise ValueError(f"tensor_parallel_size must be positive, got {size}")
     token = TENSOR_PARALLEL_SIZE.set(size)
@@ -149,11 +149,11 @@ def _cut(factory: Callable[[], Any], size: int) -> Any:
         worker = factory()
     finally:
         TENSOR_PARALLEL_SIZE.reset(token)
-    if (found := getattr(worker, "tensor_parallel_size", 1)) != size:
+    if (actual := getattr(worker, "tensor_parallel_size", 1)) != size:
         if hasattr(worker, "close"):
             worker.close()
         raise ValueError(
-            f"build(tensor_parallel_size={size}) made a {type(worker).__name__} of {found}: VLLMRollout and "
+            f"build(tensor_parallel_size={size}) made a {type(worker).__name__} of {actual}: VLLMRollout and "
             "ServedRollout have engines that are cut so"
         )
     return worker

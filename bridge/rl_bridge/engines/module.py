@@ -1,4 +1,4 @@
-"""What a torch module can decide for itself when an engine makes, parallelises, loads, moves and syncs it."""
+"""Decisions that a torch module can take for itself when an engine makes, parallelises, loads, moves and syncs it."""
 
 import inspect
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from rl_bridge.weights.source import SendsWeights, WeightSource, own_source, put
 
 
 class Lifecycle:
-    """What an engine does with a module, and what a module can do otherwise: see ``ParallelModule``."""
+    """The acts of an engine with a module, each of which a module can do otherwise: see ``ParallelModule``."""
 
     cuts_sequences: ClassVar[bool] = False
     """Whether the module computes its own part of the tokens where a mesh has a sequence axis: it cuts its rows with
@@ -44,7 +44,7 @@ class Lifecycle:
     _base_is_freed = False
     _receiver: WeightReceiver | None = None
 
-    def _held(self) -> torch.nn.Module:
+    def _torch_module(self) -> torch.nn.Module:
         """The module itself."""
         raise NotImplementedError
 
@@ -53,16 +53,16 @@ class Lifecycle:
 
         A module around a Hugging Face model returns that model.
         """
-        return self._held()
+        return self._torch_module()
 
     @property
     def movable(self) -> tuple[str, ...]:
-        """What ``move`` can move."""
-        return ("weights", "optimizer") if optimizers_of(self._held()) else ("weights",)
+        """Names that ``move`` takes."""
+        return ("weights", "optimizer") if optimizers_of(self._torch_module()) else ("weights",)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Cut the parameters over ``mesh``; one worker has nothing to cut. By default FSDP2 of every sub-module."""
-        parallelize_parts(self._held(), mesh)
+        parallelize_parts(self._torch_module(), mesh)
 
     def load_weights(self) -> None:
         """Give parameters and buffers their values. What is on the meta device after it gets the factory's values."""
@@ -75,11 +75,11 @@ class Lifecycle:
 
         By default the optimisers do that are attributes of the module or its sub-modules.
         """
-        follow(optimizers_of(self._held()).values(), replaced)
+        follow(optimizers_of(self._torch_module()).values(), replaced)
 
     def weights_device(self) -> torch.device:
         """Where the weights are; the CPU if there are none."""
-        return device_of(self._held())
+        return device_of(self._torch_module())
 
     def require_weights(self) -> None:
         """Raise ValueError if the weights were freed, or a sync to here failed half-way."""
@@ -97,10 +97,10 @@ class Lifecycle:
         """
         if what not in self.movable:
             raise ValueError(
-                f"{class_of(self._held()).__name__} has no {what!r} to move; it has {', '.join(self.movable)}"
+                f"{class_of(self._torch_module()).__name__} has no {what!r} to move; it has {', '.join(self.movable)}"
             )
         if what == "optimizer":
-            optimizers = optimizers_of(self._held()).values()
+            optimizers = optimizers_of(self._torch_module()).values()
             if device.type != "meta":
                 require_states(optimizers)
             move_states(optimizers, device)
@@ -111,7 +111,7 @@ class Lifecycle:
             self._home = self._home or self.weights_device()
         else:
             self._home = None
-        self.on_parameters_replaced(move_weights(self._held(), device))
+        self.on_parameters_replaced(move_weights(self._torch_module(), device))
 
     def make_room(self) -> None:
         """Bring freed weights back, without values, to where they were, for a sync or a checkpoint to fill."""
@@ -120,13 +120,13 @@ class Lifecycle:
         self._base_is_freed = False
 
     def weight_source(self) -> WeightSource:
-        """What a sync from here sends."""
+        """The source of a sync from here."""
         self.require_weights()
         model = self.exported()
-        return own_source(model) if model is self._held() else source_of(model)
+        return own_source(model) if model is self._torch_module() else source_of(model)
 
     def weight_receiver(self) -> WeightReceiver:
-        """What a sync to here fills."""
+        """The receiver of a sync to here."""
         if self._receiver is None:
             self._receiver = _OwnReceiver(self)
         return self._receiver
@@ -138,18 +138,18 @@ class Lifecycle:
         or its sub-modules. What else the module counts or keeps, a method of its own adds.
         """
         self.require_weights()
-        return {"module": self._held().state_dict(), **self.optimizer_states()}
+        return {"module": self._torch_module().state_dict(), **self.optimizer_states()}
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Take back what ``checkpoint_state`` gave."""
         self.make_room()
-        self._held().load_state_dict(state["module"])
+        self._torch_module().load_state_dict(state["module"])
         self.load_optimizer_states(state)
         self.weight_receiver().version = 0
 
     def optimizer_states(self) -> dict[str, Any]:
         """The states of optimisers and schedules, as far as there are any; a part of ``checkpoint_state``."""
-        module = self._held()
+        module = self._torch_module()
         optimizers = {name: optimizer_state(module, one) for name, one in optimizers_of(module).items()}
         schedules = {name: one.state_dict() for name, one in schedules_of(module).items()}
         return {key: states for key, states in {"optimizers": optimizers, "schedules": schedules}.items() if states}
@@ -160,13 +160,13 @@ class Lifecycle:
         Raises:
             ValueError: the checkpoint is of other optimisers or schedules than there are here.
         """
-        module = self._held()
+        module = self._torch_module()
         optimizers, schedules = optimizers_of(module), schedules_of(module)
-        for key, here in (("optimizers", optimizers), ("schedules", schedules)):
+        for key, present in (("optimizers", optimizers), ("schedules", schedules)):
             saved = state.get(key, {})
-            if here.keys() != saved.keys():
+            if present.keys() != saved.keys():
                 raise ValueError(
-                    f"{class_of(module).__name__} has the {key} {sorted(here)}, the checkpoint has {sorted(saved)}"
+                    f"{class_of(module).__name__} has the {key} {sorted(present)}, the checkpoint has {sorted(saved)}"
                 )
         for name, optimizer in optimizers.items():
             load_optimizer_state(module, optimizer, state["optimizers"][name])
@@ -184,11 +184,11 @@ class ParallelModule(Lifecycle, torch.nn.Module):
     A class of transformers can be a base class too: ``class Policy(ParallelModule, Qwen2ForCausalLM)``.
     """
 
-    def _held(self) -> torch.nn.Module:
+    def _torch_module(self) -> torch.nn.Module:
         return self
 
     def weight_receiver(self) -> ModuleReceiver:
-        """What a sync to here fills."""
+        """The receiver of a sync to here."""
         receiver = super().weight_receiver()
         assert isinstance(receiver, ModuleReceiver)
         return receiver
@@ -206,7 +206,7 @@ class PlainLifecycle(Lifecycle):
         self._module = module
         put_in_charge(self, module)
 
-    def _held(self) -> torch.nn.Module:
+    def _torch_module(self) -> torch.nn.Module:
         return self._module
 
     def load_weights(self) -> None:
@@ -230,13 +230,13 @@ class PlainLifecycle(Lifecycle):
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The module's own, or the default."""
-        own = getattr(self._module, "checkpoint_state", None)
-        return super().checkpoint_state() if own is None else own()
+        method = getattr(self._module, "checkpoint_state", None)
+        return super().checkpoint_state() if method is None else method()
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """The module's own, or the default."""
-        own = getattr(self._module, "load_checkpoint_state", None)
-        super().load_checkpoint_state(state) if own is None else own(state)
+        method = getattr(self._module, "load_checkpoint_state", None)
+        super().load_checkpoint_state(state) if method is None else method(state)
 
 
 class _OwnReceiver(ModuleReceiver):

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 Replaced = Mapping[torch.nn.Parameter, torch.nn.Parameter]
 """Parameters that others took the place of: old → new."""
-_Held = TypeVar("_Held", Optimizer, LRScheduler)
+_Kind = TypeVar("_Kind", Optimizer, LRScheduler)
 _places: ContextVar[set[int] | None] = ContextVar("_places", default=None)
 
 
@@ -27,12 +27,12 @@ def optimizers_of(module: torch.nn.Module) -> dict[str, Optimizer]:
     >>> list(optimizers_of(module))
     ['optimizers.0']
     """
-    return _held(module, Optimizer)
+    return _attributes_of(module, Optimizer)
 
 
 def schedules_of(module: torch.nn.Module) -> dict[str, LRScheduler]:
     """The schedules of learning rates, found as the optimisers are."""
-    return _held(module, LRScheduler)
+    return _attributes_of(module, LRScheduler)
 
 
 def follow(optimizers: Iterable[Optimizer], replaced: Replaced) -> None:
@@ -115,11 +115,11 @@ def load_optimizer_state(module: torch.nn.Module, optimizer: Optimizer, state: M
     """
     parameters = dict(module.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
-    now = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     before = [list(group["params"]) for group in state["groups"]]
-    if now != before:
+    if groups != before:
         raise ValueError(
-            f"the optimiser's parameter groups are {_short(now)}, those of the checkpoint {_short(before)}"
+            f"the optimiser's parameter groups are {_short(groups)}, those of the checkpoint {_short(before)}"
         )
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         if unknown := sorted(saved.keys() - group.keys() - {"initial_lr"}):
@@ -131,22 +131,23 @@ def load_optimizer_state(module: torch.nn.Module, optimizer: Optimizer, state: M
     present = {names[p]: dict(optimizer.state[p]) for p in _parameters(optimizer) if p in optimizer.state}
     optimizer.state.clear()
     for name, values in state["state"].items():
-        here, parameter = present.get(name, {}), parameters[name]
+        present_values, parameter = present.get(name, {}), parameters[name]
         optimizer.state[parameter] = {
-            key: value if value is here.get(key) else _own(value, parameter.device) for key, value in values.items()
+            key: value if value is present_values.get(key) else _copy(value, parameter.device)
+            for key, value in values.items()
         }
 
 
-def _held(module: torch.nn.Module, kind: type[_Held]) -> dict[str, _Held]:
-    found: dict[int, tuple[str, _Held]] = {}
+def _attributes_of(module: torch.nn.Module, kind: type[_Kind]) -> dict[str, _Kind]:
+    attributes: dict[int, tuple[str, _Kind]] = {}
     for prefix, part in module.named_modules():
         for key, value in vars(part).items():
-            for name, one in _inside(f"{prefix}.{key}" if prefix else key, value, kind):
-                found.setdefault(id(one), (name, one))
-    return dict(found.values())
+            for name, attribute in _inside(f"{prefix}.{key}" if prefix else key, value, kind):
+                attributes.setdefault(id(attribute), (name, attribute))
+    return dict(attributes.values())
 
 
-def _inside(name: str, value: Any, kind: type[_Held]) -> Iterator[tuple[str, _Held]]:
+def _inside(name: str, value: Any, kind: type[_Kind]) -> Iterator[tuple[str, _Kind]]:
     if isinstance(value, kind):
         yield name, value
     elif isinstance(value, list | tuple):
@@ -201,7 +202,7 @@ def _complete(optimizer: Optimizer) -> None:
                 group["weight_decay"] = decay
 
 
-def _own(value: Any, device: torch.device) -> Any:
+def _copy(value: Any, device: torch.device) -> Any:
     """A copy of somebody else's tensor. Step counts, which have no axes, stay on the host."""
     if not isinstance(value, torch.Tensor):
         return value

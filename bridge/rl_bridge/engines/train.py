@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from rl_bridge.engines.engine import Engine
 
 
-# The second half of a sync to engines that prove what they took over: they draw, and the trainer scores.
+# The second half of a sync to backends, such as vLLM, that prove what they took over: they draw, the trainer scores.
 
 logger = logging.getLogger(__name__)
 _ROUNDS = 4
-"""Two looks at an engine, and two at a fresh one in its place."""
+"""Two looks at a backend, and two at a fresh one in its place."""
 
 
 class Proved(NamedTuple):
-    """Of all workers: what failed in each engine that was replaced by one with the new weights, proved as well.
+    """Failures at all workers, in each backend that was replaced by one with the new weights, proved as well.
 
-    ``not_compared``: tensors that an engine does not show, or not in a known order; its samples alone speak for them.
+    ``not_compared``: tensors that a backend does not show, or not in a known order; its samples alone speak for them.
     """
 
     replaced: tuple[str, ...]
@@ -42,7 +42,7 @@ class Proved(NamedTuple):
 
 
 def wants_proof(target: "Engine") -> bool:
-    """Whether the target's workers carry weights into an engine of their own, and want its samples scored."""
+    """Whether the target's workers carry weights into a backend of their own, and want its samples scored."""
     return {"take_weights", "prove_weights"} <= set(target.methods)
 
 
@@ -57,13 +57,13 @@ def require_scores(source: "Engine", target: "Engine") -> None:
 
 
 def prove(source: "Engine", target: "Engine", version: int) -> Proved:
-    """Carry the weights that came into the target's engines, and compare samples with the source's scores.
+    """Carry the weights that came into the target's backends, and compare samples with the source's scores.
 
     The source's model stays cut as it is: it scores one short row.
 
     Raises:
-        WeightSyncError: an engine did not get to these weights, or too many updates in a row needed a fresh engine;
-            ``target.weights_version`` says what the engines have.
+        WeightSyncError: a backend did not get to these weights, or too many updates in a row needed a fresh one;
+            ``target.weights_version`` says what the backends have.
     """
     with _together(source, target):
         attempts = target.call("take_weights", version, source.call("scoring_config").temperature)
@@ -107,7 +107,7 @@ def _together(*engines: "Engine") -> Iterator[None]:
                 engine.before_call = hook
 
 
-# ``TrainEngine``: the user's torch module, wherever its workers are, called like the module itself.
+# The engine, called like the module itself.
 
 
 class TrainEngine(Engine):
@@ -124,9 +124,9 @@ class TrainEngine(Engine):
     movable: ClassVar[tuple[What, ...]] = ("weights", "optimizer")
     torch_module: ClassVar[bool] = True
     last_sync: SyncReport | None = None
-    """What the last ``sync_weights`` from here did."""
+    """Report of the last ``sync_weights`` from here."""
     replaced_engines = 0
-    """Engines behind targets that syncs from here had to replace; they got the weights, proved."""
+    """Backends behind targets that syncs from here had to replace; they got the weights, proved."""
     _syncs = 0
 
     def sync_weights(
@@ -142,8 +142,8 @@ class TrainEngine(Engine):
     ) -> int:
         """Carry the weights to another engine and prove that they arrived; returns their version.
 
-        An engine of vLLM also draws a few tokens, whose log-probabilities are compared with this engine's own. One that
-        fails is replaced by a fresh one with the new weights, which needs the same proof: ``last_sync.replaced``.
+        A backend such as vLLM also draws a few tokens, whose log-probabilities are compared with this engine's. One
+        that fails is replaced by a fresh one with the new weights, which needs the same proof: ``last_sync.replaced``.
 
         The version is what the module's ``weights_version`` says; of a module without that method, the number of this
         sync. ``transport`` is chosen from where both engines are unless it is named; ``through`` maps the weights on

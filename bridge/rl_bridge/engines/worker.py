@@ -20,7 +20,7 @@ from rl_bridge.parallel.mesh import Mesh
 from rl_bridge.weights.module_tensors import plain_name
 from rl_bridge.weights.source import in_charge_of
 
-# One engine's share in one slot: the object the factory made, and where it stands among the engine's workers.
+# The object that the factory made, and its place among the engine's workers.
 
 DATA_RANK: ContextVar[int] = ContextVar("DATA_RANK", default=0)
 """While an engine's factory makes a worker: which share of the rows that worker will get."""
@@ -34,7 +34,7 @@ class Worker:
     """``module`` is what the factory made. One worker, or no torch module: ``mesh`` and ``group`` (of all) are None."""
 
     name: str
-    """Of the engine."""
+    """The engine's name."""
     module: Any
     rank: int
     """Within the engine."""
@@ -56,13 +56,13 @@ class Worker:
         return self.layout.data_rank(self.rank)
 
 
-# Making a worker in its slot: meta device → parallelise → load → optimiser. These functions run in the workers.
+# Making a worker: meta device → parallelise → load → optimiser.
 
 _LIBRARIES = ("builtins", "torch", "transformers", "peft")
 
 
 class Description(NamedTuple):
-    """What the driver has to know of the workers' object."""
+    """A description of the workers' object for the driver."""
 
     kind: str = "worker"
     """Its class."""
@@ -195,17 +195,19 @@ def materialize(
 
 
 def described(module: Any) -> Description:
-    """What the driver has to know of the object."""
+    """A description of the object for the driver."""
     kind = class_of(module) if isinstance(module, torch.nn.Module) else type(module)
     names = (name for name in dir(kind) if not name.startswith("_"))
     methods: dict[str, Join | None] = {
         name: declared(method) for name in names if callable(method := getattr(kind, name, None))
     }
     owners = {name: next((owner for owner in kind.__mro__ if name in vars(owner)), kind) for name in methods}
-    own = frozenset(n for n, owner in owners.items() if owner not in _OURS and _package(owner) not in _LIBRARIES)
+    own_methods = frozenset(
+        n for n, owner in owners.items() if owner not in _OURS and _package(owner) not in _LIBRARIES
+    )
     plain = isinstance(module, torch.nn.Module) and not isinstance(module, ParallelModule)
     empty = not plain and getattr(module, "takes_empty_shares", True)
-    return Description(kind.__name__, methods, own, empty)
+    return Description(kind.__name__, methods, own_methods, empty)
 
 
 _OURS = (ParallelModule, Lifecycle)

@@ -27,11 +27,11 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def first_cause(errors: Iterable[BaseException]) -> BaseException:
-    """Of the errors of one call, in order of arrival: a death, else what is no consequence, else the first."""
-    found = list(errors)
-    deaths = [error for error in found if isinstance(error, WorkerDied)]
-    causes = [error for error in found if not is_consequence(error)]
-    return (deaths or causes or found)[0]
+    """The cause of a call's errors, which are in order of arrival: a death, else no consequence, else the first."""
+    in_order = list(errors)
+    deaths = [error for error in in_order if isinstance(error, WorkerDied)]
+    causes = [error for error in in_order if not is_consequence(error)]
+    return (deaths or causes or in_order)[0]
 
 
 class Call:
@@ -69,8 +69,8 @@ class Call:
             self._waiting.discard(slot)
             # Nobody will ask for the result of a call that has failed.
             self._results[slot] = None if self._finished else result
-            left = len(self._waiting)
-        if not left:
+            waiting = len(self._waiting)
+        if not waiting:
             self._answered.set()
             self._finish()
 
@@ -79,10 +79,10 @@ class Call:
         with self._lock:
             self._waiting.discard(slot)
             self._errors[slot] = error
-            left = len(self._waiting)
-        if not left:
+            waiting = len(self._waiting)
+        if not waiting:
             self._answered.set()
-        if not left or not is_consequence(error):
+        if not waiting or not is_consequence(error):
             self._finish()
         else:
             self._clock.at(time.monotonic() + _GRACE, self._finish)
@@ -101,8 +101,8 @@ class Call:
         Either its function returned in every slot, and only its results could not be sent, or it raised an error of one
         class at one place in every slot, after as many collectives.
         """
-        left = max(0.0, self._over_at + patience - time.monotonic())
-        if self._abandoned is not None or not self._answered.wait(left):
+        seconds = max(0.0, self._over_at + patience - time.monotonic())
+        if self._abandoned is not None or not self._answered.wait(seconds):
             return False
         with self._lock:
             errors = list(self._errors.values())
@@ -111,10 +111,10 @@ class Call:
             return True
         if len(errors) < len(self._order) or any(isinstance(e, WorkerDied) or is_consequence(e) for e in errors):
             return False
-        known = [progress for progress in returned if progress is not None]
-        if len({type(error.__cause__) for error in errors}) > 1 or len({progress[:2] for progress in known}) != 1:
+        reports = [progress for progress in returned if progress is not None]
+        if len({type(error.__cause__) for error in errors}) > 1 or len({progress[:2] for progress in reports}) != 1:
             return False
-        return len(known) == len(errors) and _agree([progress.collectives for progress in known])
+        return len(reports) == len(errors) and _agree([progress.collectives for progress in reports])
 
     def _finish(self) -> None:
         with self._lock:
@@ -190,11 +190,11 @@ class Clock:
                 # Of several that are due, the earliest; of one time, the one that was registered first.
                 number = min(self._due, key=lambda n: (self._due[n][0], n), default=None)
                 self._wakes = float("inf") if number is None else self._due[number][0]
-                left = self._wakes - time.monotonic()
-                if number is None or left > 0:
+                seconds = self._wakes - time.monotonic()
+                if number is None or seconds > 0:
                     if self._stopped:
                         return
-                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
+                    self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
                     continue
                 _, function = self._due.pop(number)
             function()
@@ -208,7 +208,7 @@ PATIENCE = 2.0
 
 
 class Step(NamedTuple):
-    """What a slot is told of a call whose function may join collectives."""
+    """A call's number and its slots, for a slot whose function may join collectives."""
 
     number: int
     together: Together
@@ -246,7 +246,7 @@ class Steps:
             step = Step(self._count, together, call.what)
             self._calls[step.number] = step, call
         # One that succeeds holds results, and is of no interest.
-        call.future.add_done_callback(lambda done: None if done.exception() else self.forget([step]))
+        call.future.add_done_callback(lambda future: None if future.exception() else self.forget([step]))
         return step
 
     def forget(self, steps: Sequence[Step]) -> None:

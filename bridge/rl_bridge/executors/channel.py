@@ -67,23 +67,23 @@ def loads(parts: Sequence[Buffer]) -> Any:
 
 
 def refuse_dtensors(message: Any) -> None:
-    """What ``dumps`` refuses, for a message that is handed over as it is: looks into containers and dataclasses.
+    """Refuse what ``dumps`` refuses, in a message that is handed over as it is: looks into containers and dataclasses.
 
     Raises:
         TypeError: there is a DTensor.
     """
-    seen: set[int] = set()
-    left: list[Any] = [message]
-    while left:
-        value = left.pop()
+    visited: set[int] = set()
+    pending: list[Any] = [message]
+    while pending:
+        value = pending.pop()
         if isinstance(value, DTensor):
             raise _refused(value)
-        if id(value) not in seen:
-            seen.add(id(value))
-            left.extend(_held(value))
+        if id(value) not in visited:
+            visited.add(id(value))
+            pending.extend(_parts_of(value))
 
 
-def _held(value: Any) -> Iterator[Any]:
+def _parts_of(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, list | tuple | set | frozenset):
@@ -126,7 +126,7 @@ def _tensor(buffer: Buffer, dtype: torch.dtype, shape: tuple[int, ...], requires
     return torch.frombuffer(buffer, dtype=dtype).reshape(shape).requires_grad_(requires_grad)
 
 
-# Messages over TCP between the driver and the process of a slot; the end of the stream is the end of the process.
+# Messages: the end of the stream is the end of the process.
 
 Address = tuple[str, int]
 
@@ -141,7 +141,7 @@ _TCP_INFO = struct.Struct("8B13I")  # the head of Linux's struct tcp_info
 
 
 class Frame(NamedTuple):
-    """What one side sends at once: a kind, the number of the call, and an encoded message."""
+    """One message of a side: a kind, the number of the call, and the encoded content."""
 
     kind: int
     number: int
@@ -253,15 +253,15 @@ def views_of(kind: int, number: int, parts: Sequence[Buffer]) -> list[memoryview
     return [memoryview(header), *(view for view in views if len(view))]
 
 
-def _drop(views: list[memoryview], sent: int) -> None:
-    """Take the first ``sent`` bytes away."""
+def _drop(views: list[memoryview], count: int) -> None:
+    """Take the first ``count`` bytes away."""
     whole = 0
-    while whole < len(views) and sent >= len(views[whole]):
-        sent -= len(views[whole])
+    while whole < len(views) and count >= len(views[whole]):
+        count -= len(views[whole])
         whole += 1
     del views[:whole]
-    if sent:
-        views[0] = views[0][sent:]
+    if count:
+        views[0] = views[0][count:]
 
 
 class Listener:
@@ -313,23 +313,23 @@ class Listener:
         Raises:
             DeadlineExceeded: a slot's process did not connect in time.
         """
-        found: dict[int, tuple[Channel, Any]] = {}
+        channels: dict[int, tuple[Channel, Any]] = {}
         end = time.monotonic() + timeout
         try:
-            while missing := sorted(set(slots) - set(found)):
+            while missing := sorted(set(slots) - set(channels)):
                 check()
-                left = end - time.monotonic()
-                if left <= 0:
-                    arrived = f"{len(found)} of {len(slots)} workers connected in {timeout:g} s"
+                seconds = end - time.monotonic()
+                if seconds <= 0:
+                    arrived = f"{len(channels)} of {len(slots)} workers connected in {timeout:g} s"
                     raise DeadlineExceeded(f"start: {arrived}; slots {missing} did not")
                 with contextlib.suppress(queue.Empty):
-                    slot, greeting, channel = self._arrived.get(timeout=min(left, 0.2))
-                    found[slot] = (channel, greeting)
+                    slot, greeting, channel = self._arrived.get(timeout=min(seconds, 0.2))
+                    channels[slot] = (channel, greeting)
         except BaseException:
-            for channel, _ in found.values():
+            for channel, _ in channels.values():
                 channel.close()
             raise
-        return found
+        return channels
 
     def close(self) -> None:
         """Let nobody in any more."""

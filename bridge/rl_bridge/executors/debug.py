@@ -17,7 +17,7 @@ PATIENCE = 3600.0
 
 
 def debugger(kind: str | None, slot: int) -> OnError | None:
-    """What a worker does with an exception before the driver hears of it; ``breakpoint()`` leads there too.
+    """A worker's act on an exception before the driver hears of it; ``breakpoint()`` leads there too.
 
     "pdb" waits at a port of this machine's loopback for ``nc 127.0.0.1 PORT`` and the word that it prints, so that
     other users of the machine stay outside. "debugpy" listens for an editor from the start.
@@ -98,12 +98,12 @@ def _terminal(slot: int, why: str) -> tuple[IO[str], IO[str]] | None:
             # Two files: one for both directions forgets what it has read ahead when it writes.
             reader, writer = connection.makefile("r", encoding="utf-8"), connection.makefile("w", encoding="utf-8")
             try:
-                known = hmac.compare_digest(reader.readline(100).strip().encode(), word.encode())
+                is_right = hmac.compare_digest(reader.readline(100).strip().encode(), word.encode())
             except (OSError, ValueError):  # too slow, or no text
-                known = False
+                is_right = False
             connection.settimeout(None)
             connection.close()  # once the files are closed too
-            if known:
+            if is_right:
                 return reader, writer
             reader.close()
             writer.close()

@@ -20,14 +20,14 @@ ABANDONED = 60.0
 
 
 class Worker(Protocol):
-    """What the driver does with a slot, in a process of its own (``Remote``) or a thread of the driver's (``Own``)."""
+    """A slot as the driver uses it, in a process of its own (``Remote``) or a thread of the driver's (``Own``)."""
 
     slot: int
     death: WorkerDied | None
     """Why its process is gone, if it is."""
 
     def encode(self, function: Callable[..., Any], arguments: tuple) -> Any:
-        """What ``send`` takes. It serves every worker of the same class."""
+        """The message that ``send`` takes. It serves every worker of the same class."""
         ...
 
     def send(self, call: Call, encoded: Any, step: Step | None = None) -> Outgoing | None:
@@ -56,7 +56,7 @@ class Worker(Protocol):
 
 
 class RemoteExecutor:
-    """What torchrun's and Ray's executor share: all but how the processes come to be."""
+    """The part that torchrun's and Ray's executor share: all but how the processes come to be."""
 
     name = "remote"
 
@@ -165,17 +165,17 @@ class RemoteExecutor:
                     worker.send(call, worker.encode(what, (step,)))
 
     def _encode(self, function: Callable[..., Any], arguments: Arguments, what: str) -> Mapping[int, Any]:
-        done: dict[tuple[type, int], Any] = {}
+        messages: dict[tuple[type, int], Any] = {}
         encoded = {}
-        for slot, given in arguments.items():
+        for slot, content in arguments.items():
             worker = self._workers[slot]
-            key = type(worker), id(given)
-            if key not in done:
+            key = type(worker), id(content)
+            if key not in messages:
                 try:
-                    done[key] = worker.encode(function, given)
+                    messages[key] = worker.encode(function, content)
                 except Exception as error:
                     raise TypeError(f"{what}: what slot {slot} is to get cannot be sent: {error}") from error
-            encoded[slot] = done[key]
+            encoded[slot] = messages[key]
         return encoded
 
     def _before(self, slot: int, call: Call) -> list[Call]:
@@ -270,7 +270,7 @@ class RemoteExecutor:
         return False
 
     def _finish(self) -> None:
-        """What else there is to end."""
+        """End what else there is to end."""
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:  # and not in a process forked from the driver

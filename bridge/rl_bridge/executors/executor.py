@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Together(NamedTuple):
-    """Of an engine: the slots that its workers join collectives in."""
+    """The slots that an engine's workers join collectives in."""
 
     slots: tuple[int, ...]
     since: int
     """The number of the last call before its workers were made: what failed until then does not concern it."""
 
 
-# What can go wrong in a worker, as the driver sees it.
+# Errors of a worker, as the driver sees them.
 
 
 class Progress(NamedTuple):
@@ -39,7 +39,7 @@ class WorkerError(RuntimeError):
     slot: int
     what: str
     progress: Progress | None = None
-    """Of a call whose function may join collectives."""
+    """Progress of a call whose function may join collectives."""
 
     def __str__(self) -> str:
         """The message, whatever the cause's class makes of its arguments."""
@@ -95,7 +95,7 @@ def _plain(error: WorkerError) -> tuple[Any, ...]:
     return WorkerError, error.args, error.__dict__
 
 
-# The contract between engines and the processes that their workers live in.
+# The contract.
 
 Arguments = Mapping[int, tuple[Any, ...]]
 """Slot number → the arguments that the slot's host is called with."""

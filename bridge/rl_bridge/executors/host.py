@@ -1,4 +1,4 @@
-"""What lives in the process of a slot: the workers of engines, the process group of all slots, and their addresses."""
+"""The contents of a slot's process: the workers of engines, the process group of all slots, and their addresses."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from rl_bridge.executors.calls import Step, concerns, not_run
 from rl_bridge.executors.executor import Progress
 from rl_bridge.memory.garbage_collection import collect_all
 
-# Where other machines reach this one. Addresses are of IPv4 throughout the executors.
+# Addresses at which other machines reach this one. They are of IPv4 throughout the executors.
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -28,20 +28,20 @@ def own_addresses(towards: str | None = None) -> list[str]:
 
     ``towards``: a machine of the job; the address on the way to it comes first.
     """
-    found = []
+    addresses = []
     for target in (towards, "10.255.255.255"):
         if target is None:
             continue
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((target, 9))
-                found.append(probe.getsockname()[0])
+                addresses.append(probe.getsockname()[0])
         except OSError:  # no route, or no such name
             continue
     with contextlib.suppress(OSError):  # a name that nobody knows
-        found.append(socket.gethostbyname(socket.gethostname()))
-    found = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
-    return found or ["127.0.0.1"]
+        addresses.append(socket.gethostbyname(socket.gethostname()))
+    addresses = [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]
+    return addresses or ["127.0.0.1"]
 
 
 def use_gloo_interface(towards: str | None = None) -> None:
@@ -61,11 +61,11 @@ def interface_of(address: str) -> str | None:
         import fcntl
     except ModuleNotFoundError:  # Windows
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None
 
@@ -103,8 +103,8 @@ def alone() -> dist.ProcessGroup:
     """The group of this process, for axes of size 1: made once, because each takes descriptors and threads."""
     name = f"rl_bridge/alone/{dist.get_rank()}"
     world = distributed_c10d._world
-    for group, known in world.pg_names.items():
-        if known == name:
+    for group, group_name in world.pg_names.items():
+        if group_name == name:
             return group
     everyone = world.default_pg
     assert everyone is not None
@@ -154,7 +154,7 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-# What lives in the process of a slot: the workers of the engines that share the slot.
+# The workers of the engines that share the slot.
 
 
 class Host:
@@ -166,7 +166,7 @@ class Host:
         self.device = torch.device(device)
         self.workers: dict[str, Any] = {}
         self.observer: Callable[[Callable[..., Any], tuple[Any, ...]], Any] | None = None
-        """What runs the functions in place of ``run``, such as a memory profiler that measures around them."""
+        """A function that runs others in place of ``run``, such as a memory profiler that measures around them."""
         self._timeout = timedelta(seconds=group_timeout)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._lives: dict[int, int] = {}
@@ -202,10 +202,10 @@ class Host:
         backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         key = (members, f"{backend} {purpose}")
         if key not in self._groups:
-            again = [(slot, self._lives[slot]) for slot in members if slot in self._lives]
+            lives = [(slot, self._lives[slot]) for slot in members if slot in self._lives]
             if not purpose:
-                again += [number for number, slots in self._renewed if {*members} <= {*slots}]
-            name = f"rl_bridge/{key}/{again}" if again else f"rl_bridge/{key}"
+                lives += [number for number, slots in self._renewed if {*members} <= {*slots}]
+            name = f"rl_bridge/{key}/{lives}" if lives else f"rl_bridge/{key}"
             self._groups[key] = named_group(members, backend, name, self._timeout)
         return self._groups[key]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from rl_bridge.executors.executor import Slot
 
-# Which slots an engine's workers get: pure, and the same for every executor.
+# The choice of slots.
 
 Engines = Sequence[Sequence[int]]
 """Slots of each of several engines."""
@@ -58,14 +58,14 @@ def place(
     needed = list(dict.fromkeys(slot for engine in colocate_with if len(engine) <= size for slot in engine))
     if len(fitting) < size or len(needed) > size or not set(needed) <= fitting:
         count = len(fitting) if set(needed) <= fitting else len(fitting & set(needed))
-        asked = _asked(colocate_with, apart, nodes, resources)
-        raise ValueError(f"{size} slots are needed ({asked}) and {count} fit; {describe(slots, occupied)}")
+        request = _request(colocate_with, apart, nodes, resources)
+        raise ValueError(f"{size} slots are needed ({request}) and {count} fit; {describe(slots, occupied)}")
     shared = [slot for engine in colocate_with if len(engine) > size for slot in engine if slot in fitting]
-    chosen = needed + [slot for slot in dict.fromkeys(shared) if slot not in needed]
-    if len(chosen) < size:
-        rest = [slot for slot in slots if slot.index in fitting - set(chosen)]
-        chosen += _emptiest(rest, size - len(chosen), occupied)
-    return chosen[:size]
+    picks = needed + [slot for slot in dict.fromkeys(shared) if slot not in needed]
+    if len(picks) < size:
+        rest = [slot for slot in slots if slot.index in fitting - set(picks)]
+        picks += _emptiest(rest, size - len(picks), occupied)
+    return picks[:size]
 
 
 def _emptiest(slots: Sequence[Slot], size: int, occupied: Mapping[int, Sequence[str]]) -> list[int]:
@@ -78,17 +78,21 @@ def _emptiest(slots: Sequence[Slot], size: int, occupied: Mapping[int, Sequence[
     for slot in sorted(slots, key=lambda slot: (engines(slot), slot.index)):
         by_node.setdefault(slot.node, []).append(slot)
     least = sum(sorted(engines(slot) for slot in slots)[:size])
-    whole = [found for found in by_node.values() if sum(map(engines, found[:size])) == least and len(found) >= size]
+    whole = [
+        node_slots
+        for node_slots in by_node.values()
+        if sum(map(engines, node_slots[:size])) == least and len(node_slots) >= size
+    ]
     if whole:
         # The machine that has the least to spare, so that a larger engine still finds one.
-        chosen = min(whole, key=len)[:size]
+        picks = min(whole, key=len)[:size]
     else:
-        free = {node: sum(engines(slot) == 0 for slot in found) for node, found in by_node.items()}
-        chosen = sorted(slots, key=lambda slot: (engines(slot), -free[slot.node], slot.node, slot.index))[:size]
-    return sorted(slot.index for slot in chosen)
+        free = {node: sum(engines(slot) == 0 for slot in node_slots) for node, node_slots in by_node.items()}
+        picks = sorted(slots, key=lambda slot: (engines(slot), -free[slot.node], slot.node, slot.index))[:size]
+    return sorted(slot.index for slot in picks)
 
 
-def _asked(
+def _request(
     colocate_with: Engines, apart: set[int], nodes: Sequence[str] | None, resources: Mapping[str, float] | None
 ) -> str:
     wishes = [
@@ -108,7 +112,7 @@ def describe(slots: Sequence[Slot], occupied: Mapping[int, Sequence[str]]) -> st
     )
 
 
-# What slots ask a cluster for, and whether it has that.
+# The resources that slots ask for, and whether a cluster has them.
 
 Resources = Mapping[str, float]
 
@@ -149,19 +153,21 @@ def check_feasible(wanted: Sequence[Resources], nodes: Mapping[str, Resources]) 
 
 
 def lacking(wanted: Sequence[Resources], nodes: Mapping[str, Resources]) -> str:
-    """What the nodes that there are will never have room for; empty if there is nothing."""
-    there = "; ".join(f"node {node}: {_described(resources)}" for node, resources in nodes.items())
+    """The resources that these nodes will never have room for, in words; empty if there are none."""
+    present = "; ".join(f"node {node}: {_described(resources)}" for node, resources in nodes.items())
     for number, bundle in enumerate(wanted):
         if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes.values()):
-            return f"slot {number} needs {_described(bundle)}, and no node has that; there is {there}"
+            return f"slot {number} needs {_described(bundle)}, and no node has that; there is {present}"
     for name in {name for bundle in wanted for name in bundle}:
         needed = sum(bundle.get(name, 0) for bundle in wanted)
         if needed > sum(node.get(name, 0) for node in nodes.values()):
-            return f"{len(wanted)} slots need {name}: {needed:g} in all; there is {there}"
+            return f"{len(wanted)} slots need {name}: {needed:g} in all; there is {present}"
     return ""
 
 
 def _described(resources: Resources) -> str:
     """Resources without those that Ray makes up for itself."""
-    own = ("node:", "memory", "object_store_memory")
-    return ", ".join(f"{name}: {amount:g}" for name, amount in resources.items() if not name.startswith(own)) or "none"
+    hidden = ("node:", "memory", "object_store_memory")
+    return (
+        ", ".join(f"{name}: {amount:g}" for name, amount in resources.items() if not name.startswith(hidden)) or "none"
+    )

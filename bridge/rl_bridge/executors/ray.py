@@ -81,12 +81,12 @@ class RayExecutor(RemoteExecutor):
         """Start an actor in these bundles, and wait until they have connected."""
         assert self._group is not None
         nodes = _nodes()
-        here = ray.util.get_node_ip_address()
-        self._single_node = set(nodes) == {here}
-        listener = Listener("127.0.0.1" if self._single_node else here)
+        own_address = ray.util.get_node_ip_address()
+        self._single_node = set(nodes) == {own_address}
+        listener = Listener("127.0.0.1" if self._single_node else own_address)
         references = {}
         try:
-            address = ("127.0.0.1" if self._single_node else here, listener.port)
+            address = ("127.0.0.1" if self._single_node else own_address, listener.port)
             for index in indices:
                 bundle = self._bundles[index]
                 actor = _actor_class(bundle, self._group, index).remote()
@@ -103,12 +103,12 @@ class RayExecutor(RemoteExecutor):
                     if reason := _reason(reference, 0):
                         raise WorkerDied(f"the worker of slot {index} did not start: {reason}")
 
-            found = listener.collect(references, self._start_timeout, check)
+            connected = listener.collect(references, self._start_timeout, check)
         finally:
             listener.close()
         slots, workers = [], []
         for index in indices:
-            channel, (node, device, pid) = found[index]
+            channel, (node, device, pid) = connected[index]
             slots.append(Slot(index, node, device, self._bundles[index]))
             reference = references[index]
             name = f"actor, process {pid} on {node}"
@@ -139,8 +139,8 @@ class RayExecutor(RemoteExecutor):
         self._replace([started.get(slot.index, slot) for slot in self.slots], everyone)
         joined = {slot: self._joined[slot] for slot in dead}
         self.call(_rejoin_world, joined, what="revive", timeout=self._start_timeout)
-        told = dict.fromkeys((slot.index for slot in self.slots), (dict(self._lives),))
-        self.call(_count_lives, told, what="revive", timeout=self._start_timeout)
+        arguments = dict.fromkeys((slot.index for slot in self.slots), (dict(self._lives),))
+        self.call(_count_lives, arguments, what="revive", timeout=self._start_timeout)
         return dead
 
     def restart(self) -> None:
@@ -208,12 +208,12 @@ class _Actor:
 
 
 def _actor_class(bundle: Resources, group: PlacementGroup, index: int) -> Any:
-    own = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
+    custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
     return ray.remote(_Actor).options(  # type: ignore[attr-defined]
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         memory=bundle.get("memory"),
-        resources=own,
+        resources=custom,
         max_restarts=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     )
@@ -256,22 +256,22 @@ def _nodes() -> dict[str, Resources]:
     return {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
-def _reserve(wanted: Sequence[dict[str, float]], timeout: float, *, grows: bool) -> PlacementGroup:
+def _reserve(bundles: Sequence[dict[str, float]], timeout: float, *, grows: bool) -> PlacementGroup:
     # A cluster of somebody else's may start nodes when they are asked for, and does not say so.
     if not grows:
-        check_feasible(wanted, _nodes())
-    elif trouble := lacking(wanted, _nodes()):
+        check_feasible(bundles, _nodes())
+    elif trouble := lacking(bundles, _nodes()):
         logger.warning("%s; this waits %g s for the cluster to grow (start_timeout)", trouble, timeout)
-    group = placement_group(list(wanted), strategy="PACK")
+    group = placement_group(list(bundles), strategy="PACK")
     if not group.wait(timeout):
-        trouble = _no_room(wanted, timeout)
+        trouble = _no_room(bundles, timeout)
         remove_placement_group(group)
         raise DeadlineExceeded(f"start: {trouble}")
     return group
 
 
-def _no_room(wanted: Sequence[Resources], timeout: float) -> str:
-    needs = ", ".join(map(str, wanted))
+def _no_room(bundles: Sequence[Resources], timeout: float) -> str:
+    needs = ", ".join(map(str, bundles))
     return f"no room for slots of {needs} in {timeout:g} s; free is {ray.available_resources()}"
 
 

@@ -1,4 +1,4 @@
-"""What runs in the process of a slot: functions one at a time in its main thread, and a thread that listens."""
+"""The program of a slot's process: functions one at a time in its main thread, and a thread that listens."""
 
 import os
 import pickle
@@ -31,13 +31,13 @@ CALL, WHERE, STOP, RESULT, ERROR = range(5)
 """Kinds of frames. The driver sends CALL, WHERE and STOP; WHERE and STOP are answered by their own kind."""
 
 OnError = Callable[[BaseException], None]
-"""What a worker does with an exception before the driver hears of it: a debugger."""
+"""A worker's act on an exception before the driver hears of it: a debugger."""
 
 
 def serve(host: Host, channel: Channel, on_error: OnError | None = None) -> None:
     """Run what the driver sends until it says stop. When it hangs up the process ends, whatever it is doing."""
     calls: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-    thread, told, leaving = threading.get_ident(), threading.Event(), threading.Event()
+    thread, stop, leaving = threading.get_ident(), threading.Event(), threading.Event()
     slot = host.slot
 
     # Holds no reference to the host: a process group that a thread lets go of while the interpreter ends aborts it.
@@ -50,14 +50,14 @@ def serve(host: Host, channel: Channel, on_error: OnError | None = None) -> None
                     return
                 # The main thread may be in a collective that nobody will join. A worker that could not stop in time
                 # has not failed: what has is the driver's to say.
-                if told.is_set():
+                if stop.is_set():
                     leave(0)
                 leave(1, f"rl_bridge: slot {slot} ends: its driver is gone ({error})")
             if frame.kind == WHERE:
                 channel.send(WHERE, frame.number, dumps(where(thread)))
                 continue
             if frame.kind == STOP:
-                told.set()
+                stop.set()
             calls.put(frame)
 
     use_device(host)

@@ -23,11 +23,11 @@ class LocalExecutor:
 
     def __init__(self, device: torch.device | str | None = None, *, debug: str | None = None) -> None:
         """``device``: the slot's. By default the first CUDA or ROCm device, else the CPU. ``debug``: see ``init``."""
-        found = ("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else str(device)
-        self.slots = (Slot(0, device=found),)
+        place = ("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else str(device)
+        self.slots = (Slot(0, device=place),)
         self.held: dict[int, list[str]] = {}
         self.stopped = False
-        self._host = Host(0, found)
+        self._host = Host(0, place)
         # A function may call the executor again, from its own thread.
         self._one_at_a_time = threading.RLock()
         self._on_error = terminal_debugger(debug)
@@ -155,16 +155,16 @@ def init(
     match name:
         case "local":
             _require(name, workers, 1)
-            made: Executor = LocalExecutor(debug=debug)
+            instance: Executor = LocalExecutor(debug=debug)
         case "torchrun":
-            made = TorchrunExecutor(timeout=timeout, start_timeout=start_timeout, debug=debug)
-            _require(name, workers, len(made.slots))
+            instance = TorchrunExecutor(timeout=timeout, start_timeout=start_timeout, debug=debug)
+            _require(name, workers, len(instance.slots))
         case "ray":
             try:
                 from rl_bridge.executors.ray import RayExecutor
             except ModuleNotFoundError as error:
                 raise ValueError("executor 'ray' needs Ray: pip install '.[ray]'") from error
-            made = RayExecutor(
+            instance = RayExecutor(
                 workers=workers,
                 slots=slots,
                 address=address,
@@ -176,8 +176,8 @@ def init(
             )
         case _:
             raise ValueError(f"there is no executor {name!r}; there are 'local', 'torchrun' and 'ray'")
-    _current[:] = [made]
-    return made
+    _current[:] = [instance]
+    return instance
 
 
 def current_executor() -> Executor:
@@ -193,6 +193,6 @@ def _refuse(name: str, **options: object) -> None:
             raise ValueError(f"{option}={value!r} is for executor 'ray', and this is {name!r}")
 
 
-def _require(name: str, workers: int | None, found: int) -> None:
-    if workers not in (None, found):
-        raise ValueError(f"workers={workers} was asked for, and executor {name!r} has {found}")
+def _require(name: str, workers: int | None, actual: int) -> None:
+    if workers not in (None, actual):
+        raise ValueError(f"workers={workers} was asked for, and executor {name!r} has {actual}")

@@ -115,7 +115,7 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-# What the driver sends to a process: without waiting for a process that reads nothing.
+# Messages to a process that may read nothing: the driver does not wait.
 
 
 class Outgoing:
@@ -190,10 +190,10 @@ class Outbox:
     def _end(self) -> None:
         with self._lock:
             self._closed = True
-            left = [frame for frame, _ in self._frames]
+            frames = [frame for frame, _ in self._frames]
             self._frames.clear()
             self._changed.notify()
-        for frame in left:
+        for frame in frames:
             frame.settled.set()
 
     def _run(self) -> None:
@@ -267,15 +267,15 @@ class Remote:
             while True:
                 kind, number, parts = self._channel.receive()
                 if kind == WHERE:
-                    if (asked := self._places.get(number)) is not None:
-                        asked.put(loads(parts))
+                    if (replies := self._places.get(number)) is not None:
+                        replies.put(loads(parts))
                 elif kind == STOP:
                     self._ended.set()
                 else:
                     self._answer(kind, number, parts)
                 del parts  # or it would live until the next frame
         except (EOFError, OSError) as error:
-            self._gone(str(error))
+            self._lost(str(error))
 
     def _answer(self, kind: int, number: int, parts: Any) -> None:
         with self._lock:
@@ -290,7 +290,7 @@ class Remote:
             unread = TypeError(f"the driver cannot read the result: {error}")
             call.fail(self.slot, worker_error(self.slot, call.what, unread, traceback.format_exc()))
 
-    def _gone(self, how: str) -> None:
+    def _lost(self, how: str) -> None:
         if self._ended.is_set():
             how = "it was stopped"
         elif self._stopping:
@@ -320,10 +320,10 @@ class Remote:
             return (
                 f"    it does not read: {stuck.left / 1e6:.1f} of the {stuck.size / 1e6:.1f} MB of a call are not taken"
             )
-        asked = self._places[number] = queue.SimpleQueue()
+        replies = self._places[number] = queue.SimpleQueue()
         try:
             self._outbox.put(WHERE, number)
-            return asked.get(timeout=timeout)
+            return replies.get(timeout=timeout)
         except (OSError, queue.Empty):
             return f"    it does not say within {timeout:g} s"
         finally:

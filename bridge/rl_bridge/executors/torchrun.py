@@ -41,21 +41,22 @@ def under_torchrun() -> bool:
     Raises:
         ValueError: the environment is that of a rank in part, or has a number that no rank has.
     """
-    given = {name: os.environ[name] for name in (*_OF_A_RANK, *_NUMBERS) if os.environ.get(name)}
-    if given.keys().isdisjoint(("RANK", "WORLD_SIZE")):  # others use an address of their own, too
+    variables = {name: os.environ[name] for name in (*_OF_A_RANK, *_NUMBERS) if os.environ.get(name)}
+    if variables.keys().isdisjoint(("RANK", "WORLD_SIZE")):  # others use an address of their own, too
         return False
-    wrong = [f"{name} is not set" for name in _OF_A_RANK if name not in given]
+    wrong = [f"{name} is not set" for name in _OF_A_RANK if name not in variables]
     wrong += [
-        f"{name}={given[name]} is no whole number of at least {least}"
+        f"{name}={variables[name]} is no whole number of at least {least}"
         for name, least in _NUMBERS.items()
-        if name in given and not (given[name].isascii() and given[name].isdigit() and int(given[name]) >= least)
+        if name in variables
+        and not (variables[name].isascii() and variables[name].isdigit() and int(variables[name]) >= least)
     ]
     if not wrong:
-        rank, world, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        rank, world, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         wrong += [f"RANK={rank} is none of the ranks 0 to {world - 1} of WORLD_SIZE={world}"] if rank >= world else []
         wrong += [f"MASTER_PORT={port} is above 65535"] if port > 65535 else []
     if wrong:
-        had = " ".join(f"{name}={value}" for name, value in given.items())
+        had = " ".join(f"{name}={value}" for name, value in variables.items())
         raise ValueError(
             f"the environment has {had}, as a rank of a torchrun job has, but {', '.join(wrong)}: start all ranks with "
             "`torchrun --nproc_per_node=N`, which sets them all; for one process unset them, or give --executor local"
@@ -110,8 +111,8 @@ class TorchrunExecutor(RemoteExecutor):
             _serve(host, world, start_timeout, on_error)
         slots = [Slot(0, _node(), str(device), _resources(device))]
         workers: list[Worker] = [Own(host, on_error)]
-        for rank, (channel, (node, found, resources, pid)) in _workers(world, start_timeout):
-            slots.append(Slot(rank, node, found, resources))
+        for rank, (channel, (node, device_name, resources, pid)) in _workers(world, start_timeout):
+            slots.append(Slot(rank, node, device_name, resources))
             workers.append(Remote(rank, channel, f"rank {rank}, process {pid} on {node}"))
         super().__init__(slots, workers, timeout=timeout)
         self._host = host
@@ -186,10 +187,10 @@ def _device() -> torch.device:
 
 def _resources(device: torch.device) -> dict[str, float]:
     """CPUs and GPU of a rank; ``RL_BRIDGE_RESOURCES='{"fast_disk": 1}'`` in a node's environment adds what it says."""
-    found = {"CPU": (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))}
+    resources = {"CPU": (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))}
     if device.type == "cuda":
-        found |= {"GPU": 1.0, f"accelerator_type:{torch.cuda.get_device_name(device)}": 1.0}
-    return found | json.loads(os.environ.get("RL_BRIDGE_RESOURCES", "{}"))
+        resources |= {"GPU": 1.0, f"accelerator_type:{torch.cuda.get_device_name(device)}": 1.0}
+    return resources | json.loads(os.environ.get("RL_BRIDGE_RESOURCES", "{}"))
 
 
 def _node() -> str:

@@ -51,21 +51,21 @@ Combine = Callable[..., Sequence[Tensor]]
 
 def restricted(combine: Any, wanted: Sequence[int]) -> tuple[tuple[int, ...], Any]:
     """The left operands that the wanted results depend on, by number, and `combine` for these alone."""
-    jaxpr, kept = combine.jaxpr, tuple(wanted)
+    jaxpr, operands = combine.jaxpr, tuple(wanted)
     count = len(jaxpr.outvars)
     while True:
-        needed, equations = {id(jaxpr.outvars[i]) for i in kept}, []
+        needed, equations = {id(jaxpr.outvars[i]) for i in operands}, []
         for eqn in reversed(jaxpr.eqns):
             if needed.intersection(map(id, eqn.outvars)):
                 needed.update(map(id, eqn.invars))
                 equations.append(eqn)
-        grown = tuple(i for i in range(count) if i in kept or id(jaxpr.invars[i]) in needed)
-        if grown == kept:
+        grown = tuple(i for i in range(count) if i in operands or id(jaxpr.invars[i]) in needed)
+        if grown == operands:
             break
-        kept = grown
-    invars = [*(jaxpr.invars[i] for i in kept), *jaxpr.invars[count:]]
-    body = jaxpr.replace(invars=invars, outvars=[jaxpr.outvars[i] for i in kept], eqns=equations[::-1])
-    return kept, jex_core.ClosedJaxpr(body, combine.consts)
+        operands = grown
+    invars = [*(jaxpr.invars[i] for i in operands), *jaxpr.invars[count:]]
+    body = jaxpr.replace(invars=invars, outvars=[jaxpr.outvars[i] for i in operands], eqns=equations[::-1])
+    return operands, jex_core.ClosedJaxpr(body, combine.consts)
 
 
 def associative_scan(

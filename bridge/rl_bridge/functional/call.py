@@ -63,8 +63,8 @@ def as_torch_function(
         return implementation(leaves, tree)
 
     # Dynamo counts its recompilations by code object: one for all functions would reach the limit after eight of them.
-    own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-    return functools.wraps(fn, updated=())(own)
+    copy = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    return functools.wraps(fn, updated=())(copy)
 
 
 class _Lowering:
@@ -96,33 +96,34 @@ class _Lowering:
             return program(*tensors)
 
     def _find(self, static: Any, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor]) -> Program:
-        who = f"from_jax({self.name})"
-        refuse_fork(f"{who}, to trace a new combination of arguments,")
-        rows, found = sizes.pattern([x.shape for x in tensors])
+        caller = f"from_jax({self.name})"
+        refuse_fork(f"{caller}, to trace a new combination of arguments,")
+        rows, distinct = sizes.pattern([x.shape for x in tensors])
         family = (static, rows)
         for program in self._families.get(family, ()):
-            if program.allows(found):
+            if program.allows(distinct):
                 return program
-        arguments = traced_arguments(leaves, who)
+        arguments = traced_arguments(leaves, caller)
         shapes = [tuple(sizes.at_hand(size) for size in x.shape) for x in tensors]
         if self.dynamic and family not in self._fixed:
             try:
-                program = self._trace_symbolic(leaves, tree, tensors, arguments, rows, found)
+                program = self._trace_symbolic(leaves, tree, tensors, arguments, rows, distinct)
             except jax.errors.InconclusiveDimensionOperation as error:
                 _bound(self._fixed)
                 self._fixed[family] = None
                 reason = str(error).splitlines()[0]
-                warnings.warn(f"{who} is traced for every new shape: {reason}", stacklevel=4)
+                warnings.warn(f"{caller} is traced for every new shape: {reason}", stacklevel=4)
             except Exception as error:
                 self._trace(leaves, tree, tensors, arguments, shapes, ())  # raises with these sizes in its message
                 error.add_note(
-                    f"{who} fails for symbolic sizes alone: from_jax(..., dynamic=False) takes each as it is"
+                    f"{caller} fails for symbolic sizes alone: from_jax(..., dynamic=False) takes each as it is"
                 )
                 raise
             else:
                 _bound(self._families)
                 self._families.setdefault(family, []).append(program)
-                if program.allows(found):  # true here; under torch.compile the question makes the conditions its guards
+                # True here; under torch.compile the question makes the conditions its guards.
+                if program.allows(distinct):
                     return program
         shapes = [tuple(int(size) for size in x.shape) for x in tensors]  # under torch.compile a guard on each size
         return self._trace(leaves, tree, tensors, arguments, shapes, ())
@@ -134,9 +135,9 @@ class _Lowering:
         tensors: Sequence[torch.Tensor],
         arguments: Sequence[trace.Argument],
         rows: Any,
-        found: Sequence[Any],
+        distinct: Sequence[Any],
     ) -> Program:
-        with sizes.symbolic(rows, [sizes.at_hand(size) for size in found]) as (shapes, verdicts):
+        with sizes.symbolic(rows, [sizes.at_hand(size) for size in distinct]) as (shapes, verdicts):
             program = self._trace(leaves, tree, tensors, arguments, shapes, verdicts.names)
         return program.under(verdicts.conditions())
 
@@ -179,7 +180,7 @@ def traced_arguments(leaves: Sequence[Any], who: str) -> list[trace.Argument]:
 
 
 def static_key(leaf: Any) -> Any:
-    """What a leaf contributes to the cache's key, its sizes apart."""
+    """The part that a leaf contributes to the cache's key, its sizes apart."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype
     if isinstance(leaf, float):

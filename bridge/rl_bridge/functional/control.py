@@ -1,4 +1,4 @@
-"""What generated code calls for nested functions: custom derivatives, cond, scan, while."""
+"""Nested functions as generated code calls them: custom derivatives, cond, scan, while."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class _Custom(torch.autograd.Function):
             # Not once_differentiable: it looks at the cotangents alone, and loses what depends on the residuals.
             raise RuntimeError(_ONCE)
         gradients = iter(ctx.rule(*ctx.saved_tensors, *cotangents[: ctx.floats]))
-        return (None,) * 5 + tuple(next(gradients) if wanted else None for wanted in ctx.wanted)
+        return (None,) * 5 + tuple(next(gradients) if needed else None for needed in ctx.wanted)
 
 
 def custom(
@@ -53,10 +53,10 @@ def cond(which: Tensor, branches: Sequence[Function], *operands: Tensor) -> list
     """
     results: list[Tensor] = []
     for number, branch in enumerate(branches):
-        taken = which == number
-        guarded = [torch.where(taken, x, x.detach()) if x.is_floating_point() else x for x in operands]
+        is_branch = which == number
+        guarded = [torch.where(is_branch, x, x.detach()) if x.is_floating_point() else x for x in operands]
         outputs = branch(*guarded)
-        results = [torch.where(taken, new, old) for new, old in zip(outputs, results or outputs, strict=True)]
+        results = [torch.where(is_branch, new, old) for new, old in zip(outputs, results or outputs, strict=True)]
     return results
 
 

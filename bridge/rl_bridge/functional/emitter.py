@@ -229,11 +229,11 @@ class Builder:
         env.update(zip(jaxpr.constvars, map(self.constant, closed.consts), strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
         atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
-        used = {atom for atom in atoms if not isinstance(atom, jex_core.Literal)}
+        variables = {atom for atom in atoms if not isinstance(atom, jex_core.Literal)}
         for eqn in jaxpr.eqns:
             if not eqn.outvars:  # JAX hands on what a loop or a branch returns unchanged; statements are pure
                 continue
-            self.used = used
+            self.used = variables
             lower = RULES.get(eqn.primitive.name)
             if lower is None:
                 raise NotImplementedError(
@@ -254,9 +254,9 @@ class Builder:
         """
         inner = Builder(self, inside_rule)
         names, values = [], []
-        for var, given in zip(closed.jaxpr.invars, arguments, strict=True):
-            if given is not None and given.is_number:
-                values.append(given)
+        for var, value in zip(closed.jaxpr.invars, arguments, strict=True):
+            if value is not None and value.is_number:
+                values.append(value)
                 continue
             aval: Any = var.aval
             names.append(self.fresh())
@@ -282,8 +282,8 @@ class Builder:
             operand, axes, _ = self.sums.get(statement.targets[0], ("", (), 0))
             if operand in self.sums and reads[operand] == 1:
                 inner, inner_axes, rank = self.sums[operand]
-                kept = [axis for axis in range(rank) if axis not in inner_axes]
-                merged = tuple(sorted((*inner_axes, *(kept[axis] for axis in axes))))
+                remaining_axes = [axis for axis in range(rank) if axis not in inner_axes]
+                merged = tuple(sorted((*inner_axes, *(remaining_axes[axis] for axis in axes))))
                 statement.code = statement.code.replace(f"{operand}, {axes}", f"{inner}, {merged}")
                 self.sums[statement.targets[0]] = (inner, merged, rank)
 
@@ -301,8 +301,8 @@ class Builder:
             unused = [t for t in statement.targets if t not in needed]
             last = sorted(set(_VARIABLE.findall(statement.code)) - needed)
             needed.update(last)
-            if gone := [*last, *unused]:
-                body.append(f"    del {', '.join(gone)}")
+            if dead_names := [*last, *unused]:
+                body.append(f"    del {', '.join(dead_names)}")
             body.append(f"    {', '.join(statement.targets)}{',' * statement.unpack} = {statement.code}")
         lines = [f"def {name}({', '.join(parameters)}):", *(f"    {line}" for line in prelude), *reversed(body)]
         return "\n".join([*lines, f"    return ({''.join(f'{o}, ' for o in outputs)})"])

@@ -1,4 +1,4 @@
-"""What must not cross between torch and JAX, refused by name instead of crashing, hanging or returning garbage."""
+"""Values that must not cross between torch and JAX are refused by name, before a crash, a hang or garbage."""
 
 import os
 import sys

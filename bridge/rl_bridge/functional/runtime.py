@@ -1,4 +1,4 @@
-"""What generated code calls: the few operations that are not one torch operation."""
+"""Operations that generated code calls: the few that are not one torch operation."""
 
 import functools
 from collections.abc import Callable, Sequence

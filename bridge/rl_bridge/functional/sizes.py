@@ -41,11 +41,11 @@ def pattern(shapes: Sequence[Sequence[Size]]) -> tuple[tuple[tuple[int, ...], ..
             if size == 0 or size == 1:
                 row.append(int(size))
                 continue
-            known = next((i for i, s in enumerate(sizes) if s == size), None)
-            if known is None:
-                known = len(sizes)
+            number = next((i for i, s in enumerate(sizes) if s == size), None)
+            if number is None:
+                number = len(sizes)
                 sizes.append(size)
-            row.append(-1 - known)
+            row.append(-1 - number)
         result.append(tuple(row))
     return tuple(result), tuple(sizes)
 
@@ -57,7 +57,7 @@ def at_hand(size: Size) -> int:
 
 
 class Verdicts:
-    """What a trace with symbolic sizes asked about the sizes, with the answers."""
+    """The questions about sizes that a trace with symbolic sizes asked, with the answers."""
 
     def __init__(self, sizes: Sequence[int]):
         self.names = tuple(f"s{i}" for i in range(len(sizes)))
@@ -76,8 +76,8 @@ class Verdicts:
 
     def conditions(self) -> tuple[str, ...]:
         """Python expressions in the symbols' names; the program is right for sizes that make all of them true."""
-        asked = [(text, yes) for text, yes in self._answers.items() if text not in self._trivial]
-        return tuple(sorted(f"({text})" if yes else f"(not ({text}))" for text, yes in asked))
+        answers = [(text, yes) for text, yes in self._answers.items() if text not in self._trivial]
+        return tuple(sorted(f"({text})" if yes else f"(not ({text}))" for text, yes in answers))
 
 
 @contextlib.contextmanager
@@ -130,11 +130,11 @@ def _comparison(
         if isinstance(difference, (int, np.integer)) or associative_scan.SLICE in str(difference):
             return original(self, other)
         try:
-            known = original(self, other)
+            verdict = original(self, other)
         except jax.errors.InconclusiveDimensionOperation:
             return verdicts.answer(difference, relation)
         if relation != "==" or _of_a_table(sys._getframe(1)):
-            return known
+            return verdict
         return verdicts.answer(difference, relation)  # JAX's == says no where it does not know
 
     return compare

@@ -34,18 +34,18 @@ def trace(
     fn: Callable[..., Any], tree: Any, leaves: Sequence[Any], arguments: Sequence[Argument], shapes: Sequence[Any]
 ) -> tuple[Any, Any, dict[int, Any]]:
     """The jaxpr of `fn` in `arguments`, the tree of its result, and the result's leaves that are no arrays."""
-    found: dict[str, Any] = {}
+    structure: dict[str, Any] = {}
 
     def flat(*values: Any) -> list[Any]:
         filled = list(leaves)
         for argument, value in zip(arguments, values, strict=True):
             filled[argument.position] = value
         args, kwargs = jax.tree.unflatten(tree, filled)
-        results, found["tree"] = jax.tree.flatten(fn(*args, **kwargs))
+        results, structure["tree"] = jax.tree.flatten(fn(*args, **kwargs))
         arrays = (jax.Array, np.ndarray, np.generic, bool, int, float)
-        found["static"] = {i: r for i, r in enumerate(results) if not isinstance(r, arrays)}
-        return [r for i, r in enumerate(results) if i not in found["static"]]
+        structure["static"] = {i: r for i, r in enumerate(results) if not isinstance(r, arrays)}
+        return [r for i, r in enumerate(results) if i not in structure["static"]]
 
     structs = [jax.ShapeDtypeStruct(shape, a.dtype) for shape, a in zip(shapes, arguments, strict=True)]
     closed = jax.make_jaxpr(flat)(*structs)
-    return closed, found["tree"], found["static"]
+    return closed, structure["tree"], structure["static"]

@@ -149,8 +149,8 @@ def _save(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> N
 def _pull_back(ctx: Any, gradients: list[Tensor | None]) -> tuple[None, list[Tensor | None]]:
     cotangents = []
     for i, shape, dtype, device in ctx.floats:
-        given = gradients[i]
-        cotangents.append(torch.zeros(shape, dtype=dtype, device=device) if given is None else given)
+        cotangent = gradients[i]
+        cotangents.append(torch.zeros(shape, dtype=dtype, device=device) if cotangent is None else cotangent)
     tensors = list(ctx.saved_tensors)
     result: list[Tensor | None] = [None] * len(tensors)
     if cotangents:

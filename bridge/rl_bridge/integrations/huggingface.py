@@ -55,11 +55,11 @@ def fuse_linear_logprobs(model: PreTrainedModel) -> PreTrainedModel:
     try:
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-            wanted = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-            found = token_logprobs(model, ids).logprobs
+            expected = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+            fused = token_logprobs(model, ids).logprobs
     finally:
         model.train(training)
-    difference = (found - wanted).abs().max().item()
+    difference = (fused - expected).abs().max().item()
     # A model computing in half precision rounds the logits that the fused way does not.
     exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
     limit = 1e-4 if exact else 0.02 * max(1.0, logits.abs().max().item())

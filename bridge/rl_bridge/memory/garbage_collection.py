@@ -22,20 +22,20 @@ PATIENCE = 8
 
 
 class _Collector:
-    """Of this process. Contexts nest, over threads too: the first one in switches off, the last one out on."""
+    """Garbage collection of this process. Contexts nest, over threads too: the first switches it off, the last on."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._inside = self._loops = self._made = self._waiting = 0
-        self._ours = self._froze = False
+        self._inside = self._loops = self._collections = self._waiting = 0
+        self._switched_off = self._froze = False
 
     def enter(self, loop: bool) -> None:
         with self._lock:
             self._inside += 1
             self._loops += loop
             if self._inside == 1:
-                self._ours = gc.isenabled()
-                if self._ours:
+                self._switched_off = gc.isenabled()
+                if self._switched_off:
                     gc.disable()
 
     def leave(self, loop: bool) -> None:
@@ -43,9 +43,9 @@ class _Collector:
             self._inside -= 1
             self._loops -= loop
             self._collect_if_due()
-            if self._inside or not self._ours:
+            if self._inside or not self._switched_off:
                 return
-            self._ours, self._waiting = False, 0
+            self._switched_off, self._waiting = False, 0
             if self._froze:
                 gc.unfreeze()
                 self._froze = False
@@ -54,22 +54,22 @@ class _Collector:
     def freeze(self) -> None:
         """Collect, and leave what is then there out of collections until the last context ends."""
         with self._lock:
-            if self._ours and not self._froze and not gc.get_freeze_count():
+            if self._switched_off and not self._froze and not gc.get_freeze_count():
                 gc.collect()
                 gc.freeze()
                 self._froze = True
 
     def phase_ended(self) -> None:
-        """Of the loop: collect now, or when no other thread is in a phase."""
+        """Collect for the loop: now, or when no other thread is in a phase."""
         with self._lock:
-            if self._ours:
+            if self._switched_off:
                 self._waiting += 1
                 self._collect_if_due()
 
     def call_ended(self) -> None:
-        """Of a worker: collect, if this is no part of a loop or of another call."""
+        """Collect for a worker, if this is no part of a loop or of another call."""
         with self._lock:
-            if self._ours and self._inside == 1:
+            if self._switched_off and self._inside == 1:
                 self._collect()
 
     def _collect_if_due(self) -> None:
@@ -79,8 +79,8 @@ class _Collector:
 
     def _collect(self) -> None:
         """The youngest objects, and older ones as often as Python would."""
-        self._made += 1
-        gc.collect(2 if self._made % GENERATIONS**2 == 0 else 1 if self._made % GENERATIONS == 0 else 0)
+        self._collections += 1
+        gc.collect(2 if self._collections % GENERATIONS**2 == 0 else 1 if self._collections % GENERATIONS == 0 else 0)
 
     def collect_all(self) -> None:
         with self._lock:

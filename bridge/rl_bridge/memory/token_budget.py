@@ -11,7 +11,7 @@ import torch
 
 from rl_bridge.memory.garbage_collection import collect_all
 
-# How many tokens a micro-batch may have: more while there is room, fewer before it is short, half where it was not.
+# The budget: more tokens a micro-batch while there is room, fewer before memory is short, half where it was short.
 
 LEAST, MOST, START = 64, 1 << 20, 4096
 
@@ -31,23 +31,23 @@ class TokenBudget:
     """
 
     tokens: int = START
-    """Of the next micro-batches."""
+    """Tokens of the next micro-batches."""
     ceiling: int = MOST
-    """What memory was short of once is not tried again."""
+    """Tokens that memory was short of once: they are not tried again."""
     failures: int = 0
     """How often memory was short."""
     share: float = field(default=0.8, kw_only=True)
-    """Of the room that a step may take, by what the last one took a token."""
+    """Share of the room that a step may take, by what the last one took a token."""
 
     def measured(self, *, base: int, peak: int, room: int, tokens: int) -> None:
-        """Of a step: bytes before it, at its peak, and in all; ``tokens`` of its largest micro-batch.
+        """Learn from a step: bytes before it, at its peak, and in all; ``tokens`` of its largest micro-batch.
 
         The budget at most doubles, and only where a micro-batch used it: of a smaller one nothing is learnt.
         """
         if tokens < 1 or room < 1:
             return
-        each = max(0, peak - base) / tokens
-        fitting = int((self.share * room - base) / each) if each else 2 * self.tokens
+        token_bytes = max(0, peak - base) / tokens
+        fitting = int((self.share * room - base) / token_bytes) if token_bytes else 2 * self.tokens
         if fitting < self.tokens:
             self.tokens = max(LEAST, min(self.tokens, fitting))
         elif 2 * tokens >= self.tokens:
@@ -107,13 +107,13 @@ def room(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     free = psutil.virtual_memory().available
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        free = min(free, max(0, int(most) - int(used.read_text())))
+    limit, usage = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.is_file() and usage.is_file() and (most := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(most) - int(usage.read_text())))
     return in_use(device) + free
 
 
-# Training and scoring within the token budget: measured, and done again with half of it where memory was short.
+# The budget around a call: memory is measured, and the call done again with half of the tokens where it was short.
 
 
 def within_memory(train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +136,9 @@ def within_memory(train_step: Callable[..., Any]) -> Callable[..., Any]:
                 parameter.grad = None
             self._losses_are_finite = finite
 
-        return _tried(self, functools.partial(train_step, self, *args, **kwargs), undo if clean else None, learns=True)
+        return _within_budget(
+            self, functools.partial(train_step, self, *args, **kwargs), undo if clean else None, learns=True
+        )
 
     return step
 
@@ -153,12 +155,12 @@ def scores_within_memory(score: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.partial(score, self, *args, **kwargs)
         if self.budget is None:
             return call()
-        return _tried(self, call, _nothing if self._mesh is None else None, learns=not self.trainable)
+        return _within_budget(self, call, _nothing if self._mesh is None else None, learns=not self.trainable)
 
     return scored
 
 
-def _tried(self: Any, call: Callable[[], Any], undo: Callable[[], None] | None, *, learns: bool) -> Any:
+def _within_budget(self: Any, call: Callable[[], Any], undo: Callable[[], None] | None, *, learns: bool) -> Any:
     """The call, with half of the budget as often as memory is short; None for ``undo``: it cannot begin again."""
     place = self.compute_device()
     while True:
@@ -171,8 +173,8 @@ def _tried(self: Any, call: Callable[[], Any], undo: Callable[[], None] | None, 
                 raise
         else:
             if learns:
-                taken = {"base": base, "peak": peak(place), "room": room(place)}
-                self.budget.measured(**taken, tokens=self.largest_micro_batch)
+                measurement = {"base": base, "peak": peak(place), "room": room(place)}
+                self.budget.measured(**measurement, tokens=self.largest_micro_batch)
             return result
         # Outside of the handler, whose traceback would keep what the try allocated.
         undo()

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.trajectory import Message
 
-# A chat template is a program of somebody else's: rendering it has a limit of time, of numbers and of characters.
+# Limits of rendering: of time, of numbers and of characters.
 
 SECONDS = 20.0
-"""Of one conversation."""
+"""Seconds for one conversation."""
 CHARACTERS = 1 << 25
 LARGEST = 10**7
 """A number that a template may name. ``'a' * 3000000000`` is computed when the template is compiled."""
@@ -46,7 +46,7 @@ class _Late(BaseException):
 
 
 def bounded(render: Callable[[], str], template: str, name: str) -> str:
-    """What ``render`` gives of the ``template``, which messages call ``name``.
+    """The text that ``render`` writes by the ``template``, which messages call ``name``.
 
     Raises:
         TooMuch: it takes longer than ``SECONDS``, names a number above ``LARGEST``, or writes too much.
@@ -207,7 +207,7 @@ def rendered(
     except Exception as error:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
-            f"{template_of(tokenizer)} refuses messages of the roles {roles}: {_said(error)}; "
+            f"{template_of(tokenizer)} refuses messages of the roles {roles}: {_message_of(error)}; "
             "change the messages, or apply_chat_template=false concatenates the contents"
         ) from error
     assert isinstance(text, str)
@@ -230,22 +230,22 @@ def spans(
         ChangedEarlierText: a part cannot be added without changing what stands before.
         ValueError: as ``rendered`` does.
     """
-    seen, done = "", 0
+    earlier, count = "", 0
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         for upto, prompted in ((place, True), (place + 1, False)):
             # A conversation may begin with the assistant: then nothing stands before its words.
             whole = rendered(tokenizer, messages[:upto], generation_prompt=prompted, tools=tools) if upto else ""
-            if not whole.startswith(seen):
+            if not whole.startswith(earlier):
                 cause = f"message {place} (assistant) takes the place of the generation prompt"
                 if prompted:
-                    cause = _cause(tokenizer, messages, tools, done, place, seen)
-                raise _changed(tokenizer, cause, seen, whole)
-            if len(whole) > len(seen):
-                yield whole[len(seen) :], not prompted
-            seen = whole
-        done = place + 1
+                    cause = _cause(tokenizer, messages, tools, count, place, earlier)
+                raise _changed(tokenizer, cause, earlier, whole)
+            if len(whole) > len(earlier):
+                yield whole[len(earlier) :], not prompted
+            earlier = whole
+        count = place + 1
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -256,7 +256,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"the chat template of {name!r}" if name else f"the chat template of this {type(tokenizer).__name__}"
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     if isinstance(error, TemplateSyntaxError):
         return f"line {error.lineno}: {error.message}"
     return str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
@@ -266,19 +266,19 @@ def _cause(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Sequence[Any] | None,
-    done: int,
+    count: int,
     place: int,
-    seen: str,
+    earlier: str,
 ) -> str:
-    """Which of the messages from ``done`` up to ``place`` changed what was ``seen``; else the generation prompt."""
-    for upto in range(done + 1, place + 1):
-        if not rendered(tokenizer, messages[:upto], generation_prompt=False, tools=tools).startswith(seen):
+    """Which of the messages from ``count`` up to ``place`` changed what was ``earlier``; else the generation prompt."""
+    for upto in range(count + 1, place + 1):
+        if not rendered(tokenizer, messages[:upto], generation_prompt=False, tools=tools).startswith(earlier):
             return f"message {upto - 1} ({messages[upto - 1]['role']}) is added"
     return "the generation prompt is added"
 
 
-def _changed(tokenizer: PreTrainedTokenizerBase, cause: str, seen: str, whole: str) -> ChangedEarlierText:
-    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (seen, whole))
+def _changed(tokenizer: PreTrainedTokenizerBase, cause: str, earlier: str, whole: str) -> ChangedEarlierText:
+    before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (earlier, whole))
     position = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
     return ChangedEarlierText(
         f"{template_of(tokenizer)} changes earlier tokens when {cause}: from token {position} on, "

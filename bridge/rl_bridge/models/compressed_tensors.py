@@ -19,15 +19,15 @@ SHARD_BYTES = 2 << 30
 
 
 def quantization_config(precision: str, model: nn.Module, names: frozenset[str]) -> dict[str, Any]:
-    """What ``config.json`` says of a checkpoint in which the weights ``names`` are codes.
+    """The entry of ``config.json`` for a checkpoint in which the weights ``names`` are codes.
 
     Activations are quantised anew for each token: nothing of them is calibrated, so nothing of them goes stale.
     """
     layout = LAYOUTS[precision]
     kind = "int" if layout.scheme == "int8" else "float"
-    both = {"num_bits": 8, "type": kind, "symmetric": True}
-    weights = {**both, "strategy": layout.granularity, "dynamic": False}
-    tokens: dict[str, Any] = {**both, "strategy": "token", "dynamic": True}
+    codes = {"num_bits": 8, "type": kind, "symmetric": True}
+    weights = {**codes, "strategy": layout.granularity, "dynamic": False}
+    tokens: dict[str, Any] = {**codes, "strategy": "token", "dynamic": True}
     if layout.granularity == "tensor":
         tokens["strategy"] = "tensor"
     elif layout.granularity == "block":
@@ -78,7 +78,7 @@ def write_checkpoint(
         index = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = sum(sum(shard.values()) for shard in shards)
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2))
-    stream = (made for name, tensor in tensors_of(source, model) for made in send(name, tensor))
+    stream = (named_tensor for name, tensor in tensors_of(source, model) for named_tensor in send(name, tensor))
     for file, shard in zip(names, shards, strict=True):
         save_file({n: t.contiguous() for n, t in _take(stream, shard)}, folder / file, metadata={"format": "pt"})
     config = json.loads(model.config.to_json_string(use_diff=False))
@@ -108,10 +108,10 @@ def _shards(model: nn.Module, send: Through, shard_bytes: int) -> list[dict[str,
     """Names and bytes of each file, in the order of the stream; what one tensor becomes stays together."""
     shards: list[dict[str, int]] = [{}]
     for name, tensor in module_tensors(model):
-        made = {n: t.nbytes for n, t in send(name, torch.empty_like(tensor, device="meta"))}
-        if shards[-1] and sum(shards[-1].values()) + sum(made.values()) > shard_bytes:
+        sizes = {n: t.nbytes for n, t in send(name, torch.empty_like(tensor, device="meta"))}
+        if shards[-1] and sum(shards[-1].values()) + sum(sizes.values()) > shard_bytes:
             shards.append({})
-        shards[-1] |= made
+        shards[-1] |= sizes
     return shards
 
 

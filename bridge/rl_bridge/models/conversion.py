@@ -35,17 +35,17 @@ _NEEDED = {
 
 def _internals() -> Any:
     """transformers' own conversion. Raises ImportError that names what this version of transformers lacks."""
-    found = {}
+    members = {}
     for path, names in _NEEDED.items():
         try:
             module = importlib.import_module(path)
-            found |= {name: getattr(module, name) for name in names}
+            members |= {name: getattr(module, name) for name in names}
         except (ImportError, AttributeError) as error:
             raise ImportError(
                 f"transformers {transformers.__version__} converts stored weights in a way that is not known here "
                 f"({error}): install a version that has {', '.join(names)} in {path}, such as 5.19"
             ) from error
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**members)
 
 
 @dataclass
@@ -64,15 +64,15 @@ class _Conversion:
         for name, pattern in self.sources:
             if name in tensors:
                 converter.add_tensor(self.first, name, pattern, tensors[name])
-        made = converter.convert(self.first, model=model, config=model.config)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+        results = converter.convert(self.first, model=model, config=model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in results.items()}
 
     def by_pattern(self) -> list[list[str]]:
         """The stored names of each pattern."""
-        found: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for name, pattern in self.sources:
-            found.setdefault(pattern, []).append(name)
-        return list(found.values())
+            groups.setdefault(pattern, []).append(name)
+        return list(groups.values())
 
 
 class ConvertedTensors:
@@ -88,7 +88,7 @@ class ConvertedTensors:
         self._stored, self._model = stored, model
         self._plain: dict[str, str] = {}
         self._conversions: dict[str, _Conversion] = {}
-        self._held: dict[str, Tensor] = {}
+        self._neighbours: dict[str, Tensor] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         for conversion in self._planned():
@@ -103,8 +103,8 @@ class ConvertedTensors:
         """That part of the tensor, on the CPU. What is converted is read whole, or the part's own experts alone."""
         if name in self._plain:
             return self._stored.read(self._plain[name], index)
-        if name in self._held:
-            return self._held.pop(name)[index]
+        if name in self._neighbours:
+            return self._neighbours.pop(name)[index]
         conversion = self._conversions[name]
         if index and self._along_first(conversion):
             first, *others = index
@@ -112,40 +112,40 @@ class ConvertedTensors:
             # A part without rows reads one all the same: nothing at all cannot be stacked.
             rows = slice(start, stop) if start < stop else slice(1)
             needed = [stored for names in conversion.by_pattern() for stored in names[rows]]
-            return self._made(conversion, needed)[name][(slice(stop - start), *others)]
-        made = self._made(conversion, [stored for stored, _ in conversion.sources])
-        tensor = made.pop(name)
+            return self._converted(conversion, needed)[name][(slice(stop - start), *others)]
+        tensors = self._converted(conversion, [stored for stored, _ in conversion.sources])
+        tensor = tensors.pop(name)
         # A neighbour is read next, from the same sources.
-        self._held |= made
+        self._neighbours |= tensors
         return tensor[index]
 
     def file_of(self, name: str) -> Path:
-        """Of a tensor that is made, the first source's."""
+        """The file of a stored tensor; of one that is made from several, the first one's."""
         stored = self._plain[name] if name in self._plain else self._conversions[name].sources[0][0]
         return self._stored.file_of(stored)
 
-    def _made(self, conversion: _Conversion, names: Iterable[str]) -> dict[str, Tensor]:
+    def _converted(self, conversion: _Conversion, names: Iterable[str]) -> dict[str, Tensor]:
         return conversion({name: self._stored.read(name, ()) for name in names}, self._model)
 
     def _planned(self) -> list[_Conversion]:
         """Give each stored name its name in the model, as transformers' loader does; returns what is to be computed."""
-        own = self._internals
-        mapping = own.get_model_conversion_mapping(self._model)
-        renamings = [entry for entry in mapping if isinstance(entry, own.WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, own.WeightConverter)]
+        internals = self._internals
+        mapping = internals.get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, internals.WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, internals.WeightConverter)]
         of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         prefix, names = self._model.base_model_prefix, self._model.state_dict()
-        found: dict[str, _Conversion] = {}
-        for stored in sorted(self._stored.shapes, key=own.dot_natural_key):
-            name, pattern = own.rename_source_key(stored, renamings, converters, prefix, names)
+        conversions: dict[str, _Conversion] = {}
+        for stored in sorted(self._stored.shapes, key=internals.dot_natural_key):
+            name, pattern = internals.rename_source_key(stored, renamings, converters, prefix, names)
             if name not in names and stored in names:
-                name, pattern = own.rename_source_key(stored, [], [], prefix, names)
+                name, pattern = internals.rename_source_key(stored, [], [], prefix, names)
             if pattern is not None and name in names:
-                conversion = found.setdefault(name, _Conversion(name, of_pattern[pattern]))
+                conversion = conversions.setdefault(name, _Conversion(name, of_pattern[pattern]))
                 conversion.sources.append((stored, pattern))
             else:
                 self._take(name, stored)
-        return list(found.values())
+        return list(conversions.values())
 
     def _take(self, name: str, stored: str) -> None:
         if name in self._plain and name in self._model.state_dict():
@@ -164,14 +164,14 @@ class ConvertedTensors:
         sources = [name for name, _ in conversion.sources]
         empty = {name: torch.empty(self._stored.shapes[name], device="meta") for name in sources}
         try:
-            made = conversion(empty, self._model)
+            outlines = conversion(empty, self._model)
         except (ValueError, RuntimeError, KeyError, IndexError) as error:
             raise ValueError(
                 f"{len(sources)} stored tensors (the first: {sources[:3]}) cannot be made into {conversion.first!r} of "
                 f"{kind}: {error}"
             ) from error
         dtypes = [self._stored.dtypes[name] for name in sources]
-        for name, tensor in made.items():
+        for name, tensor in outlines.items():
             if name in self._plain or name in self._conversions:
                 raise ValueError(f"{name!r} of {kind} is stored, and made from {sources[:3]}, too")
             self._conversions[name] = conversion
@@ -188,7 +188,7 @@ class ConvertedTensors:
         )
 
 
-def _require_all(names: list[str], made: str, kind: str) -> None:
+def _require_all(names: list[str], target: str, kind: str) -> None:
     """Refuse a list of numbered tensors with a hole, which transformers would close.
 
     Raises:
@@ -198,6 +198,6 @@ def _require_all(names: list[str], made: str, kind: str) -> None:
     varying = [column for column in columns if len(set(column)) > 1]
     if len(names) > 1 and varying != [tuple(range(len(names)))]:
         raise ValueError(
-            f"{made!r} of {kind} is made from {len(names)} stored tensors, whose numbers are not 0 to "
+            f"{target!r} of {kind} is made from {len(names)} stored tensors, whose numbers are not 0 to "
             f"{len(names) - 1}: the first is {names[0]!r}, the last {names[-1]!r}"
         )

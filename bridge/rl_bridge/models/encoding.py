@@ -67,9 +67,9 @@ def encode_row(
     tokens: list[int] = []
     mask: list[bool] = []
 
-    def add(ids: list[int], drawn: int = 0) -> None:
+    def add(ids: list[int], count: int = 0) -> None:
         tokens.extend(ids)
-        mask.extend([True] * drawn + [False] * (len(ids) - drawn))
+        mask.extend([True] * count + [False] * (len(ids) - count))
 
     def of(text: str, what: str) -> list[int]:
         return _encode(tokenizer, text, what, behind=tokens) if tokens else _beginning(tokenizer, text)
@@ -88,9 +88,9 @@ def encode_row(
             elif text := content_of(message):
                 add(of(text, "conversation"))
     else:
-        for text, drawn in spans(tokenizer, messages, row.get("tools")):
+        for text, is_turn in spans(tokenizer, messages, row.get("tools")):
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
-            add(ids, _length_of_turn(tokenizer, ids) if drawn else 0)
+            add(ids, _length_of_turn(tokenizer, ids) if is_turn else 0)
         if any(mask[-1:]) and tokens[-1] not in special_ids(tokenizer) and not to_end:
             add([_end(tokenizer)], 1)  # the template ends no turn
         if not any(mask) and any(message["role"] == "assistant" for message in messages):
@@ -113,19 +113,19 @@ def encode_completion(
     Raises:
         ValueError: as ``encode_row`` does.
     """
-    said = completion if isinstance(completion, str) else list(completion)
-    made = {"prompt": prompt, "response": said}
-    row = encode_row(tokenizer, made, apply_chat_template=apply_chat_template, to_end=to_end)
+    response = completion if isinstance(completion, str) else list(completion)
+    example_row = {"prompt": prompt, "response": response}
+    row = encode_row(tokenizer, example_row, apply_chat_template=apply_chat_template, to_end=to_end)
     earlier = sum(message["role"] == "assistant" for message in messages_of(prompt))
     if not earlier:
         return row
     turns = 0
     mask: list[bool] = []
-    for place, drawn in enumerate(row.loss_mask):
-        turns += drawn and not row.loss_mask[place - 1]
-        mask.append(drawn and turns > earlier)
+    for place, counts in enumerate(row.loss_mask):
+        turns += counts and not row.loss_mask[place - 1]
+        mask.append(counts and turns > earlier)
     if True not in mask:
-        raise ValueError(f"the completion has no token that is not the prompt's: {shortened(said)}")
+        raise ValueError(f"the completion has no token that is not the prompt's: {shortened(response)}")
     return replace(row, loss_mask=tuple(mask))
 
 
@@ -145,18 +145,18 @@ def content_of(message: Mapping[str, Any]) -> str:
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str | None]:
     """The row's messages; and the field of the response, if prompt and response stand there without roles."""
-    prompt, found = row.get("prompt"), response_field(row)
-    if row.get("messages") and (prompt is None or found is None):
+    prompt, field = row.get("prompt"), response_field(row)
+    if row.get("messages") and (prompt is None or field is None):
         return tuple(row["messages"]), None
-    if prompt is None or found is None:
+    if prompt is None or field is None:
         raise ValueError(
             f"a row has messages, or prompt and one of {', '.join(RESPONSES)}; got {sorted(map(str, row))}"
         )
-    in_roles = isinstance(row[found], list)
-    said = row[found] if in_roles else [{"role": "assistant", "content": str(row[found])}]
+    in_roles = isinstance(row[field], list)
+    replies = row[field] if in_roles else [{"role": "assistant", "content": str(row[field])}]
     prompted = messages_of(prompt)
     alone = not in_roles and (isinstance(prompt, str) or not prompted)
-    return (*prompted, *said), found if alone else None
+    return (*prompted, *replies), field if alone else None
 
 
 def _trajectory(
@@ -171,7 +171,7 @@ def _trajectory(
         tokens=tuple(tokens),
         loss_mask=tuple(mask),
         logprobs=(0.0,) * length,
-        weights_versions=tuple(0 if drawn else -1 for drawn in mask),
+        weights_versions=tuple(0 if counts else -1 for counts in mask),
         finish_reason="stop",
         turns=sum(message["role"] == "assistant" for message in messages),
         row=row,

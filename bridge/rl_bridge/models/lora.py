@@ -42,7 +42,7 @@ class LoRASource:
     """
 
     source: ModelSource
-    """Of the base model."""
+    """The base model."""
     rank: int
     alpha: float
     target_modules: str | Sequence[str] = ALL_LINEAR
@@ -95,7 +95,7 @@ class LoRASource:
         with _without_adapters(model) as base:
             self.source.load(base, device)
         names = {name: p for name, p in model.named_parameters() if _FACTOR.search(name)}
-        values = self._drawn(names) if self.adapter is None else self._stored(model, names)
+        values = self._initial_values(names) if self.adapter is None else self._stored(model, names)
         with torch.no_grad():
             for name, value in values:
                 target = names[name]
@@ -115,7 +115,7 @@ class LoRASource:
             fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in targets.modules),
         )
 
-    def _drawn(self, names: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _initial_values(self, names: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
         """peft's own start, one factor zero; the others are drawn whole, in the order of the names.
 
         A is uniform in ±1/√inputs and B zero; of embeddings A is zero and B normal.
@@ -136,23 +136,25 @@ class LoRASource:
         folder = Path(self.adapter or "")
         if not (folder / _FILE).is_file():
             raise ValueError(f"{folder} has no {_FILE}")
-        own: Any = model.peft_config
-        mine, found = (
+        configs: Any = model.peft_config
+        fields, stored_fields = (
             {name: config.to_dict().get(name) for name in _DECIDES}
-            for config in (own[_ADAPTER], _peft().PeftConfig.from_pretrained(str(folder)))
+            for config in (configs[_ADAPTER], _peft().PeftConfig.from_pretrained(str(folder)))
         )
-        if other := {name: found[name] for name in _DECIDES if (found[name] or None) != (mine[name] or None)}:
-            wanted = {name: mine[name] for name in other}
-            raise ValueError(f"the adapter in {folder} has {other}, and this source {wanted}")
+        if other := {
+            name: stored_fields[name] for name in _DECIDES if (stored_fields[name] or None) != (fields[name] or None)
+        }:
+            expected = {name: fields[name] for name in other}
+            raise ValueError(f"the adapter in {folder} has {other}, and this source {expected}")
         stored = SafetensorsFolder(_names_in(folder / _FILE))
         # peft writes embeddings that have an adapter themselves, too.
         base = {name: p for name, p in model.named_parameters() if name in stored.shapes and "base_layer" in name}
-        wanted = {_stored_name(name): tuple(parameter.shape) for name, parameter in (names | base).items()}
-        if wrong := sorted(set(wanted.items()) ^ set(stored.shapes.items())):
+        expected = {_stored_name(name): tuple(parameter.shape) for name, parameter in (names | base).items()}
+        if wrong := sorted(set(expected.items()) ^ set(stored.shapes.items())):
             raise ValueError(f"the adapter in {folder} does not fit the model: {len(wrong)} differ, first {wrong[:2]}")
         for name, parameter in base.items():
-            held = local(parameter)
-            if not torch.equal(held, stored.read(name, part_of(parameter)).to(held)):
+            present = local(parameter)
+            if not torch.equal(present, stored.read(name, part_of(parameter)).to(present)):
                 raise ValueError(f"the adapter in {folder} belongs to another base model: its {name} differs")
         for name, parameter in names.items():
             values = stored.read(_stored_name(name), part_of(parameter)).to(parameter.dtype)
@@ -174,12 +176,12 @@ def _targets_as_they_are() -> Iterator[None]:
     from peft.utils import transformers_weight_conversion as conversion
 
     with _PATCHING:
-        kept = conversion.convert_peft_config_for_transformers
+        original = conversion.convert_peft_config_for_transformers
         conversion.convert_peft_config_for_transformers = lambda *args, **kwargs: None
         try:
             yield
         finally:
-            conversion.convert_peft_config_for_transformers = kept
+            conversion.convert_peft_config_for_transformers = original
 
 
 def _peft() -> Any:
@@ -203,16 +205,16 @@ def _without_adapters(model: Any) -> Iterator[PreTrainedModel]:
     from peft.tuners.lora import LoraLayer
 
     base = model.get_base_model()
-    found = [
+    layers = [
         (owner, name, child)
         for owner in base.modules()
         for name, child in owner._modules.items()
         if isinstance(child, LoraLayer)
     ]
     try:
-        for owner, name, layer in found:
+        for owner, name, layer in layers:
             owner._modules[name] = layer.get_base_layer()
         yield base
     finally:
-        for owner, name, layer in found:
+        for owner, name, layer in layers:
             owner._modules[name] = layer  # type: ignore[assignment]

@@ -27,7 +27,7 @@ class Targets(NamedTuple):
 
     modules: list[str]
     parameters: list[str]
-    """Of modules that compute with several weights, such as stacks of experts."""
+    """Weights of modules that compute with several, such as stacks of experts."""
 
 
 def targets_of(model: PreTrainedModel, asked: str | Sequence[str]) -> Targets:
@@ -45,16 +45,16 @@ def targets_of(model: PreTrainedModel, asked: str | Sequence[str]) -> Targets:
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if asked == ALL_LINEAR:
         return Targets(_all_linear(model, modules), [])
-    found = Targets([], [])
+    matches = Targets([], [])
     for end in [asked] if isinstance(asked, str) else asked:
         hits = [name for name in modules if _ends(name, end)]
         if hits:
-            found.modules.extend(hits)
+            matches.modules.extend(hits)
         else:
-            found.parameters.extend(_parameters(model, modules, end))
-    chosen = Targets([x for x in modules if x in found.modules], list(dict.fromkeys(found.parameters)))
-    _require_adaptable(model, modules, chosen)
-    return chosen
+            matches.parameters.extend(_parameters(model, modules, end))
+    targets = Targets([x for x in modules if x in matches.modules], list(dict.fromkeys(matches.parameters)))
+    _require_adaptable(model, modules, targets)
+    return targets
 
 
 def routers(model: nn.Module) -> set[str]:
@@ -87,15 +87,15 @@ def _adaptable(module: nn.Module) -> bool:
 
 def _all_linear(model: PreTrainedModel, modules: dict[str, nn.Module]) -> list[str]:
     head, left_out, tied = model.get_output_embeddings(), routers(model), _tied(model)
-    chosen = [
+    layers = [
         name
         for name, module in modules.items()
         if is_linear(module) and module is not head and name not in left_out and name not in tied
     ]
-    chosen = [name for name in chosen if not _read_past(modules, name)]
-    if not chosen:
+    layers = [name for name in layers if not _read_past(modules, name)]
+    if not layers:
         raise ValueError(f'{type(model).__name__} has no linear layer for "{ALL_LINEAR}": name the modules')
-    return chosen
+    return layers
 
 
 def _parameters(model: PreTrainedModel, modules: dict[str, nn.Module], end: str) -> list[str]:
@@ -112,13 +112,13 @@ def _parameters(model: PreTrainedModel, modules: dict[str, nn.Module], end: str)
     raise ValueError(f"no module of {kind} ends with the LoRA target {end!r}: it has linear layers {layers}{more}")
 
 
-def _require_adaptable(model: PreTrainedModel, modules: dict[str, nn.Module], chosen: Targets) -> None:
+def _require_adaptable(model: PreTrainedModel, modules: dict[str, nn.Module], targets: Targets) -> None:
     tied, kind = _tied(model), type(model).__name__
-    for name in chosen.modules:
+    for name in targets.modules:
         module = modules[name]
         if not _adaptable(module):
-            own = [f"{name.rpartition('.')[2]}.{p}" for p, _ in module.named_parameters(recurse=False)]
-            more = f"; of its weights, name {own}" if own else ""
+            weights = [f"{name.rpartition('.')[2]}.{p}" for p, _ in module.named_parameters(recurse=False)]
+            more = f"; of its weights, name {weights}" if weights else ""
             raise ValueError(f"the LoRA target {name!r} of {kind} is a {type(module).__name__}, no layer{more}")
         if isinstance(module, nn.Conv1d) and module.groups > 1:
             raise ValueError(f"the LoRA target {name!r} of {kind} is a convolution in groups, which peft cannot merge")
@@ -127,7 +127,7 @@ def _require_adaptable(model: PreTrainedModel, modules: dict[str, nn.Module], ch
                 f"the LoRA target {name!r}: {reader} reads its weight itself, so that an adapter would act only once "
                 "it is merged: leave it out of target_modules"
             )
-    for name in [*chosen.modules, *(name.rpartition(".")[0] for name in chosen.parameters)]:
+    for name in [*targets.modules, *(name.rpartition(".")[0] for name in targets.parameters)]:
         if name in tied:
             raise ValueError(
                 f"the LoRA target {name!r} has the weight of {tied[name]}, which a merged adapter would change too: "

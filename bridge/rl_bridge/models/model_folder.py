@@ -59,7 +59,7 @@ def require_floats(dtypes: Mapping[str, str], name: str) -> None:
         )
 
 
-# A model's folder or hub id as transformers reads it, with errors that name the folder; never with its code.
+# Reading the folder or hub id, with errors that name it.
 
 Made = TypeVar("Made")
 CONFIG, TOKENIZER, TEMPLATE = "config.json", "tokenizer.json", "chat_template.jinja"
@@ -138,7 +138,7 @@ def _unreadable(file: Path, changed: int) -> str | None:
 
 
 def _field_that_cannot_be(config: dict[str, Any]) -> str | None:
-    """Of what transformers would raise without the field's name; lists are a family's own, with a number a layer."""
+    """The fault of a field that transformers would not name; lists are a family's own, with a number a layer."""
     for name in COUNTS:
         value = config.get(name)
         if isinstance(value, str | float | bool | dict) or (isinstance(value, int) and value < 1):
@@ -173,7 +173,7 @@ def tokenizer_in(name: str) -> Any:
 
 
 def made(name: str, make: Callable[[], Made], what: str = "") -> Made:
-    """What ``make`` returns; what transformers raises about a user's file becomes a ValueError that names the model."""
+    """The result of ``make``; transformers' error about a user's file becomes a ValueError that names the model."""
     try:
         return make()
     except NotImplementedError:

@@ -66,8 +66,8 @@ def new_for_rows(rows: Sequence[Mapping[str, Any]], *, seed: int) -> tuple[Model
     for row in rows:
         if not isinstance(row.get("prompt"), str):
             raise ValueError(f"{row.get('_where', 'a row')}: chat messages need a model with a chat template (--model)")
-    said = (str(row[name]) for row in rows for name in ("prompt", *RESPONSES) if row.get(name) is not None)
-    tokenizer = character_tokenizer("".join(sorted({character for text in said for character in text})))
+    texts = (str(row[name]) for row in rows for name in ("prompt", *RESPONSES) if row.get(name) is not None)
+    tokenizer = character_tokenizer("".join(sorted({character for text in texts for character in text})))
     return TinySource.for_tokenizer(tokenizer, seed=seed), tokenizer
 
 

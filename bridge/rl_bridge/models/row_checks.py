@@ -41,20 +41,22 @@ def _configs(model: nn.Module) -> list[Any]:
     """Configurations of the model's own text and of its rotary modules, each once."""
     rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
     configs = [module.config for module in rotary if hasattr(module, "config")]
-    own: Any = getattr(model, "config", None)
-    if own is not None:
-        configs.append(own.get_text_config(decoder=True) if hasattr(own, "get_text_config") else own)
+    model_config: Any = getattr(model, "config", None)
+    if model_config is not None:
+        configs.append(
+            model_config.get_text_config(decoder=True) if hasattr(model_config, "get_text_config") else model_config
+        )
     return list({id(config): config for config in configs}.values())
 
 
 def _bounds(config: Any) -> Iterator[int]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     of_layers = [x for x in parameters.values() if isinstance(x, Mapping)]
-    for one in of_layers or [parameters]:
-        kind = one.get("rope_type", one.get("type", "default"))
-        if kind in LONG or "long_mscale" in one:
-            own = one.get("original_max_position_embeddings")
-            yield own or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+    for layer in of_layers or [parameters]:
+        kind = layer.get("rope_type", layer.get("type", "default"))
+        if kind in LONG or "long_mscale" in layer:
+            original = layer.get("original_max_position_embeddings")
+            yield original or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
         elif "dynamic" in kind:
             yield config.max_position_embeddings - 1
 
@@ -82,18 +84,18 @@ def pad_with_no_end(tokenizer: PreTrainedTokenizerBase, source: ModelSource, row
     Raises:
         ValueError: there is no such token.
     """
-    used: set[int] = set()
+    row_tokens: set[int] = set()
     eos: Any = tokenizer.eos_token_id
     ends = {eos}
     for row in rows:
-        used.update(row)
+        row_tokens.update(row)
         ends.add(row[-1])
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         with torch.device("meta"):
             embeddings = len(cast(Tensor, source.empty().get_input_embeddings().weight))
-        for token in _candidates(tokenizer, embeddings, used):
-            known: Any = tokenizer.get_vocab().get(token)
-            if known not in ends and (known is None or known < embeddings):
+        for token in _candidates(tokenizer, embeddings, row_tokens):
+            number: Any = tokenizer.get_vocab().get(token)
+            if number not in ends and (number is None or number < embeddings):
                 tokenizer.add_special_tokens({"pad_token": token})
                 break
         else:
@@ -108,7 +110,7 @@ def pad_with_no_end(tokenizer: PreTrainedTokenizerBase, source: ModelSource, row
     return tokenizer.pad_token_id
 
 
-def _candidates(tokenizer: PreTrainedTokenizerBase, embeddings: int, used: set[int]) -> Iterator[str]:
+def _candidates(tokenizer: PreTrainedTokenizerBase, embeddings: int, row_tokens: set[int]) -> Iterator[str]:
     """Tokens to pad with, the best first."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     yield from sorted((token for token in vocabulary if _NAMED.fullmatch(token)), key=lambda token: (len(token), token))
@@ -117,12 +119,12 @@ def _candidates(tokenizer: PreTrainedTokenizerBase, embeddings: int, used: set[i
         yield _NEW
     template = str(tokenizer.chat_template)
     special = [added.content for added in tokenizer.added_tokens_decoder.values() if added.special]
-    free = [token for token in special if vocabulary[token] not in used and token not in template]
+    free = [token for token in special if vocabulary[token] not in row_tokens and token not in template]
     yield from sorted(free, key=lambda token: (_RESERVED.search(token) is None, vocabulary[token]))
     yield from (token for token in (tokenizer.unk_token, tokenizer.bos_token) if isinstance(token, str))
 
 
-# What shows before training starts: rows that do not fit the model or its tokenizer.
+# Checks before training starts: rows that do not fit the model or its tokenizer.
 
 Encode = Callable[[Mapping[str, Any]], tuple[Sequence[Message], Sequence[int]]]
 """The messages of a row whose text the model reads, and their token ids."""
@@ -174,8 +176,8 @@ def check_rows(
             bad.append(f"{where}: {error}")
             continue
         # A prompt that is text may hold a template's marks on purpose; the content of a message is what somebody said.
-        said = [] if isinstance(row.get("prompt"), str) else [str(message.get("content")) for message in messages]
-        marked += [(where, mark) for mark in marks if any(mark in text for text in said)][:1]
+        contents = [] if isinstance(row.get("prompt"), str) else [str(message.get("content")) for message in messages]
+        marked += [(where, mark) for mark in marks if any(mark in text for text in contents)][:1]
     refuse(bad, total)
     if marked:
         where, mark = marked[0]
@@ -241,8 +243,8 @@ class Fits:
                 continue
             # Alone it may be normalised away, as a space is.
             self.doubtful.add(character)
-            again = self._again(text)
-            if _times(character, again.strip()) < _times(character, text.strip()):
+            decoded = self._again(text)
+            if _times(character, decoded.strip()) < _times(character, text.strip()):
                 name = unicodedata.name(character, f"U+{ord(character):04X}")
                 part = _part(text, character)
                 raise ValueError(
@@ -252,15 +254,15 @@ class Fits:
 
     def _again(self, text: str) -> str:
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        again = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        assert isinstance(again, str)
-        return again
+        decoded = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert isinstance(decoded, str)
+        return decoded
 
 
 def _times(character: str, text: str) -> int:
     """How often the character is in the text; another way to write it, as a capital or a ligature, is the same."""
-    one, many = (unicodedata.normalize("NFKC", piece).casefold() for piece in (character, text))
-    return many.count(one)
+    needle, folded = (unicodedata.normalize("NFKC", piece).casefold() for piece in (character, text))
+    return folded.count(needle)
 
 
 def _part(text: str, around: str) -> str:

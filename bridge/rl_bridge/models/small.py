@@ -71,7 +71,7 @@ class TinySource:
 
     @classmethod
     def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, **sizes: Any) -> "TinySource":
-        """Of the tokenizer's vocabulary and special tokens; ``sizes`` are the other fields."""
+        """A model for the tokenizer's vocabulary and special tokens; ``sizes`` are the other fields."""
         special: dict[str, Any] = {"pad_token": tokenizer.pad_token_id, "eos_token": tokenizer.eos_token_id}
         return cls(vocabulary=len(tokenizer), **special, **sizes)
 

@@ -28,7 +28,7 @@ from rl_bridge.models.stored_tensors import (
 from rl_bridge.parallel.fsdp import materialize, part_of
 from rl_bridge.weights.module_tensors import is_peft
 
-# Where a model comes from: its structure first, on any device, and its weights later, each worker its own part.
+# Whole models: the structure first, on any device, and the weights later, each worker its own part.
 
 
 class ModelSource(Protocol):
@@ -61,7 +61,7 @@ class PretrainedSource:
         object.__setattr__(self, "_place", Path(self.name).absolute())
 
     def empty(self) -> PreTrainedModel:
-        """As ``AutoModelForCausalLM`` makes it. Raises ValueError where there is no model of that name."""
+        """The model that ``AutoModelForCausalLM`` makes. Raises ValueError where there is no model of that name."""
         folder = self.folder()
         config = config_of(self.name, folder)
         require_causal(config, self.name)
@@ -82,7 +82,7 @@ class PretrainedSource:
             fill(model, stored, device)
 
     def check(self, model: PreTrainedModel) -> None:
-        """What ``load`` would raise for names, shapes and types, from the headers of the files alone."""
+        """Raise the errors of ``load`` for names, shapes and types, from the headers of the files alone."""
         stored = self.stored()
         with _named(self.name):
             require_fit(model, stored)
@@ -146,7 +146,7 @@ class StateSource:
 
 
 def fill(model: PreTrainedModel, stored: StoredTensors, device: torch.device | None = None) -> None:
-    """What every ``load`` does: make what is on the meta device, fill it, compute the buffers that are not stored."""
+    """Load the weights: make what is on the meta device, fill it, compute the buffers that are not stored."""
     device = device_of(model) if device is None else device
     if any(parameter.is_meta for parameter in model.parameters()):
         materialize(model, device)
@@ -170,7 +170,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 # Parameters that are not trained, chosen by patterns of their names.
 
 _WRAPPER = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
+"""The prefix that peft puts before the names of the model that it wraps."""
 
 
 @dataclass(frozen=True)
@@ -193,17 +193,17 @@ class FreezingSource:
         model = self.source.empty()
         named = [(name.removeprefix(_WRAPPER), p) for name, p in model.named_parameters(remove_duplicate=False)]
         for pattern in self.patterns:
-            chosen = [parameter for name, parameter in named if fnmatch.fnmatchcase(name, pattern)]
-            if not chosen:
+            matches = [parameter for name, parameter in named if fnmatch.fnmatchcase(name, pattern)]
+            if not matches:
                 raise ValueError(f"freeze pattern {pattern!r} matches no parameter of the model{_near(pattern, named)}")
-            for parameter in chosen:
+            for parameter in matches:
                 parameter.requires_grad_(False)
         if not any(parameter.requires_grad for _, parameter in named):
             raise ValueError(f"freeze patterns {', '.join(map(repr, self.patterns))} leave no parameter to train")
         return model
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
-        """As ``source`` does."""
+        """Load as ``source`` does."""
         self.source.load(model, device)
 
 
@@ -228,7 +228,7 @@ class ValueSource:
     """
 
     source: ModelSource
-    """Of a causal language model without adapters."""
+    """A causal language model without adapters."""
     seed: int | None = None
     pad_token: int | None = None
     """For the configuration, in place of its own: transformers reads a row's score before such tokens at its end."""
@@ -294,7 +294,7 @@ class PretrainedValueSource(PretrainedSource):
     """A folder or hub id that holds a value model with its head, such as a trained reward model."""
 
     def empty(self) -> PreTrainedModel:
-        """As ``AutoModelForSequenceClassification`` makes it.
+        """The model that ``AutoModelForSequenceClassification`` makes, with its head.
 
         Raises:
             ValueError: there is no such model, or its head has more numbers than one.
@@ -307,7 +307,7 @@ class PretrainedValueSource(PretrainedSource):
 
 
 def scorer_of(config: Any) -> PreTrainedModel:
-    """As ``AutoModelForSequenceClassification`` makes it, in float32."""
+    """The model that ``AutoModelForSequenceClassification`` makes, in float32."""
     return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 

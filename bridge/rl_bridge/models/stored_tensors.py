@@ -139,8 +139,8 @@ def fill_parameters(model: nn.Module, stored: StoredTensors) -> None:
             a file that are NaN or infinite.
     """
     names = require_fit(model, stored)
-    for target, mine in names.items():
-        present = [name for name in mine if name in stored.shapes]
+    for target, aliases in names.items():
+        present = [name for name in aliases if name in stored.shapes]
         index = part_of(target)
         values = stored.read(present[0], index)
         for other in present[1:]:
@@ -180,23 +180,23 @@ def fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
     Raises:
         ValueError: such a buffer that transformers does not compute.
     """
-    wanted = [
+    computed = [
         (f"{path}.{name}" if path else name, module, name, buffer)
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
     ]
-    if not wanted:
+    if not computed:
         return
     results = []
-    with _set_aside(model, {(id(module), name) for _, module, name, _ in wanted}), torch.random.fork_rng(devices=[]):
+    with _set_aside(model, {(id(module), name) for _, module, name, _ in computed}), torch.random.fork_rng(devices=[]):
         for background in (0, 1):  # what nobody computes shows by its background
-            for _, module, name, buffer in wanted:
+            for _, module, name, buffer in computed:
                 module._buffers[name] = torch.full_like(buffer, background, device=device)
             _initialize(model, model)
-            results.append([getattr(module, name) for _, module, name, _ in wanted])
-    for (path, *_), one, other in zip(wanted, *results, strict=True):
-        if one.is_meta or not torch.equal(one, other):
+            results.append([getattr(module, name) for _, module, name, _ in computed])
+    for (path, *_), first, second in zip(computed, *results, strict=True):
+        if first.is_meta or not torch.equal(first, second):
             raise ValueError(f"{path} of {type(model).__name__} is not stored, and nothing computes it")
 
 
@@ -218,20 +218,20 @@ def _set_aside(model: nn.Module, but: set[tuple[int, str]]) -> Iterator[None]:
 
     ``but``: (id of a module, name) of buffers that stay.
     """
-    held = []
+    tensors_aside = []
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and (id(module), name) not in but:
-                    held.append((tensors, name, tensor))
+                    tensors_aside.append((tensors, name, tensor))
     try:
-        for tensors, name, tensor in held:
+        for tensors, name, tensor in tensors_aside:
             empty: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             tensors[name] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
             tensors[name]._is_hf_initialized = True
         yield
     finally:
-        for tensors, name, tensor in held:
+        for tensors, name, tensor in tensors_aside:
             tensors[name] = tensor
 
 
@@ -252,12 +252,12 @@ def require_fit(model: nn.Module, stored: StoredTensors) -> dict[Tensor, list[st
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in _persistent(model):
             names.setdefault(buffer, []).append(name)
-    missing = [mine[0] for mine in names.values() if not any(name in stored.shapes for name in mine)]
-    known = {name for mine in names.values() for name in mine}
+    missing = [aliases[0] for aliases in names.values() if not any(name in stored.shapes for name in aliases)]
+    expected = {name for aliases in names.values() for name in aliases}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unknown = [
         name
-        for name in sorted(set(stored.shapes) - known)
+        for name in sorted(set(stored.shapes) - expected)
         if not _COMPUTED.search(name) and not any(re.search(pattern, name) for pattern in ignored)
     ]
     if missing or unknown:
@@ -266,8 +266,8 @@ def require_fit(model: nn.Module, stored: StoredTensors) -> dict[Tensor, list[st
             f"{len(missing)} are not stored (the first: {missing[:3]}), {len(unknown)} are not of the model "
             f"(the first: {unknown[:3]})"
         )
-    for target, mine in names.items():
-        for name in mine:
+    for target, aliases in names.items():
+        for name in aliases:
             if name in stored.shapes and stored.shapes[name] != tuple(target.shape):
                 raise ValueError(
                     f"{name!r}: the model's shape is {tuple(target.shape)}, stored is {stored.shapes[name]}"
@@ -280,7 +280,7 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads
 
 
 def _sizes(model: nn.Module) -> str:
-    """What the configuration says of shapes: one of its numbers is not that of the stored weights."""
+    """Sizes of the configuration, as an error's end: one of them is not that of the stored weights."""
     config = getattr(model, "config", None)
     sizes = [f"{name}={size}" for name in _SIZES if isinstance(size := getattr(config, name, None), int)]
     return f"; the model's config has {', '.join(sizes)}" if sizes else ""

@@ -36,7 +36,7 @@ class TurnTemplate:
         self._checked: set[tuple[str, ...]] = set()
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What the policy said, without the token that ended it."""
+        """The policy's text, without the token that ended it."""
         return str(self._tokenizer.decode(list(tokens)))
 
     def ends(self, token: int) -> bool:
@@ -86,37 +86,38 @@ class TurnTemplate:
 
         Three turns are tried. A run asks before the first token is drawn.
         """
-        said: list[Message] = [{"role": role, "content": role} for role in opening]
+        conversation: list[Message] = [{"role": role, "content": role} for role in opening]
         answer: list[Message] = [{"role": role, "content": role} for role in roles]
-        drawn: list[int] = []
+        turns: list[int] = []
         try:
-            self.opening(said)
+            self.opening(conversation)
             for _ in range(3):
-                drawn.append(len(said))
-                said.append({"role": "assistant", "content": "said"})
-                self.between(said, drawn, answer)
-                said += answer
+                turns.append(len(conversation))
+                conversation.append({"role": "assistant", "content": "said"})
+                self.between(conversation, turns, answer)
+                conversation += answer
         except ValueError as error:
             return str(error)
         return None
 
     def _tail(
         self,
-        said: Sequence[Message],
-        drawn: Collection[int],
+        conversation: Sequence[Message],
+        turns: Collection[int],
         answer: Sequence[Message],
         tools: Sequence[Any],
         form: str,
     ) -> str:
-        """What the template writes behind the policy's last words and their end-of-sequence token."""
-        word = _word_not_in([message["content"] for message in (*said, *answer)])
-        words = {place: form.format(word, f"{word}{place}") for place in drawn}
-        held: list[Message] = [
-            {**message, "content": words[place]} if place in words else message for place, message in enumerate(said)
+        """The text that the template writes behind the policy's last words and their end-of-sequence token."""
+        word = _word_not_in([message["content"] for message in (*conversation, *answer)])
+        words = {place: form.format(word, f"{word}{place}") for place in turns}
+        marked: list[Message] = [
+            {**message, "content": words[place]} if place in words else message
+            for place, message in enumerate(conversation)
         ]
-        last = len(said) - 1
-        before = self._rendered(held[:last], tools, prompted=True) + words[last]
-        whole = self._rendered([*held, *answer], tools, prompted=True)
+        last = len(conversation) - 1
+        before = self._rendered(marked[:last], tools, prompted=True) + words[last]
+        whole = self._rendered([*marked, *answer], tools, prompted=True)
         if not whole.startswith(before):
             same = next(i for i, (a, b) in enumerate(zip(before + "\0", whole + "\1", strict=False)) if a != b)
             raise UnusableTemplate(

@@ -1,1 +1,1 @@
-"""What an engine's workers hold: models that score, and models that train."""
+"""Modules that an engine's workers hold: models that score, and models that train."""

@@ -24,7 +24,7 @@ from rl_fn import Ratio, preference_losses
 # Losses of comparisons by their names in ``rl_fn``: what each reads, and its value for every comparison of a batch.
 
 WATCHED = ("PreferenceMetrics", "preference_metrics", "kto_kl", "wpo_weights")
-"""Of the family of preference losses: what no policy is trained with on its own."""
+"""Names of the family of preference losses that no policy is trained with on its own."""
 REWARD_LOSSES = ("bradley_terry", "plackett_luce")
 """They compare rewards, and train a reward model."""
 PREFERENCE_LOSSES = tuple(name for name in preference_losses.__all__ if name not in (*WATCHED, *REWARD_LOSSES))
@@ -53,7 +53,7 @@ _READS: dict[str, Callable[["_Inputs"], torch.Tensor | None]] = {
     "rejected_rewards": lambda x: x.values[:, 1],
     "rewards": lambda x: x.values,
 }
-"""What each positional argument of a loss is. ``mask`` and the ``STATISTICS`` come besides."""
+"""Values of the positional arguments of a loss, by name. ``mask`` and the ``STATISTICS`` come besides."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class ComparisonLoss:
     def __post_init__(self) -> None:
         """Refuse a name or a constant that there is not, and an average where the loss divides by lengths itself."""
         if self.name not in (*PREFERENCE_LOSSES, *REWARD_LOSSES):
-            known = ", ".join((*PREFERENCE_LOSSES, *REWARD_LOSSES))
-            raise ValueError(f"there is no loss of comparisons {self.name!r}; there is: {known}")
+            names = ", ".join((*PREFERENCE_LOSSES, *REWARD_LOSSES))
+            raise ValueError(f"there is no loss of comparisons {self.name!r}; there is: {names}")
         unknown = self.constants.keys() - constants_of(self.name).keys()
         if unknown:
             raise ValueError(f"{self.name} does not take {', '.join(sorted(unknown))}")
@@ -117,7 +117,7 @@ class ComparisonLoss:
 
     @property
     def beta(self) -> float:
-        """What scales a log-ratio to an implicit reward; 1 where the loss has no β."""
+        """The factor from a log-ratio to an implicit reward; 1 where the loss has no β."""
         return float(self.constants.get("beta", constants_of(self.name).get("beta", 1.0)))
 
     def __call__(
@@ -128,20 +128,20 @@ class ComparisonLoss:
         ``outputs`` is [N, K]: sums of log-probabilities, or rewards. ``statistics`` has the loss's ``statistics``.
         """
         inputs = self._inputs(batch, outputs)
-        read = {name: _READS[name](inputs) for name in reads(self.name)}
+        values = {name: _READS[name](inputs) for name in reads(self.name)}
         # Tensors, or every new value would be a new program.
-        given = {} if statistics is None else dict(statistics)
-        read |= {name: torch.tensor(given[name], device=outputs.device) for name in self.statistics}
+        numbers = {} if statistics is None else dict(statistics)
+        values |= {name: torch.tensor(numbers[name], device=outputs.device) for name in self.statistics}
         constants = {**self.constants}
         # A column of the data takes the place of the constant of its name.
         constants |= {name: value for name, value in batch.numbers.items() if name in constants_of(self.name)}
         ranking = self.form == "ranking"
         mask = batch.present if ranking else batch.present.all(1)
-        losses = _function(self.name)(**read, mask=mask, **constants)
+        losses = _function(self.name)(**values, mask=mask, **constants)
         return losses * self._weights(batch, outputs) if self.wpo else losses
 
     def watch(self, batch: PairBatch, outputs: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """What to watch of each comparison, with what counts of it: [N] each, of rankings [N, K, K].
+        """Numbers to watch of each comparison, with the mask of those that count: [N] each, of rankings [N, K, K].
 
         Of pairs: implicit rewards, their margin, and whether the preferred completion has the larger one. Of single
         completions whether the reward has the sign of the label; of rankings whether each two are in their order. A tie
@@ -157,8 +157,8 @@ class ComparisonLoss:
         if self.form == "singles":
             reward = self.beta * (inputs.values[:, 0] - inputs.reference[:, 0])
             good = batch.desirable & rows
-            found = {"chosen_reward": (reward, good), "rejected_reward": (reward, rows & ~good)}
-            return found | {"accuracy": (((reward > 0) == batch.desirable).to(reward), rows)}
+            columns = {"chosen_reward": (reward, good), "rejected_reward": (reward, rows & ~good)}
+            return columns | {"accuracy": (((reward > 0) == batch.desirable).to(reward), rows)}
         # A reward model's rewards have no reference: the one of zeros.
         values = {name: _READS[name](inputs) for name in reads("preference_metrics")}
         per_pair = _function("preference_metrics")(**values, mask=rows, beta=self.beta)
@@ -173,9 +173,9 @@ class ComparisonLoss:
         """Refuse constants that the loss does not take: it is traced with arguments of one comparison."""
         one, two = ((shape, "float32") for shape in ((1,), (1, 2)))
         kinds = {"desirable": ((1,), "bool"), "rewards": two} | dict.fromkeys(self.statistics, ((), "float32"))
-        given = {name: jax.ShapeDtypeStruct(*kinds.get(name, one)) for name in (*reads(self.name), *self.statistics)}
+        shapes = {name: jax.ShapeDtypeStruct(*kinds.get(name, one)) for name in (*reads(self.name), *self.statistics)}
         try:
-            jax.eval_shape(functools.partial(getattr(rl_fn, self.name), **self.constants), **given)
+            jax.eval_shape(functools.partial(getattr(rl_fn, self.name), **self.constants), **shapes)
         except ValueError as error:
             raise ValueError(f"loss {self.name}: {error}") from error
 
@@ -207,7 +207,7 @@ def constants_of(name: str) -> dict[str, Any]:
 
 
 def reads(name: str) -> tuple[str, ...]:
-    """What the loss reads of a batch, by its signature.
+    """Names of the values that the loss reads of a batch, by its signature.
 
     >>> reads("rpo")
     ('chosen', 'rejected', 'ref_chosen', 'ref_rejected', 'chosen_lengths')
@@ -234,7 +234,7 @@ def _sum(values: torch.Tensor, counted: torch.Tensor) -> Ratio:
     return Ratio(total, count)
 
 
-# The modules that learn from comparisons by a loss of ``rl_fn``, and the one over log-probabilities of completions.
+# Preferences of a policy: the base of the modules here, and the one over log-probabilities of completions.
 
 
 class ComparisonScorer(Scorer):
@@ -333,7 +333,7 @@ class PreferenceModule(ComparisonModule, CompletionScorer):
     """A policy that learns from preferences by a loss of log-probabilities."""
 
 
-# The module that learns a reward from comparisons: a model with a head of one number, which scores completions.
+# A reward model: a head of one number, which scores completions.
 
 
 class RewardModule(ComparisonModule, ValueScorer):

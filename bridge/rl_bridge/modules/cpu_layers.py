@@ -48,10 +48,10 @@ def _takes(x: Tensor, *weights: Tensor | None) -> bool:
     """Whether operand and weights are plain arrays of one exact type on a CPU."""
     if x.dtype not in (torch.float32, torch.float64) or not x.numel() or torch.is_autocast_enabled("cpu"):
         return False
-    given = [x, *(weight for weight in weights if weight is not None)]
+    tensors = [x, *(weight for weight in weights if weight is not None)]
     # A fake tensor stands for an array in a plan of memory.
     kinds = (Tensor, nn.Parameter, FakeTensor)
-    return all(type(t) in kinds and t.device.type == "cpu" and t.dtype == x.dtype for t in given)
+    return all(type(t) in kinds and t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
 
 
 def _linear(self: nn.Linear, x: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ def _norm(self: Any, x: Tensor) -> Tensor:
 def _mlp(self: Any, x: Tensor) -> Tensor:
     layers = self.gate_proj, self.up_proj, self.down_proj
     plain = all(type(layer) is nn.Linear and layer.bias is None and not _hooked(layer) for layer in layers)
-    known = plain and isinstance(self.act_fn, (nn.SiLU, SiLUActivation)) and not _hooked(self.act_fn)
-    if not known or not _takes(x, *(layer.weight for layer in layers)):
+    is_swiglu = plain and isinstance(self.act_fn, (nn.SiLU, SiLUActivation)) and not _hooked(self.act_fn)
+    if not is_swiglu or not _takes(x, *(layer.weight for layer in layers)):
         return type(self).forward(self, x)
     return _SwiGLU.apply(x, *(layer.weight for layer in layers))  # pyright: ignore[reportReturnType]
 
@@ -147,6 +147,6 @@ class _SwiGLU(torch.autograd.Function):
         of_opened = torch.ops.aten.silu_backward(inner.mul_(raised), opened)
         into_x = product(of_opened, gate.T).add_(product(of_raised, up.T)) if of_x else None
         into_gate, into_up = (
-            _weight_gradient(part, x) if wanted else None for part, wanted in ((of_opened, of_gate), (of_raised, of_up))
+            _weight_gradient(part, x) if needed else None for part, needed in ((of_opened, of_gate), (of_raised, of_up))
         )
         return into_x, into_gate, into_up, into_down

@@ -68,8 +68,8 @@ def require_token_local(objective: Objective) -> None:
         return sum(objective.share(Batch(**part), 12.0)[0] for part in parts)  # pyright: ignore[reportArgumentType]
 
     def gradient(cuts: list[dict[str, Any]]) -> list[Any]:
-        found = jax.jit(jax.grad(total))([(cut["logprobs"], cut["entropies"]) for cut in cuts], cuts)
-        return [jnp.concatenate([jnp.ravel(part[place]) for part in found]) for place in (0, 1)]
+        gradients = jax.jit(jax.grad(total))([(cut["logprobs"], cut["entropies"]) for cut in cuts], cuts)
+        return [jnp.concatenate([jnp.ravel(part[place]) for part in gradients]) for place in (0, 1)]
 
     def cut(start: int, stop: int) -> dict[str, Any]:
         return {name: None if x is None else jnp.ravel(x)[start:stop] for name, x in fields.items()}
@@ -123,7 +123,7 @@ def fused_share(
         return token_loss(module.model, documents.take(inputs), targets, loss, **options)
 
 
-# What a policy's loss had of single completions: kept for a reader, without a second forward pass.
+# Numbers in a policy's loss of single completions: kept for a reader, without a second forward pass.
 
 COLUMNS = ("logprob", "old_logprob", "ratio", "advantage", "entropy", "rollout_logprob")
 
@@ -142,15 +142,15 @@ class Watch:
         places = (marks >= 0).nonzero()[:, 0]
         if not len(places):
             return
-        here = places.to(batch.tokens.device)
+        rows = places.to(batch.tokens.device)
         assert batch.old_logprobs is not None and batch.advantages is not None
         rollout = batch.old_logprobs if batch.rollout_logprobs is None else batch.rollout_logprobs
-        new, old = logprobs.detach()[here].float(), batch.old_logprobs[here].float()
-        columns = [new, old, (new - old).exp(), batch.advantages[here], entropies.detach()[here], rollout[here]]
+        new, old = logprobs.detach()[rows].float(), batch.old_logprobs[rows].float()
+        columns = [new, old, (new - old).exp(), batch.advantages[rows], entropies.detach()[rows], rollout[rows]]
         # One transfer for all of them.
-        found = torch.stack([column.float() for column in columns], 1).cpu()
-        lengths = batch.lengths[here].tolist()
-        for mark, values, length in zip(marks[places].tolist(), found, lengths, strict=True):
+        numbers = torch.stack([column.float() for column in columns], 1).cpu()
+        lengths = batch.lengths[rows].tolist()
+        for mark, values, length in zip(marks[places].tolist(), numbers, lengths, strict=True):
             self._rows[mark] = dict(zip(COLUMNS, values[:, :length].tolist(), strict=True))
 
     def take(self) -> dict[int, dict[str, list[float]]]:
@@ -165,20 +165,20 @@ class Seen:
     def __init__(self, batch: TokenBatch) -> None:
         self._shape = batch.tokens.shape
         count = self._shape[0] * max(1, self._shape[1] - 1)
-        self._found = torch.zeros(2, count, device=batch.tokens.device)
+        self._columns = torch.zeros(2, count, device=batch.tokens.device)
 
     def __call__(self, logprobs: torch.Tensor, entropies: torch.Tensor, rows: slice) -> None:
         """Take those of the tokens ``rows`` of all rows that lie one behind another, the first column left out."""
-        self._found[0, rows], self._found[1, rows] = logprobs.detach(), entropies.detach()
+        self._columns[0, rows], self._columns[1, rows] = logprobs.detach(), entropies.detach()
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Both as [N, L]."""
-        whole = torch.zeros(2, *self._shape, device=self._found.device)
-        whole[:, :, 1:] = self._found.view(2, self._shape[0], -1)[:, :, : self._shape[1] - 1]
+        whole = torch.zeros(2, *self._shape, device=self._columns.device)
+        whole[:, :, 1:] = self._columns.view(2, self._shape[0], -1)[:, :, : self._shape[1] - 1]
         return whole[0], whole[1]
 
 
-# The module that policy-gradient algorithms train: an ``rl_fn`` objective over a causal LM.
+# The module.
 
 SHARED = tuple(name for name in Batch._fields if name in TokenBatch._fields)
 """Fields that an objective reads and a batch brings along."""
@@ -236,14 +236,14 @@ class PolicyModule(CausalLMModule):
         for part in self.balanced_parts(parts):
             marks = None if watched is None else watched[part.places.cpu()]
             step = self._fused if self.fused_loss else self._apart
-            found = step(part.batch, numbers, marks)
-            for name, value in found.items():
+            results = step(part.batch, numbers, marks)
+            for name, value in results.items():
                 metrics[name] = metrics.get(name, 0) + value
         return metrics | self.balance_metrics()
 
     @returns("local")
     def take_watched(self) -> dict[int, dict[str, list[float]]]:
-        """What the loss had of each watched row since the last call, by the row's number; see ``Watch``."""
+        """Values in the loss of each watched row since the last call, by the row's number; see ``Watch``."""
         return self._watch.take()
 
     def _apart(
@@ -257,12 +257,12 @@ class PolicyModule(CausalLMModule):
     ) -> dict[str, Any]:
         if self._ranks("tensor") > 1 or self._ranks("sequence") > 1:
             raise ValueError(f"fused_loss needs the whole vocabulary and whole rows on each worker, got {self._mesh}")
-        seen = None if marks is None else Seen(batch)
+        observer = None if marks is None else Seen(batch)
         loss, metrics = fused_share(
-            self, self._share, batch, numbers, SHARED, self.objective.entropy is not None, seen=seen
+            self, self._share, batch, numbers, SHARED, self.objective.entropy is not None, seen=observer
         )
-        if seen is not None and marks is not None:
-            self._watch.see(batch, *seen.columns(), marks)
+        if observer is not None and marks is not None:
+            self._watch.see(batch, *observer.columns(), marks)
         self.backward(loss)
         return {name: detached(part) for name, part in metrics.items()}
 

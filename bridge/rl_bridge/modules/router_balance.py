@@ -36,11 +36,11 @@ class RouterBalance:
         self._name = type(inner).__name__
         self.coefficient = _coefficient(inner)
         self._experts = int(getattr(inner, "num_experts", None) or 0)
-        self._chosen = int(getattr(inner, "num_experts_per_tok", None) or 0)
+        self._experts_a_token = int(getattr(inner, "num_experts_per_tok", None) or 0)
         function = getattr(sys.modules[type(inner).__module__], "load_balancing_loss_func", None)
         with torch.device("cpu"):
-            known = function is not None and self._experts and self._chosen and self._is(function)
-        if not known:
+            is_known = function is not None and self._experts and self._experts_a_token and self._is(function)
+        if not is_known:
             raise NotImplementedError(
                 f"the configuration of {self._name} has output_router_logits=True, and a load-balancing loss that is "
                 "not here: set output_router_logits=False, or its coefficient to 0"
@@ -79,7 +79,7 @@ class RouterBalance:
             self._current = None
 
     def term(self) -> Tensor | None:
-        """What the last forward pass adds to the loss, with its graph; None outside of ``parts``."""
+        """The term that the last forward pass adds to the loss, with its graph; None outside of ``parts``."""
         if self._current is None:
             return None
         module, weight = self._current
@@ -91,8 +91,8 @@ class RouterBalance:
         probabilities = sum((_probabilities(layer, weight) for layer in logits), torch.zeros_like(self._frequencies))
         total = self._experts * (self._frequencies * probabilities).sum()
         tokens = float(self._counted[-1])
-        found: Any = (total.detach().double(), (weight.sum() * len(logits)).double())
-        self._total = self._total + Ratio(*found)
+        ratio: Any = (total.detach().double(), (weight.sum() * len(logits)).double())
+        self._total = self._total + Ratio(*ratio)
         return self.coefficient * total / max(1.0, tokens)
 
     def metrics(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class RouterBalance:
         if not keep:
             self._logits = None
         for layer in logits:
-            self._counted[:-1] += _chosen(layer.detach(), self._chosen, weight)
+            self._counted[:-1] += _tokens_of_experts(layer.detach(), self._experts_a_token, weight)
         self._counted[-1] += weight.sum() * len(logits)
 
     def _agree(self, module: Any) -> None:
@@ -128,13 +128,15 @@ class RouterBalance:
         logits = [torch.randn(6, self._experts, generator=generator) for _ in range(2)]
         weight = torch.tensor([1.0, 1, 1, 0, 1, 0])
         try:
-            wanted = function(tuple(logits), self._experts, self._chosen, weight.reshape(2, 3))
+            value = function(tuple(logits), self._experts, self._experts_a_token, weight.reshape(2, 3))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return False  # other arguments, such as Doge's
         tokens = 2 * weight.sum()
-        counts = sum((_chosen(layer, self._chosen, weight) for layer in logits), torch.zeros(self._experts))
+        counts = sum(
+            (_tokens_of_experts(layer, self._experts_a_token, weight) for layer in logits), torch.zeros(self._experts)
+        )
         sums = sum((_probabilities(layer, weight) for layer in logits), torch.zeros(self._experts))
-        return bool(torch.isclose(wanted, self._experts * (counts / tokens * sums / tokens).sum(), rtol=1e-5))
+        return bool(torch.isclose(value, self._experts * (counts / tokens * sums / tokens).sum(), rtol=1e-5))
 
 
 def router_balance(model: Any) -> RouterBalance | None:
@@ -162,15 +164,15 @@ def require_whole_rows(module: Any) -> None:
 
 def _coefficient(inner: Any) -> float:
     owners = (inner, inner.config.get_text_config())
-    found = (getattr(owner, name, None) for owner in owners for name in _COEFFICIENTS)
-    return float(next((x for x in found if x is not None), 0.0))
+    values = (getattr(owner, name, None) for owner in owners for name in _COEFFICIENTS)
+    return float(next((x for x in values if x is not None), 0.0))
 
 
-def _chosen(logits: Tensor, chosen: int, weight: Tensor) -> Tensor:
+def _tokens_of_experts(logits: Tensor, count: int, weight: Tensor) -> Tensor:
     """How many tokens each expert is chosen for, as transformers counts: the largest probabilities, [experts]."""
-    experts = torch.topk(logits.softmax(-1), chosen, dim=-1).indices.reshape(-1)
+    experts = torch.topk(logits.softmax(-1), count, dim=-1).indices.reshape(-1)
     counts = torch.zeros(logits.shape[-1], dtype=weight.dtype, device=weight.device)
-    return counts.scatter_add_(0, experts.to(weight.device), weight.repeat_interleave(chosen))
+    return counts.scatter_add_(0, experts.to(weight.device), weight.repeat_interleave(count))
 
 
 def _probabilities(logits: Tensor, weight: Tensor) -> Tensor:

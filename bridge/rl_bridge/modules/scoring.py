@@ -129,11 +129,11 @@ class Scorer(ParallelModule):
     @returns("same")
     def notes(self) -> list[str]:
         """Why rows lie otherwise than asked for; empty where they do not."""
-        asked = {"padded": True, "packed": self.scoring.packing, "shared": self.scoring.share_prefixes}
-        return [note for arranged, note in self.arrangements.notes.items() if asked[arranged]]
+        requested = {"padded": True, "packed": self.scoring.packing, "shared": self.scoring.share_prefixes}
+        return [note for arranged, note in self.arrangements.notes.items() if requested[arranged]]
 
     def micro_batch_tokens(self) -> int:
-        """Of the next micro-batches: the configured number, or the smallest budget of all workers."""
+        """Tokens of the next micro-batches: the configured number, or the smallest budget of all workers."""
         if self.budget is None:
             assert self.scoring.micro_batch_tokens != "auto"
             return self.scoring.micro_batch_tokens
@@ -278,5 +278,5 @@ class TokenScorer(Scorer):
 
 
 def following(values: torch.Tensor) -> torch.Tensor:
-    """What belongs to the token after each but the last, [N, L, …] → [N, L − 1, …]; zeros [N, 1, …] for one column."""
+    """Values of the token after each but the last, [N, L, …] → [N, L − 1, …]; zeros [N, 1, …] for one column."""
     return values[:, 1:] if values.shape[1] > 1 else torch.zeros_like(values)

@@ -1,4 +1,4 @@
-"""What every trained module needs beyond its scores: an optimiser, its schedule, and their state."""
+"""The parts of a trained module beyond its scores: an optimiser, its schedule, and their state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,12 +67,14 @@ class OptimizerConfig:
             return (step + 1) / self.warmup if self.initial is None else self.initial + rest * step / self.warmup
         if self.decay == "constant":
             return 1.0
-        done = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
-        remaining = 1 - done if self.decay == "linear" else float(0.5 * (1 + torch.cos(torch.tensor(done * torch.pi))))
+        progress = min(1.0, (step - self.warmup) / max(1, total - self.warmup))
+        remaining = (
+            1 - progress if self.decay == "linear" else float(0.5 * (1 + torch.cos(torch.tensor(progress * torch.pi))))
+        )
         return self.final + (1 - self.final) * remaining
 
 
-# What every trained module needs beyond its scores: an optimiser, its schedule, and their state.
+# The base of trained modules.
 
 
 class Trainable(Scorer):
@@ -131,7 +133,7 @@ class Trainable(Scorer):
         yield from parts if self.balance is None else self.balance.parts(self, parts, forward, batch_of)
 
     def balance_metrics(self) -> dict[str, Any]:
-        """Of the step that ``balanced`` was for: "router_balance", without its coefficient, where there is the loss."""
+        """Metrics of the step of ``balanced``: "router_balance", without its coefficient, where there is the loss."""
         return {} if self.balance is None else self.balance.metrics()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -159,22 +161,22 @@ class Trainable(Scorer):
             self.weight_receiver().version = version + 1
         self.optimizer.zero_grad(set_to_none=True)
         self._losses_are_finite = True
-        found = {"grad_norm": float(norm), "learning_rate": rate} | ({"skipped": 1.0} if skipped else {})
+        metrics = {"grad_norm": float(norm), "learning_rate": rate} | ({"skipped": 1.0} if skipped else {})
         if self.budget is not None:
-            found |= {"micro_batch_tokens": float(self.micro_batch_tokens())}
-            found |= {"out_of_memory": float(self.budget.failures)} if self._mesh is None else {}
-        return found
+            metrics |= {"micro_batch_tokens": float(self.micro_batch_tokens())}
+            metrics |= {"out_of_memory": float(self.budget.failures)} if self._mesh is None else {}
+        return metrics
 
     def _any_worker(self, here: bool) -> bool:
         """Whether it is so on any of the workers: else a fault of one of them would let the copies drift apart."""
-        there = int(here)
+        vote = int(here)
         for axis in AXES:
             if self._mesh is not None and self._ranks(axis) > 1:
-                there = agree_max(there, self._mesh.get_group(axis))
-        return bool(there)
+                vote = agree_max(vote, self._mesh.get_group(axis))
+        return bool(vote)
 
     def optimizer_states(self) -> dict[str, Any]:
-        """Of optimiser and schedule, by the names of the model's parameters."""
+        """States of optimiser and schedule, by the names of the model's parameters."""
         return {
             "optimizer": optimizer_state(self.model, self.optimizer),
             "scheduler": self.scheduler.state_dict(),

@@ -65,12 +65,12 @@ class ValueScorer(Scorer):
     @torch.no_grad()
     def scores(self, batch: TokenBatch) -> torch.Tensor:
         """The head's number after the last token of each row, [N], as ``at_end`` reads it."""
-        found = torch.zeros(len(batch.lengths), device=batch.tokens.device)
+        row_scores = torch.zeros(len(batch.lengths), device=batch.tokens.device)
         for part in self.micro_batches(batch):
             numbers = self.at_end(part.batch)
             if len(part.places):
-                found[part.places] = numbers.to(found)
-        return found
+                row_scores[part.places] = numbers.to(row_scores)
+        return row_scores
 
 
 class ValueModule(Trainable, ValueScorer):
@@ -108,8 +108,8 @@ class ValueModule(Trainable, ValueScorer):
             fields: dict[str, Any] = {name: getattr(part.batch, name) for name in READ}
             nothing = torch.zeros_like(part.batch.mask, dtype=torch.float32)
             policy = {"logprobs": nothing, "old_logprobs": nothing, "advantages": nothing}
-            loss, shown = self._value_parts(Batch(**policy, **fields, values=self(part.batch)))
+            loss, shares = self._value_parts(Batch(**policy, **fields, values=self(part.batch)))
             self.backward(loss.total / (denominator or 1.0))
-            for name, value in shown.items():
+            for name, value in shares.items():
                 metrics[name] = metrics.get(name, 0) + detached(value)
         return metrics

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass: all of it, a part, its inputs alone; on the device or in host memory."""
+"""Activations kept for a layer's backward pass: all, a part, its inputs alone; on the device or in host memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ _PRODUCTS = (
     "aten::_flash_attention_forward",
     "torch_attn::_varlen_attn",
 )
-"""What costs the most arithmetic a byte."""
+"""Operations with the most arithmetic a byte."""
 
 
 def keep_activations(model: nn.Module, activations: Activations) -> None:
@@ -42,7 +42,7 @@ def keep_activations(model: nn.Module, activations: Activations) -> None:
     would rename the parameters.
 
     Raises:
-        ValueError: a model without layers, for which there is nothing to gain; no such policy.
+        ValueError: a model without layers, for which there is nothing to gain; no such ``activations``.
     """
     if activations not in get_args(Activations):
         raise ValueError(f"activations must be one of {', '.join(get_args(Activations))}, got {activations!r}")

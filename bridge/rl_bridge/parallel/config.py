@@ -20,7 +20,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass (ZeRO-3), or keep them for the backward pass (ZeRO-2)."""
     activations: Activations = "keep"
-    """What a layer keeps for its backward pass, and where."""
+    """Activations that a layer keeps for its backward pass, and where."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and the optimiser's state in the host's memory."""
 

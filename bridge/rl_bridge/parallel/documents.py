@@ -78,9 +78,9 @@ class Documents:
         pieces = _pieces(lengths, rows, groups, shared)
         if ranks == 1:
             pieces = _by_length(pieces)
-        used = sum(piece.stop - piece.start for piece in pieces)
+        tokens = sum(piece.stop - piece.start for piece in pieces)
         multiple = 1 if ranks == 1 else 2 * ranks
-        padding = -used % multiple if used else multiple
+        padding = -tokens % multiple if tokens else multiple
         if padding:
             pieces.append(_Piece((), 0, padding, None))
         sizes = [piece.stop - piece.start for piece in pieces]
@@ -92,12 +92,14 @@ class Documents:
         columns = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
         self._positions = columns[of_ranks[rank]].to(self.device)
         places, gathered = _places(pieces), torch.cat(of_ranks).argsort()
-        self._written = places._replace(tokens=gathered[places.tokens]).to(self.device)
-        read = _places([piece._replace(rows=piece.rows[:1]) for piece in pieces])
-        own = gathered[read.tokens] - rank * self.tokens
-        mine = ((own >= 0) & (own < self.tokens)).nonzero()[:, 0]
-        self._read = _Places(read.rows[mine], read.columns[mine], own[mine]).to(self.device)
-        self._asked = False
+        self._write_places = places._replace(tokens=gathered[places.tokens]).to(self.device)
+        first_places = _places([piece._replace(rows=piece.rows[:1]) for piece in pieces])
+        offsets = gathered[first_places.tokens] - rank * self.tokens
+        local = ((offsets >= 0) & (offsets < self.tokens)).nonzero()[:, 0]
+        self._read_places = _Places(first_places.rows[local], first_places.columns[local], offsets[local]).to(
+            self.device
+        )
+        self._passed_on = False
 
     @property
     def tokens(self) -> int:
@@ -107,7 +109,7 @@ class Documents:
     @property
     def forward_kwargs(self) -> dict[str, Any]:
         """Arguments of the model's call beside the tokens. The model must use the attention "rl_fn"."""
-        self._asked = True
+        self._passed_on = True
         return {
             "position_ids": self._positions[None],
             "attention_mask": None,
@@ -142,7 +144,7 @@ class Documents:
         rank's tokens.
         """
         self._check_shape(values.shape)
-        places = self._read
+        places = self._read_places
         packed = values.new_zeros((self.tokens, *values.shape[2:]))
         return packed.index_put((places.tokens,), values[places.rows, places.columns])[None]
 
@@ -159,13 +161,13 @@ class Documents:
         self._check_shape(shape)
         if values.shape[:2] != (1, self.tokens):
             raise ValueError(f"expected values [1, {self.tokens}, …], got {tuple(values.shape)}")
-        if self._asked and not self.plan.uses:
+        if self._passed_on and not self.plan.uses:
             raise ValueError(
                 "the model ignored the attention plan, so its documents saw each other:"
                 ' call rl_bridge.parallel.attention.use_rl_fn_attention(model) ("rl_fn") before the forward pass'
             )
         packed = values[0] if self.group is None else _Gather.apply(values[0], self.group)
-        places = self._written
+        places = self._write_places
         out = packed.new_zeros((*shape, *values.shape[2:]))
         return out.index_put((places.rows, places.columns), packed[places.tokens])
 
@@ -238,12 +240,12 @@ class _Places(NamedTuple):
 
 def _places(pieces: Sequence[_Piece]) -> _Places:
     """Every place in the batch that has a token of the packed row, in that row's order."""
-    found, token = [], 0
+    entries, token = [], 0
     for piece in pieces:
         length = piece.stop - piece.start
-        found += [(row, piece.start, token, length) for row in piece.rows]
+        entries += [(row, piece.start, token, length) for row in piece.rows]
         token += length
-    rows, starts, tokens, lengths = torch.tensor(found, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    rows, starts, tokens, lengths = torch.tensor(entries, dtype=torch.int64).reshape(-1, 4).unbind(1)
     within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     rows, starts, tokens = (x.repeat_interleave(lengths) for x in (rows, starts, tokens))
     return _Places(rows, starts + within, tokens + within)

@@ -35,14 +35,14 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> N
     alone = [layer for layer in layers_of(model) if all(places[p] == count for p, count in _places(layer).items())]
     for module in [*reversed(alone), model]:  # a layer within a layer first
         root = module is model
-        policy = MixedPrecisionPolicy(
+        precision = MixedPrecisionPolicy(
             param_dtype=config.param_dtype,
             reduce_dtype=config.reduce_dtype,
             cast_forward_inputs=cast_root or not root,
         )
         # The backward pass begins with the root's weights, so that they stay gathered for it.
-        again = config.reshard_after_forward and not root
-        fully_shard(module, mesh=over, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
+        reshard = config.reshard_after_forward and not root
+        fully_shard(module, mesh=over, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
         module.register_forward_hook(lambda module, inputs, output: reshard_without_backward(module))
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -32,7 +32,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: De
     for parameter in unique:
         if parameter.grad is not None:
             gradients[_cut_over(parameter)].append(_local(parameter.grad))
-    sums = {over: torch.nn.utils.get_total_norm(mine).double().square() for over, mine in gradients.items()}
+    sums = {over: torch.nn.utils.get_total_norm(tensors).double().square() for over, tensors in gradients.items()}
     total = _completed(sums, mesh).sqrt().float()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in itertools.chain.from_iterable(gradients.values()):
@@ -75,12 +75,12 @@ def _completed(sums: dict[tuple[str, ...], Tensor], mesh: DeviceMesh | None) -> 
     keys = sorted(sums)
     parts = torch.stack([sums[key] for key in keys])
     for name in MODEL_DIMS:
-        cut = [index for index, key in enumerate(keys) if name in key]
-        if cut and mesh is not None and model_mesh(mesh)[name].size() > 1:
+        indices = [index for index, key in enumerate(keys) if name in key]
+        if indices and mesh is not None and model_mesh(mesh)[name].size() > 1:
             group = model_mesh(mesh)[name].get_group()
-            whole = parts[cut].to(_device_of(group))
+            whole = parts[indices].to(_device_of(group))
             dist.all_reduce(whole, group=group)
-            parts[cut] = whole.to(parts.device)
+            parts[indices] = whole.to(parts.device)
     return parts.sum()
 
 

@@ -25,7 +25,7 @@ HeadKind = Literal["linear", "logits"]
 
 
 class HeadOptions(NamedTuple):
-    """What a model does to hidden @ weight.T + bias before they are its logits."""
+    """The steps of a model from hidden @ weight.T + bias to its logits."""
 
     logit_scale: float
     softcap: float | None
@@ -126,11 +126,11 @@ def token_logprobs(
     options |= {"allowed_tokens": allowed_tokens, "backend": backend, "head": head}
     gathering = getattr(model, _LOGPROBS_METHOD, None)
     if gathering is None:
-        found = of_targets(model, ids, targets, options, forward_kwargs)
+        result = of_targets(model, ids, targets, options, forward_kwargs)
     else:
-        found = gathering(ids, targets, options, forward_kwargs)
+        result = gathering(ids, targets, options, forward_kwargs)
         reshard_without_backward(model)
-    return found.logprobs, found.entropy if entropy else None
+    return result.logprobs, result.entropy if entropy else None
 
 
 def token_loss(
@@ -156,25 +156,25 @@ def token_loss(
     gathering = getattr(model, _LOGPROBS_METHOD, None)
     if gathering is None:
         return of_targets(model, ids, targets, head, options)
-    found = gathering(ids, targets, head, options)
+    result = gathering(ids, targets, head, options)
     reshard_without_backward(model)
-    return found
+    return result
 
 
 def of_targets(
     model: PreTrainedModel, ids: Tensor, targets: Tensor, options: dict[str, Any], forward_kwargs: dict[str, Any]
 ) -> Any:
-    """What ``token_logprobs`` and ``token_loss`` do once the weights are gathered.
+    """Log-probabilities of ``token_logprobs`` and ``token_loss``, once the weights are gathered.
 
     Without ``rows`` the targets may be shorter than ``ids``.
     """
     options = dict(options)
     loss, rows, kind = (options.pop(name, None) for name in ("loss", "rows", "head"))
     inner = cast(PreTrainedModel, without_peft(model))
-    scale, own = head_options(inner)
-    if options["softcap"] is not None and own is not None:
+    scale, softcap = head_options(inner)
+    if options["softcap"] is not None and softcap is not None:
         raise ValueError(
-            f"{type(model).__name__} caps its logits at {own}: it takes no softcap of {options['softcap']} besides"
+            f"{type(model).__name__} caps its logits at {softcap}: it takes no softcap of {options['softcap']} besides"
         )
     forward_kwargs = {"use_cache": False, **forward_kwargs}
     if kind == "logits":
@@ -187,14 +187,14 @@ def of_targets(
         # The head is a matrix product like the others.
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    options = options | {"softcap": own if options["softcap"] is None else options["softcap"]}
+    options = options | {"softcap": softcap if options["softcap"] is None else options["softcap"]}
     options |= {"bias": bias, "logit_scale": scale, "start": start, "group": group}
     if loss is not None:
         total, metrics = linear_policy_loss(hidden, weight, targets, loss, fused=True, **options)
         return total.clone(), metrics
-    found = linear_logprobs(hidden, weight, targets, **options)
+    result = linear_logprobs(hidden, weight, targets, **options)
     # FSDP2 hangs its hook on what leaves here, and warns of views: a change in place would go round it.
-    return TokenLogprobs(*(value.clone() for value in found))
+    return TokenLogprobs(*(value.clone() for value in result))
 
 
 def _of_logits(
@@ -203,8 +203,8 @@ def _of_logits(
     """The same from the model's own logits, [B, T, V], which have its scale and its cap."""
     # Not a call: FSDP's hooks of the root have run.
     logits = inner.forward(input_ids=ids, **forward_kwargs).logits[:, : targets.shape[1]]
-    found = logits_logprobs(logits, targets, **{name: value for name, value in options.items() if name != "backend"})
-    return TokenLogprobs(*(value.clone() for value in found))
+    result = logits_logprobs(logits, targets, **{name: value for name, value in options.items() if name != "backend"})
+    return TokenLogprobs(*(value.clone() for value in result))
 
 
 def gather_head_for_logprobs(model: PreTrainedModel) -> None:
@@ -254,7 +254,7 @@ def scored_places(model: PreTrainedModel, ids: Tensor, lengths: Tensor) -> Tenso
 
 
 def of_ids(model: PreTrainedModel, ids: Tensor, forward_kwargs: dict[str, Any]) -> Tensor:
-    """What ``token_values`` does once the weights are gathered."""
+    """Values of ``token_values``, once the weights are gathered."""
     inner: Any = without_peft(model)
     hidden = inner.base_model(input_ids=ids, **{"use_cache": False, **forward_kwargs}).last_hidden_state
     # In float32 whatever the model computes in: a return is a number that bfloat16 rounds to three digits.

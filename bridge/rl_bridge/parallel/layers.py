@@ -21,8 +21,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             declared |= set(module._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in declared]
+    layers = [module for module in model.modules() if type(module).__name__ in declared]
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            found += [layer for layer in child if layer not in found]
-    return found
+            layers += [layer for layer in child if layer not in layers]
+    return layers

@@ -21,10 +21,10 @@ AHEAD = 2
 
 
 class ActivationOffload:
-    """What the layers of one model share: each forward pass of a layer is a visit, in the order of the passes."""
+    """State that the layers of one model share: each forward pass of a layer is a visit, in the order of the passes."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._copies_by_storage: dict[int, _Entry] = {}
         self._newest: weakref.ref[_Visit] | None = None
         self._current: weakref.ref[_Visit] | None = None
         self._streams: dict[torch.device, _Streams] = {}
@@ -35,22 +35,24 @@ class ActivationOffload:
             return forward(*args, **kwargs)
         visit = _Visit(self, Weights(layer), None if self._newest is None else self._newest())
         self._newest = weakref.ref(visit)
-        self._known = {key: known for key, known in self._known.items() if known.storage() is not None}
+        self._copies_by_storage = {
+            key: entry for key, entry in self._copies_by_storage.items() if entry.storage() is not None
+        }
         with torch.autograd.graph.saved_tensors_hooks(visit.pack, visit.unpack):
             return forward(*args, **kwargs)
 
     def copy_of(self, tensor: Tensor) -> "_Copy":
         """The copy of the tensor's storage: the one that there is, unless the numbers have changed since."""
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
-        if known is not None and known.storage() is storage and known.version == tensor._version:
-            copy = known.copy()
+        entry = self._copies_by_storage.get(storage._cdata)
+        if entry is not None and entry.storage() is storage and entry.version == tensor._version:
+            copy = entry.copy()
             if copy is not None and copy.host.dtype == tensor.dtype:
                 return copy
         with torch.no_grad():
             flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             copy = _Copy(flat, self._streams_of(tensor.device))
-        self._known[storage._cdata] = _Known(weakref.ref(storage), tensor._version, weakref.ref(copy))
+        self._copies_by_storage[storage._cdata] = _Entry(weakref.ref(storage), tensor._version, weakref.ref(copy))
         return copy
 
     def enter(self, visit: "_Visit") -> None:
@@ -59,16 +61,16 @@ class ActivationOffload:
         if before is visit:
             return
         self._current = weakref.ref(visit)
-        wanted = set(visit.copies)
+        needed = set(visit.copies)
         following = visit.earlier()
         if following is not None and self._streams:
-            wanted |= set(following.copies)
+            needed |= set(following.copies)
         if before is not None:
-            for copy in set(before.copies) - wanted:
+            for copy in set(before.copies) - needed:
                 copy.release()
         if self._streams:
-            for one in (visit, following):
-                for copy in () if one is None else one.copies:
+            for near_visit in (visit, following):
+                for copy in () if near_visit is None else near_visit.copies:
                     copy.start()
 
     def _streams_of(self, device: torch.device) -> "_Streams | None":
@@ -84,7 +86,7 @@ class _Streams(NamedTuple):
     back: torch.cuda.Stream
 
 
-class _Known(NamedTuple):
+class _Entry(NamedTuple):
     """``storage`` is the storage's own object, which ends with the storage: a later one at its address is another."""
 
     storage: "weakref.ref[Any]"
@@ -108,10 +110,10 @@ class _Visit:
         self.copies: weakref.WeakSet[_Copy] = weakref.WeakSet()
         self._offload, self._weights = offload, weights
         self._earlier = None if earlier is None else weakref.ref(earlier)
-        left: _Visit | None = self
+        visit: _Visit | None = self
         for _ in range(AHEAD):
-            left = None if left is None else left.earlier()
-        for copy in () if left is None else left.copies:
+            visit = None if visit is None else visit.earlier()
+        for copy in () if visit is None else visit.copies:
             copy.leave()
 
     def earlier(self) -> "_Visit | None":
@@ -119,7 +121,7 @@ class _Visit:
         return None if self._earlier is None else self._earlier()
 
     def pack(self, tensor: Tensor) -> "Tensor | _Saved":
-        """What autograd keeps in the tensor's place. Weights, integers and small tensors stay where they are."""
+        """The value for autograd in the tensor's place. Weights, integers and small tensors stay where they are."""
         if not _can_move(tensor) or self._weights.have(tensor):
             return tensor
         copy = self._offload.copy_of(tensor)
@@ -184,7 +186,7 @@ class _Copy:
         self._device = self._ready = None
 
     def _wait(self, event: "torch.cuda.Event | None") -> None:
-        """What is computed from now on comes after the event."""
+        """Let all that is computed from now on come after the event."""
         if event is not None:
             torch.cuda.current_stream(self._home).wait_event(event)
 

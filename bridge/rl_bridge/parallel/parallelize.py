@@ -15,8 +15,6 @@ from rl_bridge.parallel.layers import without_peft
 from rl_bridge.parallel.process_groups import model_mesh, one_rank_mesh
 from rl_bridge.parallel.tensor_parallel import cut_matrices
 
-# One call that makes a model parallel: tensor parallelism, then checkpointing, then sharding.
-
 DEFAULT = ParallelConfig()
 
 

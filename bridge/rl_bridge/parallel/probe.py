@@ -34,11 +34,12 @@ from rl_bridge.parallel.heads import HeadKind, token_logprobs, token_values
 from rl_bridge.parallel.layers import without_peft
 from rl_bridge.parallel.mesh import AXES
 
-# What other ways are compared with: a model's own eager forward of each row alone, and rows to do that with.
+# The rows of the comparison, and a model's own eager forward of each row alone.
 
 LENGTHS, GROUPS, COMMON = (9, 14, 6), (0, 0, 1), 5
-"""Of the rows: the first two begin with the same tokens. All of these but the last, which predicts another token in
-each of the rows, are a shared prefix.
+"""Tokens of each row, group of each row, and the number of tokens that the first two begin with.
+
+All of these tokens but the last, which predicts another token in each of the two rows, are a shared prefix.
 """
 
 
@@ -130,7 +131,7 @@ def _compute_device(model: PreTrainedModel) -> torch.device:
     return parameter.device
 
 
-# One comparison when a model is built: each arrangement of rows against the model's own eager forward of each row.
+# The arrangements, and the comparison of each with that forward.
 
 EXACT = 1e-3
 """Largest difference in float32 and float64, of the spread of the log-probabilities or the gradients."""
@@ -160,11 +161,11 @@ class Arrangements:
     shared: bool = True
     """Whether rows of a group may have their common first tokens computed once."""
     notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of "padded", "packed" and "shared" rows, where something else is used: what, and why."""
+    """Notes on "padded", "packed" and "shared" rows, where something else is used: what, and why."""
 
 
 class Measured(NamedTuple):
-    """What one arrangement gives: a number for each token of each row, and the gradients of their weighted sum."""
+    """Numbers of one arrangement: one for each token of each row, and the gradients of their weighted sum."""
 
     values: list[Tensor]
     gradients: dict[str, Tensor]
@@ -196,16 +197,16 @@ def probe(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, exact: bool
     if any(isinstance(p, FakeTensor) or p.is_meta for p in model.parameters()) or _is_alone(mesh):
         return _by_config(model)
     key = _key(model, mesh, exact)
-    found = _cached.get(key)
+    arrangements = _cached.get(key)
     # The comparison is collective: a worker that has the answer computes beside one that is new in the mesh.
-    if _any_worker(found is None, mesh):
+    if _any_worker(arrangements is None, mesh):
         comparison = _Comparison(model, mesh, exact)
-        found = _compared(comparison)
+        arrangements = _compared(comparison)
         if comparison.shows:
-            _cached[key] = found
-    assert found is not None
-    use_attention(model, found.attention)
-    return found
+            _cached[key] = arrangements
+    assert arrangements is not None
+    use_attention(model, arrangements.attention)
+    return arrangements
 
 
 def _by_config(model: PreTrainedModel) -> Arrangements:
@@ -226,11 +227,11 @@ def _compared(comparison: "_Comparison") -> Arrangements:
             break
         attempts.append(f"attention {attention!r}, head by {head!r}: {wrong}")
     else:
-        cut = "" if ranks == 1 else f" over {ranks} sequence ranks"
+        over_ranks = "" if ranks == 1 else f" over {ranks} sequence ranks"
         way_on = "take sequence=1" if ranks > 1 else "its class cannot be trained here"
         raise ValueError(
-            f"{name}{cut}: {arranged} rows do not give the numbers of the model's own eager forward of each row; "
-            f"{way_on}. " + "; ".join(attempts)
+            f"{name}{over_ranks}: {arranged} rows do not give the numbers of the model's own eager forward of each "
+            f"row; {way_on}. " + "; ".join(attempts)
         )
     notes, usable = {}, {"packed": ranks > 1}
     keeps = has_states(comparison.model)
@@ -292,10 +293,10 @@ class _Comparison:
         return self.exact and self.shows
 
     def difference(self, arranged: str, attention: str, head: HeadKind) -> str | None:
-        """What is wrong with an arrangement on any of the workers, in words; None: nothing is."""
+        """The fault of an arrangement on any of the workers, in words; None: there is none."""
         try:
-            found = self._measure(attention, lambda: self._arranged(arranged, head))
-            wrong = self._wrong(found)
+            measured = self._measure(attention, lambda: self._arranged(arranged, head))
+            wrong = self._wrong(measured)
         except (ValueError, TypeError, NotImplementedError, AttributeError, AssertionError, RuntimeError) as error:
             # A model that cannot be called so says it in words of its own.
             wrong = f"{type(error).__name__}: {error}"
@@ -349,9 +350,9 @@ class _Comparison:
             return token_values(self.model, ids, **options)
         return token_logprobs(self.model, ids, targets, entropy=False, head=head, **options)[0]
 
-    def _wrong(self, found: Measured) -> str | None:
-        values, wanted = torch.cat(found.values).double(), torch.cat(self.wanted.values).double()
-        gap, spread = values - wanted, float(wanted.std())
+    def _wrong(self, measured: Measured) -> str | None:
+        values, reference = torch.cat(measured.values).double(), torch.cat(self.wanted.values).double()
+        gap, spread = values - reference, float(reference.std())
         # In rough arithmetic single tokens may be far off, such as those that go to another expert of a mixture.
         size = float(gap.abs().max() if self.exact else gap.square().mean().sqrt())
         allowed = EXACT * min(spread, 1.0) if self.exact else ROUGH_VALUES * spread
@@ -361,7 +362,7 @@ class _Comparison:
         sizes = {name: float(norm(gradient)) for name, gradient in self.wanted.gradients.items()}
         largest, kinds = max(sizes.values(), default=0.0), defaultdict(list)
         for name, gradient in self.wanted.gradients.items():
-            other = found.gradients.get(name)
+            other = measured.gradients.get(name)
             scale = sizes[name] + 0.01 * largest
             size = sizes[name] if other is None else float(norm(other - gradient))
             kind, numbers = _LAYER.subn(".#.", name)
@@ -411,8 +412,8 @@ def _is_alone(mesh: DeviceMesh | None) -> bool:
 
 
 def _any_worker(here: bool, mesh: DeviceMesh | None) -> bool:
-    there = int(here)
+    vote = int(here)
     for axis in AXES:
         if mesh is not None and mesh.get_group(axis).size() > 1:
-            there = agree_max(there, mesh.get_group(axis))
-    return bool(there)
+            vote = agree_max(vote, mesh.get_group(axis))
+    return bool(vote)

@@ -56,10 +56,10 @@ def make_mesh(host: Host, slots: Sequence[int], layout: Mesh) -> DeviceMesh | No
 
 def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of ``make_mesh`` as parameters see it: "replicate", "fsdp" (shard × sequence), "tensor"."""
-    found = getattr(mesh, "of_model", None)
-    if found is None:
+    parameter_mesh = getattr(mesh, "of_model", None)
+    if parameter_mesh is None:
         raise ValueError(f"{mesh} was not made by make_mesh")
-    return found
+    return parameter_mesh
 
 
 def one_rank_mesh(device_type: str) -> DeviceMesh:

@@ -66,14 +66,14 @@ def plan_of(config: PretrainedConfig) -> dict[str, str]:
     return {**(config.base_model_tp_plan or {}), **_ADDED.get(config.model_type, {})}
 
 
-# Tensor parallelism: the matrices of a layer cut over ranks that work on the same rows, by transformers' plans.
+# The cut of each matrix, by transformers' plans.
 
 _ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\.")
 _HEADS = re.compile(r"(\w+_)?num_(\w+_)?(attention|key_value)_heads(_per_layer)?")
 
 
 class _Cut(NamedTuple):
-    """What a plan names: a module, or a parameter by itself."""
+    """One entry of a plan: a module, or a parameter by itself."""
 
     name: str
     target: Any
@@ -178,7 +178,7 @@ def _require_known_parameters(trunk: PreTrainedModel, cuts: list[_Cut]) -> None:
 def _cut_layers(trunk: PreTrainedModel, cuts: list[_Cut], mesh: DeviceMesh) -> None:
     inputs: dict[str, SharedInput] = {}
     for name, target, style in cuts:
-        holder, _, own = name.rpartition(".")
+        holder, _, parameter_name = name.rpartition(".")
         parent = trunk.get_submodule(holder)
         if isinstance(target, nn.Module):
             if holder not in inputs:
@@ -186,7 +186,7 @@ def _cut_layers(trunk: PreTrainedModel, cuts: list[_Cut], mesh: DeviceMesh) -> N
             rotary = getattr(trunk.config, "qk_rope_head_dim", 0)
             tensor_styles.apply_style(style, target, mesh, inputs[holder], rotary)
         else:
-            tensor_styles.cut_parameters(parent, mesh, {own: 0})
+            tensor_styles.cut_parameters(parent, mesh, {parameter_name: 0})
             tensor_styles.run(parent, partial(tensor_styles.with_local_parameters, forward=parent.forward))
 
 

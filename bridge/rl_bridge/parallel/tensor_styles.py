@@ -86,7 +86,7 @@ def _side_by_side(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, -1)
 
 
-# The styles of transformers' tensor-parallel plans: which part of a module a rank holds, and what the rank computes.
+# The styles by their names in transformers' plans: the part that a rank holds, and what the rank computes.
 
 EXPERTS = "moe_tp_experts"
 # By style and name of a parameter, the dimension along which it is cut.
@@ -106,19 +106,19 @@ class SharedInput:
     def __init__(self, reader: nn.Module, group: dist.ProcessGroup) -> None:
         """``reader`` holds the matrices; what is kept during its forward pass is let go after it."""
         self._group = group
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._shared: tuple[Tensor, Tensor] | None = None
         reader.register_forward_hook(self._let_go, always_call=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` for a cut matrix."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        if self._kept is None or self._kept[0] is not x:
-            self._kept = x, SumGradients.apply(x, self._group)
-        return self._kept[1]
+        if self._shared is None or self._shared[0] is not x:
+            self._shared = x, SumGradients.apply(x, self._group)
+        return self._shared[1]
 
     def _let_go(self, *_: Any) -> None:
-        self._kept = None
+        self._shared = None
 
 
 def apply_style(style: str, module: nn.Module, mesh: DeviceMesh, shared: SharedInput, rotary: int) -> None:
@@ -156,8 +156,8 @@ def cut_parameters(module: nn.Module, mesh: DeviceMesh, dims: dict[str, int]) ->
     for name, dim in dims.items():
         parameter = getattr(module, name, None)
         if parameter is not None and not isinstance(parameter, DTensor):
-            cut = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
-            setattr(module, name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            shard = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 def run(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -174,14 +174,14 @@ def with_local_parameters(module: Any, *args: Any, forward: Callable[..., Any], 
 def embed(module: Any, ids: Tensor, *args: Any, group: dist.ProcessGroup, forward: Callable[..., Tensor]) -> Tensor:
     """Vectors of the tokens whose rows this rank holds, zero for the others; summed over the ranks."""
     rows = len(local(module.weight))
-    mine = ids - dist.get_rank(group) * rows
-    others = (mine < 0) | (mine >= rows)
+    local_ids = ids - dist.get_rank(group) * rows
+    others = (local_ids < 0) | (local_ids >= rows)
     whole = module.padding_idx
     padding = None if whole is None else whole % module.num_embeddings - dist.get_rank(group) * rows
     module.padding_idx = padding if padding is not None and 0 <= padding < rows else None
     try:
         with _parameters(module, local):
-            vectors = forward(mine.masked_fill(others, 0), *args)
+            vectors = forward(local_ids.masked_fill(others, 0), *args)
     finally:
         module.padding_idx = whole
     return SumValues.apply(vectors.masked_fill(others[..., None], 0.0), group)
@@ -244,8 +244,8 @@ def _latents(
     module: Any, x: Tensor, *, group: dist.ProcessGroup, forward: Callable[..., Tensor], rotary: int
 ) -> Tensor:
     """The whole projection of multi-head latent attention: its last columns go to this rank's heads as they are."""
-    found = forward(x)
-    return torch.cat([found[..., :-rotary], SumGradients.apply(found[..., -rotary:], group)], -1)
+    latents = forward(x)
+    return torch.cat([latents[..., :-rotary], SumGradients.apply(latents[..., -rotary:], group)], -1)
 
 
 def _experts(

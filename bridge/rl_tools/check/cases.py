@@ -226,12 +226,12 @@ def compare(library: str, case: Case, seeds: int = 3) -> Row:
     has_gradient = False
     for seed in range(seeds):
         example = Example.random(seed, **case.example)
-        peer, ours = case.peer(example), case.ours(example)
-        gap, scaled = difference(ours[0], peer[0])
+        peer, numbers = case.peer(example), case.ours(example)
+        gap, scaled = difference(numbers[0], peer[0])
         value, relative = max(value, gap), max(relative, scaled)
-        if peer[1] is not None and ours[1] is not None:
+        if peer[1] is not None and numbers[1] is not None:
             has_gradient = True
-            gap, scaled = difference(ours[1], peer[1])
+            gap, scaled = difference(numbers[1], peer[1])
             gradient, relative = max(gradient, gap), max(relative, scaled)
         if case.default is not None:
             plain = case.default(example)
@@ -292,8 +292,8 @@ def rows(library: str, seeds: int = 3) -> list[Row]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [importlib.import_module(f"rl_tools.check.{name}") for name in MODULES[library]]
-        return [compare(library, case, seeds) for module in found for case in module.cases()]
+        modules = [importlib.import_module(f"rl_tools.check.{name}") for name in MODULES[library]]
+        return [compare(library, case, seeds) for module in modules for case in module.cases()]
 
 
 def number(x: float | None) -> str:
@@ -320,17 +320,17 @@ def check(arguments: Sequence[str]) -> int:
         print(USAGE)
         if {"--help", "-h"} & set(arguments):
             return 0
-        given = " ".join(arguments) or "none"
-        say(f"rl-fn: error: rl-fn check takes one library of {', '.join(LIBRARIES)}, got {given}", error=True)
+        names = " ".join(arguments) or "none"
+        say(f"rl-fn: error: rl-fn check takes one library of {', '.join(LIBRARIES)}, got {names}", error=True)
         return 2
     (library,) = arguments
     console = Console()
     try:
-        found = rows(library)
+        results = rows(library)
     except Absent as absent:
         console.print(f"rl-fn check: {absent}", style="red", highlight=False)
         return 2
-    console.print(table(library, found))
-    wrong = [row.name for row in found if not row.agrees]
-    console.print(f"{len(found) - len(wrong)} of {len(found)} agree")
+    console.print(table(library, results))
+    wrong = [row.name for row in results if not row.agrees]
+    console.print(f"{len(results) - len(wrong)} of {len(results)} agree")
     return 1 if wrong else 0

@@ -111,8 +111,8 @@ def ours(options: dict[str, Any]) -> Callable[[Example], Numbers]:
     def run(example: Example) -> Numbers:
         built = openrlhf(options)
         mask, rewards = example.grouped("mask"), jnp.asarray(example.rewards)
-        known = {name: example.grouped(name) for name in ("old_logprobs", "ref_logprobs")}
-        out = built.advantages(rl_fn.Rollouts(rewards, mask, values=example.grouped("values"), **known))
+        fields = {name: example.grouped(name) for name in ("old_logprobs", "ref_logprobs")}
+        out = built.advantages(rl_fn.Rollouts(rewards, mask, values=example.grouped("values"), **fields))
         if options["algo.advantage.estimator"] == "gae":
             return np.stack([np.asarray(x).reshape(ROWS, -1) for x in out]), None
         return np.asarray(out.advantages).reshape(ROWS, -1), None

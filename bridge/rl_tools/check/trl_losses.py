@@ -112,7 +112,7 @@ def advantages(options: dict[str, Any], group: int) -> Callable[[Example], Numbe
             reward_weights=torch.ones(1),
             reward_funcs=[None],
         )
-        given = {
+        variables = {
             "self": me,
             "rewards_per_func": rewards,
             "unscorable_mask": torch.isnan(rewards).all(dim=1),
@@ -120,7 +120,7 @@ def advantages(options: dict[str, Any], group: int) -> Callable[[Example], Numbe
             "device": "cpu",
         }
         names = run_branch(
-            trainer._generate_and_score_completions, "self.multi_objective_aggregation", "advantages", given
+            trainer._generate_and_score_completions, "self.multi_objective_aggregation", "advantages", variables
         )
         return names["advantages"].numpy(), None
 

@@ -60,7 +60,7 @@ def _dpo_peer(kind: str, divergence: str, alpha: float, smoothing: float) -> Cal
             use_weighting=False,
             args=types.SimpleNamespace(discopop_tau=0.05),
         )
-        given = {
+        variables = {
             "self": me,
             "device": "cpu",
             "F": functional,
@@ -73,10 +73,10 @@ def _dpo_peer(kind: str, divergence: str, alpha: float, smoothing: float) -> Cal
             "completion_mask": torch.cat([t["mask"][0::2], t["mask"][1::2]]),
             "loss": 0.0,
         }
-        scores = run_branch(trainer._compute_loss, "self.f_divergence_type", "chosen_scores", given)
+        scores = run_branch(trainer._compute_loss, "self.f_divergence_type", "chosen_scores", variables)
         names = {name: scores[name] for name in ("chosen_scores", "rejected_scores")}
-        given |= {**names, "delta_score": names["chosen_scores"] - names["rejected_scores"]}
-        out = run_branch(trainer._compute_loss, "self.loss_types", "per_sequence_loss", given)
+        variables |= {**names, "delta_score": names["chosen_scores"] - names["rejected_scores"]}
+        out = run_branch(trainer._compute_loss, "self.loss_types", "per_sequence_loss", variables)
         return torch_numbers(out["loss"], t["logprobs"])
 
     return run
@@ -111,12 +111,14 @@ def _dpo_cases() -> list[Case]:
         Case("pairs DPO loss_type=sigmoid_norm", _dpo_peer("sigmoid_norm", "reverse_kl", 1.0, 0.0), _ours(_norm))
     )
     divergences = (("forward_kl", "forward_kl", 0.0), ("js_divergence", "js", 0.0), ("alpha_divergence", "alpha", 0.3))
-    for theirs, name, alpha in divergences:
+    for divergence, name, alpha in divergences:
 
         def by_f(*a: Any, name: str = name, alpha: float = alpha) -> jax.Array:
             return rl_fn.f_dpo(*a[:4], divergence=name, alpha=1.0 - alpha, beta=BETA)  # pyright: ignore[reportArgumentType]
 
-        out.append(Case(f"pairs DPO f_divergence={theirs}", _dpo_peer("sigmoid", theirs, alpha, 0.0), _ours(by_f)))
+        out.append(
+            Case(f"pairs DPO f_divergence={divergence}", _dpo_peer("sigmoid", divergence, alpha, 0.0), _ours(by_f))
+        )
     return out
 
 
@@ -125,15 +127,15 @@ def _kto(example: Example) -> Numbers:
     chosen, rejected, ref_chosen, ref_rejected = sums(t["logprobs"], t["ref_logprobs"], t["mask"])
     kl = torch.tensor([0.2])
     me = types.SimpleNamespace(loss_type="kto", beta=BETA)
-    given = {"self": me, "kl": kl, "F": functional}
+    variables = {"self": me, "kl": kl, "F": functional}
     good = run_branch(
-        trainer._compute_loss, "self.loss_type", "chosen_losses", {**given, "chosen_logratios": chosen - ref_chosen}
+        trainer._compute_loss, "self.loss_type", "chosen_losses", {**variables, "chosen_logratios": chosen - ref_chosen}
     )
     bad = run_branch(
         trainer._compute_loss,
         "self.loss_type",
         "rejected_losses",
-        {**given, "rejected_logratios": rejected - ref_rejected},
+        {**variables, "rejected_logratios": rejected - ref_rejected},
     )
     losses = torch.cat([good["chosen_losses"], 1.5 * bad["rejected_losses"]])
     return torch_numbers(losses.mean(), t["logprobs"])

@@ -25,12 +25,12 @@ def loss_of(options: dict[str, Any], data: Any, logits: jax.Array) -> Callable[[
     """grpo_loss_fn or ppo_policy_loss_fn on given data, as a function of the log-probabilities."""
     algo = core()
     ppo = options.get("policy_loss_fn") == "ppo"
-    given = {**(PPO if ppo else GRPO), **options}
-    fallback = given["epsilon"]
+    fields = {**(PPO if ppo else GRPO), **options}
+    fallback = fields["epsilon"]
     if ppo:
-        given["epsilon_low"] = given["epsilon_low"] or fallback
-    given["epsilon_high"] = given["epsilon_high"] or fallback
-    config = types.SimpleNamespace(**given, temperature=1.0)
+        fields["epsilon_low"] = fields["epsilon_low"] or fallback
+    fields["epsilon_high"] = fields["epsilon_high"] or fallback
+    config = types.SimpleNamespace(**fields, temperature=1.0)
 
     def value(x: jax.Array) -> jax.Array:
         with (
@@ -102,8 +102,8 @@ def _advantages(name: str) -> tuple[Callable[[Example], Numbers], Callable[[Exam
 
     def dialect(example: Example) -> Numbers:
         rewards = jnp.asarray(example.rewards)
-        read = rl_fn.Rollouts(rewards, jnp.ones((*rewards.shape, 1), bool))
-        out = tunix({"advantage_estimator": name}).advantages(read)
+        rollouts = rl_fn.Rollouts(rewards, jnp.ones((*rewards.shape, 1), bool))
+        out = tunix({"advantage_estimator": name}).advantages(rollouts)
         return np.asarray(out.advantages).reshape(-1), None
 
     return peer, dialect
@@ -119,8 +119,8 @@ def _gae() -> Case:
     def dialect(example: Example) -> Numbers:
         built = tunix({"policy_loss_fn": "ppo", "gamma": 0.99, "gae_lambda": 0.9, "beta": 0.0})
         mask = example.grouped("mask")
-        read = rl_fn.Rollouts(jnp.asarray(example.rewards), mask, values=example.grouped("values"))
-        out = built.advantages(read)
+        rollouts = rl_fn.Rollouts(jnp.asarray(example.rewards), mask, values=example.grouped("values"))
+        out = built.advantages(rollouts)
         return np.stack([np.asarray(x).reshape(-1, TOKENS) for x in out]), None
 
     return Case("advantage gae", peer, dialect, None, {"hole": True})

@@ -23,15 +23,15 @@ def core() -> Any:
 def actor_config(options: dict[str, Any]) -> Any:
     """verl's own ActorConfig with options of the section actor."""
     workers = load("verl.workers.config")
-    own = {k.removeprefix("actor."): v for k, v in flattened(options).items() if k.startswith("actor.")}
-    policy = {k.removeprefix("policy_loss."): own.pop(k) for k in list(own) if k.startswith("policy_loss.")}
+    actor = {k.removeprefix("actor."): v for k, v in flattened(options).items() if k.startswith("actor.")}
+    policy = {k.removeprefix("policy_loss."): actor.pop(k) for k in list(actor) if k.startswith("policy_loss.")}
     config = workers.ActorConfig(
         strategy="fsdp",
         rollout_n=1,
         use_dynamic_bsz=True,
         ppo_mini_batch_size=1,
         policy_loss=workers.PolicyLossConfig(**policy),
-        **own,
+        **actor,
     )
     config.global_batch_info["loss_scale_factor"] = config.loss_scale_factor
     return config
@@ -96,12 +96,12 @@ def advantages(name: str, group: int, options: dict[str, Any]) -> Callable[[Exam
             return torch.stack([x * mask for x in out]).numpy(), None
         scale = options.get("algorithm.norm_adv_by_std_in_grpo", True)
         config = load("verl.trainer.config").AlgoConfig(gamma=LAM, norm_adv_by_std_in_grpo=scale)
-        given: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": mask, "config": config}
+        arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": mask, "config": config}
         if name != "reinforce_plus_plus":
-            given["index"] = _groups(group)
+            arguments["index"] = _groups(group)
         if name.startswith("grpo"):
-            given["norm_adv_by_std_in_grpo"] = scale
-        return (algos.get_adv_estimator_fn(name)(**given)[0] * mask).numpy(), None
+            arguments["norm_adv_by_std_in_grpo"] = scale
+        return (algos.get_adv_estimator_fn(name)(**arguments)[0] * mask).numpy(), None
 
     return run
 
@@ -202,9 +202,9 @@ def cases() -> list[Case]:
     combinations += [(name, GROUP, penalty) for name in ("gae", "grpo", "reinforce_plus_plus")]
     for name, group, o in combinations:
         title = f"advantage {name}, groups of {group} {_name(o)}".strip()
-        both = advantages(name, group, o), ours(name, group, o)
+        functions = advantages(name, group, o), ours(name, group, o)
         plain = None if o else _plain_advantages(name, group)
-        out.append(Case(title, *both, plain, {"hole": True}))
+        out.append(Case(title, *functions, plain, {"hole": True}))
     return out
 
 

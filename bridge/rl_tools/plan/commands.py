@@ -33,7 +33,7 @@ from rl_tools.plan.steps import Rows, Supervision
 from rl_tools.plan.vllm_memory import engine_of
 from rl_tools.plan.workload import Workload, mesh_of, started_with
 
-# How long the rows of a run are: as the user says, or as the data has them.
+# Lengths of a run's rows: as the user says, or as the data has them.
 
 
 def workload_of(
@@ -58,8 +58,8 @@ def shown(load: Load) -> str:
             f"{load.prompts} prompts of {load.prompt_tokens} tokens, {load.responses} completions each of "
             f"{load.new_tokens}"
         )
-    each = "a completion" if load.completions == 1 else f"{load.completions} completions each"
-    return f"{load.rows} rows of a prompt of {load.prompt_tokens} tokens and {each} of {load.new_tokens}"
+    completions = "a completion" if load.completions == 1 else f"{load.completions} completions each"
+    return f"{load.rows} rows of a prompt of {load.prompt_tokens} tokens and {completions} of {load.new_tokens}"
 
 
 def _of_policy(pipeline: PolicyPipeline, prompt_tokens: int | None) -> tuple[ModelSource, Workload]:
@@ -93,8 +93,8 @@ def _of_supervision(
         source: ModelSource = ConfigSource(pipeline.model)
         prompt, new = prompt_tokens, completion_tokens
     else:
-        source, made, held_out, completions = _read(pipeline)
-        prompt, new = _longest(made)
+        source, trajectories, held_out, completions = _read(pipeline)
+        prompt, new = _longest(trajectories)
     if isinstance(pipeline, SFTPipeline):
         rows = pipeline.sft.rows_per_step
     elif isinstance(pipeline, RewardModelPipeline):
@@ -119,13 +119,13 @@ def _read(pipeline: Supervision) -> tuple[ModelSource, list[Trajectory], int, in
         return source, [*train, *held_out], len(held_out), 1
     data = load_data(pipeline, pipeline.loss.build())
     examples = [*data.examples, *data.held_out]
-    made = [trajectory for example in examples for trajectory in example.completions]
-    return data.source, made, len(data.held_out), max(len(example.completions) for example in examples)
+    trajectories = [trajectory for example in examples for trajectory in example.completions]
+    return data.source, trajectories, len(data.held_out), max(len(example.completions) for example in examples)
 
 
-def _longest(made: Iterable[Trajectory]) -> tuple[int, int]:
+def _longest(trajectories: Iterable[Trajectory]) -> tuple[int, int]:
     """Tokens before the first that counts, and the others, of the longest."""
-    longest = max(made, key=lambda trajectory: len(trajectory.tokens))
+    longest = max(trajectories, key=lambda trajectory: len(trajectory.tokens))
     first = list(longest.loss_mask).index(True)
     return first, len(longest.tokens) - first
 
@@ -253,23 +253,23 @@ def run(words: Sequence[str]) -> int:
         pipeline = replace(pipeline, micro_batch_tokens=START)
     room = None if arguments.fits is None else _room(arguments.fits)
     source, workload = workload_of(pipeline, arguments.prompt_tokens, arguments.completion_tokens)
-    found = plan(pipeline, source, workload)
+    phases = plan(pipeline, source, workload)
     say(f"{shown(workload)}; micro-batches of {pipeline.micro_batch_tokens} tokens")
     say("a run of one worker" if mesh.size == 1 else f"one of {mesh.size} workers, {mesh}")
-    say("\n".join(plan_lines(found)))
-    written: dict[str, Any] = {"workload": vars(workload), "mesh": vars(mesh), "phases": as_json(found)}
+    say("\n".join(plan_lines(phases)))
+    numbers: dict[str, Any] = {"workload": vars(workload), "mesh": vars(mesh), "phases": as_json(phases)}
     if (engine := engine_of(pipeline, source, workload)) is not None:
         say("\n".join(engine.lines()))
-        written["rollout"] = engine.numbers()
+        numbers["rollout"] = engine.numbers()
     if not arguments.no_knobs:
-        changed = list(knobs(pipeline, source, workload, found))
+        changed = list(knobs(pipeline, source, workload, phases))
         say("\n".join(["", *knob_lines(changed)]))
-        written["knobs"] = {knob.option: knob.saves for knob in changed}
+        numbers["knobs"] = {knob.option: knob.saves for knob in changed}
     status = 0
     if room is not None:
-        status = _print_largest(pipeline, source, workload, room, written)
+        status = _print_largest(pipeline, source, workload, room, numbers)
     if arguments.json is not None:
-        write_json(arguments.json, written)
+        write_json(arguments.json, numbers)
     return status
 
 
@@ -281,30 +281,32 @@ def _room(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="rl-fn plan",
         description="Bytes by phase and component, without loading the model. With a trainer's name, all "
         "further options are those of rl-fn train.",
         allow_abbrev=False,
     )
-    made.add_argument("config", help="a trainer of rl-fn train, a run's folder, or its config.json")
-    made.add_argument("--workers", type=int, help="processes of the run; without it what its options or its folder say")
-    made.add_argument(
+    parser.add_argument("config", help="a trainer of rl-fn train, a run's folder, or its config.json")
+    parser.add_argument(
+        "--workers", type=int, help="processes of the run; without it what its options or its folder say"
+    )
+    parser.add_argument(
         "--prompt-tokens", type=int, help="of the longest prompt; needed with --model, whose data is not read"
     )
-    made.add_argument("--completion-tokens", type=int, help="of the longest completion; a policy has its own option")
-    made.add_argument("--fits", metavar="24GiB", help="find the most --micro-batch-tokens that fit into so much")
-    made.add_argument("--no-knobs", action="store_true", help="leave out what other options would save")
-    made.add_argument("--json", type=Path, help="a file for the numbers")
-    return made
+    parser.add_argument("--completion-tokens", type=int, help="of the longest completion; a policy has its own option")
+    parser.add_argument("--fits", metavar="24GiB", help="find the most --micro-batch-tokens that fit into so much")
+    parser.add_argument("--no-knobs", action="store_true", help="leave out what other options would save")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    return parser
 
 
-def _print_largest(pipeline: Pipeline, source: ModelSource, workload: Load, room: int, written: dict) -> int:
+def _print_largest(pipeline: Pipeline, source: ModelSource, workload: Load, room: int, numbers: dict) -> int:
     largest = largest_micro_batch(pipeline, source, workload, room)
     if largest is None:
         say(f"\nnot even one row at a time fits into {shown_bytes(room)}")
         return 1
-    tokens, made = largest
-    say(f"\n--micro-batch-tokens {tokens} is the most that fits into {shown_bytes(room)}: {shown_bytes(made.bytes)}")
-    written["fits"] = {"room": room, "micro_batch_tokens": tokens, "bytes": made.bytes}
+    tokens, phases = largest
+    say(f"\n--micro-batch-tokens {tokens} is the most that fits into {shown_bytes(room)}: {shown_bytes(phases.bytes)}")
+    numbers["fits"] = {"room": room, "micro_batch_tokens": tokens, "bytes": phases.bytes}
     return 0

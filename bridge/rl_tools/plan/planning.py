@@ -1,4 +1,4 @@
-"""What a run will need, what each option saves, and the largest micro-batch that fits: before anything is loaded."""
+"""The plan of a run before anything is loaded: its bytes, the savings of each option, the micro-batch that fits."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from rl_tools.plan.steps import PHASES, SUPERVISION_PHASES, PolicyStep, Rows, Su
 from rl_tools.plan.vllm_memory import EngineShare, engine_of, share_for
 from rl_tools.plan.workload import Workload, mesh_of
 
-# What an engine of vLLM could do without: the options of a run that ``rl-fn plan`` tries.
+# Options of vLLM that ``rl-fn plan`` tries, to need less memory.
 
 
 def changes_of_vllm(
@@ -33,29 +33,33 @@ def changes_of_vllm(
     # The old policy's log-probabilities are the trainer's where the engine computes with other numbers.
     exact = {"policy": replace(pipeline.policy, recompute_old_logprobs=True)}
     besides = "" if pipeline.policy.recompute_old_logprobs else " --policy.recompute-old-logprobs"
-    tried: list[tuple[str, VLLMOptions, dict[str, Any]]] = []
+    changes: list[tuple[str, VLLMOptions, dict[str, Any]]] = []
     if not options.rank_precisions and options.precision in ("fp32", "bf16"):
         for precision in ("bf16", "int8"):
             if precision != options.precision:
                 text = f"--rollout.vllm.precision {precision}{besides}"
-                tried.append((text, replace(options, precision=precision), exact))
+                changes.append((text, replace(options, precision=precision), exact))
     gib = _smaller_cache(share, options.max_num_seqs)
     if gib is not None and "kv_cache_memory_bytes" not in options.engine_arguments():
-        tried.append((f"--rollout.vllm.kv-cache-gib {gib:g}", replace(options, kv_cache_gib=gib), {}))
-    for text, changed, fields in tried:
+        changes.append((f"--rollout.vllm.kv-cache-gib {gib:g}", replace(options, kv_cache_gib=gib), {}))
+    for text, changed, fields in changes:
         rollout = replace(pipeline.rollout, vllm=changed)
-        made = share_for(source, rollout, workload)
-        waits = f" ({made.at_once} of {made.requests} requests together)" if made.at_once < made.requests else ""
+        footprint = share_for(source, rollout, workload)
+        waits = (
+            f" ({footprint.at_once} of {footprint.requests} requests together)"
+            if footprint.at_once < footprint.requests
+            else ""
+        )
         yield text + waits, {**fields, "rollout": rollout}
 
 
 def _smaller_cache(share: EngineShare, together: int) -> float | None:
     """GiB: enough for the requests that may run ``together``, or half of what there is where that is less already."""
-    each = share.needed // share.requests
-    enough = _rounded(each * min(share.requests, together) + share.block_bytes)
+    request_bytes = share.needed // share.requests
+    enough = _rounded(request_bytes * min(share.requests, together) + share.block_bytes)
     if enough * 2**30 < share.cache:
         return enough
-    half = _rounded(max(share.cache // 2, each + share.block_bytes))
+    half = _rounded(max(share.cache // 2, request_bytes + share.block_bytes))
     return half if half * 2**30 < share.cache else None
 
 
@@ -69,7 +73,7 @@ def _rounded(size: int) -> float:
     return round(math.ceil(size / 2**30 / unit) * unit, 12)
 
 
-# What a run will need, what each knob saves, and the largest micro-batch that fits: before anything is loaded.
+# The plan, the savings of each knob, and the largest micro-batch that fits.
 
 Pipeline = PolicyPipeline | Supervision
 Load = Workload | Rows
@@ -138,10 +142,10 @@ def _peaks(
 
 
 def knobs(pipeline: Pipeline, source: ModelSource, workload: Load, now: Plan) -> Iterator[Knob]:
-    """What each option that the run does not have would save at the peak, the run's other options staying."""
+    """Savings at the peak by each option that the run does not have, the run's other options staying."""
     for option, changed in _changes(pipeline, source, workload):
-        made = plan(changed, source, workload)
-        yield Knob(option, made, now.bytes - made.bytes)
+        changed_plan = plan(changed, source, workload)
+        yield Knob(option, changed_plan, now.bytes - changed_plan.bytes)
 
 
 def _changes(pipeline: Pipeline, source: ModelSource, workload: Load) -> Iterator[tuple[str, Any]]:
@@ -150,27 +154,27 @@ def _changes(pipeline: Pipeline, source: ModelSource, workload: Load) -> Iterato
     of_update = -(-workload.rows // (updates * mesh.data_parts)) * workload.row_tokens
     assert pipeline.micro_batch_tokens != "auto"
     tokens = max(workload.row_tokens, min(pipeline.micro_batch_tokens, of_update) // 2)
-    wanted: list[tuple[str, dict]] = [(f"--micro-batch-tokens {tokens}", {"micro_batch_tokens": tokens})]
+    changes: list[tuple[str, dict]] = [(f"--micro-batch-tokens {tokens}", {"micro_batch_tokens": tokens})]
     if pipeline.activations == "keep" and not pipeline.gradient_checkpointing:
-        wanted += [(f"--activations {name}", {"activations": name}) for name in ("full", "offload")]
+        changes += [(f"--activations {name}", {"activations": name}) for name in ("full", "offload")]
     # Where a mesh cuts the vocabulary or the rows no loss is fused with the head, and cut matrices take no adapters.
     if isinstance(pipeline, PolicyPipeline) and not pipeline.fused_loss and mesh.tensor == mesh.sequence == 1:
-        wanted.append(("--fused-loss", {"fused_loss": True}))
+        changes.append(("--fused-loss", {"fused_loss": True}))
     if not pipeline.lora.rank and mesh.tensor == 1:
-        wanted.append(("--lora.rank 16", {"lora": LoRAOptions(rank=16)}))
+        changes.append(("--lora.rank 16", {"lora": LoRAOptions(rank=16)}))
     if pipeline.dtype == "float32":
         if isinstance(pipeline, PolicyPipeline):
             exact = replace(pipeline.policy, recompute_old_logprobs=True)
-            wanted.append(("--dtype bfloat16 --policy.recompute-old-logprobs", {"dtype": "bfloat16", "policy": exact}))
+            changes.append(("--dtype bfloat16 --policy.recompute-old-logprobs", {"dtype": "bfloat16", "policy": exact}))
         else:
-            wanted.append(("--dtype bfloat16", {"dtype": "bfloat16"}))
+            changes.append(("--dtype bfloat16", {"dtype": "bfloat16"}))
     if isinstance(pipeline, PreferencePipeline) and not pipeline.cache_reference:
-        wanted.append(("--cache-reference", {"cache_reference": True}))
+        changes.append(("--cache-reference", {"cache_reference": True}))
     if isinstance(pipeline, PolicyPipeline) and pipeline.track_kl:
-        wanted.append(("--no-track-kl", {"track_kl": False}))
+        changes.append(("--no-track-kl", {"track_kl": False}))
     if isinstance(pipeline, PolicyPipeline) and isinstance(workload, Workload):
-        wanted += changes_of_vllm(pipeline, source, workload)
-    for option, fields in wanted:
+        changes += changes_of_vllm(pipeline, source, workload)
+    for option, fields in changes:
         try:
             yield option, replace(pipeline, **fields)
         except ValueError:  # the run's other options exclude this one
@@ -187,17 +191,17 @@ def largest_micro_batch(pipeline: Pipeline, source: ModelSource, workload: Load,
     def with_rows(rows: int) -> Plan:
         return plan(replace(pipeline, micro_batch_tokens=rows * workload.row_tokens), source, workload)
 
-    found = with_rows(least)
-    if found.bytes > room:
+    fitting = with_rows(least)
+    if fitting.bytes > room:
         return None
     whole = with_rows(most)
     if whole.bytes <= room:
         return most * workload.row_tokens, whole
     while most - least > 1:
         middle = (least + most) // 2
-        tried = with_rows(middle)
-        if tried.bytes <= room:
-            least, found = middle, tried
+        trial = with_rows(middle)
+        if trial.bytes <= room:
+            least, fitting = middle, trial
         else:
             most = middle
-    return least * workload.row_tokens, found
+    return least * workload.row_tokens, fitting

@@ -40,12 +40,12 @@ from rl_bridge.models.stored_tensors import fill_computed_buffers
 from rl_bridge.parallel.fsdp import materialize
 from rl_bridge.profiling.live_bytes import CHECKPOINT, LiveBytes
 
-# A rehearsal: the trainer's own code with arrays of numbers that have sizes and no memory.
+# Operators on tensors that have sizes and no memory.
 
 _ATEN: Any = torch.ops.aten
 _INDEXED = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._index_put_impl_.default)
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-"""What a collective has gathered is handed on by them, in the same memory."""
+"""Operations that hand on what a collective has gathered, in the same memory."""
 _FACTORIES = frozenset(
     [f"{start}{kind}" for start in ("", "new_") for kind in ("empty", "empty_strided", "zeros", "ones", "full")]
     + [f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")]
@@ -75,8 +75,8 @@ class Rehearsal(LiveBytes):
         """The operation: for real where all numbers are, else on sizes alone."""
         tensors = _tensors(args, kwargs)
         if not any(isinstance(x, FakeTensor) for x in tensors):
-            made = not _is_meta(tensors, kwargs) and _makes_floats(func, args, tensors, kwargs)
-            return self._fake(func, args, kwargs) if made else func(*args, **kwargs)
+            is_fake = not _is_meta(tensors, kwargs) and _makes_floats(func, args, tensors, kwargs)
+            return self._fake(func, args, kwargs) if is_fake else func(*args, **kwargs)
         name = func._schema.name
         if func is _ATEN._local_scalar_dense.default:
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
@@ -115,13 +115,13 @@ class Rehearsal(LiveBytes):
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [x for x in value if isinstance(x, torch.Tensor)]
-    return found
+            tensors += [x for x in value if isinstance(x, torch.Tensor)]
+    return tensors
 
 
 def _is_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
@@ -148,15 +148,15 @@ def _is_short(shape: Any) -> bool:
 
 def _as_numbers(indices: Any, whole: torch.Tensor) -> list[Any]:
     """Masks among the indices as the numbers of their places, of which a fake mask has all."""
-    found: list[Any] = []
+    numbers: list[Any] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
-            found.append(index)
+            numbers.append(index)
             continue
         if isinstance(index, FakeTensor):
             index = torch.ones(tuple(index.shape), dtype=torch.bool)
-        found.extend(index.nonzero().unbind(1))
-    return found
+        numbers.extend(index.nonzero().unbind(1))
+    return numbers
 
 
 # The first of several workers, alone in this process: its peers answer nothing, and what they would send is not there.
@@ -219,7 +219,7 @@ class FirstWorker(LocalExecutor):
         name, method, *_ = arguments[0]
         if declared(getattr(worker_of(self._host, name).module, method)) != "rows":
             return dict.fromkeys(arguments, result)
-        return {slot: _with_rows(result, _rows(given)) for slot, given in arguments.items()}
+        return {slot: _with_rows(result, _rows(message)) for slot, message in arguments.items()}
 
 
 class _Host(Host):
@@ -229,9 +229,9 @@ class _Host(Host):
         return super().group(slots, "fake", purpose=purpose)
 
 
-def _rows(given: tuple[Any, ...]) -> int:
-    """Of what a worker was called with."""
-    _, _, args, kwargs, _ = given
+def _rows(message: tuple[Any, ...]) -> int:
+    """The number of rows that a worker was called with."""
+    _, _, args, kwargs, _ = message
     return row_count((*args, *kwargs.values())[0])
 
 
@@ -256,7 +256,7 @@ class ConfigSource:
     """Folder with a config.json, the file itself, or a hub id."""
 
     def empty(self) -> PreTrainedModel:
-        """As ``AutoModelForCausalLM`` makes it, in float32.
+        """The model that ``AutoModelForCausalLM`` makes, in float32.
 
         Raises:
             ValueError: there is no such configuration, or it is of no causal language model.
@@ -278,7 +278,7 @@ class ConfigValueSource(ConfigSource):
     """The same for a model of values or rewards."""
 
     def empty(self) -> PreTrainedModel:
-        """As ``AutoModelForSequenceClassification`` makes it, in float32.
+        """The model that ``AutoModelForSequenceClassification`` makes, in float32.
 
         Raises:
             ValueError: there is no such configuration, or it is of a model with another head than one number.
@@ -300,7 +300,7 @@ class WithoutNumbers:
     source: Any
 
     def empty(self) -> Any:
-        """As the source makes it."""
+        """The model that the source makes."""
         return self.source.empty()
 
     def load(self, model: Any, device: torch.device | None = None) -> None:

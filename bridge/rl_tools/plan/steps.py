@@ -51,7 +51,7 @@ class PlannedRewards:
             self._models.append(model)
 
     def score(self, workload: Workload) -> None:
-        """As ``RewardModel`` does; a conversation in the model's own template may be longer than a row."""
+        """Score as ``RewardModel`` does; a conversation in the model's own template may be longer than a row."""
         for model in self._models:
             parts = list(micro_batches(workload.batch(model.config.get_text_config().vocab_size), MICRO_BATCH_TOKENS))
             with torch.no_grad():
@@ -59,7 +59,7 @@ class PlannedRewards:
                     token_values(model, part.batch.tokens)
 
 
-# One step of a policy's training, phase by phase, on the engines that a run has: for real, or as a rehearsal.
+# A policy's step.
 
 PHASES = ("generation", "scoring", "update", "sync", "checkpoint")
 REWARDS = "rewards"
@@ -69,7 +69,7 @@ EOS = -1
 
 
 class _Tokens:
-    """What engines ask of a tokenizer."""
+    """The attributes of a tokenizer that engines read."""
 
     eos_token_id = pad_token_id = 0
 
@@ -88,8 +88,8 @@ class PolicyStep:
         engines.trained = bare(pipeline.trained(source))
         objective, scoring = pipeline.objective.build(), pipeline.scoring()
         plain = pipeline.rollout.backend == "in_process"
-        made: Any = pipeline.rollout if plain else PlannedOptions(pipeline.rollout, workload, live)
-        self.rollout = engines.rollout(_Tokens(), made)  # type: ignore[arg-type]
+        rollout_options: Any = pipeline.rollout if plain else PlannedOptions(pipeline.rollout, workload, live)
+        self.rollout = engines.rollout(_Tokens(), rollout_options)  # type: ignore[arg-type]
         self.engine: PlannedRollout | None = None if plain else self.worker(self.rollout)
         self.policy = engines.policy(
             pipeline.optimizer, objective, updates=10, scoring=scoring, fused_loss=pipeline.fused_loss
@@ -99,8 +99,12 @@ class PolicyStep:
         self.reference = engines.reference(scoring) if reads or pipeline.track_kl else None
         self.critic = None
         if objective.value is not None:
-            own, rehearsed = pipeline.critic.model, self.rehearsed
-            critic = bare(ValueSource(source)) if own is None else beside(own, rehearsed=rehearsed, values=True)
+            critic_model, rehearsed = pipeline.critic.model, self.rehearsed
+            critic = (
+                bare(ValueSource(source))
+                if critic_model is None
+                else beside(critic_model, rehearsed=rehearsed, values=True)
+            )
             options = pipeline.critic.optimizer, objective
             self.critic = engines.critic(critic, *options, updates=10, scoring=scoring)
         self.teacher = None
@@ -126,7 +130,7 @@ class PolicyStep:
         return self.worker(engine)
 
     def worker(self, engine: Any) -> Any:
-        """What the engine's factory made."""
+        """The object that the engine's factory made."""
         return worker_of(self.executor._host, engine.name).module
 
     def run(self, phases: Sequence[str] = PHASES, times: int = 1) -> dict[str, Peak]:
@@ -153,7 +157,7 @@ class PolicyStep:
             yield REWARDS, partial(self.rewards.score, self.workload)
 
     def prepare(self) -> None:
-        """What the first step of a run leaves behind: the optimisers' state, and a checkpoint's buffers."""
+        """Make what the first step of a run leaves behind: the optimisers' state, and a checkpoint's buffers."""
         for engine in (self.policy, self.critic):
             if engine is not None:
                 module = self.module(engine)
@@ -183,7 +187,7 @@ class PolicyStep:
                 _leap(decoder)
 
     def prompt_tokens(self) -> list[list[int]]:
-        """Of every row."""
+        """The prompt's tokens of every row."""
         return self.batch().tokens[:, : self.workload.prompt_tokens].tolist()
 
     def batch(self) -> TokenBatch:
@@ -191,7 +195,7 @@ class PolicyStep:
         return self.workload.batch(self.vocabulary)
 
     def scoring(self) -> None:
-        """What is scored before all updates of the step."""
+        """Score all that is scored before all updates of the step."""
         batch = NeedParallel(self.batch())
         if self.reference is not None and self.reads_reference:
             self.reference.token_logprobs(batch)
@@ -221,8 +225,8 @@ class PolicyStep:
     def _update_critic(self, shares: Sequence[TokenBatch]) -> None:
         assert self.critic is not None
         for share in shares:
-            read = share._replace(old_values=torch.zeros(share.mask.shape), returns=share.advantages)
-            self.critic.train_step(NeedParallel(read), float(share.mask.sum()))
+            batch = share._replace(old_values=torch.zeros(share.mask.shape), returns=share.advantages)
+            self.critic.train_step(NeedParallel(batch), float(share.mask.sum()))
             self.critic.optimizer_step()
 
     def _update_policy(self, share: TokenBatch) -> None:
@@ -294,7 +298,7 @@ def _leap(decoder: Decoder) -> None:
     decoder._state[2] = total - 1
 
 
-# One step of supervised fine-tuning, of a reward model or of learning from preferences, phase by phase.
+# A step of supervised fine-tuning, of a reward model or of learning from preferences.
 
 Supervision = SFTPipeline | RewardModelPipeline | PreferencePipeline
 """The pipelines without a rollout."""
@@ -335,11 +339,11 @@ class Rows:
         def drawn(count: int) -> list[int]:
             return torch.randint(1, max(2, vocabulary), (count,), generator=generator).tolist()
 
-        made = []
+        groups = []
         for _ in range(rows):
             prompt = drawn(self.prompt_tokens)
-            made.append([single_turn(prompt, drawn(self.new_tokens)) for _ in range(self.completions)])
-        return made
+            groups.append([single_turn(prompt, drawn(self.new_tokens)) for _ in range(self.completions)])
+        return groups
 
 
 class SupervisionStep:
@@ -404,11 +408,11 @@ class SupervisionStep:
             least = load.completions * load.new_tokens  # where a prompt is computed once
             rows = min(rows, 2 * self.model.mesh.data_parts * (self.pipeline.micro_batch_tokens // least + 1))
         with _disable_current_modes():
-            made = load.trajectories(rows, self.vocabulary, seed=seed)
+            examples = load.trajectories(rows, self.vocabulary, seed=seed)
             if self.loss is None:
-                return collate([one for (one,) in made], 0)
+                return collate([one for (one,) in examples], 0)
             desirable = [row % 2 == 0 for row in range(rows)]
-            batch = collate_comparisons(made, 0, desirable=desirable)
+            batch = collate_comparisons(examples, 0, desirable=desirable)
             needed = {name: torch.ones(rows) for name in batch.numbers}
             reference = torch.zeros(batch.present.shape) if self.loss.needs_reference else None
             return batch._replace(numbers=needed, ref_logprobs=reference)
@@ -438,8 +442,8 @@ class SupervisionStep:
             assert isinstance(batch, TokenBatch)
             self.model.train_step(NeedParallel(batch), float(batch.mask.sum()))
         else:
-            given = dict.fromkeys(self.loss.statistics, 0.1)
-            accumulate(self.model, self.loss, batch, given)
+            numbers = dict.fromkeys(self.loss.statistics, 0.1)
+            accumulate(self.model, self.loss, batch, numbers)
         self.model.optimizer_step()
 
     def checkpoint(self) -> None:

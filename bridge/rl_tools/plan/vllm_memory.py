@@ -31,7 +31,7 @@ from rl_bridge.weights.transforms import Quantize, Through, precision_map
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.workload import Workload
 
-# The memory of an engine of vLLM, from the model's structure and the options: nothing is loaded, and vLLM not needed.
+# The bytes, from the model's structure and the options.
 
 PADDING = 64
 """vLLM's vocabularies are multiples of as many tokens."""
@@ -40,7 +40,7 @@ _BLOCK = {"cpu": 128, "cuda": 16}
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Layers of a checkpoint that are one layer of vLLM."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters, as vLLM makes room for them."""
+"""Ranks of adapters for which vLLM makes room."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,28 @@ class EngineShare:
     layer: int
     """The largest of vLLM's layers, which an update makes a second time before its values replace the old ones."""
     cache: int
-    """Of keys and values, reserved when the engine starts."""
+    """Bytes of keys and values, reserved when the engine starts."""
     needed: int
-    """Of keys and values, for all requests of a step at their full length and none with a prompt in common."""
+    """Bytes of keys and values, for all requests of a step at their full length and none with a prompt in common."""
     reserved: bool
     """Whether options say how large the cache is. If not, vLLM takes what it finds left, and ``cache`` is ``needed``:
     less than that."""
     held: int
     """Requests of full length that the cache has room for."""
     at_once: int
-    """Of a step's, that run together at full length; others wait, or give up their blocks and are read again."""
+    """Requests that run together at full length; others wait, or give up their blocks and are read again."""
     requests: int
-    """Of a step."""
+    """Requests of a step."""
     block: int
     """Tokens of a block of the cache."""
     block_bytes: int
-    """Of a block, all layers together."""
+    """Bytes of a block, all layers together."""
     longest: int
     """Tokens of the longest sequence that the engine takes."""
     served: bool
     """Whether the engine is a server's, in a process of its own."""
     sent: dict[str, TensorSpec]
-    """What an update sends, by name."""
+    """Tensors that an update sends, by name."""
     through: Through
     """The map that an update goes through."""
 
@@ -82,7 +82,7 @@ class EngineShare:
         return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
     def lines(self) -> list[str]:
-        """What the options mean for a step, to be printed below a plan."""
+        """Lines below a plan: the meaning of the options for a step."""
         cache, needed = shown_bytes(self.cache), shown_bytes(self.needed)
         lines = [f"vLLM's cache of {cache} holds all {self.requests} requests of a step, which need {needed}"]
         if not self.reserved:
@@ -104,14 +104,14 @@ class EngineShare:
 def share_of(
     model: PreTrainedModel, options: VLLMOptions, workload: Workload, *, device: str, served: bool = False
 ) -> EngineShare:
-    """What an engine with these options takes of a ``device``, "cpu" or "cuda"; ``model`` may lie on the meta device.
+    """The share of a ``device``, "cpu" or "cuda", that an engine takes; ``model`` may lie on the meta device.
 
     Raises:
         ValueError: an option of vLLM whose bytes are not known here, or a cache without room for one request.
     """
     if options.tensor_parallel_size != 1:
         raise ValueError(f"the bytes of an engine cut over {options.tensor_parallel_size} ranks are not known here")
-    options, own = options.of_rank(0)
+    options, precision = options.of_rank(0)
     dtype: torch.dtype = getattr(torch, options.activations)
     resident = _through(options.precision, model, dtype)
     padding = _padding(model) * dtype.itemsize
@@ -121,7 +121,7 @@ def share_of(
     weights = sum(layers.values()) + _rotary_table(model) * dtype.itemsize
     if options.adapter_rank is not None:
         weights += _adapter_room(model, options.adapter_rank) * dtype.itemsize
-    config, plain = model.config.get_text_config(), own is not None
+    config, plain = model.config.get_text_config(), precision is not None
     cache = _cache(config, options, dtype, workload, device)
     return EngineShare(
         weights=weights,
@@ -154,9 +154,11 @@ def _layer(name: str) -> str:
 
 def _vocabularies(model: PreTrainedModel) -> list[str]:
     """Layers of embeddings, and of a head that has weights of its own."""
-    own = {id(tensor): name for name, tensor in model.named_parameters()}
+    names_by_tensor = {id(tensor): name for name, tensor in model.named_parameters()}
     heads: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = [own[id(head.weight)] for head in heads if head is not None and id(head.weight) in own]
+    names = [
+        names_by_tensor[id(head.weight)] for head in heads if head is not None and id(head.weight) in names_by_tensor
+    ]
     return sorted({_layer(name) for name in names})
 
 
@@ -185,40 +187,40 @@ def _adapter_room(model: PreTrainedModel, rank: int) -> int:
     """Numbers of the two matrices beside each linear layer but the head."""
     if rank > max(_RANKS):
         raise ValueError(f"vLLM takes adapters of rank {max(_RANKS)} at most, got adapter_rank={rank}")
-    rank = min(one for one in _RANKS if one >= rank)
+    rank = min(room for room in _RANKS if room >= rank)
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     return sum(rank * (layer.in_features + layer.out_features) for layer in linear)
 
 
 def _cache(config: Any, options: VLLMOptions, dtype: torch.dtype, load: Workload, device: str) -> dict[str, Any]:
-    given = options.engine_arguments()
+    arguments = options.engine_arguments()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    block = given.get("block_size") or _BLOCK[device]
+    block = arguments.get("block_size") or _BLOCK[device]
     block_bytes = block * 2 * heads * _head_size(config) * config.num_hidden_layers * dtype.itemsize
     # The keys and values of the last token that is drawn are never computed.
     longest = min(load.row_tokens, options.max_model_len or load.row_tokens) - 1
-    each = -(-longest // block)
-    needed = load.rows * each * block_bytes
-    found = {"cache": needed, "needed": needed, "block": block, "block_bytes": block_bytes, "reserved": False}
-    room = _reserved(options, given, device)
+    request_blocks = -(-longest // block)
+    needed = load.rows * request_blocks * block_bytes
+    sizes = {"cache": needed, "needed": needed, "block": block, "block_bytes": block_bytes, "reserved": False}
+    room = _reserved(options, arguments, device)
     if room is None:
-        return {**found, "held": load.rows, "at_once": min(load.rows, options.max_num_seqs)}
+        return {**sizes, "held": load.rows, "at_once": min(load.rows, options.max_num_seqs)}
     blocks = room // block_bytes
-    held = (blocks - 1) // each  # vLLM keeps the first block for itself
-    if held < 1:
+    requests = (blocks - 1) // request_blocks  # vLLM keeps the first block for itself
+    if requests < 1:
         raise ValueError(
             f"vLLM's cache of {shown_bytes(room)} has {max(blocks - 1, 0)} blocks of {block} tokens, and one request "
-            f"of {longest} tokens needs {each}: --rollout.vllm.kv-cache-gib"
+            f"of {longest} tokens needs {request_blocks}: --rollout.vllm.kv-cache-gib"
         )
-    at_once = min(held, options.max_num_seqs, load.rows)
-    return {**found, "cache": blocks * block_bytes, "reserved": True, "held": held, "at_once": at_once}
+    at_once = min(requests, options.max_num_seqs, load.rows)
+    return {**sizes, "cache": blocks * block_bytes, "reserved": True, "held": requests, "at_once": at_once}
 
 
-def _reserved(options: VLLMOptions, given: dict[str, Any], device: str) -> int | None:
+def _reserved(options: VLLMOptions, arguments: dict[str, Any], device: str) -> int | None:
     """Bytes that options or the environment name."""
-    if given.get("kv_cache_memory_bytes") is not None:
-        return int(given["kv_cache_memory_bytes"])
+    if arguments.get("kv_cache_memory_bytes") is not None:
+        return int(arguments["kv_cache_memory_bytes"])
     if options.kv_cache_gib is not None:
         return int(options.kv_cache_gib * 2**30)
     named = os.environ.get("VLLM_CPU_KVCACHE_SPACE") if device == "cpu" else None
@@ -272,9 +274,9 @@ class PlannedRollout:
         self._through: Through = share.through
         if isinstance(live, Rehearsal) and isinstance(share.through, Quantize):
             self._through = _Sizes(share.through)
-        sent = {name: TensorSpec(spec.shape, _held(spec.dtype, live)) for name, spec in share.sent.items()}
+        specs = {name: TensorSpec(spec.shape, _dtype_in(spec.dtype, live)) for name, spec in share.sent.items()}
         self._adapter = options.vllm.adapter_rank is not None
-        self._receiver = _Copies(sent, share.layer, live, adapter=self._adapter)
+        self._receiver = _Copies(specs, share.layer, live, adapter=self._adapter)
         self._weights = self._bytes(share.weights, SERVER if share.served else WEIGHTS)
         self._cache: torch.Tensor | None = self._bytes(share.cache, SERVER if share.served else CACHE)
 
@@ -290,7 +292,7 @@ class PlannedRollout:
 
     @returns("same")
     def weights_map(self) -> Through:
-        """What weights go through on their way here."""
+        """The map that weights go through on their way here."""
         return self._through
 
     @returns("same")
@@ -299,7 +301,7 @@ class PlannedRollout:
         return self._adapter
 
     def weight_receiver(self) -> "_Copies":
-        """What a sync to here fills."""
+        """The receiver of a sync to here."""
         return self._receiver
 
     def probe(self, temperature: float) -> TokenBatch:
@@ -316,21 +318,21 @@ class PlannedRollout:
         self._receiver.prove()
 
     def _bytes(self, size: int, component: str) -> torch.Tensor:
-        made = torch.empty(size, dtype=_BYTE)
-        self._live.track(made, component)
-        return made
+        buffer = torch.empty(size, dtype=_BYTE)
+        self._live.track(buffer, component)
+        return buffer
 
 
 class _Copies(ModuleReceiver):
     """The two complete copies of an update, and the layer that the engine makes a second time, as ``VLLMReceiver``."""
 
-    def __init__(self, sent: dict[str, TensorSpec], layer: int, live: LiveBytes, *, adapter: bool) -> None:
+    def __init__(self, specs: dict[str, TensorSpec], layer: int, live: LiveBytes, *, adapter: bool) -> None:
         super().__init__(torch.nn.Module(), version=0)
-        self._expected_manifest, self._layer = Manifest(sent), layer
+        self._expected_manifest, self._layer = Manifest(specs), layer
         self._takes_adapter = adapter
         self._arriving: dict[str, torch.Tensor] = {}
         # Of an adapter nothing is known before the first sync.
-        self._proved = {} if adapter else _empties(sent)
+        self._proved = {} if adapter else _empties(specs)
         for copy in self._proved.values():
             live.track(copy, TRANSFER)
 
@@ -376,12 +378,12 @@ class _Sizes:
         if name not in self.through.names:
             yield name, rounded
             return
-        for made, outline in self.through(name, torch.empty_like(tensor, device="meta")):
+        for part, outline in self.through(name, torch.empty_like(tensor, device="meta")):
             dtype = outline.dtype if outline.dtype.is_floating_point else _BYTE
-            yield made, torch.empty(outline.shape, dtype=dtype, device=tensor.device)
+            yield part, torch.empty(outline.shape, dtype=dtype, device=tensor.device)
 
 
-def _held(dtype: torch.dtype, live: LiveBytes) -> torch.dtype:
+def _dtype_in(dtype: torch.dtype, live: LiveBytes) -> torch.dtype:
     return _BYTE if isinstance(live, Rehearsal) and dtype == torch.int8 else dtype
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made for: rows of given lengths, and how many workers share them."""
+"""The workload of a plan: rows of given lengths, and how many workers share them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,12 @@ from rl_bridge.parallel.mesh import Mesh
 from rl_bridge.pipelines.placement import PlacementOptions
 from rl_bridge.run.provenance import read_provenance
 
-# The rows of a step, of given lengths: what a plan is made for, and what a measurement runs.
+# The rows of a step, for a plan and for a measurement.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Of the longest: ``prompts`` of ``prompt_tokens`` tokens, ``responses`` completions each of ``new_tokens``."""
+    """The longest rows: ``prompts`` of ``prompt_tokens`` tokens, ``responses`` completions each of ``new_tokens``."""
 
     prompts: int
     responses: int
@@ -78,7 +78,7 @@ class Largest(list[MicroBatch]):
         self.all = parts
 
 
-# How many workers the run of a plan has, and how they are arranged.
+# The number of workers of a run, and their mesh.
 
 
 def mesh_of(pipeline: PlacementOptions) -> Mesh:
@@ -93,8 +93,8 @@ def mesh_of(pipeline: PlacementOptions) -> Mesh:
     Raises:
         ValueError: a mesh of another number of workers, one with vLLM, or workers that draw alone.
     """
-    wanted = pipeline.mesh
-    workers = pipeline.workers or wanted.replicate * (wanted.shard or 1) * wanted.tensor * wanted.sequence
+    mesh = pipeline.mesh
+    workers = pipeline.workers or mesh.replicate * (mesh.shard or 1) * mesh.tensor * mesh.sequence
     options: Any = pipeline  # a policy's has rollouts besides
     drawing = options.asynchronous.rollout_workers if hasattr(options, "asynchronous") else None
     backend = options.rollout.backend if hasattr(options, "rollout") else "in_process"
@@ -106,8 +106,8 @@ def mesh_of(pipeline: PlacementOptions) -> Mesh:
             f"rollout.backend {backend}, beside {workers} that train"
         )
     if workers > 1 and backend != "in_process":
-        raise ValueError(f"no plan of {workers} workers, {wanted}, with rollout.backend {backend}")
-    return wanted.of(workers)
+        raise ValueError(f"no plan of {workers} workers, {mesh}, with rollout.backend {backend}")
+    return mesh.of(workers)
 
 
 def started_with(path: Path) -> int | None:

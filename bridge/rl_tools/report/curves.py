@@ -48,13 +48,13 @@ def options_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     >>> options_of({"seed": 0, "policy": {"steps": 8, "pass_at": []}})
     {'seed': '0', 'policy.steps': '8', 'policy.pass_at': '[]'}
     """
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= options_of(value, f"{prefix}{name}.")
+            options |= options_of(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return found
+            options[prefix + name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return options
 
 
 def grouped(runs: Sequence[RunFiles]) -> list[Group]:
@@ -89,9 +89,9 @@ def _label(
     runs: Sequence[RunFiles], keys: Sequence[Mapping[str, str]], group: Sequence[int], differing: Sequence[str]
 ) -> str:
     names = ", ".join(runs[place].name for place in group)
-    told = [f"{name} {keys[group[0]].get(name, '–')}" for name in differing[:3]]
-    told += [f"and {len(differing) - 3} more"] if len(differing) > 3 else []
-    return f"{names}: {', '.join(told)}" if told else names
+    parts = [f"{name} {keys[group[0]].get(name, '–')}" for name in differing[:3]]
+    parts += [f"and {len(differing) - 3} more"] if len(differing) > 3 else []
+    return f"{names}: {', '.join(parts)}" if parts else names
 
 
 # Panels of curves: one a metric of a stage, with a line a run and a band a group of runs.
@@ -137,12 +137,13 @@ def _stage(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dic
     parts = [buckets(len(of_run)) for of_run in records]
     names = sorted(dict.fromkeys(name for of_run in columns for name in of_run), key=order)
     bounds = {f"{name}_{end}" for name in names for end in ("low", "high")}
-    shown = [name for name in names if name not in bounds and any(_there(of_run.get(name)) for of_run in columns)]
+    visible = [name for name in names if name not in bounds and any(_there(of_run.get(name)) for of_run in columns)]
     several = {place: group for place, group in enumerate(groups) if len(group.runs) > 1}
     shared = {place: _shared([clocks[run]["step"] for run in group.runs]) for place, group in several.items()}
     return {
         "clocks": [
-            {name: thinned_clock(times[name], cut) for name in CLOCKS} for times, cut in zip(clocks, parts, strict=True)
+            {name: thinned_clock(times[name], part) for name in CLOCKS}
+            for times, part in zip(clocks, parts, strict=True)
         ],
         "group_clocks": {place: _group_clocks(group, clocks, shared[place]) for place, group in several.items()},
         "panels": [
@@ -155,9 +156,9 @@ def _stage(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dic
                     if _there(of_run.get(name))
                 },
                 "bands": {
-                    place: made
+                    place: band
                     for place, group in several.items()
-                    if (made := _band([columns[run].get(name) for run in group.runs], shared[place])) is not None
+                    if (band := _band([columns[run].get(name) for run in group.runs], shared[place])) is not None
                 },
                 "before": {
                     run: value
@@ -165,7 +166,7 @@ def _stage(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dic
                     if (value := short(files.summary.get(BEFORE.get((stage, name), "")))) is not None
                 },
             }
-            for name in shown
+            for name in visible
         ],
     }
 
@@ -190,12 +191,12 @@ def _group_clocks(
     group: Group, clocks: Sequence[Mapping[str, list[float]]], shared: Sequence[Sequence[int]]
 ) -> dict[str, list[float | None]]:
     """Mean of the runs' clocks at the steps that all of them have."""
-    found: dict[str, list[float | None]] = {}
+    clocks_of_group: dict[str, list[float | None]] = {}
     for name in CLOCKS:
-        rows = [[clocks[run][name][place] for place in own] for run, own in zip(group.runs, shared, strict=True)]
+        rows = [[clocks[run][name][place] for place in places] for run, places in zip(group.runs, shared, strict=True)]
         mean = np.mean(np.array(rows, np.float64), axis=0) if rows[0] else np.zeros(0)
-        found[name] = [short(x) for x in _first_of_parts(mean)]
-    return found
+        clocks_of_group[name] = [short(x) for x in _first_of_parts(mean)]
+    return clocks_of_group
 
 
 def _band(columns: Sequence[Column | None], shared: Sequence[Sequence[int]]) -> dict[str, Any] | None:
@@ -203,16 +204,20 @@ def _band(columns: Sequence[Column | None], shared: Sequence[Sequence[int]]) -> 
     if any(column is None for column in columns) or not shared[0]:
         return None
     values = np.array(
-        [[column[place] for place in own] for column, own in zip(columns, shared, strict=True) if column is not None],
+        [
+            [column[place] for place in indices]
+            for column, indices in zip(columns, shared, strict=True)
+            if column is not None
+        ],
         np.float64,
     )
     whole = ~np.isnan(values).any(0)
     if not whole.any():
         return None
-    made = np.full((3, values.shape[1]), np.nan)
-    made[:, whole] = student(values[:, whole])
-    mean, low, high = ([short(float(x)) for x in _first_of_parts(row)] for row in made)
-    line: dict[str, Any] = packed(mean) | _mean([short(float(x)) for x in made[0]], buckets(values.shape[1]))
+    ends = np.full((3, values.shape[1]), np.nan)
+    ends[:, whole] = student(values[:, whole])
+    mean, low, high = ([short(float(x)) for x in _first_of_parts(row)] for row in ends)
+    line: dict[str, Any] = packed(mean) | _mean([short(float(x)) for x in ends[0]], buckets(values.shape[1]))
     if len(columns) < LEAST:
         return line
     places = line.get("at", range(len(mean)))
@@ -229,9 +234,9 @@ def _mean(column: Column, parts: Sequence[range]) -> dict[str, Column]:
     smooth = smoothed(column)
     if smooth is None:
         return {}
-    drawn, means = thinned(column, parts), ends_of(smooth, parts)
-    kept = packed(drawn).get("at", range(len(drawn)))
-    return {"mean": [short(means[place]) for place in kept]}
+    points, means = thinned(column, parts), ends_of(smooth, parts)
+    places = packed(points).get("at", range(len(points)))
+    return {"mean": [short(means[place]) for place in places]}
 
 
 def _there(column: Column | None) -> bool:
@@ -287,35 +292,35 @@ def comparison(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) ->
 
 
 def final(column: Column | None) -> float | None:
-    """What a run has come to: the last entry of a metric that few steps have, else the mean over the last tenth.
+    """The final value of a run: the last entry of a metric that few steps have, else the mean over the last tenth.
 
     >>> final([None, 0.5, None, None]), final([1.0] * 18 + [2.0, 4.0])
     (0.5, 3.0)
     """
-    there = [value for value in column or () if value is not None]
-    if column is None or not there:
+    values = [value for value in column or () if value is not None]
+    if column is None or not values:
         return None
-    count = max(1, len(there) // WINDOW) if 2 * len(there) > len(column) else 1
-    return sum(there[-count:]) / count
+    count = max(1, len(values) // WINDOW) if 2 * len(values) > len(column) else 1
+    return sum(values[-count:]) / count
 
 
 def _of_groups(
     name: str, columns: Sequence[Mapping[str, Column]], runs: Sequence[RunFiles], groups: Sequence[Group]
 ) -> list[dict[str, Any]]:
     values = [{runs[place].seed: _final(columns[place], name) for place in group.runs} for group in groups]
-    found = []
+    entries = []
     for place, group in enumerate(groups):
-        own = [_final(columns[run], name) for run in group.runs]
-        entry: dict[str, Any] = {"mean": short(sum(own) / len(own)), "runs": len(own)}
-        if len(own) > 1:
-            entry |= _ends(over_seeds(own))
+        finals = [_final(columns[run], name) for run in group.runs]
+        entry: dict[str, Any] = {"mean": short(sum(finals) / len(finals)), "runs": len(finals)}
+        if len(finals) > 1:
+            entry |= _ends(over_seeds(finals))
         common = [seed for seed in values[0] if place and seed is not None and seed in values[place]]
         if len(common) > 1:
             pairs = [values[place][seed] for seed in common], [values[0][seed] for seed in common]
             paired = over_seeds(*pairs)
             entry["difference"] = {"mean": short(paired["mean"]), "seeds": len(common), **_ends(paired)}
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _final(columns: Mapping[str, Column], name: str) -> float:

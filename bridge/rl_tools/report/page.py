@@ -96,40 +96,40 @@ def _about(run: RunFiles) -> dict[str, Any]:
 
 def _equations(runs: Sequence[RunFiles], groups: Sequence[Group]) -> list[dict[str, Any]]:
     """One for groups that optimised the same."""
-    found: list[dict[str, Any]] = []
+    equations: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
         ended = next((runs[place] for place in group.runs if runs[place].finished), runs[group.runs[0]])
         equation = equation_of(ended.config, ended.summary)
         if equation is None:
             continue
-        same = next((other for other in found if all(other[key] == equation[key] for key in equation)), None)
+        same = next((other for other in equations if all(other[key] == equation[key] for key in equation)), None)
         if same is None:
-            found.append({**equation, "groups": [number]})
+            equations.append({**equation, "groups": [number]})
         else:
             same["groups"].append(number)
-    return found
+    return equations
 
 
 def _samples(run: RunFiles) -> dict[str, list[dict[str, Any]]]:
     """Rows of samples.json with what was said before and after beside each other, greedy and sampled."""
     before, after = run.samples.get("before", {}), run.samples.get("after", {})
-    found: dict[str, list[dict[str, Any]]] = {}
+    samples: dict[str, list[dict[str, Any]]] = {}
     for how in dict.fromkeys([*before, *after]):
         first, second = before.get(how, []), after.get(how, [])
         pairs = zip_longest(first, second, fillvalue={})
-        found[how] = [
+        samples[how] = [
             {
                 "prompt": _text((a or b).get("prompt")),
                 "answer": None if (a or b).get("answer") is None else _text((a or b).get("answer")),
-                "before": _told(a),
-                "after": _told(b),
+                "before": _trimmed(a),
+                "after": _trimmed(b),
             }
             for a, b in pairs
         ]
-    return found
+    return samples
 
 
-def _told(sample: dict[str, Any]) -> dict[str, Any] | None:
+def _trimmed(sample: dict[str, Any]) -> dict[str, Any] | None:
     if not sample:
         return None
     rewards = {name: value for name, value in sample.items() if name not in ("prompt", "completion", "answer")}
@@ -186,8 +186,8 @@ def page(shown: dict[str, Any]) -> str:
     # One pass: what is put in is not looked at again.
     pieces, rest = [], filled
     for name, value in parts.items():
-        before, found, rest = rest.partition(name)
-        assert found, f"the template has no {name}, or in another order"
+        before, mark, rest = rest.partition(name)
+        assert mark, f"the template has no {name}, or in another order"
         pieces += [before, value]
     return "".join([*pieces, rest])
 
@@ -251,15 +251,15 @@ def run(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    made = argparse.ArgumentParser(
+    """The parser of the command line."""
+    command_line = argparse.ArgumentParser(
         prog="rl-fn report",
         description="One HTML file about runs, without a network: curves, completions, warnings, options.",
     )
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a tuning study")
-    made.add_argument("-o", "--output", type=Path, help="the file; report.html in the first folder without")
-    made.add_argument("--title", help="of the page; the names of the runs without")
-    made.add_argument(
+    command_line.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a tuning study")
+    command_line.add_argument("-o", "--output", type=Path, help="the file; report.html in the first folder without")
+    command_line.add_argument("--title", help="of the page; the names of the runs without")
+    command_line.add_argument(
         "--watch",
         nargs="?",
         const=10.0,
@@ -267,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="write it anew when a run has gone on, looked at every 10 seconds or so many, until all runs have ended",
     )
-    return made
+    return command_line
 
 
 def _write(folders: Sequence[Path], output: Path, title: str | None, reload_seconds: float | None) -> None:
@@ -279,15 +279,15 @@ def _watch(folders: Sequence[Path], output: Path, title: str | None, every: floa
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
         raise ValueError(f"{', '.join(missing)} is no folder: begin the run before its report")
-    written: object = None
+    last_content: object = None
     while True:
         # Looked at before they are read: what comes in between is in the next page.
         present = _state(folders)
         ended = all(is_study(folder) or (folder / SUMMARY).is_file() for folder in folders)
         begun = all(is_study(folder) or _has_a_record(folder) for folder in folders)
-        if ended or (begun and present != written):
+        if ended or (begun and present != last_content):
             _write(folders, output, title, None if ended else every)
-            written = present
+            last_content = present
         if ended:
             return 0
         time.sleep(every)

@@ -12,7 +12,7 @@ from rl_bridge.algorithms.completion_log import COMPLETIONS
 from rl_bridge.common.statistics import running_mean
 from rl_bridge.run.records import METRICS
 
-# A run's folder read for a report, while the run may still be writing to it.
+# The files of a folder.
 
 CONFIG, SUMMARY, SAMPLES, MEMORY = "config.json", "summary.json", "samples.json", "memory.jsonl"
 FILES = (CONFIG, METRICS, SUMMARY, SAMPLES, COMPLETIONS, MEMORY)
@@ -21,16 +21,16 @@ FILES = (CONFIG, METRICS, SUMMARY, SAMPLES, COMPLETIONS, MEMORY)
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What a run's folder holds. Files that are not there yet are empty."""
+    """The files of a run's folder. Those that are not there yet are empty."""
 
     folder: Path
     config: dict[str, Any]
     records: list[dict[str, Any]]
-    """Of steps, in order."""
+    """Records of steps, in order."""
     notes: list[dict[str, Any]]
     """Lines of the record that are no step's."""
     summary: dict[str, Any]
-    """Of a run that has ended."""
+    """Summary of a run that has ended."""
     samples: dict[str, Any]
     completions: list[dict[str, Any]]
     memory: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class RunFiles:
 
     @property
     def seed(self) -> Any:
-        """Of the run's config; None where it has none."""
+        """Seed of the run's config; None where it has none."""
         return self.config.get("seed")
 
 
@@ -127,7 +127,7 @@ CLOCKS = ("step", "tokens", "seconds", "version")
 ABOUT = {"stage", "step", "run", "attempt", "time", "seconds", "weights_version", "optimizer_step", "trained_tokens"}
 """Entries of a record that are no metric."""
 POINTS = 1000
-"""Of a curve at most, in the page."""
+"""Points of a curve at most, in the page."""
 Column = list[float | None]
 
 
@@ -147,13 +147,13 @@ def clocks_of(records: Sequence[Mapping[str, Any]], tokens_before: float = 0.0) 
     ``tokens_before``: of earlier stages. A version that was not recorded is the one before it.
     """
     tokens, version = tokens_before, 0.0
-    found: dict[str, list[float]] = {name: [] for name in CLOCKS}
+    clocks: dict[str, list[float]] = {name: [] for name in CLOCKS}
     for record in records:
         tokens += record.get("trained_tokens", 0)
         version = record.get("weights_version", version)
         for name, value in zip(CLOCKS, (record["step"], tokens, record["seconds"], version), strict=True):
-            found[name].append(value)
-    return found
+            clocks[name].append(value)
+    return clocks
 
 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
@@ -161,9 +161,9 @@ def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     names = dict.fromkeys(
         name for record in records for name, value in record.items() if name not in ABOUT and _is_number(value)
     )
-    found: dict[str, Column] = {name: [short(record.get(name)) for record in records] for name in names}
-    found["step_seconds"] = step_seconds(records)
-    return found
+    columns: dict[str, Column] = {name: [short(record.get(name)) for record in records] for name in names}
+    columns["step_seconds"] = step_seconds(records)
+    return columns
 
 
 def step_seconds(records: Sequence[Mapping[str, Any]]) -> Column:
@@ -193,15 +193,15 @@ def thinned(column: Column, parts: Sequence[range]) -> Column:
     """
     if not parts:
         return column
-    found: Column = []
+    points: Column = []
     for part in parts:
-        there = [(value, place) for place in part if (value := column[place]) is not None]
-        if there:
-            pair = sorted([min(there, key=lambda x: x[0]), max(there, key=lambda x: x[0])], key=lambda x: x[1])
-            found += [value for value, _ in pair]
+        values = [(value, place) for place in part if (value := column[place]) is not None]
+        if values:
+            pair = sorted([min(values, key=lambda x: x[0]), max(values, key=lambda x: x[0])], key=lambda x: x[1])
+            points += [value for value, _ in pair]
         else:
-            found += [None, None]
-    return found
+            points += [None, None]
+    return points
 
 
 def thinned_clock(clock: Sequence[float], parts: Sequence[range]) -> list[float]:
@@ -215,10 +215,10 @@ def packed(column: Column) -> dict[str, Any]:
     >>> packed([None, None, 0.5, None])
     {'y': [0.5], 'at': [2]}
     """
-    there = [place for place, value in enumerate(column) if value is not None]
-    if 2 * len(there) > len(column):
+    places = [place for place, value in enumerate(column) if value is not None]
+    if 2 * len(places) > len(column):
         return {"y": column}
-    return {"y": [column[place] for place in there], "at": there}
+    return {"y": [column[place] for place in places], "at": places}
 
 
 def smoothed(column: Column) -> Column | None:
@@ -226,14 +226,14 @@ def smoothed(column: Column) -> Column | None:
 
     What is drawn of a long column are its extremes: a mean of those would be none of the column.
     """
-    there = [place for place, value in enumerate(column) if value is not None]
+    places = [place for place, value in enumerate(column) if value is not None]
     means = running_mean([value for value in column if value is not None])
     if means is None:
         return None
-    found: Column = [None] * len(column)
-    for place, mean in zip(there, means.tolist(), strict=True):
-        found[place] = mean
-    return found
+    smooth: Column = [None] * len(column)
+    for place, mean in zip(places, means.tolist(), strict=True):
+        smooth[place] = mean
+    return smooth
 
 
 def ends_of(column: Column, parts: Sequence[range]) -> Column:
@@ -244,11 +244,11 @@ def ends_of(column: Column, parts: Sequence[range]) -> Column:
     """
     if not parts:
         return column
-    found: Column = []
+    ends: Column = []
     for part in parts:
-        there = [value for place in part if (value := column[place]) is not None]
-        found += [there[0], there[-1]] if there else [None, None]
-    return found
+        values = [value for place in part if (value := column[place]) is not None]
+        ends += [values[0], values[-1]] if values else [None, None]
+    return ends
 
 
 def _is_number(value: Any) -> bool:

@@ -34,19 +34,19 @@ def parts_of(line: str) -> list[Part]:
     [('text', 'min('), ('var', 'ρ'), ('var', 'A'), ('text', ', '), ('var', 'x'), ('sup', '2'), ('text', ') of '),
      ('code', 'old_logprobs')]
     """
-    found: list[Part] = []
+    parts: list[Part] = []
     for match in _TOKEN.finditer(line):
         group = match.lastgroup or "text"
         text, kind = match.group(group), _KINDS.get(group, group)
         if kind == "code" and len(text.split("_")[0]) == 1:
             # ε_high: a variable with its subscript.
             head, _, tail = text.partition("_")
-            found += [("var", head), ("sub", tail)]
-        elif kind == "text" and found and found[-1][0] == "text":
-            found[-1] = ("text", found[-1][1] + text)
+            parts += [("var", head), ("sub", tail)]
+        elif kind == "text" and parts and parts[-1][0] == "text":
+            parts[-1] = ("text", parts[-1][1] + text)
         else:
-            found.append((kind, text))
-    return found
+            parts.append((kind, text))
+    return parts
 
 
 def equation_of(config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -73,10 +73,10 @@ def equation_of(config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[s
                     if option != key and value is not None and not isinstance(value, Mapping)
                 }
                 | {
-                    f"{option}.{own}": str(value)
+                    f"{option}.{option_of_part}": str(value)
                     for option, values in options.items()
                     if isinstance(values, Mapping)
-                    for own, value in values.items()
+                    for option_of_part, value in values.items()
                     if value is not None
                 },
             }
@@ -92,7 +92,7 @@ def equation_lines(paragraph: str) -> list[str]:
     return [" ".join(part.split()) for part in re.split(r"[;,]\s{2,}|;\n", paragraph) if part.strip()]
 
 
-# What a reader should look at: warnings, and the steps that took longest.
+# Warnings, and the steps that took longest.
 
 SLOWEST = 12
 NAMED = 8
@@ -101,35 +101,37 @@ NAMED = 8
 
 def warnings_of(run: RunFiles) -> list[str]:
     """Skipped updates, alarms, engines that were replaced, numbers that are not finite, sessions, other options."""
-    found = []
+    warnings = []
     skipped = [record for record in run.records if whose(record)]
     if skipped:
         models = " and ".join(sorted({model for record in skipped for model in whose(record)}))
-        found.append(f"updates of {models} skipped in {_steps(skipped)}: a loss or gradient was not finite")
+        warnings.append(f"updates of {models} skipped in {_steps(skipped)}: a loss or gradient was not finite")
     alarms = [record for record in run.records if record.get("mismatch/alarm")]
     if alarms:
-        found.append(f"the rollout samples from another policy than the trainer's in {_steps(alarms)} (mismatch/alarm)")
+        warnings.append(
+            f"the rollout samples from another policy than the trainer's in {_steps(alarms)} (mismatch/alarm)"
+        )
     for name, what in {
         "weights/engine_replaced": "engines were replaced",
         "errors": "environments failed",
         "aborted": "completions were given up",
     }.items():
-        those = [record for record in run.records if record.get(name)]
-        if those:
-            found.append(f"{what} in {_steps(those)} ({name})")
+        flagged = [record for record in run.records if record.get(name)]
+        if flagged:
+            warnings.append(f"{what} in {_steps(flagged)} ({name})")
     broken = [record for record in run.records if any(_is_not_finite(value) for value in record.values())]
     if broken:
         names = sorted({name for record in broken for name, value in record.items() if _is_not_finite(value)})
-        found.append(f"{', '.join(names)} not finite in {_steps(broken)}")
+        warnings.append(f"{', '.join(names)} not finite in {_steps(broken)}")
     attempts = sorted({record["attempt"] for record in run.records if "attempt" in record})
     if len(attempts) > 1:
         firsts = [next(record for record in run.records if record.get("attempt") == number) for number in attempts[1:]]
-        found.append(f"taken up again at {_steps(firsts)}")
+        warnings.append(f"taken up again at {_steps(firsts)}")
     for note in run.notes:
         about = {name: value for name, value in note.items() if name not in ("run", "attempt", "time", "step")}
-        told = "; ".join(f"{name}: {_text(value)}" for name, value in about.items())
-        found.append(f"after {note.get('step', '?')} records: {told}")
-    return found
+        texts = "; ".join(f"{name}: {_text(value)}" for name, value in about.items())
+        warnings.append(f"after {note.get('step', '?')} records: {texts}")
+    return warnings
 
 
 def slowest_steps(run: RunFiles) -> dict[str, Any]:
@@ -218,12 +220,12 @@ def memory_of(lines: Sequence[Line]) -> dict[str, Any] | None:
 def _chart(title: str, unit: str, x: Sequence[float], columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     parts = buckets(len(x), POINTS)
     mib = {name: [None if size is None else short(size / MIB) for size in column] for name, column in columns.items()}
-    there = {name: column for name, column in mib.items() if any(size is not None for size in column)}
+    measured = {name: column for name, column in mib.items() if any(size is not None for size in column)}
     return {
         "title": title,
         "unit": unit,
         "x": [short(value) for value in thinned_clock(x, parts)],
-        "columns": {name: thinned(column, parts) for name, column in there.items()},
+        "columns": {name: thinned(column, parts) for name, column in measured.items()},
     }
 
 
@@ -248,7 +250,7 @@ def _joined(calls: Sequence[Line]) -> tuple[list[float], list[Mapping[str, int]]
 # Completions over time for the page: as many steps as it has room for, the first and the last among them.
 
 CHARACTERS = 1_000_000
-"""Of all completions in a page, about."""
+"""Characters of all completions in a page, about."""
 
 
 def completions_of(runs: Sequence[RunFiles], room: int = CHARACTERS) -> list[dict[str, Any]]:
@@ -262,13 +264,13 @@ def completions_of(runs: Sequence[RunFiles], room: int = CHARACTERS) -> list[dic
 
 def _of_run(lines: Sequence[dict[str, Any]], room: int) -> dict[str, Any]:
     sizes = [len(json.dumps(line)) for line in lines]
-    chosen, distance = list(range(len(lines))), 1
-    while sum(sizes[place] for place in chosen) > room and len(chosen) > 1:
+    places, distance = list(range(len(lines))), 1
+    while sum(sizes[place] for place in places) > room and len(places) > 1:
         distance *= 2
         # Counted from the end: the last step is the one that is looked at first.
-        chosen = sorted(range(len(lines) - 1, -1, -distance))
-        chosen = [0, *chosen] if 0 not in chosen and len(chosen) > 1 else chosen
-    return {"steps": [lines[place] for place in chosen], "left_out": len(lines) - len(chosen)}
+        places = sorted(range(len(lines) - 1, -1, -distance))
+        places = [0, *places] if 0 not in places and len(places) > 1 else places
+    return {"steps": [lines[place] for place in places], "left_out": len(lines) - len(places)}
 
 
 # A tuning study for the page: its trials with their intervals, and where each lies in the search space.
@@ -280,7 +282,7 @@ def is_study(folder: Path) -> bool:
 
 
 def study_of(folder: Path) -> dict[str, Any]:
-    """What the page draws of a study, finished or not.
+    """The content of a study's page, finished or not.
 
     ``parameters`` have a ``name``, the two ``ends`` of the domain and its ``choices``, if it is one; a trial has
     ``places``, one a parameter from 0 to 1 on the domain's own scale, None where it does not apply.
@@ -288,10 +290,10 @@ def study_of(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the journal is damaged; the message names file and line.
     """
-    found = json.loads(json.dumps(summary_of(read_study(folder))))
-    space = found["study"]["space"]
+    summary = json.loads(json.dumps(summary_of(read_study(folder))))
+    space = summary["study"]["space"]
     parameters = [] if isinstance(space, str) else space
-    goals = [{"name": goal["name"], "maximize": goal["maximize"]} for goal in found["study"]["goals"]]
+    goals = [{"name": goal["name"], "maximize": goal["maximize"]} for goal in summary["study"]["goals"]]
     return {
         "name": folder.resolve().name,
         "goals": goals,
@@ -299,9 +301,9 @@ def study_of(folder: Path) -> dict[str, Any]:
             {"name": parameter["name"], "ends": ends_of(parameter["domain"]), "choices": _choices(parameter["domain"])}
             for parameter in parameters
         ],
-        "trials": [_trial(trial, parameters, goals) for trial in found["trials"]],
-        "importance": found["importance"],
-        "said": [line for line in lines_of(found, folder) if not line.startswith("report and figures")],
+        "trials": [_trial(trial, parameters, goals) for trial in summary["trials"]],
+        "importance": summary["importance"],
+        "said": [line for line in lines_of(summary, folder) if not line.startswith("report and figures")],
     }
 
 

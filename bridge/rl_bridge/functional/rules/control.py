@@ -55,19 +55,19 @@ def _custom(b: Builder, eqn: Any, *xs: Value) -> Sequence[Value]:
     call = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(single, ()))
 
     def bind(arguments: dict[int, Any]) -> list[Any]:
-        given = {i: jax.numpy.broadcast_to(number, xs[i].shape) for i, number in numbers.items()} | arguments
-        return call(*(given[i] for i in variables.values()))
+        operands = {i: jax.numpy.broadcast_to(number, xs[i].shape) for i, number in numbers.items()} | arguments
+        return call(*(operands[i] for i in variables.values()))
 
     spec: dict[str, Any] = {}
 
     def forward(*arguments: Any) -> Any:
-        given = dict(zip(passed, arguments, strict=True))
+        operands = dict(zip(passed, arguments, strict=True))
 
         def split(*differentiated: Any) -> Any:
-            results = bind(given | dict(zip(active, differentiated, strict=True)))
+            results = bind(operands | dict(zip(active, differentiated, strict=True)))
             return [results[i] for i in floats], [r for i, r in enumerate(results) if i not in floats]
 
-        outputs, pullback, rest = jax.vjp(split, *(given[i] for i in active), has_aux=True)
+        outputs, pullback, rest = jax.vjp(split, *(operands[i] for i in active), has_aux=True)
         residuals, spec["tree"] = jax.tree.flatten(pullback)
         spec["residuals"] = [jax.ShapeDtypeStruct(np.shape(r), jax.numpy.result_type(r)) for r in residuals]
         return [*outputs, *rest, *residuals]
@@ -86,8 +86,8 @@ def _custom(b: Builder, eqn: Any, *xs: Value) -> Sequence[Value]:
         b.function(forward_jaxpr, [None] * len(passed), fresh=len(order), inside_rule=True),
         b.function(backward_jaxpr, [None] * len(backward_jaxpr.in_avals), inside_rule=True),
     ]
-    wanted = tuple(i in active for i in passed)
-    code = f"{b.bind('custom', control.custom)}({functions[0]}, {functions[1]}, {len(order)}, {len(floats)}, {wanted}"
+    flags = tuple(i in active for i in passed)
+    code = f"{b.bind('custom', control.custom)}({functions[0]}, {functions[1]}, {len(order)}, {len(floats)}, {flags}"
     avals = [eqn.outvars[i].aval for i in order]
     names = b.emit(f"{code}{_passed(b, [xs[i] for i in passed])})", len(order))
     values = [Value(n, tuple(a.shape), np.dtype(a.dtype), tuple(a.shape)) for n, a in zip(names, avals, strict=True)]
@@ -118,9 +118,9 @@ def _cond(b: Builder, eqn: Any, which: Value, *xs: Value) -> list[Value]:
 def _scan(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     p = eqn.params
     constants, carries = p["num_consts"], p["num_carry"]
-    given = [x if i < constants and x.is_number else None for i, x in enumerate(xs)]
-    body = b.function(closed(p["jaxpr"]), given)
-    passed = [x for x, baked in zip(xs, given, strict=True) if baked is None]
+    baked_constants = [x if i < constants and x.is_number else None for i, x in enumerate(xs)]
+    body = b.function(closed(p["jaxpr"]), baked_constants)
+    passed = [x for x, baked in zip(xs, baked_constants, strict=True) if baked is None]
     counts = (constants - (len(xs) - len(passed)), carries)
     shapes = "".join(
         f"({b.shape(tuple(var.aval.shape))}, {torch_dtype(var.aval.dtype)}), " for var in eqn.outvars[carries:]
@@ -142,12 +142,14 @@ def _while(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
 @rule("associative_scan")
 def _associative_scan(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     combine, axis, reverse = (eqn.params[name] for name in ("combine", "axis", "reverse"))
-    wanted, last = restricted(combine, [i for i, var in enumerate(eqn.outvars) if var in b.used])
+    needed_results, last = restricted(combine, [i for i, var in enumerate(eqn.outvars) if var in b.used])
     functions = [b.function(closed, [None] * len(closed.jaxpr.invars)) for closed in (combine, last)]
     elements = "".join(f"{b.full(x)}, " for x in xs)
     run = b.bind("scan", associative_scan)
-    names = b.emit(f"{run}({functions[0]}, ({elements}), {axis}, {reverse}, {wanted}, {functions[1]})", len(wanted))
+    names = b.emit(
+        f"{run}({functions[0]}, ({elements}), {axis}, {reverse}, {needed_results}, {functions[1]})", len(needed_results)
+    )
     results = list(xs)  # nothing reads what is not wanted
-    for i, name in zip(wanted, names, strict=True):
+    for i, name in zip(needed_results, names, strict=True):
         results[i] = Value(name, xs[i].shape, xs[i].dtype, xs[i].shape, aliases_input=True)
     return results

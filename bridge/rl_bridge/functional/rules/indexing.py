@@ -14,7 +14,7 @@ def _mode(mode: Any) -> str:
 
 
 def _fill(value: Any) -> str:
-    """What a read out of bounds gives. JAX leaves it open in the modes other than "fill", where nothing reads it."""
+    """The value of a read out of bounds. JAX leaves it open in the modes other than "fill", where nothing reads it."""
     return "None" if value is None else f"({np.asarray(value).item()!r})"
 
 

@@ -17,13 +17,13 @@ def _broadcast_in_dim(b: Builder, eqn: Any, x: Value, *_: Value) -> Value:
         return dataclasses.replace(x, shape=shape)
     # Dimension i of x goes to position `to[i]`; what x lacks on the left (it may hold fewer) broadcasts by itself.
     to = eqn.params["broadcast_dimensions"][len(x.shape) - len(x.held) :]
-    code, held, rank = x.code, list(x.held), len(shape)
+    code, dims, rank = x.code, list(x.held), len(shape)
     offset = to[0] if to else rank
     for position in range(offset, rank):
         if position not in to:
             code = b.emit(f"{code}.unsqueeze({position - offset})")[0]
-            held.insert(position - offset, 1)
-    return Value(code, shape, x.dtype, tuple(held), aliases_input=x.aliases_input)
+            dims.insert(position - offset, 1)
+    return Value(code, shape, x.dtype, tuple(dims), aliases_input=x.aliases_input)
 
 
 @rule("reshape")
@@ -45,11 +45,11 @@ def _squeeze(b: Builder, eqn: Any, x: Value) -> Value:
         return dataclasses.replace(x, shape=shape)
     missing = len(x.shape) - len(x.held)
     drop = sorted((d - missing for d in eqn.params["dimensions"] if d >= missing), reverse=True)
-    code, held = x.code, list(x.held)
+    code, dims = x.code, list(x.held)
     for axis in drop:
         code = b.emit(f"{code}.squeeze({axis})")[0]
-        del held[axis]
-    return Value(code, shape, x.dtype, tuple(held), aliases_input=x.aliases_input)
+        del dims[axis]
+    return Value(code, shape, x.dtype, tuple(dims), aliases_input=x.aliases_input)
 
 
 @rule("transpose")
@@ -72,8 +72,8 @@ def _slice(b: Builder, eqn: Any, x: Value) -> Value:
     for axis, (start, limit, stride, size) in enumerate(zip(starts, limits, strides, x.shape, strict=True)):
         if start == 0 and limit == size and stride == 1:
             continue
-        cut = f"{b.dim(start)}:{b.dim(limit)}" + (f":{stride}" if stride != 1 else "")
-        code = b.emit(f"{code}[{':, ' * axis}{cut}]")[0]
+        index = f"{b.dim(start)}:{b.dim(limit)}" + (f":{stride}" if stride != 1 else "")
+        code = b.emit(f"{code}[{':, ' * axis}{index}]")[0]
     return Value(code, shape_of(eqn), x.dtype, shape_of(eqn), aliases_input=x.aliases_input)
 
 

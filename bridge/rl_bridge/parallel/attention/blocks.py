@@ -106,9 +106,9 @@ def backward(
             zero = torch.zeros((), dtype=torch.int64, device=q.device)
             # The kernel reads whole tiles of 32 queries: beyond the last, exp(score − inf) is 0.
             tiles = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
-            wanted = [True, True, True, False]
+            gradient_mask = [True, True, True, False]
             wide = (_repeated(k, q), _repeated(v, q))
-            dq, dk, dv, _ = op(grad, q, *wide, None, out, tiles, zero, zero, 0.0, wanted, causal, scale=scale)
+            dq, dk, dv, _ = op(grad, q, *wide, None, out, tiles, zero, zero, 0.0, gradient_mask, causal, scale=scale)
             return dq, _summed(dk, k), _summed(dv, v)
         case "math":
             options = {"causal": causal, "scale": scale, "softcap": softcap, "mask": mask}

@@ -50,17 +50,17 @@ class LayerMask(torch.Tensor):
         return function(*arguments, **options)
 
     def __repr__(self, **_: Any) -> str:
-        """What it says, and not its values."""
+        """The mask's size and rules, without its values."""
         return f"LayerMask({tuple(self.shape)}, {', '.join(self.says())})"
 
     @functools.cached_property
     def for_sdpa(self) -> torch.Tensor | None:
         """The mask as SDPA takes it: boolean, or None where it is causal or all is seen."""
-        return _made(sdpa_mask, self.options)
+        return _mask_by(sdpa_mask, self.options)
 
     def made(self) -> torch.Tensor:
         """The mask's values."""
-        return _made(eager_mask, self.options | {"allow_is_bidirectional_skip": False})
+        return _mask_by(eager_mask, self.options | {"allow_is_bidirectional_skip": False})
 
     @functools.cached_property
     def causal(self) -> bool:
@@ -95,15 +95,15 @@ class LayerMask(torch.Tensor):
         return window
 
 
-def _made(make: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _mask_by(make: Callable[..., Any], options: dict[str, Any]) -> Any:
     """A mask of transformers. Where ``q_offset`` is a tensor [N], each row's one query has a position of its own."""
     offset = options.get("q_offset")
     if not isinstance(offset, torch.Tensor) or offset.dim() == 0:
         return make(**options)
     rows = len(offset)
     # The rows' queries as those of one row: what a query sees is a matter of its position and the keys'.
-    one = {"batch_size": 1, "q_length": rows, "q_offset": offset - torch.arange(rows, device=offset.device)}
-    return make(**options | one | {"allow_is_causal_skip": False}).transpose(0, 2)
+    single_row = {"batch_size": 1, "q_length": rows, "q_offset": offset - torch.arange(rows, device=offset.device)}
+    return make(**options | single_row | {"allow_is_causal_skip": False}).transpose(0, 2)
 
 
 def _conjuncts(function: Function) -> Iterator[Function]:

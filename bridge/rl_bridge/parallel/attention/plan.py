@@ -39,7 +39,7 @@ class Rectangle(NamedTuple):
 
 
 class Triangle(NamedTuple):
-    """As many queries q_start … q_stop as keys k_start … k_stop; query number i attends to keys from number i on."""
+    """A corner of pairs: as many queries as keys; query number i attends to keys from number i on."""
 
     q_start: int
     q_stop: int
@@ -100,16 +100,16 @@ def segments_of(lengths: Iterable[int], prefixes: Sequence[int | None] | None = 
     (Segment(start=0, stop=2, prefix=None), Segment(start=2, stop=5, prefix=None))
     """
     lengths = list(lengths)
-    found, start = [], 0
+    segments, start = [], 0
     for number, length in enumerate(lengths):
         prefix = None if prefixes is None else prefixes[number]
         if length < 1:
             raise ValueError(f"a segment has at least one token, got lengths[{number}] = {length}")
         if prefix is not None and not 0 <= prefix < number:
             raise ValueError(f"a segment continues an earlier one, got prefixes[{number}] = {prefix}")
-        found.append(Segment(start, start + length, prefix))
+        segments.append(Segment(start, start + length, prefix))
         start += length
-    return tuple(found)
+    return tuple(segments)
 
 
 def held(total: int, rank: int, ranks: int) -> tuple[Span, ...]:
@@ -147,11 +147,11 @@ def _rows(spans: Sequence[Span]) -> list[tuple[Span, int]]:
 
 
 def _ancestors(segments: Sequence[Segment], segment: Segment) -> list[Segment]:
-    found = []
+    ancestors = []
     while segment.prefix is not None:
         segment = segments[segment.prefix]
-        found.append(segment)
-    return found
+        ancestors.append(segment)
+    return ancestors
 
 
 def _merged(rectangles: list[Rectangle]) -> tuple[Rectangle, ...]:
@@ -177,7 +177,7 @@ def _merged(rectangles: list[Rectangle]) -> tuple[Rectangle, ...]:
 
 
 def _within(q: Span, k: Span, distance: int, window: int | None) -> tuple[list[Rectangle], list[Triangle]]:
-    """What queries of a window see of keys before them, where ``distance`` is that of q.start from k.start.
+    """Blocks that queries of a window have with keys before them; ``distance`` is that of q.start from k.start.
 
     The first queries see all of the keys. Each of the next sees one key less than the query before it, and the last
     queries see none.
@@ -202,15 +202,15 @@ def _within(q: Span, k: Span, distance: int, window: int | None) -> tuple[list[R
     return rectangles, triangles
 
 
-def _own(q: Span, window: int | None) -> tuple[list[Span], list[Rectangle], list[Triangle]]:
-    """What the tokens of a stretch see of the stretch: a square, or several that are no longer than the window."""
+def _own_blocks(q: Span, window: int | None) -> tuple[list[Span], list[Rectangle], list[Triangle]]:
+    """Blocks of a stretch with its own keys: a square, or several that are no longer than the window."""
     if window is None or q.stop - q.start <= window:
         return [q], [], []
     squares = [Span(start, min(start + window, q.stop)) for start in range(q.start, q.stop, window)]
     rectangles, triangles = [], []
     for before, square in itertools.pairwise(squares):
-        for found, into in zip(_within(square, before, window, window), (rectangles, triangles), strict=True):
-            into += found
+        for blocks, into in zip(_within(square, before, window, window), (rectangles, triangles), strict=True):
+            into += blocks
     return squares, rectangles, triangles
 
 
@@ -229,8 +229,8 @@ def _blocks(
             assert q is not None
             q_rows = Span(q.start + q_offset, q.stop + q_offset)
             if q_span in keys:
-                for found, into in zip(_own(q_rows, window), (squares, rectangles, triangles), strict=True):
-                    into += found
+                for blocks, into in zip(_own_blocks(q_rows, window), (squares, rectangles, triangles), strict=True):
+                    into += blocks
             before = [(segment, k_row) for k_row in key_rows if k_row[0].stop <= q_span.start]
             shared = [(ancestor, k_row) for ancestor in _ancestors(segments, segment) for k_row in key_rows]
             for attended, (k_span, k_offset) in [*before, *shared]:
@@ -238,15 +238,15 @@ def _blocks(
                 if k is not None:
                     k_rows = Span(k.start + k_offset, k.stop + k_offset)
                     distance = q.start + origins[segment] - (k.start + origins[attended])
-                    for found, into in zip(
+                    for blocks, into in zip(
                         _within(q_rows, k_rows, distance, window), (rectangles, triangles), strict=True
                     ):
-                        into += found
+                        into += blocks
     return tuple(squares), _merged(rectangles), tuple(triangles)
 
 
 def _origins(segments: Sequence[Segment]) -> dict[Segment, int]:
-    """What takes the number of a segment's token in the packed sequence to its position in its document."""
+    """Offsets from the number of a segment's token in the packed sequence to its position in its document."""
     origins: dict[Segment, int] = {}
     for segment in segments:
         prefix = None if segment.prefix is None else segments[segment.prefix]
@@ -273,7 +273,7 @@ def _arrived(block: _Block, needed: Sequence[Span]) -> _Block:
 
 
 def rank_plan(segments: Sequence[Segment], rank: int, ranks: int, window: int | None = None) -> RankPlan:
-    """What one rank of a sequence-parallel group computes, and the keys that it gets and gives for that.
+    """The blocks that one rank of a sequence-parallel group computes, and the keys that it gets and gives for them.
 
     Segments follow one another and fill the sequence, whose length 2 · ranks divides (on one rank, any length). At
     step s a rank gets keys from rank − s, and only those that its queries attend to. With a window a token attends to
@@ -294,11 +294,11 @@ def rank_plan(segments: Sequence[Segment], rank: int, ranks: int, window: int | 
     exchanges = []
     for step in range(1, ranks):
         source, destination = (rank - step) % ranks, (rank + step) % ranks
-        found = _blocks(segments, spans[rank], spans[source], window)[1:]
-        asked = _blocks(segments, spans[destination], spans[rank], window)[1:]
-        get, give = (_needed([*blocks[0], *blocks[1]]) for blocks in (found, asked))
-        arrived = tuple(_arrived(rectangle, get) for rectangle in found[0])
-        corners = tuple(_arrived(triangle, get) for triangle in found[1])
+        received = _blocks(segments, spans[rank], spans[source], window)[1:]
+        requested = _blocks(segments, spans[destination], spans[rank], window)[1:]
+        get, give = (_needed([*blocks[0], *blocks[1]]) for blocks in (received, requested))
+        arrived = tuple(_arrived(rectangle, get) for rectangle in received[0])
+        corners = tuple(_arrived(triangle, get) for triangle in received[1])
         exchanges.append(Exchange(source, get, arrived, destination, give, corners))
     tokens = sum(s.stop - s.start for s in spans[rank])
     return RankPlan(tokens, squares, rectangles, tuple(exchanges), triangles)

@@ -248,14 +248,14 @@ def _together(sets: Iterable[_Set]) -> list[list[_Set]]:
     """Sets that one call takes: of as many keys, in one turn, and of about as many queries."""
     calls: list[list[_Set]] = []
     of_call, real = None, 0
-    for found in sorted(sets, key=lambda s: (s.turn, s.keys.stop - s.keys.start, s.tokens)):
-        kind, real = (found.turn, found.keys.stop - found.keys.start), real + found.tokens
+    for part in sorted(sets, key=lambda s: (s.turn, s.keys.stop - s.keys.start, s.tokens)):
+        kind, real = (part.turn, part.keys.stop - part.keys.start), real + part.tokens
         # Sets come by their number of queries: this one is the longest so far.
-        if kind == of_call and (len(calls[-1]) + 1) * found.tokens - real <= max(_FREE, _PADDING * real):
-            calls[-1].append(found)
+        if kind == of_call and (len(calls[-1]) + 1) * part.tokens - real <= max(_FREE, _PADDING * real):
+            calls[-1].append(part)
         else:
-            calls.append([found])
-            of_call, real = kind, found.tokens
+            calls.append([part])
+            of_call, real = kind, part.tokens
     return calls
 
 

@@ -21,9 +21,9 @@ from rl_bridge.parallel.attention.ring import AttentionPlan
 NAME = "rl_fn"
 
 _SDPA = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"cache", "kwargs"}
-"""What SDPA computes."""
+"""Arguments that SDPA computes with."""
 _COMPUTED = frozenset({"softcap", "s_aux", "sliding_window"})
-"""What is computed here. Without a plan a sliding window is in the mask."""
+"""Arguments that are computed here. Without a plan a sliding window is in the mask."""
 _HARMLESS = frozenset(
     {
         # Results, not what is computed.

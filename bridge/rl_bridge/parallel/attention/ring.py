@@ -23,7 +23,7 @@ _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class AttentionPlan:
-    """What the attention of every layer is told: which blocks to compute and with which ranks to exchange keys."""
+    """The plan for the attention of every layer: which blocks to compute and with which ranks to exchange keys."""
 
     def __init__(
         self, segments: Sequence[Segment], device: torch.device, group: dist.ProcessGroup | None = None
@@ -126,7 +126,7 @@ class _Messages:
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """What was received."""
+        """The tensors from the other rank, once they have come."""
         for work in self.works:
             work.wait()
         return self.received
@@ -142,8 +142,8 @@ def _return_gradients(
     exchange: Exchange, gradients: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> Sequence[torch.Tensor]:
     """Send the gradients of foreign keys and values home; get those of own ones that the destination has computed."""
-    own = [x.new_empty((_length(exchange.give), *x.shape[1:])) for x in gradients]
-    return _Messages(group, gradients, exchange.source, own, exchange.destination, tag=2).wait()
+    received = [x.new_empty((_length(exchange.give), *x.shape[1:])) for x in gradients]
+    return _Messages(group, gradients, exchange.source, received, exchange.destination, tag=2).wait()
 
 
 class _Exchanges:
@@ -186,9 +186,9 @@ class _Attention(torch.autograd.Function):
         score: dict[str, Any],
     ) -> torch.Tensor:
         exchanges = _Exchanges(blocks, k, v)
-        own = blocks.plan
+        plan = blocks.plan
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        merged = exact if own.rectangles or own.triangles or own.exchanges else q.dtype
+        merged = exact if plan.rectangles or plan.triangles or plan.exchanges else q.dtype
         out, lse = q.new_empty((*q.shape[:2], v.shape[2]), dtype=merged), q.new_empty(q.shape[:2], dtype=exact)
         blocks.squares.forward(q, k, v, out, lse, **score)
         blocks.others.forward(q, (k, v), out, lse, **score)
@@ -220,7 +220,7 @@ def _gradients(
     blocks: _Blocks,
     score: dict[str, Any],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Of all that ``_Attention.forward`` takes."""
+    """Gradients of all that ``_Attention.forward`` takes."""
     exchanges = _Exchanges(blocks, k, v)
     dq, dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v))
     blocks.squares.backward(grad, (q, k, v, out, lse), (dq, dk, dv), **score)
