@@ -38,7 +38,7 @@ from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.rollout.vllm.client import EngineClient, open_in_process
 from rl_bridge.rollout.vllm.probe import Drawn, Probe, ProbeFailed, Tolerance, check_scored
 from rl_bridge.rollout.vllm.weight_updates import Attempt, TakesProvedWeights, UpdatedEngine
-from rl_bridge.weights.transforms import Precision, Through
+from rl_bridge.weights.source import Precision, Through
 
 RESULTS = Path(__file__).parent / "results" / "proof_of_updates"
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")

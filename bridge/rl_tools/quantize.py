@@ -26,7 +26,7 @@ from rl_bridge.models.stored_tensors import SafetensorsFolder
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.inprocess import InProcessRollout
 from rl_bridge.rollout.inside_vllm.flashrl import FUNCTIONS, read_configs, setting_of
-from rl_bridge.weights.transforms import BLOCK, LAYOUTS, Precision, Quantize, precision_map
+from rl_bridge.weights.source import BLOCK, LAYOUTS, Precision, Quantize, precision_map
 
 # The error budget of a quantised rollout: quantiser error → log-probability error → truncation rate.
 

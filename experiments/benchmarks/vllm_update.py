@@ -36,7 +36,7 @@ from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.rollout.vllm.client import InProcessEngine, open_in_process
 from rl_bridge.rollout.vllm.probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
-from rl_bridge.weights.transforms import Precision
+from rl_bridge.weights.source import Precision
 
 RESULTS = Path(__file__).parents[1] / "results" / "vllm_update"
 # SmolLM2-135M: config.json of HuggingFaceTB/SmolLM2-135M-Instruct.

@@ -84,7 +84,7 @@ def scored(model, ids):
 
 def one_step(model, ids, mesh, max_norm=0.5):
     """Logits, gradients, their norm, and the parameters after one clipped step of AdamW. Everything whole."""
-    from rl_bridge.parallel.gradients import clip_grad_norm
+    from rl_bridge.parallel.mesh import clip_grad_norm
 
     # With the usual epsilon the first step is the sign of a gradient, also of one that is rounding alone.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -106,8 +106,8 @@ def documents_step(model, batch, mesh, data_part, data_parts, max_norm=0.5):
     """Log-probabilities, gradients and their norm where this rank's rows are documents of one packed row."""
     from rl_bridge.parallel.attention import use_rl_fn_attention
     from rl_bridge.parallel.documents import Documents
-    from rl_bridge.parallel.gradients import clip_grad_norm
     from rl_bridge.parallel.heads import token_logprobs
+    from rl_bridge.parallel.mesh import clip_grad_norm
 
     use_rl_fn_attention(model)
     ids, lengths = batch
@@ -165,7 +165,7 @@ def host_of_rank():
 
 
 def mesh_of(host, sizes):
-    from rl_bridge.parallel.process_groups import make_mesh
+    from rl_bridge.parallel.mesh import make_mesh
 
     # In place of rl_bridge.engines.Mesh, with which every rank would import JAX.
     layout = SimpleNamespace(shape=sizes, size=math.prod(sizes))

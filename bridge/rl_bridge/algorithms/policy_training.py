@@ -1,18 +1,203 @@
-"""Policy optimisation on rewarded completions: GRPO, DAPO, RLOO, PPO with a critic …, by the objective."""
+"""Policy optimisation on rewarded completions, GRPO, RLOO, PPO with a critic …: the loop, and the updates of one step."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rl_bridge.algorithms.advantages import Inputs
-from rl_bridge.algorithms.coefficients import Coefficients
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.evaluation import Evaluator
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, Replaced, require_fit
+from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, Replaced, require_fit
 from rl_bridge.algorithms.sampling import Sampler, without_signal
-from rl_bridge.algorithms.update import Updates
-from rl_bridge.data.token_batch import collate
+from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.functional import from_jax
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
+from rl_bridge.modules.policy import mean
 from rl_bridge.run.run import Run
-from rl_fn import Objective
+from rl_fn import Batch, Objective, Ratio, effective_sample_size, mismatch_metrics
+
+# The updates of one step, each with the denominator of what it counts, and how far rollout and trainer disagree.
+
+# How far the rollout's probabilities are from the trainer's own, before and after what corrects for that.
+
+ALARM = "mismatch/alarm"
+_SHARES = ("mismatch/effective_sample_share", "corrected/effective_sample_share")
+
+
+class Mismatch:
+    """Measures on the tokens of a step's updates, before the first of them.
+
+    The ratio is π_old/μ: the trainer's probability of a token over the one that it was sampled with. A rollout with
+    the trainer's own weights and arithmetic has ratio 1; a quantised or a stale one has not.
+    """
+
+    def __init__(self, objective: Objective, *, least_share: float) -> None:
+        """``least_share``: of the tokens as an effective sample, from which down the alarm is 1."""
+        self._least_share, self._alarmed = least_share, False
+        self._metrics = from_jax(mismatch_metrics)
+        self._sample = from_jax(effective_sample_size)
+        correction: Any = objective.correction
+        self._weights: Callable[..., Any] | None = None
+        if correction is not None and "rollout_logprobs" in correction.required_fields:
+            self._weights = from_jax(lambda batch: 1.0 * correction(batch))
+
+    def metrics(self, parts: Sequence[TokenBatch]) -> dict[str, float]:
+        """Metrics of these parts together, whose ``old_logprobs`` are the trainer's own. None without a token.
+
+        ``mismatch/…`` are rl_fn's MismatchMetrics of the ratios as they are. ``corrected/…`` are of the weights that a
+        correction makes of them: their mean, the share of tokens with another weight than the ratio, and the effective
+        sample.
+        """
+        if not parts or not any(bool(part.mask.any()) for part in parts):
+            return {}
+        old, rollout, mask, advantages = (
+            torch.cat([getattr(part, name) for part in parts])
+            for name in ("old_logprobs", "rollout_logprobs", "mask", "advantages")
+        )
+        metrics = {f"mismatch/{n}": float(x) for n, x in self._metrics(old, rollout, mask)._asdict().items()}
+        if self._weights is not None:
+            turns = None
+            if parts[0].segment_ids is not None:
+                turns = torch.cat([part.segment_ids for part in parts if part.segment_ids is not None])
+            fields: Any = (old, old, advantages, mask)
+            named: Any = {"rollout_logprobs": rollout, "segment_ids": turns}
+            batch = Batch(*fields, **named)
+            weights, count = self._weights(batch), float(mask.sum())
+            ratios = (old - rollout).exp()
+            changed = ((weights - ratios).abs() > 1e-4 * ratios) & mask
+            metrics["corrected/weight_mean"] = float(weights[mask].mean())
+            metrics["corrected/changed_share"] = float(changed.sum()) / count
+            metrics["corrected/effective_sample_share"] = float(self._sample(weights, mask)) / count
+        least = min(metrics[name] for name in _SHARES if name in metrics)
+        return metrics | {ALARM: float(least < self._least_share)}
+
+    def warning(self, metrics: Mapping[str, float]) -> str | None:
+        """The text to print at the first alarm; None at others."""
+        if self._alarmed or not metrics.get(ALARM):
+            return None
+        self._alarmed = True
+        shares = ", ".join(f"{metrics[name]:.2f} ({name})" for name in _SHARES if name in metrics)
+        return (
+            f"the rollout samples from another policy than the trainer's: its tokens count as a share of {shares}, and "
+            f"--policy.least-effective-share is {self._least_share:g}; what follows is in the metric {ALARM}"
+        )
+
+
+# The updates of one step: its rows in shares, each with the denominator of what it counts; the critic's likewise.
+
+
+class Updates:
+    """Makes the updates of a step, policy and critic each with the same shares of what counts."""
+
+    def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig) -> None:
+        self._engines, self._config = engines, config
+        self._denominator = from_jax(objective.denominator)
+        self.mismatch = Mismatch(objective, least_share=config.least_effective_share)
+
+    def make(
+        self,
+        step: int,
+        batch: TokenBatch,
+        computed: torch.Tensor,
+        counted: torch.Tensor,
+        terms: Mapping[str, float],
+        watched: torch.Tensor | None = None,
+    ) -> dict[str, float]:
+        """All updates of a step; the metrics of the last ones. Without a row that has a gradient there are none.
+
+        ``computed`` [N] and ``counted`` [N, L] are an objective's selection, ``terms`` the coefficients that changed.
+        ``watched`` [N]: a number for each row that ``watched`` tells of afterwards, −1 for others.
+        """
+        metrics: dict[str, float] = {}
+        if self._engines.critic is not None:
+            metrics |= self._update_critic(self._engines.critic, batch, counted)
+        if step >= self._config.critic_warmup:
+            metrics |= self._update_policy(batch, computed, counted, terms, watched)
+        return metrics
+
+    def watched(self) -> dict[int, dict[str, list[float]]]:
+        """Values in the loss of each watched row that was computed, since the last call."""
+        rows: dict[int, dict[str, list[float]]] = {}
+        for watched_rows in self._engines.policy.take_watched():
+            rows |= watched_rows
+        return rows
+
+    def _update_policy(
+        self,
+        batch: TokenBatch,
+        computed: torch.Tensor,
+        counted: torch.Tensor,
+        terms: Mapping[str, float],
+        watched: torch.Tensor | None,
+    ) -> dict[str, float]:
+        policy, reference, config = self._engines.policy, self._engines.reference, self._config
+        # The critic's alone: a policy's loss reads none of them.
+        batch = batch._replace(old_values=None, returns=None, teacher_logprobs=None)
+        metrics: dict[str, float] = {}
+        shares = list(self._shares(batch, computed, counted))
+        if config.recompute_old_logprobs:  # all of them before any update of this step
+            shares = [
+                (m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))), count, index, tokens)
+                for m, count, index, tokens in shares
+            ]
+            metrics |= self.mismatch.metrics([m for m, *_ in shares])
+        for minibatch, denominator, index, tokens in shares:
+            if reference is not None:
+                # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
+                minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
+            marks = () if watched is None else (NeedParallel(watched[index]),)
+            totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
+            loss_metrics = over_counted(totals, denominator, tokens)
+            metrics |= {name: mean(value) for name, value in loss_metrics.items()} | policy.optimizer_step()
+        return metrics
+
+    def _update_critic(self, critic: TrainEngine, batch: TokenBatch, counted: torch.Tensor) -> dict[str, float]:
+        """A completion teaches the critic whether or not it teaches the policy."""
+        metrics: dict[str, Any] = {}
+        for minibatch, denominator, *_ in self._shares(batch, counted.any(1), counted):
+            totals = critic.train_step(NeedParallel(minibatch), denominator)
+            update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
+            metrics |= {name: mean(value) for name, value in totals.items()} | update
+        return metrics
+
+    def _shares(
+        self, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor
+    ) -> Iterator[tuple[TokenBatch, float, torch.Tensor, int]]:
+        """Rows to compute, the loss's denominator, the rows' places, and the tokens that count."""
+        for index, rows, mask in minibatches_of(computed, counted, self._config.updates_per_step):
+            turns = None if batch.segment_ids is None else batch.segment_ids[rows]
+            yield batch.rows(index), float(self._denominator(mask, turns)), index, int(mask.sum())
+
+
+def over_counted(totals: Mapping[str, Any], denominator: float, tokens: int) -> dict[str, Any]:
+    """Undivided metrics of the computed rows → those of all rows that count, where these are known.
+
+    A row is left out for its advantages of 0: it adds nothing to the policy's loss, and no clip cuts a gradient that it
+    does not have. What its ratio, entropy or KL would be is not known: these are of the computed rows.
+    """
+    denominators = {"policy_loss": denominator, "clip_fraction": tokens}
+    return {
+        name: Ratio(value.total, denominators[name]) if name in denominators else value  # type: ignore[arg-type]
+        for name, value in totals.items()
+    }
+
+
+def minibatches_of(
+    computed: torch.Tensor, counted: torch.Tensor, count: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Cut an objective's ``selection`` into ``count`` shares: rows to compute, rows that count, and their mask.
+
+    ``computed`` is [N], ``counted`` is [N, T]. A share without a row to compute has no gradient and makes no update.
+    """
+    for share in counted.any(1).nonzero()[:, 0].tensor_split(count):
+        index = share[computed[share]]
+        if len(index):
+            yield index, share, counted[share]
+
+
+# Policy optimisation on rewarded completions: GRPO, DAPO, RLOO, PPO with a critic …, by the objective.
 
 MANY = 0.5
 """A share of completions without an end that a user should hear of."""

@@ -2,6 +2,6 @@
 
 from rl_bridge.checkpoints.checkpointer import Checkpointer
 from rl_bridge.checkpoints.writing import CheckpointError
-from rl_bridge.engines.optimizers import load_optimizer_state, optimizer_state
+from rl_bridge.engines.module import load_optimizer_state, optimizer_state
 
 __all__ = ["CheckpointError", "Checkpointer", "load_optimizer_state", "optimizer_state"]

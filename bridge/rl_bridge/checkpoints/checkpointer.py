@@ -14,8 +14,16 @@ import numpy as np
 import torch
 
 from rl_bridge.checkpoints.restoring import read_driver, read_engine, read_random
-from rl_bridge.checkpoints.snapshot import HostBuffers, take_apart
-from rl_bridge.checkpoints.writing import DRIVER, RANDOM, CheckpointError, Request, Share, write
+from rl_bridge.checkpoints.writing import (
+    DRIVER,
+    RANDOM,
+    CheckpointError,
+    HostBuffers,
+    Request,
+    Share,
+    take_apart,
+    write,
+)
 from rl_bridge.common import step_folders
 from rl_bridge.common.terminal import say
 from rl_bridge.engines.engine import Engine

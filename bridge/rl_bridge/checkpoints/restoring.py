@@ -19,10 +19,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from rl_bridge.checkpoints.snapshot import give_state, put_together, state_of, take_apart
-from rl_bridge.checkpoints.writing import DRIVER, INDEX, RANDOM, piece_name
-from rl_bridge.engines.module import Lifecycle
-from rl_bridge.engines.optimizers import room_for_states
+from rl_bridge.checkpoints.writing import (
+    DRIVER,
+    INDEX,
+    RANDOM,
+    give_state,
+    piece_name,
+    put_together,
+    state_of,
+    take_apart,
+)
+from rl_bridge.engines.module import Lifecycle, room_for_states
 from rl_bridge.weights.source import in_charge_of
 
 

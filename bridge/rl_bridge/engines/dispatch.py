@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl_bridge.engines.optimizers import optimizers_of
+from rl_bridge.engines.module import optimizers_of
 from rl_bridge.parallel.mesh import Mesh
 from rl_fn import Ratio
 from rl_fn.packing import balance

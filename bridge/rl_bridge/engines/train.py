@@ -16,8 +16,8 @@ from rl_bridge.engines.dispatch import NeedParallel
 from rl_bridge.engines.engine import DEATHS, Engine, Revived, What
 from rl_bridge.executors.executor import WorkerDied
 from rl_bridge.weights.ends import WeightSyncError
+from rl_bridge.weights.source import Through
 from rl_bridge.weights.sync import EngineRef, SyncReport, sync_weights
-from rl_bridge.weights.transforms import Through
 from rl_bridge.weights.transports import Transport
 
 if TYPE_CHECKING:

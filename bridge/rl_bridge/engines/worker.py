@@ -17,7 +17,7 @@ from rl_bridge.executors.host import Host
 from rl_bridge.memory.garbage_collection import collect_all, one_phase
 from rl_bridge.parallel import fsdp
 from rl_bridge.parallel.mesh import Mesh
-from rl_bridge.weights.module_tensors import plain_name
+from rl_bridge.weights.manifest import plain_name
 from rl_bridge.weights.source import in_charge_of
 
 # The object that the factory made, and its place among the engine's workers.
@@ -96,7 +96,7 @@ def build_worker(
     try:
         module = torch_module_of(factory) if torch_module else factory()
         if torch_module and layout.size > 1:
-            from rl_bridge.parallel.process_groups import make_mesh
+            from rl_bridge.parallel.mesh import make_mesh
 
             require_sequence_cut(module, layout)
             mesh, group = make_mesh(host, slots, layout), host.group(slots)

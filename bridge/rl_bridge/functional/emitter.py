@@ -17,8 +17,8 @@ import torch
 from jax.extend import source_info_util
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_bridge.functional import runtime, sizes
-from rl_bridge.functional.dtypes import torch_dtype
+from rl_bridge.functional import runtime, trace
+from rl_bridge.functional.crossing import torch_dtype
 
 Shape = tuple[Any, ...]  # of int, or of JAX's symbolic dimensions
 Rule = Callable[..., Any]
@@ -107,7 +107,7 @@ class Builder:
                 "rt": runtime,
                 "inf": math.inf,
                 "nan": math.nan,
-                **sizes.FUNCTIONS,
+                **trace.FUNCTIONS,
             }
 
     # -- names -----------------------------------------------------------------------------------------------------

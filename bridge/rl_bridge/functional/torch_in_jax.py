@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rl_bridge.functional.guards import refuse_fork
+from rl_bridge.functional.crossing import refuse_fork
 
 
 def to_jax(torch_fn: Callable[..., Any], *, output_shapes: Any = None, depth: int = 1) -> Callable[..., Any]:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rl_bridge.functional import runtime
 from rl_bridge.functional.call import as_torch_function, static_key, traced_arguments
-from rl_bridge.functional.dtypes import is_float, jax_dtype, torch_dtype, wide_types
-from rl_bridge.functional.guards import refuse_fork, require_plain
+from rl_bridge.functional.crossing import is_float, jax_dtype, refuse_fork, require_plain, torch_dtype, wide_types
 
 _CALLS: dict[str, "_Call"] = {}
 _KEYS: dict[Any, str] = {}

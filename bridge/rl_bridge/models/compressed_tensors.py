@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from rl_bridge.models.source import ModelSource, PretrainedSource
 from rl_bridge.models.stored_tensors import INDEX, ONE_FILE, require_fit
-from rl_bridge.weights.module_tensors import module_tensors
-from rl_bridge.weights.transforms import BLOCK, LAYOUTS, Precision, Quantize, Through, precision_map
+from rl_bridge.weights.manifest import module_tensors
+from rl_bridge.weights.source import BLOCK, LAYOUTS, Precision, Quantize, Through, precision_map
 
 SHARD_BYTES = 2 << 30
 

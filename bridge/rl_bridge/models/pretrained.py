@@ -16,8 +16,7 @@ from rl_bridge.data.rows import RESPONSES
 from rl_bridge.models.model_folder import tokenizer_in
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.models.source import ModelSource, PretrainedSource
-from rl_bridge.weights.manifest import full
-from rl_bridge.weights.module_tensors import is_peft
+from rl_bridge.weights.manifest import full, is_peft
 from rl_bridge.weights.source import source_of
 
 # A model and its tokenizer: from a folder or hub id in Hugging Face format, or small and new for given rows.

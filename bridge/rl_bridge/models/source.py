@@ -26,7 +26,7 @@ from rl_bridge.models.stored_tensors import (
     require_fit,
 )
 from rl_bridge.parallel.fsdp import materialize, part_of
-from rl_bridge.weights.module_tensors import is_peft
+from rl_bridge.weights.manifest import is_peft
 
 # Whole models: the structure first, on any device, and the weights later, each worker its own part.
 

@@ -16,12 +16,11 @@ from rl_bridge.models.row_checks import rotary_bound
 from rl_bridge.models.source import ModelSource, device_of
 from rl_bridge.modules.cpu_layers import use_cpu_layers
 from rl_bridge.parallel.attention import use_rl_fn_attention
+from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.documents import Documents
-from rl_bridge.parallel.gradients import agree_max
 from rl_bridge.parallel.heads import token_logprobs
-from rl_bridge.parallel.layers import without_peft
-from rl_bridge.parallel.mesh import AXES
+from rl_bridge.parallel.mesh import AXES, agree_max
 from rl_bridge.parallel.parallelize import parallelize
 from rl_bridge.parallel.probe import Arrangements, forward_kwargs, probe
 

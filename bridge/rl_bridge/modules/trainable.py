@@ -10,14 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_bridge.common.terminal import given
 from rl_bridge.data.token_batch import MicroBatch, TokenBatch
 from rl_bridge.engines.dispatch import returns
-from rl_bridge.engines.optimizers import load_optimizer_state, optimizer_state, require_states
+from rl_bridge.engines.module import load_optimizer_state, optimizer_state, require_states
 from rl_bridge.memory.token_budget import optimizer_within_memory
 from rl_bridge.models.source import ModelSource
 from rl_bridge.modules.router_balance import Part, require_whole_rows, router_balance
 from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.gradients import agree_max, clip_grad_norm
-from rl_bridge.parallel.mesh import AXES
+from rl_bridge.parallel.mesh import AXES, agree_max, clip_grad_norm
 
 # The optimiser's options and its schedule.
 

@@ -1,4 +1,4 @@
-"""Activations kept for a layer's backward pass: all, a part, its inputs alone; on the device or in host memory."""
+"""Layers of a model, and activations kept for a layer's backward pass: all, a part, its inputs alone."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,9 +7,37 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
-from rl_bridge.parallel.layers import layers_of
 from rl_bridge.parallel.offloading import ActivationOffload
+from rl_bridge.weights.manifest import is_peft
+
+# The modules of a model that are sharded, gathered and recomputed one at a time: its layers.
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """The model that a peft model wraps, adapters inside; any other model is itself."""
+    return model.get_base_model() if is_peft(model) else model
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers, in order: of a transformers model by its own declaration, else what direct ModuleLists hold.
+
+    >>> layers_of(nn.Linear(2, 2))
+    []
+    """
+    declared: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            declared |= set(module._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in declared]
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            layers += [layer for layer in child if layer not in layers]
+    return layers
+
+
+# Activations kept for a layer's backward pass: all, a part, its inputs alone; on the device or in host memory.
 
 Activations = Literal["keep", "selective", "every_other", "full", "offload", "offload_inputs"]
 """keep: every layer keeps what its backward pass reads. selective: results of matrix products and attention alone, the

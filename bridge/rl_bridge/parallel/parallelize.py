@@ -7,12 +7,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.checkpointing import keep_activations
+from rl_bridge.parallel.checkpointing import keep_activations, without_peft
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.fsdp import shard_model
 from rl_bridge.parallel.heads import gather_head_for_logprobs, gather_head_for_values
-from rl_bridge.parallel.layers import without_peft
-from rl_bridge.parallel.process_groups import model_mesh, one_rank_mesh
+from rl_bridge.parallel.mesh import model_mesh, one_rank_mesh
 from rl_bridge.parallel.tensor_parallel import cut_matrices
 
 DEFAULT = ParallelConfig()

@@ -27,12 +27,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rl_bridge.parallel.attention.register import NAME
+from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.documents import SEQUENCE, Documents
 from rl_bridge.parallel.fsdp import forget_pass
-from rl_bridge.parallel.gradients import agree_max
 from rl_bridge.parallel.heads import HeadKind, token_logprobs, token_values
-from rl_bridge.parallel.layers import without_peft
-from rl_bridge.parallel.mesh import AXES
+from rl_bridge.parallel.mesh import AXES, agree_max
 
 # The rows of the comparison, and a model's own eager forward of each row alone.
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_bridge.parallel import tensor_styles
 from rl_bridge.parallel.tensor_styles import CUTS, EXPERTS, SharedInput
-from rl_bridge.weights.module_tensors import is_peft
+from rl_bridge.weights.manifest import is_peft
 
 # Families whose tensor-parallel plan is right here, and what is added to the plans of transformers.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 
 import rl_fn
-from rl_bridge.algorithms.coefficients import Coefficients, Controlled, constraint
+from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, constraint
 from rl_bridge.common.terminal import given
 from rl_fn import Objective, components
 

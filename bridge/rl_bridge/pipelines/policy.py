@@ -10,10 +10,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
-from rl_bridge.algorithms.coefficients import Coefficients
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, require_objective
+from rl_bridge.algorithms.policy_setup import (
+    Coefficients,
+    PolicyConfig,
+    PolicyEngines,
+    SamplingOptions,
+    require_objective,
+)
 from rl_bridge.algorithms.policy_training import train_policy
 from rl_bridge.algorithms.sampling import Complete, Sampler
 from rl_bridge.algorithms.supervised_training import WarmStart, train_sft

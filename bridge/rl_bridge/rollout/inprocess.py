@@ -27,7 +27,7 @@ from rl_bridge.rollout.decoder import Decoder, Drawn
 from rl_bridge.rollout.sampling import StopTexts
 from rl_bridge.rollout.worker import Advancing, Conversing, Generating
 from rl_bridge.weights import ModuleReceiver
-from rl_bridge.weights.transforms import Quantize, Through, linear_weights
+from rl_bridge.weights.source import Quantize, Through, linear_weights
 from rl_kernels import int8_matmul
 
 # Linear layers with int8 weights and activations, for a rollout in this process.

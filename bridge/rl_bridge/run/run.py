@@ -16,8 +16,7 @@ from rl_bridge.engines.engine import Engine
 from rl_bridge.run.exporters.live import Exporters, LiveExport
 from rl_bridge.run.folder import Opened, begin_or_resume
 from rl_bridge.run.options import RunOptions
-from rl_bridge.run.recorder import Recorder
-from rl_bridge.run.skips import Skips, whose
+from rl_bridge.run.recorder import Recorder, Skips, whose
 
 # Which step of a run was the best, by a metric of its record.
 

@@ -1,12 +1,10 @@
 """Weights on their way from one engine to another."""
 
-from rl_bridge.weights.checksum import checksum
 from rl_bridge.weights.ends import WeightSyncError
-from rl_bridge.weights.module_tensors import replace_parameters
+from rl_bridge.weights.manifest import checksum, replace_parameters
 from rl_bridge.weights.receiver import Arrival, ModuleReceiver, ReceivesWeights, WeightReceiver, receiver_of
-from rl_bridge.weights.source import ModuleSource, SendsWeights, WeightSource, source_of
+from rl_bridge.weights.source import Cast, ModuleSource, SendsWeights, WeightSource, source_of
 from rl_bridge.weights.sync import EngineRef, SyncReport, sync_weights
-from rl_bridge.weights.transforms import Cast
 from rl_bridge.weights.transports import choose_transport
 
 __all__ = [

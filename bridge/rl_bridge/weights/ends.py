@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from rl_bridge.weights.checksum import checksum
 from rl_bridge.weights.manifest import (
     Claim,
     Entry,
     Frame,
     Manifest,
     Part,
+    checksum,
     described,
     full,
     inside,
@@ -24,8 +24,7 @@ from rl_bridge.weights.manifest import (
     whole,
 )
 from rl_bridge.weights.receiver import Arrival, ModuleReceiver, WeightReceiver
-from rl_bridge.weights.source import WeightSource
-from rl_bridge.weights.transforms import Through, needs_whole_tensors
+from rl_bridge.weights.source import Through, WeightSource, needs_whole_tensors
 
 # The slots of one sync and their waits for each other: each has a deadline and says what was missing.
 

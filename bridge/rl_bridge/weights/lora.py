@@ -10,8 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch.distributed.tensor import DTensor
 
-from rl_bridge.weights.manifest import full, inside, local, part_of, whole
-from rl_bridge.weights.module_tensors import module_tensors, plain_name, reshard
+from rl_bridge.weights.manifest import full, inside, local, module_tensors, part_of, plain_name, reshard, whole
 
 # What an adapter's effect depends on besides its tensors.
 _CONFIGURATION = (

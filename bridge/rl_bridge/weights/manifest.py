@@ -1,13 +1,148 @@
-"""The tensors of a sync: the part that each worker holds, the manifest that both ends compare, and buckets of bytes."""
+"""Tensors of a sync: their names in a module, the part that each worker holds, the manifest that both ends compare."""
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+from rl_bridge.common.splitmix64 import GOLDEN, MASK, mix, signed
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+# A 64-bit checksum of a tensor's bits: what proves that a weight arrived as it was sent.
+
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+# Small enough for the temporaries to stay in a CPU's cache; a GPU wants few launches.
+_CHUNK = 1 << 16
+_DEVICE_CHUNK = 1 << 22
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit checksum of a tensor's bits, computed where the tensor lies.
+
+    Σ mix(word + place·golden) modulo 2⁶⁴: one changed word always changes the sum, because mix is a bijection; words
+    that changed places do but for a chance of 2⁻⁶⁴, because mix is not linear. The same on every device.
+
+    >>> checksum(torch.zeros(2)) == checksum(torch.tensor([0.0, -0.0]))
+    False
+    """
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()  # a part of another tensor: its words would begin between two of memory
+    words = next(octets.view(dtype) for size, dtype in _WORDS if octets.numel() % size == 0)
+    return _on_the_cpu(words.numpy()) if words.device.type == "cpu" else _on_a_device(words)
+
+
+def _on_a_device(words: torch.Tensor) -> int:
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _DEVICE_CHUNK):
+        block = words[start : start + _DEVICE_CHUNK].to(torch.int64)
+        places = torch.arange(start, start + block.numel(), device=words.device)
+        total += mix(places.mul_(signed(GOLDEN)).add_(block)).sum()
+    return int(total)
+
+
+@cache
+def _places(count: int) -> np.ndarray:
+    """(place + 1)·golden: mix begins by adding golden once more."""
+    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+
+
+def _on_the_cpu(words: np.ndarray) -> int:
+    """The same sum. NumPy has unsigned shifts and works in place, which makes this three times as fast as torch."""
+    size = min(_CHUNK, words.size)
+    places = _places(_CHUNK)
+    bits, shifted = np.empty(size, np.uint64), np.empty(size, np.uint64)
+    total = 0
+    for start in range(0, words.size, _CHUNK):
+        block = words[start : start + _CHUNK].astype(np.int64, copy=False).view(np.uint64)
+        b, s = bits[: block.size], shifted[: block.size]
+        np.add(block, places[: block.size], out=b)
+        b += np.uint64(start * GOLDEN & MASK)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            np.right_shift(b, np.uint64(shift), out=s)
+            b ^= s
+            b *= np.uint64(factor)
+        np.right_shift(b, np.uint64(31), out=s)
+        b ^= s
+        total += int(np.add.reduce(b))
+    return signed(total)
+
+
+# The tensors of a module under their own names, and room made for them again, without breaking what refers to them.
+
+# Freeing a model's weights and making room for them again, without breaking what refers to them.
+
+
+def replace_parameters(model: torch.nn.Module, device: torch.device) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+    """Give every parameter an empty tensor on ``device``; returns old → new.
+
+    With ``meta`` all of them lose their values. With another device those are replaced that have none: what is on
+    ``meta``. Unlike ``Module.to("meta")`` and ``Module.to_empty`` it keeps tied parameters tied and leaves the buffers,
+    which no transfer of weights would bring back, as they are.
+    """
+    replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and (old.is_meta or device.type == "meta"):
+                if old not in replaced:
+                    empty = torch.empty_like(old, device=device)
+                    replaced[old] = torch.nn.Parameter(empty, requires_grad=old.requires_grad)
+                module._parameters[name] = replaced[old]
+    return replaced
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def is_peft(module: Any) -> "TypeGuard[PeftModel]":
+    """Whether this is a peft model; without peft loaded there is none."""
+    return "peft" in sys.modules and isinstance(module, sys.modules["peft"].PeftModel)
+
+
+def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, parameter or persistent buffer), tied ones once; FSDP2 parameters as the shards they are stored as."""
+    reshard(module)
+    for name, parameter in module.named_parameters():
+        yield plain_name(name), parameter
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Give FSDP2 parameters their shards back.
+
+    After a forward pass the root keeps gathered copies in the compute dtype: reading them would send rounded values,
+    and what is written to them is lost.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def plain_name(name: str) -> str:
+    """The name without what activation checkpointing and torch.compile put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+# The tensors of a sync: the part that each worker holds, the manifest that both ends compare, and buckets of bytes.
 
 # Which rectangle of a tensor a worker holds, and what two rectangles share.
 

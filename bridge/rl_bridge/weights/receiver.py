@@ -7,9 +7,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl_bridge.weights.checksum import checksum
-from rl_bridge.weights.manifest import Claim, Manifest, Part, inside, local, overlap, part_of, volume
-from rl_bridge.weights.module_tensors import is_peft, module_tensors
+from rl_bridge.weights.manifest import (
+    Claim,
+    Manifest,
+    Part,
+    checksum,
+    inside,
+    is_peft,
+    local,
+    module_tensors,
+    overlap,
+    part_of,
+    volume,
+)
 from rl_bridge.weights.source import in_charge_of
 
 

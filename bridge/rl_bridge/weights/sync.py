@@ -14,8 +14,7 @@ from rl_bridge.executors.host import Host
 from rl_bridge.weights.ends import Description, Peers, Sender, Taker, WeightSyncError, describe_source, describe_target
 from rl_bridge.weights.manifest import Bucket, Manifest, Part, SourceFailed, TensorSpec, compare, plan_buckets, volume
 from rl_bridge.weights.receiver import WeightReceiver, receiver_of
-from rl_bridge.weights.source import source_of
-from rl_bridge.weights.transforms import Through, needs_whole_tensors
+from rl_bridge.weights.source import Through, needs_whole_tensors, source_of
 from rl_bridge.weights.transports import (
     Broadcast,
     SharedMemory,

@@ -15,9 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rl_bridge.common.files import replacing, write_json
-from rl_bridge.weights.checksum import checksum
 from rl_bridge.weights.ends import Peers, Sender, Taker, WeightSyncError
-from rl_bridge.weights.manifest import Bucket, Claim, Frame, Part, aligned, inside, overlap, whole
+from rl_bridge.weights.manifest import Bucket, Claim, Frame, Part, aligned, checksum, inside, overlap, whole
 from rl_bridge.weights.receiver import Arrival
 
 # Which transport for which slots.

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rl_bridge.checkpoints.snapshot import local_values, state_of, take_apart
+from rl_bridge.checkpoints.writing import local_values, state_of, take_apart
 from rl_bridge.engines.dispatch import declared, row_count
 from rl_bridge.engines.worker import call_worker, worker_of
 from rl_bridge.executors import LocalExecutor

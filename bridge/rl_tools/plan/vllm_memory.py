@@ -24,10 +24,9 @@ from rl_bridge.profiling.live_bytes import CACHE, OFFLOADED, SERVER, TRANSFER, W
 from rl_bridge.profiling.timeline import shown_bytes
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import EngineLimits, Probe
-from rl_bridge.weights.manifest import Manifest, TensorSpec, described
-from rl_bridge.weights.module_tensors import module_tensors
+from rl_bridge.weights.manifest import Manifest, TensorSpec, described, module_tensors
 from rl_bridge.weights.receiver import ModuleReceiver
-from rl_bridge.weights.transforms import Quantize, Through, precision_map
+from rl_bridge.weights.source import Quantize, Through, precision_map
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.workload import Workload
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_fn
-from rl_bridge.run.skips import whose
+from rl_bridge.run.recorder import whose
 from rl_tools.report.run_files import METRICS, POINTS, RunFiles, buckets, short, step_seconds, thinned, thinned_clock
 from rl_tools.tune.importance import position
 from rl_tools.tune.journal import JOURNAL

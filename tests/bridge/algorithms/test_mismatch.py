@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.update import ALARM, Mismatch
+from rl_bridge.algorithms.policy_training import ALARM, Mismatch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_fn import components
 from tests.bridge.algorithms.fake_engines import longest_is_best, run_loop

@@ -10,8 +10,8 @@ import torch
 import rl_fn
 from rl_bridge.algorithms.advantages import Inputs, steps_of
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
+from rl_bridge.algorithms.policy_training import Updates
 from rl_bridge.algorithms.sampling import Sampled, Sampler, completions
-from rl_bridge.algorithms.update import Updates
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl_bridge.algorithms.update import over_counted
+from rl_bridge.algorithms.policy_training import over_counted
 from rl_bridge.modules.policy import mean
 from tests.rl_fn.recipe_batches import OBJECTIVES, batch, loss_alone, mapped
 

@@ -19,7 +19,7 @@ from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine, returns
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.executors.session import init
-from rl_bridge.parallel.gradients import clip_grad_norm
+from rl_bridge.parallel.mesh import clip_grad_norm
 from rl_bridge.parallel.parallelize import parallelize
 from rl_bridge.run.run import Run
 

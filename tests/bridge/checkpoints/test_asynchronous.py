@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from rl_bridge.checkpoints import Checkpointer, CheckpointError, writing
 from rl_bridge.checkpoints import checkpointer as hosts
-from rl_bridge.checkpoints.snapshot import HostBuffers, checksum_of, has_checksum
+from rl_bridge.checkpoints.writing import HostBuffers, checksum_of, has_checksum
 from tests.bridge.checkpoints.modules import engine_of, names
 
 

@@ -14,7 +14,7 @@ from rl_bridge.checkpoints import checkpointer as hosts
 from rl_bridge.checkpoints.checkpointer import random_states, set_random_states
 from rl_bridge.common import step_folders
 from rl_bridge.engines import TrainEngine
-from rl_bridge.engines.optimizers import room_for_states
+from rl_bridge.engines.module import room_for_states
 from tests.bridge.checkpoints.modules import Trained, draw, engine_of, names
 
 

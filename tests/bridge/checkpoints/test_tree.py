@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.checkpoints.snapshot import put_together, take_apart
+from rl_bridge.checkpoints.writing import put_together, take_apart
 
 
 def test_everything_comes_back_by_way_of_json():

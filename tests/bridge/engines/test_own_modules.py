@@ -393,7 +393,7 @@ class Unready(Cuts):
 def test_a_call_that_leaves_a_worker_without_rows_is_refused_before_anything_is_sent(factory, monkeypatch):
     """ENG-13."""
     monkeypatch.setattr("rl_bridge.engines.worker.fill", lambda *_: None)
-    monkeypatch.setattr("rl_bridge.parallel.process_groups.make_mesh", lambda *_: None)
+    monkeypatch.setattr("rl_bridge.parallel.mesh.make_mesh", lambda *_: None)
     many = ManyHosts(3)
     engine = TrainEngine(factory, executor=many).build(mesh=Mesh(shard=3))
     many.sent.clear()

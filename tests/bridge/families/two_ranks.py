@@ -12,7 +12,7 @@ from rl_bridge.executors.host import Host
 from rl_bridge.models.source import StateSource
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import CausalLMModule
-from rl_bridge.parallel.process_groups import make_mesh
+from rl_bridge.parallel.mesh import make_mesh
 from tests.bridge.families import reference, zoo
 from tests.bridge.families.cells import Cell, building, cell
 from tests.bridge.families.columns import OPTIMIZER

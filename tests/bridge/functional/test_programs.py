@@ -8,7 +8,7 @@ import torch
 from jax import core
 
 import rl_fn
-from rl_bridge.functional import call, from_jax, sizes
+from rl_bridge.functional import call, from_jax, trace
 from rl_fn.recurrence import scan
 from tests.bridge.functional.both import check
 from tests.bridge.functional.sizes_of_cases import NAMES, REGISTRIES, arguments, value_and_gradient
@@ -79,7 +79,7 @@ def test_an_abstract_array_of_a_symbol_is_never_that_of_a_number():
     float32 = np.dtype(np.float32)
     for size in range(2, 3000):
         number = core.ShapedArray((size,), float32)
-        with sizes.symbolic(((-1,),), (size,)) as (shapes, verdicts):
+        with trace.symbolic(((-1,),), (size,)) as (shapes, verdicts):
             symbol = core.ShapedArray(shapes[0], float32)
             assert symbol is not number
             assert core.ShapedArray((size,), float32) is number
@@ -95,7 +95,7 @@ def test_an_operation_on_a_symbol_is_never_found_as_that_on_a_number():
 
     for size in range(2, 1500):
         assert filled(size) == size
-        with sizes.symbolic(((-1,),), (size,)) as (shapes, verdicts):
+        with trace.symbolic(((-1,),), (size,)) as (shapes, verdicts):
             made = filled(shapes[0][0])
         assert not isinstance(made, int)
         assert verdicts.conditions() == ()

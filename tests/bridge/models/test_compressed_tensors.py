@@ -8,7 +8,7 @@ import torch
 from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
-from rl_bridge.weights.transforms import LAYOUTS, Cast
+from rl_bridge.weights.source import LAYOUTS, Cast
 
 
 def stored(folder):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.update import minibatches_of
+from rl_bridge.algorithms.policy_training import minibatches_of
 from rl_bridge.data.token_batch import TokenBatch, micro_batches
 from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.modules.policy import PolicyModule, mean

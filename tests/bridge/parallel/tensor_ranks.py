@@ -56,7 +56,7 @@ def differences(name: str, mesh: Any) -> dict[str, Any]:
     from rl_bridge.models.source import PretrainedSource
     from rl_bridge.parallel.attention import use_rl_fn_attention
     from rl_bridge.parallel.config import ParallelConfig
-    from rl_bridge.parallel.gradients import clip_grad_norm
+    from rl_bridge.parallel.mesh import clip_grad_norm
     from rl_bridge.parallel.parallelize import parallelize
     from rl_bridge.weights.manifest import full, part_of
     from rl_bridge.weights.source import source_of

@@ -78,7 +78,7 @@ def gathered_after_forward(host, reshard):
 
 def rank(number, address, queue):
     def work():
-        from rl_bridge.parallel.gradients import agree_max
+        from rl_bridge.parallel.mesh import agree_max
 
         host = one_step.host_of_rank()
         found = {name: bfloat16(host, *case) for name, case in LAYOUTS.items()}

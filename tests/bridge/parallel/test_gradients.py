@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_bridge.parallel.gradients import agree_max, clip_grad_norm
+from rl_bridge.parallel.mesh import agree_max, clip_grad_norm
 
 
 def parameters(*gradients):

@@ -5,8 +5,7 @@ import torch
 
 from rl_bridge.executors.host import Host
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.parallel.mesh import Mesh
-from rl_bridge.parallel.process_groups import make_mesh, model_mesh
+from rl_bridge.parallel.mesh import Mesh, make_mesh, model_mesh
 
 
 def test_one_slot_needs_no_mesh():

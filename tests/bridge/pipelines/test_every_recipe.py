@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import rl_fn
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.update import Updates
+from rl_bridge.algorithms.policy_training import Updates
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.models.source import StateSource

@@ -14,7 +14,7 @@ from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.inprocess import Int8Linear
-from rl_bridge.weights.transforms import Cast, Quantize
+from rl_bridge.weights.source import Cast, Quantize
 from tests.support.trajectories import generate
 
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from rl_bridge.common import step_folders
 from rl_bridge.engines import Mesh, TrainEngine
 from rl_bridge.run import recorder
+from rl_bridge.run.recorder import KEPT
 from rl_bridge.run.run import Run
-from rl_bridge.run.skips import KEPT
 
 
 @dataclass(frozen=True)

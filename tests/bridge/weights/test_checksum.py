@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rl_bridge.common.splitmix64 import GOLDEN, MASK, mix, signed
 from rl_bridge.weights import checksum
 
-bits = importlib.import_module("rl_bridge.weights.checksum")
+bits = importlib.import_module("rl_bridge.weights.manifest")
 WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.int8: 1}
 DTYPES = st.sampled_from(list(WIDTHS))
 

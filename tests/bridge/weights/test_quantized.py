@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.weights.transforms import BLOCK, LAYOUTS, Cast, Quantize, linear_weights, precision_map
+from rl_bridge.weights.source import BLOCK, LAYOUTS, Cast, Quantize, linear_weights, precision_map
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 # Half of a step, as a share of the largest number that shares the scale; of fp8 a step is 1/16 of the number itself.

@@ -7,8 +7,7 @@ from rl_bridge.data.trajectory import SamplingParams, requests_of
 from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.weights import Arrival, ModuleReceiver, WeightSyncError, checksum, receiver_of, transports
-from rl_bridge.weights.manifest import Claim, Manifest, described, inside, whole
-from rl_bridge.weights.module_tensors import module_tensors
+from rl_bridge.weights.manifest import Claim, Manifest, described, inside, module_tensors, whole
 from tests.support.one_process import NAME, put, sync
 from tests.support.weight_engines import model
 

@@ -5,12 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_bridge.weights import (
-    Cast,
-    ModuleReceiver,
-    checksum,
-    sync_weights,
-)
+from rl_bridge.weights import Cast, ModuleReceiver, checksum, sync_weights
 from rl_bridge.weights.receiver import prove
 from tests.support.one_process import POLICY, ROLLOUT, TRANSPORTS, module_of, put, same, sync, version
 from tests.support.weight_engines import model

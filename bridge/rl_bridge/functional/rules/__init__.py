@@ -1,5 +1,5 @@
 """The lowerings, one module a family; importing them fills the table."""
 
-from rl_bridge.functional.rules import control, elementwise, indexing, reductions, shapes
+from rl_bridge.functional.rules import arithmetic, control, shapes
 
-__all__ = ["control", "elementwise", "indexing", "reductions", "shapes"]
+__all__ = ["arithmetic", "control", "shapes"]

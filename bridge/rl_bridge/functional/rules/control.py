@@ -7,9 +7,9 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 
-from rl_bridge.functional import control
+from rl_bridge.functional import runtime
 from rl_bridge.functional.associative_scan import associative_scan, restricted
-from rl_bridge.functional.dtypes import is_float, torch_dtype
+from rl_bridge.functional.crossing import is_float, torch_dtype
 from rl_bridge.functional.emitter import Builder, Value, rule
 
 
@@ -87,7 +87,7 @@ def _custom(b: Builder, eqn: Any, *xs: Value) -> Sequence[Value]:
         b.function(backward_jaxpr, [None] * len(backward_jaxpr.in_avals), inside_rule=True),
     ]
     flags = tuple(i in active for i in passed)
-    code = f"{b.bind('custom', control.custom)}({functions[0]}, {functions[1]}, {len(order)}, {len(floats)}, {flags}"
+    code = f"{b.bind('custom', runtime.custom)}({functions[0]}, {functions[1]}, {len(order)}, {len(floats)}, {flags}"
     avals = [eqn.outvars[i].aval for i in order]
     names = b.emit(f"{code}{_passed(b, [xs[i] for i in passed])})", len(order))
     values = [Value(n, tuple(a.shape), np.dtype(a.dtype), tuple(a.shape)) for n, a in zip(names, avals, strict=True)]
@@ -111,7 +111,7 @@ def _cond(b: Builder, eqn: Any, which: Value, *xs: Value) -> list[Value]:
         raise NotImplementedError("from_jax runs every branch of lax.cond: a lax.while_loop in one might never end")
     functions = "".join(f"{b.function(branch, xs)}, " for branch in branches)
     passed = _passed(b, [x for x in xs if not x.is_number])
-    return _results(b, eqn, f"{b.bind('cond', control.cond)}({b.full(which)}, ({functions}){passed})")
+    return _results(b, eqn, f"{b.bind('cond', runtime.cond)}({b.full(which)}, ({functions}){passed})")
 
 
 @rule("scan")
@@ -125,7 +125,7 @@ def _scan(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     shapes = "".join(
         f"({b.shape(tuple(var.aval.shape))}, {torch_dtype(var.aval.dtype)}), " for var in eqn.outvars[carries:]
     )
-    call = f"{b.bind('scan', control.scan)}({body}, {b.dim(p['length'])}, {p['reverse']}, {counts}, ({shapes})"
+    call = f"{b.bind('scan', runtime.scan)}({body}, {b.dim(p['length'])}, {p['reverse']}, {counts}, ({shapes})"
     return _results(b, eqn, f"{call}{_passed(b, passed)})")
 
 
@@ -136,7 +136,7 @@ def _while(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     carry = [None] * (len(xs) - sum(counts))
     condition = b.function(closed(p["cond_jaxpr"]), [None] * counts[0] + carry)
     body = b.function(closed(p["body_jaxpr"]), [None] * counts[1] + carry)
-    return _results(b, eqn, f"{b.bind('loop', control.while_loop)}({condition}, {body}, {counts}{_passed(b, xs)})")
+    return _results(b, eqn, f"{b.bind('loop', runtime.while_loop)}({condition}, {body}, {counts}{_passed(b, xs)})")
 
 
 @rule("associative_scan")

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download
 
-from rl_bridge.weights.transforms import LAYOUTS
+from rl_bridge.weights.source import LAYOUTS
 
 CONFIG, HEAD, LEVEL, FILE, RELOAD = VARIABLES = (
     "FLASHRL_CONFIG",

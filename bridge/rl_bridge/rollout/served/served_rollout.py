@@ -26,7 +26,7 @@ from rl_bridge.rollout.vllm.probe import Tolerance
 from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
 from rl_bridge.rollout.vllm.weight_updates import REPLACEMENTS, TakesProvedWeights, UpdatedEngine
 from rl_bridge.rollout.worker import Advancing, Conversing, Generating
-from rl_bridge.weights.transforms import Precision, Through
+from rl_bridge.weights.source import Precision, Through
 
 
 class _Served(TakesProvedWeights, Advancing, Generating, Conversing):

@@ -37,7 +37,7 @@ from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION, EXTRA, Draws,
 from rl_bridge.rollout.sampling import pinned, truncation
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.ranks import BIND, Watch, binding, opening
-from rl_bridge.weights.transforms import Precision
+from rl_bridge.weights.source import Precision
 
 # Torch's default process group, set aside while an engine of vLLM makes its own.
 

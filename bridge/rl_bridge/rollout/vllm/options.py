@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from rl_bridge.weights.transforms import LAYOUTS, Precision
+from rl_bridge.weights.source import LAYOUTS, Precision
 
 # Which arguments of ``vllm.EngineArgs`` a user may give, for an engine in the process and for a server; without vLLM.
 

@@ -26,7 +26,7 @@ from rl_bridge.rollout.vllm.vllm_decoder import Outbox, VLLMDecoder
 from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
 from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
 from rl_bridge.rollout.worker import Advancing, Conversing, Generating
-from rl_bridge.weights.transforms import Through
+from rl_bridge.weights.source import Through
 
 
 class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):

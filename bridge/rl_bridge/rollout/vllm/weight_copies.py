@@ -19,7 +19,7 @@ from rl_bridge.models.stored_tensors import ONE_FILE, SafetensorsFolder
 from rl_bridge.rollout.vllm.lora_adapters import expected_adapter
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 from rl_bridge.weights.receiver import Arrival, ModuleReceiver
-from rl_bridge.weights.transforms import LAYOUTS, Cast, Precision, Through
+from rl_bridge.weights.source import LAYOUTS, Cast, Precision, Through
 
 # Complete copies of the weights in folders that every process of the node sees, and from which an engine can start.
 

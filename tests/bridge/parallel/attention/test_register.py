@@ -7,8 +7,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, MistralConfig, MistralForCausalLM
 from transformers import masking_utils as transformers_masks
 
-from rl_bridge.parallel.attention import masks, register, use_rl_fn_attention
-from rl_bridge.parallel.attention.masks import LayerMask
+from rl_bridge.parallel.attention import register, use_rl_fn_attention
+from rl_bridge.parallel.attention.register import LayerMask
 from rl_bridge.parallel.documents import Documents
 from tests.support.attending_models import SIZES, batch, tiny
 

@@ -18,7 +18,7 @@ from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_bridge.weights.transforms import LAYOUTS
+from rl_bridge.weights.source import LAYOUTS
 
 pytestmark = pytest.mark.vllm
 OPTIONS = {"max_num_seqs": 8, "kv_cache_gib": 0.05, "max_model_len": 64}
