@@ -127,8 +127,6 @@ class Coefficients:
             self._states[name] = jax.tree.unflatten(tree, [jnp.asarray(x, leaf.dtype) for x, leaf in pairs])
 
 
-# Parts of a policy's training: steps, prompts, sampling, one number of several rewards, the engines of the run.
-
 # One number of several rewards: what a policy is trained on.
 
 _weighted_sum, _tchebycheff = from_jax(rl_fn.weighted_sum), from_jax(rl_fn.tchebycheff)

@@ -1,4 +1,4 @@
-"""Policy optimisation on rewarded completions, GRPO, RLOO, PPO with a critic …: the loop, and the updates of one step."""
+"""Policy optimisation on rewarded completions (GRPO, RLOO, PPO with a critic …): the loop, and a step's updates."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,8 +17,6 @@ from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.modules.policy import mean
 from rl_bridge.run.run import Run
 from rl_fn import Batch, Objective, Ratio, effective_sample_size, mismatch_metrics
-
-# The updates of one step, each with the denominator of what it counts, and how far rollout and trainer disagree.
 
 # How far the rollout's probabilities are from the trainer's own, before and after what corrects for that.
 
@@ -83,9 +81,6 @@ class Mismatch:
             f"the rollout samples from another policy than the trainer's: its tokens count as a share of {shares}, and "
             f"--policy.least-effective-share is {self._least_share:g}; what follows is in the metric {ALARM}"
         )
-
-
-# The updates of one step: its rows in shares, each with the denominator of what it counts; the critic's likewise.
 
 
 class Updates:
@@ -196,8 +191,6 @@ def minibatches_of(
         if len(index):
             yield index, share, counted[share]
 
-
-# Policy optimisation on rewarded completions: GRPO, DAPO, RLOO, PPO with a critic …, by the objective.
 
 MANY = 0.5
 """A share of completions without an end that a user should hear of."""

@@ -22,8 +22,6 @@ from rl_bridge.common.files import sync_file
 from rl_bridge.weights import checksum
 from rl_bridge.weights.source import in_charge_of
 
-# A worker's state as it was at one moment: taken apart, copied to host memory, each tensor with a checksum.
-
 # A nested state taken apart: its tensors by name, and everything else as JSON. Nothing is pickled.
 
 
@@ -215,8 +213,6 @@ def _size(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return item.tensor_data.chunk.sizes.numel()
 
-
-# From snapshots in host memory to a checkpoint on the disk. Runs beside the training, in a thread of each writer.
 
 # What can go wrong with a checkpoint after it was asked for.
 

@@ -14,8 +14,6 @@ from rl_bridge.parallel.mesh import Mesh
 from rl_fn import Ratio
 from rl_fn.packing import balance
 
-# Cutting arguments over the workers of an engine: rows by tokens, columns for sequence parallelism.
-
 # The heaviest share may have so many more tokens than the mean where groups stay whole; else rows are balanced alone.
 GROUPS_BALANCE = 0.02
 

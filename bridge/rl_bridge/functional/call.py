@@ -18,13 +18,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from rl_bridge.functional import rules, trace
-from rl_bridge.functional import trace as sizes
 from rl_bridge.functional.crossing import jax_dtype, refuse_fork, wide_types
 from rl_bridge.functional.emitter import Builder, Value
 from rl_bridge.functional.runtime import without_autocast
 from rl_bridge.functional.trace import Traced
-
-# A jaxpr as one compiled Python function over torch tensors.
 
 assert rules  # importing it fills the table of lowerings
 _NUMBER = itertools.count()
@@ -89,8 +86,6 @@ class Program:
             results = [self._static[i] if i in self._static else next(rest) for i in range(count)]
         return jax.tree.unflatten(self._tree, results)
 
-
-# `from_jax`: arguments in, cached program, results out; eagerly and under torch.compile.
 
 _LIMIT = 512  # programs that one function keeps: a static argument that changes at every call must not fill the memory
 # Weak: the function holds its implementation, and compiled code finds it here by its handle.
@@ -169,13 +164,13 @@ class _Lowering:
     def _find(self, static: Any, leaves: Sequence[Any], tree: Any, tensors: Sequence[torch.Tensor]) -> Program:
         caller = f"from_jax({self.name})"
         refuse_fork(f"{caller}, to trace a new combination of arguments,")
-        rows, distinct = sizes.pattern([x.shape for x in tensors])
+        rows, distinct = trace.pattern([x.shape for x in tensors])
         family = (static, rows)
         for program in self._families.get(family, ()):
             if program.allows(distinct):
                 return program
         arguments = traced_arguments(leaves, caller)
-        shapes = [tuple(sizes.at_hand(size) for size in x.shape) for x in tensors]
+        shapes = [tuple(trace.at_hand(size) for size in x.shape) for x in tensors]
         if self.dynamic and family not in self._fixed:
             try:
                 program = self._trace_symbolic(leaves, tree, tensors, arguments, rows, distinct)
@@ -208,7 +203,7 @@ class _Lowering:
         rows: Any,
         distinct: Sequence[Any],
     ) -> Program:
-        with sizes.symbolic(rows, [sizes.at_hand(size) for size in distinct]) as (shapes, verdicts):
+        with trace.symbolic(rows, [trace.at_hand(size) for size in distinct]) as (shapes, verdicts):
             program = self._trace(leaves, tree, tensors, arguments, shapes, verdicts.names)
         return program.under(verdicts.conditions())
 

@@ -55,9 +55,6 @@ def contract(letters: tuple[str, str, str], x: Tensor, y: Tensor) -> Tensor:
     return _Contraction.apply(letters, x, y)  # pyright: ignore[reportReturnType]
 
 
-# Operations that generated code calls: the few that are not one torch operation.
-
-
 def tracing() -> bool:
     """Whether operations are being recorded (torch.compile, torch.export) rather than run."""
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None

@@ -158,9 +158,6 @@ def _refuse_number(self: Any) -> int:
     raise SizeNeeded(f"the size {self} is needed as a number")
 
 
-# From a JAX function and the sizes of its arguments to a jaxpr, if possible for every size at once.
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
     """A jaxpr, what it takes for granted about the sizes, and how to rebuild its result."""

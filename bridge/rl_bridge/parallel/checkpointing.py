@@ -37,8 +37,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-# Activations kept for a layer's backward pass: all, a part, its inputs alone; on the device or in host memory.
-
 Activations = Literal["keep", "selective", "every_other", "full", "offload", "offload_inputs"]
 """keep: every layer keeps what its backward pass reads. selective: results of matrix products and attention alone, the
 rest is computed again. every_other: every second layer keeps its inputs alone, and is computed again. full: every layer

@@ -13,8 +13,6 @@ from rl_bridge.parallel import tensor_styles
 from rl_bridge.parallel.tensor_styles import CUTS, EXPERTS, SharedInput
 from rl_bridge.weights.manifest import is_peft
 
-# Families whose tensor-parallel plan is right here, and what is added to the plans of transformers.
-
 # Model types for which the plan gives what one process gives; a test walks over all that have a plan.
 # fmt: off
 FAMILIES = frozenset((

@@ -106,8 +106,6 @@ def _take_apart(batch: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict
     return found
 
 
-# The record of a run: metrics.jsonl, TensorBoard events, curves, summary. The driver alone writes it.
-
 # TensorBoard events.
 
 
@@ -192,9 +190,6 @@ def _curve(axis: Any, points: np.ndarray, colour: str, label: str) -> None:
         axis.plot(points[:, 0], smooth, color=colour, label=label)
     else:
         axis.plot(points[:, 0], points[:, 1], color=colour, marker="o", markersize=3, label=label)
-
-
-# The record of a run: metrics.jsonl, TensorBoard events, curves, summary. The driver alone writes it.
 
 
 class Recorder:

@@ -78,8 +78,6 @@ def _on_the_cpu(words: np.ndarray) -> int:
     return signed(total)
 
 
-# The tensors of a module under their own names, and room made for them again, without breaking what refers to them.
-
 # Freeing a model's weights and making room for them again, without breaking what refers to them.
 
 
@@ -141,8 +139,6 @@ def plain_name(name: str) -> str:
         name = name.replace(wrapper, "")
     return name
 
-
-# The tensors of a sync: the part that each worker holds, the manifest that both ends compare, and buckets of bytes.
 
 # Which rectangle of a tensor a worker holds, and what two rectangles share.
 

@@ -10,8 +10,6 @@ from torch import nn
 from rl_bridge.weights.manifest import is_peft, module_tensors
 from rl_kernels import quantize_
 
-# Transforms of weights on their way: another dtype, other names, quantisation.
-
 # Maps over the stream of weights, applied at the source: another dtype, other names, quantisation.
 
 # (name, whole tensor) -> the (name, tensor) pairs that are sent for them. Also called with meta tensors, so that names,
@@ -147,8 +145,6 @@ def linear_weights(model: nn.Module) -> frozenset[str]:
         raise ValueError(f"{type(model).__name__} has no linear layers besides its head: nothing can be quantised")
     return frozenset(names)
 
-
-# The sending end: weights under their Hugging Face names, whole or sharded.
 
 if TYPE_CHECKING:
     pass

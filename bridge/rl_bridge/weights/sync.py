@@ -26,8 +26,6 @@ from rl_bridge.weights.transports import (
     copy_within,
 )
 
-# What runs in each slot of a sync: first the description of both ends, then the transfer.
-
 # Control messages and weights have groups of their own: no collective of an engine comes between.
 _PURPOSE = "weights"
 

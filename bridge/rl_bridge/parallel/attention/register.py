@@ -134,8 +134,6 @@ def _name(function: Function) -> str:
     return name.split(".<locals>")[0]
 
 
-# Attention "rl_fn" of transformers: SDPA as transformers computes it, and blocks by a plan where a call passes one.
-
 NAME = "rl_fn"
 
 _SDPA = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"cache", "kwargs"}

@@ -76,7 +76,7 @@ def test_one_document_longer_than_the_window_needs_no_mask(monkeypatch):
     with torch.no_grad():
         want = mistral("sdpa")(ids, use_cache=False).logits
         for name in ("sdpa_mask", "eager_mask"):
-            monkeypatch.setattr(masks, name, None)
+            monkeypatch.setattr(register, name, None)
         got = mistral("rl_fn")(documents.take(ids), **documents.forward_kwargs).logits
     assert (got - want).abs().max() < 1e-5
 
