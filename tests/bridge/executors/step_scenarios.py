@@ -5,7 +5,9 @@ traceback, or waited for half an hour.
 """
 
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,12 +32,14 @@ class Meeting(ParallelModule):
         self.group = mesh.get_group("shard")
 
     @returns("same")
-    def add(self, value, size=1, fails=(), after=False, sleeps=0.0):
+    def add(self, value, size=1, fails=(), after=False, sleeps=0.0, waits_for=None):
         rank = dist.get_rank(self.group)
         numbers = torch.full((size,), float(value))
         for late in (False, True):
             if rank in fails and after == late:
                 time.sleep(sleeps)
+                while waits_for is not None and not waits_for.exists():
+                    time.sleep(0.01)
                 raise ValueError(f"reward is NaN in row {rank}")
             if not late:
                 dist.all_reduce(numbers, group=self.group)
@@ -96,10 +100,15 @@ def calls_sent_before_the_error_is_known_are_not_run(executor):
         return
     for fails in ((0,), (slots - 1,))[: 2 if slots == 2 else 1]:
         engine = built(executor, slots)
-        futures = [engine.submit("add", 1.0, size=1 + 100 * n, fails=fails if n == 1 else ()) for n in range(4)]
-        assert futures[0].result(90) == slots
+        with tempfile.TemporaryDirectory() as folder:
+            # The error waits until all calls are sent: a call that is sent after the error is refused in other words.
+            sent = Path(folder, "sent")
+            failing = {"fails": fails, "waits_for": sent}
+            futures = [engine.submit("add", 1.0, size=1 + 100 * n, **(failing if n == 1 else {})) for n in range(4)]
+            sent.touch()
+            assert futures[0].result(90) == slots
+            assert isinstance(futures[1].exception(90), ValueError)
         first, *behind = [future.exception(90) for future in futures[1:]]
-        assert isinstance(first, ValueError)
         assert all(isinstance(e, OutOfStep) and "was not run" in str(e) and "reward is NaN" in str(e) for e in behind)
         refused(engine, first)
         engine.release()
