@@ -53,29 +53,33 @@ pytest.register_assert_rewrite(*(name for name in HELPERS if name not in sys.mod
 
 jaxtyping.install_import_hook(["rl_fn"], "beartype.beartype")
 
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fast")
+
 # Lowering a small program takes 25 ms, 10 of them for a new context of MLIR, 4 for the call's lines in each operation.
 # A context that serves many programs would keep their constants: after these many a thread gets a new one.
 PROGRAMS_OF_A_CONTEXT = 200
-jax.config.update("jax_traceback_in_locations_limit", 0)
 in_thread = threading.local()
 
 
-def context_of_many(make=mlir.make_ir_context):
-    """The thread's context of MLIR."""
+def context_of_many(make=getattr(mlir, "make_ir_context", None)):
+    """The thread's context of MLIR. JAX's function is a private one: without that name JAX is left as it is."""
     if getattr(in_thread, "programs", PROGRAMS_OF_A_CONTEXT) == PROGRAMS_OF_A_CONTEXT:
         in_thread.context, in_thread.programs = make(), 0
     in_thread.programs += 1
     return in_thread.context
 
 
-mlir.make_ir_context = context_of_many
+if PROFILE != "thorough":  # which lowers as a user's process does
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    if hasattr(mlir, "make_ir_context"):
+        mlir.make_ir_context = context_of_many
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", max_examples=400, deadline=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+hypothesis.settings.load_profile(PROFILE)
 
 # What JAX has compiled stays in memory, gigabytes over a suite; a program that is needed again has to be traced again
 # and comes from the disk. The limit is half of a core's share of the machine's memory, from 2 to 4 GiB.
