@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib.util
 import os
@@ -61,7 +62,7 @@ PROGRAMS_OF_A_CONTEXT = 200
 in_thread = threading.local()
 
 
-def context_of_many(make=getattr(mlir, "make_ir_context", None)):
+def context_of_many(make):
     """The thread's context of MLIR. JAX's function is a private one: without that name JAX is left as it is."""
     if getattr(in_thread, "programs", PROGRAMS_OF_A_CONTEXT) == PROGRAMS_OF_A_CONTEXT:
         in_thread.context, in_thread.programs = make(), 0
@@ -72,7 +73,7 @@ def context_of_many(make=getattr(mlir, "make_ir_context", None)):
 if PROFILE != "thorough":  # which lowers as a user's process does
     jax.config.update("jax_traceback_in_locations_limit", 0)
     if hasattr(mlir, "make_ir_context"):
-        mlir.make_ir_context = context_of_many
+        mlir.make_ir_context = functools.partial(context_of_many, mlir.make_ir_context)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

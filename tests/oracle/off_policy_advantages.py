@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from tests.oracle.advantages import discounted_returns
 from tests.oracle.base import at_row, f64, rows
+from tests.oracle.returns import discounted_returns
 
 
 def n_step(rewards, values, mask, *, n, gamma=1.0, bootstrap=0.0, segment_ids=None):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rl_fn
-from tests.oracle.constraints import lagrangian_loss, lagrangian_update
+from tests.oracle.control import lagrangian_loss, lagrangian_update
 
 LIMITS, DIRECTIONS = [0.1, 2.0, -1.0], ["<=", ">=", "<="]
 

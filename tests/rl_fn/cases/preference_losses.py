@@ -1,6 +1,8 @@
-"""Cases of losses of pairs and of single responses."""
+"""Cases of losses on preferences: pairs, single completions, and reward models."""
 
 from tests.rl_fn.cases.base import B, T, case
+
+# Cases of losses of pairs and of single responses.
 
 
 def _four(d):
@@ -95,4 +97,21 @@ case(
     lambda d: ((d.logprobs(), d.mask()), {"sum_squared_probs": d.uniform(0.1, 1, B, T)}),
     mask=1,
     masked=(0,),
+)
+
+# Cases of reward-model losses and of metrics of pairs.
+
+case("bradley_terry", lambda d: ((d.normal(), d.normal(), d.mask()), {}), differentiable=(0, 1), mask=2)
+case(
+    "bradley_terry[centred]",
+    lambda d: ((d.normal(), d.normal(), d.mask()), {"margin": d.uniform(0, 2, B, 1), "center": 0.1}),
+    differentiable=(0, 1),
+    mask=2,
+)
+case("plackett_luce", lambda d: ((d.normal(scale=3.0), d.mask()), {}), differentiable=(0,), mask=1)
+case(
+    "preference_metrics",
+    lambda d: ((d.logprobs(), d.logprobs(), d.logprobs(), d.logprobs(), d.mask()), {"beta": 0.3}),
+    mask=4,
+    masked=(0, 1, 2, 3),
 )

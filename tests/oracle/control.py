@@ -1,6 +1,8 @@
-"""Oracle of controllers: the coefficient after each measurement, in plain Python."""
+"""Oracle of controllers: coefficients that follow the KL divergence or the entropy, and multipliers of constraints."""
 
 import math
+
+# Oracle of controllers: the coefficient after each measurement, in plain Python.
 
 
 def exponential_kl(measured, target, coef, *, up, down, low, high):
@@ -67,3 +69,24 @@ def scheduled_kl(kind, t, *, start, end, steps, warmup=0):
         "cosine": end + (start - end) * (1 + math.cos(math.pi * s)) / 2,
         "warmup_cosine": end + (start - end) * (1 + math.cos(math.pi * s)) / 2,
     }[kind]
+
+
+# Oracle of the Lagrangian: plain loops.
+
+
+def violations(constraints, limits, directions):
+    return [g - b if d == "<=" else b - g for g, b, d in zip(constraints, limits, directions, strict=True)]
+
+
+def lagrangian_loss(multipliers, objective, constraints, limits, directions, penalty):
+    total = objective
+    for m, v in zip(multipliers, violations(constraints, limits, directions), strict=True):
+        total += m * v + penalty / 2 * max(0.0, v) ** 2
+    return total
+
+
+def lagrangian_update(multipliers, constraints, limits, directions, lr, high):
+    new = []
+    for m, v in zip(multipliers, violations(constraints, limits, directions), strict=True):
+        new.append(m if math.isnan(v) else min(high, max(0.0, m + lr * v)))
+    return new
