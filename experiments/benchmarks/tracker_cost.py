@@ -1,6 +1,6 @@
 """What trackers cost a run: seconds of a step and of the whole run with each, against the same run with none.
 
-    .venv-tools/bin/python experiments/benchmarks/tracker_cost.py --output experiments/results/tracker_cost
+    .venv/bin/python experiments/benchmarks/tracker_cost.py --output experiments/results/tracker_cost
 
 The run is `rl-fn train sft` of the tiny Qwen2 in a process of its own, with the libraries' offline stores. A run with
 trackers and one without go on in turns of a second: while one has its turn, all processes of the other are stopped,

@@ -7,7 +7,7 @@ SHORT = (
     "--checkpoint-every 1"
 )
 EXPORT = ".venv/bin/rl-fn export runs/quickstart --to"
-COST = ".venv-tools/bin/python experiments/benchmarks/tracker_cost.py --output"
+COST = ".venv/bin/python experiments/benchmarks/tracker_cost.py --output"
 TRACKERS: list[tuple[str, ...]] = [
     (LIVE, f"{EXTRA} && {LIVE} {SHORT}", "minutes; the libraries are an extra"),
     *((f"{EXPORT} {name}",) for name in ("tensorboard", "mlflow", "trackio", "wandb")),
