@@ -134,6 +134,8 @@ class Lock:
             InUse: somebody else had it all the time.
             OSError: the file is a link, or cannot be written.
         """
+        self.process = os.getpid()
+        """The process that took the lock."""
         # Whatever thread releases the lock: it is the process's.
         self._lock = FileLock(file, wait, thread_local=False, on_acquired=self._say_who)
         try:
@@ -141,14 +143,9 @@ class Lock:
         except Timeout:
             raise InUse(_holder(file)) from None
 
-    @property
-    def held(self) -> bool:
-        """Whether this process has the lock."""
-        return self._lock.is_locked
-
     def release(self) -> None:
         """Give the lock back. Calling this again does nothing, nor does it in a forked process."""
-        if self.held:
+        if self._lock.is_locked:
             os.ftruncate(self._descriptor, 0)
             self._lock.release()
 
@@ -189,9 +186,9 @@ class RunLock(Lock):
 def _holder(file: Path) -> str:
     try:
         about = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):  # the moment between the lock and its note, or after its release
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (OSError, ValueError, TypeError, KeyError):  # the moment between the lock and its note
         return "another process"
-    return f"process {about['pid']} on {about['host']} since {about['since']}"
 
 
 def require_own_files(folder: Path) -> None:
@@ -260,8 +257,9 @@ def sweep_folders(parent: Path) -> None:
 
 
 def _remove_folder(folder: Path, lock: Lock) -> None:
-    if not lock.held:
-        return  # in a process that was forked from the owner
+    # What was forked from the owner leaves the folder. At the owner's exit filelock may have released the lock before.
+    if lock.process != os.getpid():
+        return
     # The lock's file goes last: what a kill leaves in between can still be swept.
     with contextlib.suppress(OSError):
         for inside in folder.iterdir():
