@@ -21,6 +21,7 @@ from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
 from rl_bridge.rollout.ahead.ledger import Group, Ledger, Sample, loaded, saved
 from rl_bridge.rollout.ahead.pumps import Admission, Pace, RolloutPump, TrainingPump
 from rl_bridge.rollout.conversations import Opening
+from rl_bridge.rollout.decoder import Drawn
 from rl_bridge.rollout.sampling import request_seeds
 from rl_bridge.rollout.worker import completed
 from rl_fn import Objective
@@ -33,15 +34,6 @@ class AsPrompt(NamedTuple):
 
     row: dict[str, Any]
     tokens: list[int]
-
-
-class AsDrawn(NamedTuple):
-    """A sample of the ledger as a trajectory is made of it."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    allowed: Sequence[Sequence[int]] | None
-    reason: Any
 
 
 class AheadSampler(Sampler):
@@ -280,5 +272,6 @@ class AheadSampler(Sampler):
             self._weights = {version: weights for version, weights in self._weights.items() if version >= oldest}
 
 
-def _as_drawn(sample: Sample) -> AsDrawn:
-    return AsDrawn(sample.tokens, sample.logprobs, sample.allowed, sample.reason)
+def _as_drawn(sample: Sample) -> Drawn:
+    reason: Any = sample.reason
+    return Drawn(None, sample.tokens, sample.logprobs, sample.allowed, reason)

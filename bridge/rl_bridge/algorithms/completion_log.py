@@ -8,9 +8,7 @@ a token behind the prompt. These are ``place`` in the trajectory, ``id``, ``text
 completion that have no entry.
 """
 
-import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from rl_bridge.algorithms.sampling import Sampled
+from rl_bridge.common.append_log import AppendLog, parsed_or_none, whole_lines
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.modules.policy import COLUMNS
@@ -72,12 +71,9 @@ class CompletionLog:
             | {"row": row, "reward": _short(rewards[row])}
             for number, row in rows
         ]
-        line = (json.dumps({"step": step, "samples": samples}, allow_nan=False) + "\n").encode()
-        with self._file.open("ab") as stream:
-            if stream.tell() + len(line) <= BYTES:
-                stream.write(line)
-                stream.flush()
-                os.fsync(stream.fileno())
+        with AppendLog(self._file) as log:
+            if log.append({"step": step, "samples": samples}, most=BYTES):
+                log.sync()
 
     def _sample(self, trajectory: Trajectory, batch: TokenBatch, watched: Mapping[str, list[float]]) -> dict[str, Any]:
         prompt, length = len(trajectory.prompt_tokens), len(trajectory.tokens)
@@ -116,12 +112,13 @@ class CompletionLog:
         """Remove the lines of this step and later ones, and a last line that was not written to its end."""
         if not self._file.exists():
             return
-        content, size = self._file.read_bytes(), 0
-        for line in content.splitlines(keepends=True):
-            if not line.endswith(b"\n") or _step_of(line) >= step:
+        size = 0
+        for line in whole_lines(self._file):
+            if _step_of(line) >= step:
                 break
-            size += len(line)
-        os.truncate(self._file, size)
+            size += len(line) + 1
+        with AppendLog(self._file) as log:
+            log.cut(size)
 
 
 def due(step: int, every: int) -> bool:
@@ -134,11 +131,8 @@ def due(step: int, every: int) -> bool:
 
 
 def _step_of(line: bytes) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        # Damaged in a file that is kept for reading alone: the report names the line.
-        return -1
+    # A damaged line in a file that is kept for reading alone has no step: the report names the line.
+    return (parsed_or_none(line) or {}).get("step", -1)
 
 
 def _short(value: float) -> float | None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -15,7 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
 
 # Nothing half-written: a file or folder is made under a temporary name and renamed when it is whole.
 
@@ -111,17 +112,58 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# One process a folder of a run or a study, and nothing outside of it: its lock, and no links in it.
+# The lock of a file, and of the folder of a run or a study.
 
 NAME = ".lock"
-_held: set[int] = set()
 
 
-class RunLock:
-    """Held from ``RunLock(folder)`` to ``release()``. Its file says who holds it.
+class InUse(Exception):
+    """Another process, or another part of this one, has the lock; the message is who."""
 
-    The operating system takes the lock back when its holder dies.
+
+class Lock:
+    """Held from ``Lock(file)`` to ``release()``, or as a context manager. The file says who holds the lock.
+
+    The operating system takes the lock back when its holder dies. A forked process does not have it.
     """
+
+    def __init__(self, file: Path, *, wait: float = 0.0) -> None:
+        """Take the lock, at most ``wait`` seconds from now.
+
+        Raises:
+            InUse: somebody else had it all the time.
+            OSError: the file is a link, or cannot be written.
+        """
+        self.process = os.getpid()
+        """The process that took the lock."""
+        # Whatever thread releases the lock: it is the process's.
+        self._lock = FileLock(file, wait, thread_local=False, on_acquired=self._say_who)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise InUse(_holder(file)) from None
+
+    def release(self) -> None:
+        """Give the lock back. Calling this again does nothing, nor does it in a forked process."""
+        if self._lock.is_locked:
+            os.ftruncate(self._descriptor, 0)
+            self._lock.release()
+
+    def _say_who(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(about).encode(), 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class RunLock(Lock):
+    """One process a folder of a run or a study."""
 
     def __init__(self, folder: Path) -> None:
         """Take the lock of a folder that exists.
@@ -129,35 +171,24 @@ class RunLock:
         Raises:
             ValueError: another process, or another run of this one, holds it; or its file is a link.
         """
-        self._file = folder / NAME
         try:
-            self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            super().__init__(folder / NAME)
+        except InUse as holder:
+            raise ValueError(
+                f"{folder} is in use by {holder}; stop that run first, or give this one another --name"
+            ) from None
         except OSError as error:
             if error.errno == errno.ELOOP:  # what it points to would be emptied
-                raise ValueError(f"{self._file} is a link; a run writes to its own files: remove it") from None
+                raise ValueError(f"{folder / NAME} is a link; a run writes to its own files: remove it") from None
             raise
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._descriptor, 1000, 0).decode("utf-8", "replace").strip()
-            os.close(self._descriptor)
-            raise ValueError(
-                f"{folder} is in use by {_named(holder)}; stop that run first, or give this one another --name"
-            ) from None
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        _held.add(self._descriptor)
-        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(about).encode(), 0)
 
-    def release(self) -> None:
-        """Give the lock back. Calling this again does nothing."""
-        if self._descriptor in _held:
-            _held.remove(self._descriptor)
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
+
+def _holder(file: Path) -> str:
+    try:
+        about = json.loads(file.read_text("utf-8"))
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (OSError, ValueError, TypeError, KeyError):  # the moment between the lock and its note
+        return "another process"
 
 
 def require_own_files(folder: Path) -> None:
@@ -186,41 +217,12 @@ def _is_added_to(path: Path) -> bool:
     return path.suffix in (".jsonl", ".log") or path.parent.name == "events"
 
 
-def _named(holder: str) -> str:
-    try:
-        about = json.loads(holder)
-    except json.JSONDecodeError:  # the moment between the lock and its note
-        return "another process"
-    return f"process {about['pid']} on {about['host']} since {about['since']}"
-
-
-def _forget() -> None:
-    """A forked child that outlives this process must not keep the lock."""
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-
 # Folders that end with their process: by ``close``, at its exit, or after a SIGKILL when another process makes one.
 
 KINDS = ("vllm", "served", "weights")
 """Checkpoints and logs of engines, checkpoints of servers, copies of weights."""
 IN_USE = "in_use"
 """The file in a folder whose lock says that its owner lives: a process that ends, by whatever, loses the lock."""
-
-_HELD: set[int] = set()
-"""Locks of this process. One that a forked process has not closed would outlive its owner."""
-
-
-def _forked() -> None:
-    for lock in _HELD:
-        os.close(lock)
-    _HELD.clear()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 class TemporaryFolder:
@@ -241,8 +243,7 @@ class TemporaryFolder:
         # Nobody sweeps a folder before it has its name, and then it is locked.
         made = parent / f".{name}"
         made.mkdir(mode=0o700 if private else 0o777)
-        lock = _locked(made, create=True)
-        assert lock is not None, "nobody else knows this folder"
+        lock = Lock(made / IN_USE)
         self.path = made.rename(parent / name)
         self.close = weakref.finalize(self, _remove_folder, self.path, lock)
 
@@ -250,26 +251,15 @@ class TemporaryFolder:
 def sweep_folders(parent: Path) -> None:
     """Remove the folders of processes of this user that were killed."""
     for folder in (found for kind in KINDS for found in parent.glob(f"rl_fn-{kind}-*")):
-        with contextlib.suppress(OSError):  # its owner removes it just now
-            if folder.lstat().st_uid == os.geteuid() and (lock := _locked(folder)) is not None:
-                _remove_folder(folder, lock)
+        with contextlib.suppress(OSError, InUse):  # its owner removes it just now, or lives
+            if folder.lstat().st_uid == os.geteuid() and (folder / IN_USE).is_file():
+                _remove_folder(folder, Lock(folder / IN_USE))
 
 
-def _locked(folder: Path, *, create: bool = False) -> int | None:
-    """The lock of a folder; None: another process has it."""
-    file = os.open(folder / IN_USE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    _HELD.add(file)
-    return file
-
-
-def _remove_folder(folder: Path, lock: int) -> None:
-    if lock not in _HELD:
-        return  # in a process that was forked from the owner
+def _remove_folder(folder: Path, lock: Lock) -> None:
+    # What was forked from the owner leaves the folder. At the owner's exit filelock may have released the lock before.
+    if lock.process != os.getpid():
+        return
     # The lock's file goes last: what a kill leaves in between can still be swept.
     with contextlib.suppress(OSError):
         for inside in folder.iterdir():
@@ -278,5 +268,4 @@ def _remove_folder(folder: Path, lock: int) -> None:
             elif inside.name != IN_USE:
                 inside.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    _HELD.discard(lock)
-    os.close(lock)
+    lock.release()

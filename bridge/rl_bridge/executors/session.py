@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from rl_bridge.executors.debug import terminal_debugger
+from rl_bridge.executors.debug import check_debugger, debugger
 from rl_bridge.executors.executor import Arguments, Executor, Slot, Together, WorkerDied
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.torchrun import TorchrunExecutor, under_torchrun
@@ -30,7 +30,7 @@ class LocalExecutor:
         self._host = Host(0, place)
         # A function may call the executor again, from its own thread.
         self._one_at_a_time = threading.RLock()
-        self._on_error = terminal_debugger(debug)
+        self._on_error = debugger(debug, 0)
 
     def submit(
         self,
@@ -117,7 +117,7 @@ def init(
     start_timeout: float = 300.0,
     restarts: int = 0,
     log_level: str = "WARNING",
-    debug: Literal["pdb", "debugpy"] | None = None,
+    debug: Literal["debugpy"] | None = None,
 ) -> Executor:
     """Make the executor that engines use by default.
 
@@ -137,8 +137,8 @@ def init(
             there before may grow meanwhile; one that is started here is refused what this machine does not have.
         restarts: Ray only. How often ``executor.restart()`` may start all workers again.
         log_level: of the logger "rl_bridge", and of Ray; "INFO" shows what the workers print under Ray too.
-        debug: "pdb" stops a worker where it raises and waits for a client on a port of its machine; "debugpy" does the
-            same for an editor. Calls have no deadline then.
+        debug: "debugpy" stops a worker where it raises, and waits for an editor on a port of its machine. Calls have
+            no deadline then.
 
     Raises:
         ValueError: an option that the executor does not have, or an executor is in use already.
@@ -148,8 +148,7 @@ def init(
         raise ValueError(f"executor {_current[0].name!r} is in use; call its stop() before another init()")
     name = executor or ("torchrun" if under_torchrun() else "local")
     timeout = timeout if debug is None else float("inf")
-    if debug not in (None, "pdb", "debugpy"):
-        raise ValueError(f"debug={debug!r}; there are 'pdb' and 'debugpy'")
+    check_debugger(debug)
     if name != "ray":
         _refuse(name, slots=slots, address=address, restarts=restarts)
     match name:

@@ -18,7 +18,6 @@ A line of memory.jsonl has
 and a line with ``end_of_step`` true has bytes and rss after a whole step.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from typing import Any, Protocol, cast
 import psutil
 import torch
 
+from rl_bridge.common.append_log import AppendLog
 from rl_bridge.common.plots import spared
 from rl_bridge.executors.executor import Executor
 from rl_bridge.executors.host import Host
@@ -315,8 +315,8 @@ class SlotProfiler:
     def _write(self, **fields: Any) -> None:
         line = {"time": time.time(), "step": self._step, "slot": self._host.slot, **fields}
         line |= {"bytes": self._meter.now(), "rss": resident_bytes()}
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with AppendLog(self._file) as log:
+            log.append(line)
 
 
 def install(host: Host, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """The memory of a run from step to step: bytes as people write them, whether they grow, and the figure."""
 
-import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from rl_bridge.common.append_log import read_log
 from rl_bridge.common.files import replacing
 from rl_bridge.common.plots import Figure
 from rl_bridge.profiling.live_bytes import COMPONENTS
@@ -92,7 +92,7 @@ MIB = 1 << 20
 
 def draw_memory(lines: Path, path: Path) -> None:
     """Draw memory.jsonl: components stacked over a step, phases named below; bytes and peaks from step to step."""
-    records = [json.loads(line) for line in lines.read_text("utf-8").splitlines() if line.strip()]
+    records = read_log(lines)
     ends = [record for record in records if record.get("end_of_step")]
     step = ends[-1]["step"] if ends else 0
     calls = [record for record in records if record["step"] == step and "timeline" in record]

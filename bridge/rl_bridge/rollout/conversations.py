@@ -2,9 +2,9 @@
 
 import logging
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rl_bridge.common.terminal import given
 from rl_bridge.data.trajectory import (
@@ -21,25 +21,9 @@ from rl_bridge.data.trajectory import (
 from rl_bridge.environments.calls import Finished, Steps
 from rl_bridge.environments.environment import Step, Talker
 from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
+from rl_bridge.rollout.decoder import Decoder, Drawn
 
 # One conversation between a policy and an environment: what was said, and what is known of each token.
-
-
-class DrawnTurn(Protocol):
-    """What the sampler drew for one row: up to and with the end-of-sequence token, or to the row's limit."""
-
-    @property
-    def key(self) -> Hashable: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[float]: ...
-    @property
-    def allowed(self) -> Sequence[Sequence[int]] | None: ...
-    @property
-    def versions(self) -> Sequence[int] | None: ...
-    @property
-    def reason(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +104,7 @@ class Conversation:
         self.said += answer
         return found
 
-    def spoke(self, turn: DrawnTurn, version: int, template: TurnTemplate) -> bool:
+    def spoke(self, turn: Drawn, version: int, template: TurnTemplate) -> bool:
         """Take a turn of the policy; whether the environment is to answer."""
         self.take(turn, version)
         stopped = turn.reason == "stop"
@@ -175,7 +159,7 @@ class Conversation:
         self.versions += [GIVEN] * len(tokens)
         self._append(tokens, False, [0.0] * len(tokens), [() for _ in tokens])
 
-    def take(self, turn: DrawnTurn, version: int) -> None:
+    def take(self, turn: Drawn, version: int) -> None:
         """The tokens of a turn, which ``version`` drew unless the turn says otherwise."""
         allowed = None if turn.allowed is None else list(turn.allowed)
         versions = [version] * len(turn.tokens) if turn.versions is None else turn.versions
@@ -225,21 +209,6 @@ MOMENT = {"seconds": 0.05}
 """How long an answer is waited for until limits are looked at again."""
 
 
-class Sampler(Protocol):
-    """Rows that join and leave between two tokens (``rl_bridge.rollout.decoder``)."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    def add(self, key: Hashable, tokens: Sequence[int], *, seed: int, drawn: int = 0, limit: int) -> None: ...
-    def step(self) -> Sequence[DrawnTurn]: ...
-    def withdraw(self, keys: Collection[Hashable] | None = None) -> Sequence[DrawnTurn]: ...
-    def count_tokens(self) -> None: ...
-    @property
-    def unfinished_tokens(self) -> int: ...
-
-
 class Conversations:
     """A state machine: a row is drawn from, or its environment is thinking, or it has ended.
 
@@ -249,7 +218,7 @@ class Conversations:
 
     def __init__(
         self,
-        sampler: Sampler,
+        decoder: Decoder,
         steps: Steps,
         template: TurnTemplate,
         limits: Limits,
@@ -261,7 +230,7 @@ class Conversations:
         """Nothing is drawn yet.
 
         Args:
-            sampler: draws the policy's turns.
+            decoder: draws the policy's turns.
             steps: where environments are called.
             template: what stands between two turns.
             limits: where a conversation ends.
@@ -272,8 +241,8 @@ class Conversations:
         self._spending = Spending(Budget()) if spending is None else spending
         self._tokens = 0
         if self._spending.budget.tokens is not None:
-            sampler.count_tokens()
-        self._sampler, self._steps, self._template = sampler, steps, template
+            decoder.count_tokens()
+        self._decoder, self._steps, self._template = decoder, steps, template
         self._limits, self._version, self._together = limits, version, together
         self._waiting: deque[tuple[int, Opening, Talker]] = deque()
         self._open: dict[int, tuple[Conversation, Talker]] = {}
@@ -296,13 +265,13 @@ class Conversations:
         while self._open or self._closing:
             if self._spending.budget:
                 self._keep_limits()
-            drawing = bool(self._sampler.running or self._sampler.waiting)
+            drawing = bool(self._decoder.running or self._decoder.waiting)
             answers = self._steps.finished(wait=not drawing, **MOMENT if self._spending.budget else {})
             assert drawing or answers or self._spending.budget, "conversations are open, and nobody is about to speak"
             for finished in answers:
                 self._answered(finished)
             if drawing:
-                for turn in self._sampler.step():
+                for turn in self._decoder.step():
                     self._drew(turn)
         if openings and len(self._failures) == len(openings):
             raise ValueError(f"the environment failed in all {len(openings)} conversations; {self._failures[0]}")
@@ -316,7 +285,7 @@ class Conversations:
             self._thinking.add(key)
             self._steps.start(key, lambda opening=opening, session=session: session.reset(opening.row))
 
-    def _drew(self, turn: DrawnTurn) -> None:
+    def _drew(self, turn: Drawn) -> None:
         key: Any = turn.key
         talk, session = self._open[key]
         self._tokens += len(turn.tokens)
@@ -345,22 +314,22 @@ class Conversations:
             self._note(talk, talk.failure)
         if isinstance(room, int):
             tokens, seed = tuple(talk.tokens), talk.opening.seed
-            self._sampler.add(key, tokens, seed=seed, drawn=sum(talk.mask), limit=room)
+            self._decoder.add(key, tokens, seed=seed, drawn=sum(talk.mask), limit=room)
         else:
             self._end(key, room)
 
     def _keep_limits(self) -> None:
         """Give up what has had its time, or everything."""
         counted = self._spending.budget.tokens is not None
-        over = self._spending.over(self._tokens + (self._sampler.unfinished_tokens if counted else 0))
+        over = self._spending.over(self._tokens + (self._decoder.unfinished_tokens if counted else 0))
         if over:
             for key, opening, _ in self._waiting:
                 self._ended[key] = Conversation(opening).trajectory("abort", self._template.end_token)
             self._waiting.clear()
         late = [key for key in self._open if over or self._spending.late(self._began[key])]
-        drawn: dict[Any, DrawnTurn] = {}
+        drawn: dict[Any, Drawn] = {}
         if drawing := [key for key in late if key not in self._thinking]:
-            drawn = {turn.key: turn for turn in self._sampler.withdraw(drawing)}
+            drawn = {turn.key: turn for turn in self._decoder.withdraw(drawing)}
         for key in late:
             talk, session = self._open[key]
             if key in self._thinking:

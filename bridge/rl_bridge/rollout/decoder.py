@@ -1,29 +1,21 @@
-"""Continuous decoding: rows of any length that join and leave between steps, each drawing one token a step."""
+"""What every decoder is: rows of any length that join and leave between two steps, each drawing one token a step.
 
-from array import array
-from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+``CachedDecoder`` computes in this process, ``VLLMDecoder`` asks an engine of vLLM, ``ServedDecoder`` asks a server.
+"""
 
-import torch
-from transformers import PreTrainedModel
-
-from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.models.row_checks import rotary_bound
-from rl_bridge.rollout.cached_model import Arrangement, CachedModel
-from rl_bridge.rollout.sampling import CompletionText, StopTexts, draw
-from rl_kernels.sampling import Workspace
+from abc import abstractmethod
+from collections.abc import Collection, Hashable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 
 class Drawn(NamedTuple):
     """A finished row: the tokens that were drawn since it was added, the last included that ended it."""
 
     key: Hashable
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
     """Under the distribution that the tokens were drawn from."""
-    allowed: list[array] | None
+    allowed: Sequence[Sequence[int]] | None
     """Ids that the truncated sampler allowed for each token, rising; None where nothing was truncated."""
     reason: Literal["stop", "length", "abort"]
     """ "abort": it was withdrawn."""
@@ -31,88 +23,25 @@ class Drawn(NamedTuple):
     """Of the weights that drew each token; None: all the same, which the decoder's maker knows."""
 
 
-@dataclass
-class _Row:
-    key: Hashable
-    prompt: tuple[int, ...]
-    seed: int
-    drawn: int
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    allowed: list[array] = field(default_factory=list)
-    text: CompletionText | None = None
-    """Where stop texts are looked for."""
-    greedy: bool = False
-    stopped: bool = False
+class Decoder(Protocol):
+    """Draws tokens for many sequences at once, with one ``SamplingParams`` and one set of ends.
 
-
-class Decoder:
-    """Draws tokens for many sequences at once; every step all running rows get one.
-
-    A token depends on its row's tokens, seed and number alone, not on the rows beside it.
-
-    >>> decoder = Decoder(model, SamplingParams(max_new_tokens=8), stop=[1])  # doctest: +SKIP
-    >>> decoder.add("first", [5, 6, 7], seed=1, limit=8)  # doctest: +SKIP
-    >>> while decoder.running or decoder.waiting:  # doctest: +SKIP
-    ...     for drawn in decoder.step():
-    ...         print(drawn.key, drawn.tokens, drawn.reason)
+    A token depends on its row's tokens, seed and number; the rows beside it change its log-probability by a rounding
+    of the engine's arithmetic at most.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sampling: SamplingParams,
-        *,
-        stop: Iterable[int],
-        texts: StopTexts | None = None,
-        max_rows: int = 1024,
-        read_tokens: int = 8192,
-        arrangement: Arrangement | None = None,
-    ) -> None:
-        """Nothing is computed yet.
-
-        Args:
-            model: a causal LM with a cache of transformers' kind: attention, full or with windows, convolutions,
-                linear attention, state spaces.
-            sampling: temperature and truncation; the number of tokens is ``add``'s.
-            stop: ids that end a row when they are drawn.
-            texts: texts that end a row when they are complete.
-            max_rows: rows that run together; others wait. That bounds the memory of keys and values.
-            read_tokens: tokens of added sequences that one forward pass reads, or one sequence.
-            arrangement: what ``check_decoder(model)`` found to be right; None: what the model's layers promise.
-
-        Raises:
-            NotImplementedError: for a model that has no such cache.
-            ValueError: for no rows or no tokens.
-        """
-        if max_rows < 1 or read_tokens < 1:
-            raise ValueError(f"max_rows and read_tokens must be ≥ 1, got {max_rows} and {read_tokens}")
-        self._model, self._sampling, self._stop = CachedModel(model, arrangement), sampling, frozenset(stop)
-        self._texts = texts or None
-        self._max_rows, self._read_tokens = max_rows, read_tokens
-        self._bound, self._name = rotary_bound(model), type(model).__name__
-        self._waiting: deque[_Row] = deque()
-        self._rows: list[_Row] = []
-        # Of each running row: seed, number of its next draw, tokens in the cache, last token.
-        self._state = torch.empty((4, 0), dtype=torch.int64, device=model.device)
-        self._work = Workspace()
-
     @property
-    def arrangement(self) -> Arrangement:
-        """Which rows share a call of the model."""
-        return self._model.arrangement
-
-    @property
+    @abstractmethod
     def running(self) -> int:
-        """Rows that have a place in the cache."""
-        return len(self._rows)
+        """Rows that were added and have not been returned, but for those that wait."""
+        ...
 
     @property
     def waiting(self) -> int:
-        """Rows that were added and have not been read yet."""
-        return len(self._waiting)
+        """Rows that were added and not read yet: none where the engine's own queue holds what it has no room for."""
+        return 0
 
+    @abstractmethod
     def add(
         self,
         key: Hashable,
@@ -124,9 +53,7 @@ class Decoder:
         said: int = 0,
         greedy: bool = False,
     ) -> None:
-        """Put a sequence in: the next step that has room reads it and draws its first token.
-
-        Equal sequences that are read in the same step are computed once.
+        """Put a sequence in: a step that has room reads it and draws its first token.
 
         Args:
             key: what ``Drawn`` names the row by.
@@ -138,122 +65,56 @@ class Decoder:
             greedy: the row draws the most likely tokens, however the others are sampled.
 
         Raises:
-            ValueError: for no tokens, a limit below 1, or a row that could become longer than the model's rotary
-                frequencies hold for (``rl_bridge.models.row_checks``).
+            ValueError: for no tokens, a limit below 1, or a sequence that is longer than the engine or the model holds.
         """
-        if not tokens or limit < 1 or drawn < 0:
-            raise ValueError(
-                f"a row needs tokens, limit ≥ 1 and drawn ≥ 0, got {len(tokens)} tokens, limit {limit}, drawn {drawn}"
-            )
-        if self._bound is not None and len(tokens) + limit > self._bound:
-            raise ValueError(
-                f"a row of {len(tokens)} tokens that may draw {limit} more can be longer than {self._bound} tokens, "
-                f"from where on {self._name} changes the rotary frequencies of all rows of a call: take shorter "
-                "prompts, or a smaller max_new_tokens (max_tokens of conversations)"
-            )
-        row = _Row(key, tuple(tokens), seed, drawn, limit, greedy=greedy)
-        if self._texts is not None:
-            row.text = self._texts.begin(tokens[len(tokens) - said :])
-        self._waiting.append(row)
+        ...
 
-    @torch.no_grad()
-    def step(self) -> list[Drawn]:
-        """Draw one token for every running row; then read waiting rows into the room there is, and draw their first.
+    @abstractmethod
+    def step(self) -> Sequence[Drawn]:
+        """Draw a token for every running row, or wait a moment where a server draws by itself: the rows that ended."""
+        ...
 
-        Returns the rows that ended, which have left.
+    @abstractmethod
+    def withdraw(self, keys: Collection[Hashable] | None = None) -> Sequence[Drawn]:
+        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
+        ...
 
-        Raises:
-            ValueError: for logits that are no numbers.
-        """
-        ended = []
-        if self._rows:
-            _, _, lengths, last = self._state
-            logits = self._model.add(last, lengths, [len(row.prompt) + len(row.tokens) for row in self._rows])
-            self._state[2] += 1
-            ended += self._draw(logits, 0)
-        while self._waiting and len(self._rows) < self._max_rows:
-            before = len(self._rows)
-            ended += self._draw(self._read(), before)
+    def draw_in_rounds(self) -> None:
+        """From now on draw in ``round`` alone, so that what is drawn depends on no time. A step here needs no more."""
+
+    def round(self, tokens: int) -> Sequence[Drawn]:
+        """Draw up to ``tokens`` tokens of every row: the rows that ended."""
+        ended: list[Drawn] = []
+        for _ in range(tokens):
+            if not (self.running or self.waiting):
+                break
+            ended += self.step()
         return ended
 
     def count_tokens(self) -> None:
         """Let ``unfinished_tokens`` be known while rows are drawn."""
 
     @property
+    @abstractmethod
     def unfinished_tokens(self) -> int:
         """Tokens of the rows that have not ended."""
-        return sum(len(row.tokens) for row in self._rows)
+        ...
 
-    def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
-        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
-        out = [row for row in self._waiting if keys is None or row.key in keys]
-        self._waiting = deque(row for row in self._waiting if not (keys is None or row.key in keys))
-        chosen = [n for n, row in enumerate(self._rows) if keys is None or row.key in keys]
-        out += self._leave(chosen) if chosen else []
-        return [Drawn(row.key, row.tokens, row.logprobs, row.allowed or None, "abort") for row in out]
 
-    def _read(self) -> torch.Tensor:
-        """Logits [rows, V] after the sequences of rows that join, as many as one pass reads."""
-        first, sequences, places, budget = len(self._rows), {}, [], self._read_tokens
-        while self._waiting and len(self._rows) < self._max_rows:
-            prompt = self._waiting[0].prompt
-            if prompt not in sequences:
-                if sequences and len(prompt) > budget:
-                    break
-                sequences[prompt] = len(sequences)
-                budget -= len(prompt)
-            places.append(sequences[prompt])
-            self._rows.append(self._waiting.popleft())
-        joined = self._rows[first:]
-        state = [(row.seed, row.drawn, len(row.prompt), 0) for row in joined]
-        self._state = torch.cat([self._state, self._state.new_tensor(state).T], 1)
-        room = max(len(row.prompt) + min(row.limit, 32) for row in joined)
-        return self._model.read(list(sequences), places, first, room)
+def check_row(tokens: Sequence[int], *, limit: int, drawn: int, longest: int | None = None) -> None:
+    """Refuse a row that no decoder can draw.
 
-    def _draw(self, logits: torch.Tensor, first: int) -> list[Drawn]:
-        """Draw a token for all rows from ``first`` on; those that end leave."""
-        state = self._state[:, first:]
-        rows = self._rows[first:]
-        with self._work:
-            sampled = draw(logits, state[0], state[1], self._sampling)
-        if greedy := [place for place, row in enumerate(rows) if row.greedy]:
-            most_likely = draw(logits[greedy], state[0, greedy], state[1, greedy], self._sampling.greedily())
-            sampled.tokens[greedy], sampled.logprobs[greedy] = most_likely.tokens, most_likely.logprobs
-        state[1] += 1
-        state[3] = sampled.tokens
-        tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
-        if tokens and min(tokens) < 0:
-            raise ValueError(f"the model's logits are no numbers after the tokens of {self._rows[first].key}")
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            row.stopped = token in self._stop or (row.text is not None and row.text.add(token) is not None)
-        if sampled.allowed_tokens is not None:
-            ids, counts = sampled.allowed_tokens.int().cpu().numpy(), sampled.allowed_count.tolist()
-            for row, some, count in zip(rows, ids, counts, strict=True):
-                if not row.greedy:
-                    row.allowed.append(array("i", some[:count].tobytes()))
-        ended = [n for n, row in enumerate(rows, first) if row.stopped or len(row.tokens) == row.limit]
-        return [self._drawn(row) for row in self._leave(ended)] if ended else []
+    ``longest``: tokens of a sequence that the engine holds.
 
-    def _leave(self, ended: list[int]) -> list[_Row]:
-        """Rows from the end of the cache take the places of those that ended."""
-        gone, left = set(ended), len(self._rows) - len(ended)
-        movers = [n for n in range(left, len(self._rows)) if n not in gone]
-        gaps = [n for n in ended if n < left]
-        rows = [self._rows[n] for n in ended]
-        order = list(range(left))
-        for gap, mover in zip(gaps, movers, strict=True):
-            order[gap] = mover
-        self._rows = [self._rows[n] for n in order]
-        if movers:
-            used = max(len(self._rows[gap].prompt) + len(self._rows[gap].tokens) for gap in gaps)
-            self._model.move(gaps, movers, used)
-            self._state = self._state[:, torch.tensor(order, device=self._state.device)]
-        else:
-            self._state = self._state[:, :left]
-        return rows
-
-    def _drawn(self, row: _Row) -> Drawn:
-        reason = "stop" if row.stopped else "length"
-        return Drawn(row.key, row.tokens, row.logprobs, row.allowed or None, reason)
+    Raises:
+        ValueError: with the numbers.
+    """
+    if not tokens or limit < 1 or drawn < 0:
+        raise ValueError(
+            f"a row needs tokens, limit ≥ 1 and drawn ≥ 0, got {len(tokens)} tokens, limit {limit}, drawn {drawn}"
+        )
+    if longest is not None and len(tokens) >= longest:
+        raise ValueError(
+            f"a sequence of {len(tokens)} tokens leaves no room for one more: the engine holds {longest} "
+            "(max_model_len)"
+        )

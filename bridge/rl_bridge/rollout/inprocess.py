@@ -1,7 +1,7 @@
 """Generation in this process: any Hugging Face causal LM, batched, with a KV cache, also in int8; tried out once.
 
 arrangement = check_decoder(model)
-    decoder = Decoder(model, sampling, stop=stop, arrangement=arrangement)
+    decoder = CachedDecoder(model, sampling, stop=stop, arrangement=arrangement)
 
 Nothing is known of a family but what its own forward pass computes. Some rows of unlike length, 64 tokens in all, are
 drawn together, of which one joins late and one leaves early. What was drawn is compared with the model's own eager
@@ -22,8 +22,9 @@ from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.models.row_checks import rotary_bound
 from rl_bridge.models.source import ModelSource
+from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.cached_model import Arrangement
-from rl_bridge.rollout.decoder import Decoder, Drawn
+from rl_bridge.rollout.decoder import Drawn
 from rl_bridge.rollout.sampling import StopTexts
 from rl_bridge.rollout.worker import Advancing, Conversing, Generating
 from rl_bridge.weights import ModuleReceiver
@@ -126,7 +127,7 @@ def _first_right(model: PreTrainedModel) -> Arrangement:
     for arrangement in ARRANGEMENTS:
         model.set_attn_implementation(arrangement.attention)
         try:
-            decoder = Decoder(model, SamplingParams(max_new_tokens=1), stop=[], arrangement=arrangement)
+            decoder = CachedDecoder(model, SamplingParams(max_new_tokens=1), stop=[], arrangement=arrangement)
             if decoder.arrangement in seen:
                 continue
             seen.add(decoder.arrangement)
@@ -167,7 +168,7 @@ def _rows(model: PreTrainedModel) -> list[_Row]:
 
 
 @torch.no_grad()
-def _drawn(decoder: Decoder, rows: Sequence[_Row]) -> dict[int, Drawn]:
+def _drawn(decoder: CachedDecoder, rows: Sequence[_Row]) -> dict[int, Drawn]:
     """What the rows draw together, by their number."""
     drawn: dict[int, Drawn] = {}
     early = len(rows) - 1
@@ -247,11 +248,11 @@ class InProcessRollout(Advancing, Generating, Conversing):
         self._stop = stop_tokens(self._model, tokenizer)
         self._max_batch_rows = max_batch_rows
 
-    def decoder(self, sampling: SamplingParams) -> Decoder:
+    def decoder(self, sampling: SamplingParams) -> CachedDecoder:
         """An empty decoder with the weights as they are; it holds good until they change."""
         texts = StopTexts(self._tokenizer, sampling.stop)
         options = {"max_rows": self._max_batch_rows, "arrangement": self._arrangement}
-        return Decoder(self._model, sampling, stop=self._stop, texts=texts, **options)
+        return CachedDecoder(self._model, sampling, stop=self._stop, texts=texts, **options)
 
     def weight_receiver(self) -> ModuleReceiver:
         """What a sync to here fills."""

@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,22 +18,10 @@ from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.ahead.ledger import Key, Tokens
 from rl_bridge.rollout.ahead.pumps import Ended, Row
 from rl_bridge.rollout.conversations import Conversations, Limits, Opening
+from rl_bridge.rollout.decoder import Decoder, Drawn
 from rl_bridge.rollout.sampling import StopTexts, request_seeds
 
 # What a decoder drew after a prompt, as a trajectory.
-
-
-class DrawnCompletion(Protocol):
-    """A whole completion."""
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[float]: ...
-    @property
-    def allowed(self) -> Sequence[Sequence[int]] | None: ...
-    @property
-    def reason(self) -> Any: ...
 
 
 def completed(
@@ -41,7 +29,7 @@ def completed(
     request: Request,
     sample: int,
     prompt: Sequence[int],
-    drawn: DrawnCompletion,
+    drawn: Drawn,
     version: int | Sequence[int],
     stop: Sequence[str] = (),
 ) -> Trajectory:
@@ -67,24 +55,33 @@ def completed(
     )
 
 
-# The methods ``generate`` and ``stream`` of a rollout worker: prompts through its decoder, trajectories out.
-
-
-class Generating:
-    """What a worker with a decoder can do with prompts."""
+class WithDecoder:
+    """A worker with a decoder: what the classes below need of it."""
 
     _tokenizer: PreTrainedTokenizerBase
-    _streams: dict[int, "Completions"]
-    longest: int | None = None
-    """Tokens of the longest sequence; None: no limit but the model's."""
+    _stop: Collection[int]
+    """Ids that end a completion, or a turn."""
 
     @abstractmethod
-    def decoder(self, sampling: SamplingParams) -> Any:
-        """An empty ``Decoder`` with the weights as they are."""
+    def decoder(self, sampling: SamplingParams) -> Decoder:
+        """An empty decoder with the weights as they are."""
+        ...
 
     @abstractmethod
     def weights_version(self) -> int:
         """The version of the weights in use."""
+        ...
+
+
+# The methods ``generate`` and ``stream`` of a rollout worker: prompts through its decoder, trajectories out.
+
+
+class Generating(WithDecoder):
+    """What a worker with a decoder can do with prompts."""
+
+    _streams: dict[int, "Completions"]
+    longest: int | None = None
+    """Tokens of the longest sequence; None: no limit but the model's."""
 
     @returns("rows")
     @torch.no_grad()
@@ -193,16 +190,17 @@ class Completions:
         """All that are left, unfinished."""
         return self._made(self._decoder.withdraw())
 
-    def _made(self, rows: Sequence[Any]) -> dict[tuple[int, int], Trajectory]:
+    def _made(self, rows: Sequence[Drawn]) -> dict[tuple[int, int], Trajectory]:
         made: dict[tuple[int, int], Trajectory] = {}
         for drawn in rows:
-            place, number = drawn.key
+            key: Any = drawn.key
+            place, number = key
             made[place, number] = self._trajectory(place, number, drawn)
             self._tokens += len(drawn.tokens)
         self.left -= len(made)
         return made
 
-    def _trajectory(self, place: int, number: int, drawn: Any) -> Trajectory:
+    def _trajectory(self, place: int, number: int, drawn: Drawn) -> Trajectory:
         request, prompt = self._requests[place], self._prompts[place]
         if drawn.versions is None and self._worker.weights_version() != self._version:
             raise ValueError(
@@ -219,20 +217,10 @@ WAIT = 10.0
 """Seconds that a thread waits longer for an environment's process than the process may take."""
 
 
-class Conversing:
+class Conversing(WithDecoder):
     """What a worker with a decoder can do besides: let the policy and environments talk."""
 
-    _tokenizer: PreTrainedTokenizerBase
-    _stop: Collection[int]
     _processes: EnvironmentProcesses | None = None
-
-    @abstractmethod
-    def decoder(self, sampling: SamplingParams) -> Any:
-        """An empty ``Decoder`` with the weights as they are."""
-
-    @abstractmethod
-    def weights_version(self) -> int:
-        """The version of the weights in use."""
 
     @returns("rows")
     @torch.no_grad()
@@ -315,27 +303,17 @@ class EngineDied(RuntimeError):
     """The engine behind a worker is gone, and what it was drawing is unknown. The worker may be able to restart it."""
 
 
-class Advancing:
+class Advancing(WithDecoder):
     """What a worker with a decoder can do besides: draw for a while, and give back what is not finished.
 
-    The decoder needs ``withdraw(keys)`` besides ``add`` and ``step``. Weights change only when no row is left; then
-    rows go in again with their tokens so far, so that what a version draws is exactly its own.
+    Weights change only when no row is left; then rows go in again with their tokens so far, so that what a version
+    draws is exactly its own.
     """
 
     engine_errors: ClassVar[tuple[type[Exception], ...]] = ()
     """What a step of the decoder raises when the engine behind it is gone."""
-    _advancing: Any = None
+    _advancing: Decoder | None = None
     _advancing_version = -1
-    _stop: Any
-    """Ids that end a completion, or a turn."""
-
-    @abstractmethod
-    def decoder(self, sampling: SamplingParams) -> Any:
-        """An empty decoder with the weights as they are."""
-
-    @abstractmethod
-    def weights_version(self) -> int:
-        """The version of the weights in use."""
 
     @returns("local")
     @torch.no_grad()
@@ -350,7 +328,9 @@ class Advancing:
         """
         decoder, version = self._advancing, self.weights_version()
         if decoder is None or not (decoder.running or decoder.waiting):
-            decoder, self._advancing_version = _begun(self.decoder(sampling), exactly), version
+            decoder, self._advancing_version = self.decoder(sampling), version
+            if exactly:
+                decoder.draw_in_rounds()
             self._advancing = decoder
         assert version == self._advancing_version, (
             f"weights changed from version {self._advancing_version} to {version} under rows that are being drawn"
@@ -366,7 +346,7 @@ class Advancing:
                 row.key, tokens, seed=row.seed, drawn=row.drawn, limit=row.limit, said=row.said, greedy=row.greedy
             )
         try:
-            return ended + [_ended(drawn) for drawn in _drawn(decoder, steps)]
+            return ended + [_ended(drawn) for drawn in decoder.round(steps)]
         except self.engine_errors as error:
             raise EngineDied(f"{type(error).__name__}: {error}") from error
 
@@ -386,25 +366,7 @@ class Advancing:
         self._advancing = None
 
 
-def _begun(decoder: Any, exactly: bool) -> Any:
-    if exactly and hasattr(decoder, "draw_in_rounds"):
-        decoder.draw_in_rounds()
-    return decoder
-
-
-def _drawn(decoder: Any, steps: int) -> list[Any]:
-    if getattr(decoder, "in_rounds", False):
-        return decoder.round(steps)
-    # A step of an engine in this process is one token of every row.
-    ended = []
-    for _ in range(steps):
-        if not (decoder.running or decoder.waiting):
-            break
-        ended += decoder.step()
-    return ended
-
-
-def _ended(drawn: Any) -> Ended:
+def _ended(drawn: Drawn) -> Ended:
     return Ended(drawn.key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), _reason(drawn.reason))
 
 

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rl_bridge.common.append_log import AppendLog, read_log
 from rl_bridge.common.scrubbing import scrubbed, scrubbed_text, scrubbed_words
 from rl_bridge.common.user_files import content_of
 
@@ -115,20 +116,13 @@ _ENVIRONMENT = frozenset(_NAMES.split())
 def write_provenance(folder: Path, attempt: int, fingerprints: Mapping[str, str]) -> None:
     """Append this attempt's line to provenance.jsonl."""
     line = {"attempt": attempt, "time": round(time.time(), 3), "fingerprints": dict(fingerprints), **provenance()}
-    with open(folder / PROVENANCE, "a", encoding="utf-8", opener=not_followed) as file:
-        file.write(json.dumps(scrubbed(line)) + "\n")
-
-
-def not_followed(path: str, flags: int) -> int:
-    """An opener that refuses a link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    with AppendLog(folder / PROVENANCE) as log:
+        log.append(scrubbed(line))
 
 
 def read_provenance(folder: Path) -> list[dict[str, Any]]:
     """A dict an attempt, in order; empty without the file. A line that a crash cut short is left out."""
-    file = folder / PROVENANCE
-    lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return read_log(folder / PROVENANCE)
 
 
 def provenance() -> dict[str, Any]:

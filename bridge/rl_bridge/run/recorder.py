@@ -1,7 +1,6 @@
 """The record of a run: metrics.jsonl, curves, summary, and updates that were skipped. The driver alone writes it."""
 
 import json
-import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from rl_bridge.common.append_log import AppendLog, read_log
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.plots import Figure, spared
 from rl_bridge.common.scrubbing import scrubbed
 from rl_bridge.common.statistics import running_mean
 from rl_bridge.common.terminal import tell
-from rl_bridge.run.provenance import not_followed
 from rl_bridge.run.records import METRICS, last_attempt, read_records, repaired
 
 # Steps with an update that was skipped because a loss or a gradient was not finite: counted, kept, the cause named.
@@ -212,9 +211,8 @@ class Recorder:
         size, self._crc = (position["metrics_bytes"], position["crc32"]) if position else (0, 0)
         if position:
             size, self._crc = repaired(file, position, repair=repair, report=tell)
-        # It is closed by `close`.
-        self._metrics = open(file, "a", encoding="utf-8", opener=not_followed)  # noqa: SIM115
-        self._metrics.truncate(size)
+        self._metrics = AppendLog(file)
+        self._metrics.cut(size)
         self._events = EventLog(folder / "events", purge_step=self._logged if again else None)
         self._events_failed = False
 
@@ -230,9 +228,7 @@ class Recorder:
 
     def position(self) -> dict[str, int]:
         """Where the record ends now. Up to there it is on the disk."""
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
-        return {"metrics_bytes": self._metrics.tell(), "logged": self._logged, "crc32": self._crc}
+        return {"metrics_bytes": self._metrics.sync(), "logged": self._logged, "crc32": self._crc}
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step's record."""
@@ -247,20 +243,14 @@ class Recorder:
     def note(self, record: Mapping[str, Any]) -> None:
         """Append a line that is no step's."""
         about = {"run": self.folder.name, "attempt": self._attempt, "time": round(time.time(), 3)}
-        line = json.dumps({**without_secrets(record), **about}) + "\n"
-        self._metrics.write(line)
-        self._metrics.flush()
-        self._crc = zlib.crc32(line.encode(), self._crc)
+        self._crc = zlib.crc32(self._metrics.append({**without_secrets(record), **about}), self._crc)
 
     def notes(self) -> set[str]:
         """The texts of the notes so far, of all sessions."""
-        self._metrics.flush()
-        lines = map(json.loads, (self.folder / METRICS).read_text("utf-8").splitlines())
-        return {str(line["note"]) for line in lines if "note" in line}
+        return {str(line["note"]) for line in read_log(self.folder / METRICS) if "note" in line}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and draw the curves."""
-        self._metrics.flush()
         records = read_records(self.folder / METRICS)
         levels = {"held_out": summary["accuracy_before"]} if "accuracy_before" in summary else None
         if records:
@@ -270,14 +260,12 @@ class Recorder:
 
     def close(self) -> None:
         """Flush and close."""
+        self._metrics.close()
         try:
-            self._metrics.close()
-        finally:
-            try:
-                self._events.close()
-            except OSError as error:
-                if not self._events_failed:
-                    self._give_up_events(error)
+            self._events.close()
+        except OSError as error:
+            if not self._events_failed:
+                self._give_up_events(error)
 
     def _give_up_events(self, error: OSError) -> None:
         """TensorBoard's events are a copy of metrics.jsonl: a run that has its record goes on without them."""

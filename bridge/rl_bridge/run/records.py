@@ -1,39 +1,32 @@
 """metrics.jsonl as a file: read, checked, and cut down to what is whole."""
 
-import json
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_bridge.common.append_log import parsed_or_none, read_log, whole_lines
 from rl_bridge.common.files import replacing
 
 METRICS = "metrics.jsonl"
 
 
-def read_records(file: Path, *, torn: bool = False) -> list[dict[str, Any]]:
-    """The records of a run's steps, in order; lines that are no step's are left out.
-
-    ``torn``: the run may be going on, so that a last line without its end is left out.
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps, in order; lines that are no step's are left out, and so is a torn last one.
 
     Raises:
-        ValueError: a line cannot be read; the message has its number.
+        FileNotFoundError: there is no such file.
+        ValueError: a line is damaged; the message has its number.
     """
-    records = []
-    content = file.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1] if torn else content
-    for number, line in enumerate(whole.splitlines(), 1):
-        record = _parsed(line)
-        if record is None:
-            raise ValueError(f"{file}, line {number} is damaged: {line[:60]!r}")
-        records.append(record)
-    return [record for record in records if "stage" in record]
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no {file}")
+    return [record for record in read_log(file) if "stage" in record]
 
 
 def last_attempt(file: Path) -> int:
     """The number of the session that wrote the last whole line; 0 if there is none."""
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    found = (record["attempt"] for line in reversed(lines) if (record := _parsed(line)) and "attempt" in record)
+    records = map(parsed_or_none, reversed(whole_lines(file)))
+    found = (record["attempt"] for record in records if record and "attempt" in record)
     return int(next(found, 0))
 
 
@@ -53,7 +46,7 @@ def repaired(
     if len(content) >= size and zlib.crc32(content[:size]) == crc32:
         return size, crc32
     lines = content[:size].splitlines()
-    bad = [number for number, line in enumerate(lines, 1) if _parsed(line) is None]
+    bad = [number for number, line in enumerate(lines, 1) if parsed_or_none(line) is None]
     if len(content) < size:
         reason = f"{file} has {len(content)} bytes, the checkpoint was made after {size}"
     else:
@@ -63,16 +56,8 @@ def repaired(
     aside = file.with_name(f"{METRICS}.damaged")
     if file.exists():
         file.replace(aside)
-    whole = b"".join(line + b"\n" for line in lines if _parsed(line) is not None)
+    whole = b"".join(line + b"\n" for line in lines if parsed_or_none(line) is not None)
     with replacing(file) as temporary:
         temporary.write_bytes(whole)
     report(f"{reason}; going on with {whole.count(10)} of {position['logged']} records, the file is now {aside.name}")
     return len(whole), zlib.crc32(whole)
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:  # of JSON or of UTF-8
-        return None
-    return record if isinstance(record, dict) else None

@@ -1,6 +1,5 @@
 """What the machine does while a run goes on: a process of its own appends a line every few seconds to system.jsonl."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from rl_bridge.common.append_log import AppendLog
 
 SYSTEM = "system.jsonl"
 _GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw", "temperature.gpu")
@@ -98,25 +99,16 @@ def gpu_numbers(text: str) -> dict[str, float]:
 def main(words: list[str]) -> int:
     """``python -m rl_bridge.run.system PROCESS FOLDER SECONDS``: sample until the process ends."""
     process, folder, every = int(words[0]), Path(words[1]), float(words[2])
-    _drop_torn_line(folder / SYSTEM)
-    with (folder / SYSTEM).open("a", encoding="utf-8") as file:
+    with AppendLog(folder / SYSTEM) as log:
         try:
             sampler = Sampler(process)
             while os.getppid() == process:
                 _wait(every, process)
                 line: dict[str, Any] = {"time": round(time.time(), 3), **sampler.sample()}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
+                log.append(line)
         except psutil.NoSuchProcess:
             return 0
     return 0
-
-
-def _drop_torn_line(file: Path) -> None:
-    """A killed sampler may have left half a line, which nothing has read."""
-    content = file.read_bytes() if file.exists() else b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(file, content.rfind(b"\n") + 1)
 
 
 def _wait(seconds: float, parent: int) -> None:

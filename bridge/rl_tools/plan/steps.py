@@ -25,7 +25,7 @@ from rl_bridge.pipelines.sft import SFTPipeline
 from rl_bridge.profiling.live_bytes import REWARD, LiveBytes, Peak
 from rl_bridge.rewards.scoring_models import MICRO_BATCH_TOKENS
 from rl_bridge.rewards.sources import reward_models
-from rl_bridge.rollout.decoder import Decoder
+from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.inprocess import InProcessRollout
 from rl_bridge.weights import receiver, transports
 from rl_tools.plan.rehearsal import Rehearsal, beside, executor_of, snapshot_tensors, without_numbers
@@ -177,7 +177,7 @@ class PolicyStep:
         worker, load = self.worker(self.rollout), self.workload
         assert isinstance(worker, InProcessRollout)
         sampling = SamplingParams(max_new_tokens=load.new_tokens, **_drawing(self.pipeline))
-        decoder = Decoder(worker._model, sampling, stop=[EOS], max_rows=worker._max_batch_rows)
+        decoder = CachedDecoder(worker._model, sampling, stop=[EOS], max_rows=worker._max_batch_rows)
         prompts = self.prompt_tokens()
         for row in range(-(-load.prompts // len(self.executor.slots)) * load.responses):
             decoder.add(row, prompts[row], seed=row, limit=load.new_tokens)
@@ -286,7 +286,7 @@ def _shorten(module: Any) -> None:
     module.micro_batches = lambda batch: Largest(whole(batch))
 
 
-def _leap(decoder: Decoder) -> None:
+def _leap(decoder: CachedDecoder) -> None:
     """Go on to the step before the cache grows, or before the rows end."""
     rows = decoder._rows
     longest = max(len(row.prompt) + row.limit for row in rows)

@@ -1,6 +1,5 @@
 """A run's folder read for a report, while the run may still be writing to it, and its curves in few points."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.algorithms.completion_log import COMPLETIONS
+from rl_bridge.common.append_log import parsed, read_log
 from rl_bridge.common.statistics import running_mean
 from rl_bridge.run.records import METRICS
 
@@ -62,16 +62,16 @@ def read_run(folder: Path) -> RunFiles:
     missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder} has no {' and no '.join(missing)}: it is not a run's folder")
-    lines = read_lines(folder / METRICS)
+    lines = read_log(folder / METRICS)
     for number, line in enumerate(lines, 1):
         for name, kind in {"step": int, "seconds": int | float}.items():
             if "stage" in line and not isinstance(line.get(name), kind):
                 raise ValueError(f"{folder / METRICS}, line {number} has no {name}, as a step's record has")
-    completions = read_lines(folder / COMPLETIONS)
+    completions = read_log(folder / COMPLETIONS)
     for number, line in enumerate(completions, 1):
         if not isinstance(line.get("samples"), list) or not isinstance(line.get("step"), int):
             raise ValueError(f"{folder / COMPLETIONS}, line {number} has no step or no samples")
-    memory = read_lines(folder / MEMORY)
+    memory = read_log(folder / MEMORY)
     for number, line in enumerate(memory, 1):
         if not isinstance(line.get("step"), int):
             raise ValueError(f"{folder / MEMORY}, line {number} has no step")
@@ -87,38 +87,13 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; [] where there is no file.
-
-    A last line without its end is left out: it is being written.
-
-    Raises:
-        ValueError: a whole line cannot be read.
-    """
-    if not file.is_file():
-        return []
-    *whole, _ = file.read_bytes().split(b"\n")
-    return [_parsed(line, f"{file}, line {number}") for number, line in enumerate(whole, 1)]
-
-
 def read_object(file: Path) -> dict[str, Any]:
     """The object that a JSON file holds; {} where there is no file.
 
     Raises:
         ValueError: it cannot be read.
     """
-    return _parsed(file.read_bytes(), str(file)) if file.is_file() else {}
-
-
-def _parsed(text: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:  # of JSON or of UTF-8
-        place = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) and b"\n" in text else ""
-        raise ValueError(f"{where}{place} is damaged: {text[:60]!r}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is damaged: {text[:60]!r} is no object")
-    return value
+    return parsed(file.read_bytes(), str(file)) if file.is_file() else {}
 
 
 # Curves of a run: every number of its record over several clocks, in few enough points, with the extremes kept.

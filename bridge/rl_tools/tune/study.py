@@ -66,7 +66,7 @@ class RunRecords:
             return []
         size = file.stat().st_size
         if self._read.get(key, (-1, []))[0] != size:
-            self._read[key] = size, read_records(file, torn=True)
+            self._read[key] = size, read_records(file)
         return self._read[key][1]
 
 

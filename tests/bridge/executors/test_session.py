@@ -83,7 +83,8 @@ def test_an_executor_that_engines_live_in_is_not_replaced():
         ({"slots": [{"GPU": 1}]}, r"slots=\[\{'GPU': 1\}\] is for executor 'ray'"),
         ({"address": "auto"}, r"address='auto' is for executor 'ray'"),
         ({"restarts": 1}, r"restarts=1 is for executor 'ray'"),
-        ({"debug": "gdb"}, r"debug='gdb'; there are 'pdb' and 'debugpy'"),
+        ({"debug": "gdb"}, r"debug='gdb'; there is 'debugpy'"),
+        ({"debug": "pdb"}, r"debug='pdb': a worker has no terminal; debug='debugpy' stops it"),
         ({"executor": "torchrun"}, r"torchrun --nproc_per_node=N script\.py"),
     ],
 )

@@ -1,11 +1,11 @@
 """Loss, metrics, gradients, update: the same however workers, rows and micro-batches are arranged."""
 
-import fcntl
 import json
 import os
 import pickle
 
 import pytest
+from filelock import FileLock
 
 from tests.bridge.invariance import comparison
 from tests.bridge.invariance.scenario import LOSSES, cases
@@ -26,8 +26,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
     """The first process computes, and the others wait for its results."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / "lock"):
         return {executor: kept_results(executor, folder) for executor in ("local", "torchrun")}
 
 

@@ -26,8 +26,8 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.source import StateSource
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.rollout import InProcessRollout, inprocess
+from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.cached_model import Arrangement
-from rl_bridge.rollout.decoder import Decoder
 from rl_bridge.rollout.inprocess import check_decoder
 from tests.bridge.families import zoo
 
@@ -101,7 +101,7 @@ def test_rows_draw_what_each_draws_alone_or_the_family_is_refused(family):
     except NotImplementedError as error:
         assert family not in RIGHT and type(model).__name__ in str(error) and "vLLM" in str(error)
         pytest.skip(str(error))
-    law(model, Decoder(model, SAMPLING, stop=[], max_rows=3, arrangement=arrangement))
+    law(model, CachedDecoder(model, SAMPLING, stop=[], max_rows=3, arrangement=arrangement))
 
 
 @pytest.mark.parametrize("family", ["stablelm", "nemotron", "lfm2", "gpt_neo"])
@@ -109,7 +109,7 @@ def test_what_a_models_layers_promise_is_enough_for_these(family):
     """Without the check: attention that ignores the plan (MUSA-1), states, windows of a model's own (MUSA-4)."""
     model = zoo.tiny(family)
     use_rl_fn_attention(model)
-    law(model, Decoder(model, SAMPLING, stop=[], max_rows=3))
+    law(model, CachedDecoder(model, SAMPLING, stop=[], max_rows=3))
 
 
 SMALL = {
@@ -143,7 +143,7 @@ def test_musa_4_gpt_neos_local_window_is_a_rows_own():
         initializer_range=0.4,
     )
     model = made(lambda: GPTNeoForCausalLM(config))
-    law(model, Decoder(model, SAMPLING, stop=[], arrangement=check_decoder(model)))
+    law(model, CachedDecoder(model, SAMPLING, stop=[], arrangement=check_decoder(model)))
 
 
 def test_a_window_that_the_layers_do_not_read_is_no_window():
@@ -151,7 +151,7 @@ def test_a_window_that_the_layers_do_not_read_is_no_window():
     model = zoo.tiny("stablelm")
     model.config.sliding_window = 3
     use_rl_fn_attention(model)
-    decoder = Decoder(model, SAMPLING, stop=[])
+    decoder = CachedDecoder(model, SAMPLING, stop=[])
     assert decoder.arrangement.step_together
     law(model, decoder)
 
@@ -167,7 +167,7 @@ LONG = {
 
 def test_roll_3_rows_stay_below_the_length_from_which_rotary_frequencies_change():
     model = made(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, max_position_embeddings=96, rope_parameters=LONG)))
-    decoder = Decoder(model, SAMPLING, stop=[], arrangement=check_decoder(model))
+    decoder = CachedDecoder(model, SAMPLING, stop=[], arrangement=check_decoder(model))
     law(model, decoder)
     decoder.add("fits", PROMPT, seed=1, limit=15)
     with pytest.raises(ValueError, match=r"9 tokens that may draw 16 more can be longer than 24 .* LlamaForCausalLM"):
@@ -182,7 +182,7 @@ def test_limits_of_time_steps_hold_where_one_token_is_added(family):
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.4, 0.7)
     use_rl_fn_attention(model)
-    law(model, Decoder(model, SAMPLING, stop=[]))
+    law(model, CachedDecoder(model, SAMPLING, stop=[]))
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -212,7 +212,7 @@ def test_what_differs_falls_back_to_rows_of_one_length_with_one_line(caplog):
     assert arrangement == Arrangement(attention="eager", read_packed=False, step_together=False)
     (record,) = caplog.records
     assert "CountsFromTheLongest is sampled by" in record.message and "nats off" in record.message
-    law(model, Decoder(model, SAMPLING, stop=[], arrangement=arrangement))
+    law(model, CachedDecoder(model, SAMPLING, stop=[], arrangement=arrangement))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,6 @@
 """Rows that join and leave draw what each would draw alone, by full forward passes without a cache."""
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +23,11 @@ from transformers import (
 
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.parallel.attention import use_rl_fn_attention
+from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.decoder import Decoder
 from rl_bridge.rollout.sampling import draw
+from rl_bridge.rollout.served.served_engine import ServedDecoder
+from rl_bridge.rollout.vllm.vllm_decoder import VLLMDecoder
 
 STOP = 1
 SAMPLING = SamplingParams(max_new_tokens=1, temperature=0.8)
@@ -94,7 +98,7 @@ def check(found, wanted):
 )
 def test_rows_that_join_and_leave_draw_what_each_draws_alone(family, attention):
     net = model(family, attention)
-    decoder = Decoder(net, SAMPLING, stop=[STOP], max_rows=4, read_tokens=7)
+    decoder = CachedDecoder(net, SAMPLING, stop=[STOP], max_rows=4, read_tokens=7)
     limits = [3, 40, 12, 20, 9]
     for key, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True)):
         decoder.add(key, prompt, seed=100 + key, limit=limit)
@@ -109,7 +113,7 @@ def test_rows_that_join_and_leave_draw_what_each_draws_alone(family, attention):
 
 
 def test_rows_wait_for_room_in_their_order():
-    decoder = Decoder(model(), SAMPLING, stop=[], max_rows=2)
+    decoder = CachedDecoder(model(), SAMPLING, stop=[], max_rows=2)
     for key in range(5):
         decoder.add(key, PROMPTS[key], seed=key, limit=key + 1)
     order, running = [], []
@@ -121,12 +125,36 @@ def test_rows_wait_for_room_in_their_order():
     assert running[0] == (2, 2) and max(count for count, _ in running) == 2 and running[-1] == (0, 0)
 
 
+def test_a_round_is_so_many_steps_or_fewer():
+    rounds, steps = (CachedDecoder(model(), SAMPLING, stop=[STOP], max_rows=4) for _ in range(2))
+    for decoder in (rounds, steps):
+        decoder.draw_in_rounds()
+        for key, prompt in enumerate(PROMPTS):
+            decoder.add(key, prompt, seed=key, limit=3 * key + 2)
+    for count in (1, 4, 100):
+        wanted = [drawn for _ in range(count) if steps.running or steps.waiting for drawn in steps.step()]
+        assert rounds.round(count) == wanted and rounds.running == steps.running
+    assert rounds.running == rounds.waiting == 0 and rounds.round(3) == []
+
+
+@pytest.mark.parametrize("kind", [CachedDecoder, VLLMDecoder, ServedDecoder])
+def test_every_decoder_is_asked_in_the_same_words(kind):
+    assert Decoder in kind.__mro__ and not inspect.isabstract(kind)
+    for name, word in inspect.getmembers(Decoder, inspect.isfunction):
+        if not name.startswith("_"):
+            parameters = [
+                [(p.name, p.kind, p.default) for p in inspect.signature(asked).parameters.values()]
+                for asked in (word, getattr(kind, name))
+            ]
+            assert parameters[0] == parameters[1], name
+
+
 def test_a_later_turn_goes_on_with_the_random_numbers_of_the_first():
     net = model()
-    whole = Decoder(net, SAMPLING, stop=[])
+    whole = CachedDecoder(net, SAMPLING, stop=[])
     whole.add("whole", PROMPTS[0], seed=3, limit=8)
     tokens = finish(whole)["whole"].tokens
-    cut = Decoder(net, SAMPLING, stop=[])
+    cut = CachedDecoder(net, SAMPLING, stop=[])
     cut.add("cut", [*PROMPTS[0], *tokens[:3]], seed=3, drawn=3, limit=5)
     assert finish(cut)["cut"].tokens == tokens[3:]
 
@@ -134,8 +162,8 @@ def test_a_later_turn_goes_on_with_the_random_numbers_of_the_first():
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 5}], ids=["plain", "top_k"])
 def test_a_greedy_row_beside_sampled_ones_draws_what_is_most_likely(cuts):
     net, sampling = model(), replace(SAMPLING, **cuts)
-    alike, alone = Decoder(net, sampling, stop=[STOP]), Decoder(net, sampling.greedily(), stop=[STOP])
-    mixed = Decoder(net, sampling, stop=[STOP], max_rows=4)
+    alike, alone = CachedDecoder(net, sampling, stop=[STOP]), CachedDecoder(net, sampling.greedily(), stop=[STOP])
+    mixed = CachedDecoder(net, sampling, stop=[STOP], max_rows=4)
     for key, prompt in enumerate(PROMPTS):
         greedy = key % 2 == 1
         mixed.add(key, prompt, seed=key, limit=9, greedy=greedy)
@@ -153,7 +181,7 @@ def test_equal_sequences_are_read_once():
     """Lengths 3, 9 and 1: the order in which they are read is not undone by itself."""
     net, calls, prompts = model(), [], [PROMPTS[0], PROMPTS[3], PROMPTS[1]]
     net.register_forward_pre_hook(lambda _, __, inputs: calls.append(inputs["input_ids"].numel()), with_kwargs=True)
-    decoder = Decoder(net, SAMPLING, stop=[])
+    decoder = CachedDecoder(net, SAMPLING, stop=[])
     for key in range(30):
         decoder.add(key, prompts[key % 3], seed=key, limit=2)
     found = finish(decoder)
@@ -166,7 +194,7 @@ def test_equal_sequences_are_read_once():
 
 def test_the_sets_of_a_truncated_sampler_are_recorded():
     net, sampling = model(), SamplingParams(max_new_tokens=1, top_k=5, top_p=0.8)
-    decoder = Decoder(net, sampling, stop=[])
+    decoder = CachedDecoder(net, sampling, stop=[])
     for key, prompt in enumerate(PROMPTS):
         decoder.add(key, prompt, seed=key, limit=4)
     for key, drawn in finish(decoder).items():
@@ -183,21 +211,21 @@ def test_the_sets_of_a_truncated_sampler_are_recorded():
 def test_models_without_a_cache_are_refused():
     net = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(NotImplementedError, match=r"OpenAIGPTLMHeadModel .* takes no past_key_values .* vLLM"):
-        Decoder(net, SAMPLING, stop=[])
+        CachedDecoder(net, SAMPLING, stop=[])
 
 
 def test_an_attention_without_masks_is_refused():
     net = model()
     net.config._attn_implementation = "flash_attention_2"
     with pytest.raises(NotImplementedError, match="rl_fn, sdpa or eager, and the model has flash_attention_2"):
-        Decoder(net, SAMPLING, stop=[])
+        CachedDecoder(net, SAMPLING, stop=[])
 
 
 def test_what_cannot_be_decoded():
     net = model()
     with pytest.raises(ValueError, match="max_rows and read_tokens must be ≥ 1, got 0 and 8192"):
-        Decoder(net, SAMPLING, stop=[], max_rows=0)
-    decoder = Decoder(net, SAMPLING, stop=[])
+        CachedDecoder(net, SAMPLING, stop=[], max_rows=0)
+    decoder = CachedDecoder(net, SAMPLING, stop=[])
     for tokens, limit, drawn in ([], 1, 0), ([5], 0, 0), ([5], 1, -1):
         with pytest.raises(ValueError, match=f"got {len(tokens)} tokens, limit {limit}, drawn {drawn}"):
             decoder.add(0, tokens, seed=0, drawn=drawn, limit=limit)

@@ -33,6 +33,14 @@ time.sleep(60)
 """
 
 
+# The finalizers of weakref run behind those of later modules where one was made before them.
+ENDS = """
+import weakref
+early = type("Early", (), {})()
+weakref.finalize(early, int)
+""" + "\n".join(HOLDS.strip().split("\n")[:5])
+
+
 @pytest.fixture
 def holder(tmp_path):
     process = subprocess.Popen(
@@ -59,6 +67,11 @@ def test_a_killed_process_leaves_nothing_to_the_next_start(holder, tmp_path, kin
     assert mine.path.is_dir(), "one's own is not swept"
     mine.close()
     mine.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_ends_leaves_nothing(tmp_path):
+    subprocess.run([sys.executable, "-c", ENDS, rl_bridge.common.files.__file__, str(tmp_path)], check=True)
     assert not list(tmp_path.iterdir())
 
 

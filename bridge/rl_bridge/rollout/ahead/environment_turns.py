@@ -60,7 +60,7 @@ class Talking:
                 over = place + 1 == len(sample.turns) and sample.reason in ("length", "abort")
                 reason = "length" if over else "stop"
                 tokens, logprobs = sample.tokens[start:stop], sample.logprobs[start:stop]
-                drawn = Drawn(None, tokens, logprobs, allowed, reason, given[start:stop])  # type: ignore[arg-type]
+                drawn = Drawn(None, tokens, logprobs, allowed, reason, given[start:stop])
                 talk.spoke(drawn, -1, self.template)
                 start = stop
         return talk

@@ -15,7 +15,7 @@ from typing import Literal
 
 from rl_bridge.common.http import Askers
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.rollout.decoder import Drawn
+from rl_bridge.rollout.decoder import Decoder, Drawn, check_row
 from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.sampling import CompletionText, StopTexts
 from rl_bridge.rollout.served.process import ServerDied
@@ -298,8 +298,8 @@ class _Row:
         return [token for completion in self.had for token in completion.tokens]
 
 
-class ServedDecoder:
-    """``rl_bridge.rollout.decoder.Decoder`` over a served engine, which decides itself what runs together."""
+class ServedDecoder(Decoder):
+    """Rows in a served engine, which decides itself what runs together."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class ServedDecoder:
         self._texts = texts or None
         self._pieces = self._texts is not None
         self._paused: list[_Row] = []
-        self.in_rounds = False
+        self._in_rounds = False
         self._rows: dict[str, _Row] = {}
         weakref.finalize(self, engine.forget, self._rows)
 
@@ -322,11 +322,6 @@ class ServedDecoder:
     def running(self) -> int:
         """Rows that were added and have not been returned."""
         return len(self._rows) + len(self._paused)
-
-    @property
-    def waiting(self) -> int:
-        """None: the engine's own queue holds what it has no room for."""
-        return 0
 
     def add(
         self,
@@ -345,11 +340,7 @@ class ServedDecoder:
             ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
         """
         longest = self._engine.limits().longest
-        if not tokens or limit < 1 or drawn < 0 or len(tokens) >= longest:
-            raise ValueError(
-                f"a row needs 1 to {longest - 1} tokens (max_model_len), limit ≥ 1 and drawn ≥ 0, got {len(tokens)} "
-                f"tokens, limit {limit}, drawn {drawn}"
-            )
+        check_row(tokens, limit=limit, drawn=drawn, longest=longest)
         text = None if self._texts is None else self._texts.begin(tokens[len(tokens) - said :])
         sampling = self._sampling.greedily() if greedy else self._sampling
         self._go_on(_Row(key, tuple(tokens), seed, drawn, min(limit, longest - len(tokens)), text, sampling))
@@ -360,10 +351,15 @@ class ServedDecoder:
 
     def draw_in_rounds(self) -> None:
         """From now on the engine draws in ``round`` alone, so that what is drawn depends on no time."""
-        self.in_rounds = True
+        self._in_rounds = True
 
-    def round(self, tokens: int) -> list[Drawn]:
-        """Draw so many tokens of every row, or up to its end; the rows that have ended. The engine has none of them."""
+    def round(self, tokens: int) -> Sequence[Drawn]:
+        """Draw up to ``tokens`` tokens of every row: the rows that ended.
+
+        In rounds it is exactly so many, or up to the row's end, and the engine has none of the rows afterwards.
+        """
+        if not self._in_rounds:
+            return super().round(tokens)
         rows, self._paused = self._paused, []
         for row in rows:
             self._ask(row, tokens)
@@ -390,7 +386,7 @@ class ServedDecoder:
         return drawn + [_whole(row, "abort") for row in out]
 
     def _go_on(self, row: _Row) -> None:
-        if self.in_rounds:
+        if self._in_rounds:
             self._paused.append(row)
         else:
             self._ask(row, PIECE if self._pieces else None)

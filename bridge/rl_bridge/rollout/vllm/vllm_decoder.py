@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.rollout.decoder import Drawn
+from rl_bridge.rollout.decoder import Decoder, Drawn, check_row
 from rl_bridge.rollout.inside_vllm.sampler_hooks import Draws
 from rl_bridge.rollout.sampling import StopTexts, truncation
 
@@ -100,12 +100,8 @@ class _Box:
         self.outputs.append(output)
 
 
-class VLLMDecoder:
-    """``rl_bridge.rollout.decoder.Decoder`` over an engine of vLLM, which decides itself how many rows run together.
-
-    A token depends on its row's tokens, seed and number; the rows beside it change its log-probability by a rounding
-    of the engine's arithmetic at most.
-    """
+class VLLMDecoder(Decoder):
+    """Rows in an engine of vLLM, which decides itself how many run together."""
 
     def __init__(
         self,
@@ -132,11 +128,6 @@ class VLLMDecoder:
         """Rows that were added and have not been returned by ``step``: in the engine, or waiting there."""
         return len(self._keys) + len(self._ended)
 
-    @property
-    def waiting(self) -> int:
-        """None: the engine's own queue holds what it has no room for."""
-        return 0
-
     def add(
         self,
         key: Hashable,
@@ -153,15 +144,7 @@ class VLLMDecoder:
         Raises:
             ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
         """
-        if not tokens or limit < 1 or drawn < 0:
-            raise ValueError(
-                f"a row needs tokens, limit ≥ 1 and drawn ≥ 0, got {len(tokens)} tokens, limit {limit}, drawn {drawn}"
-            )
-        if len(tokens) >= self._longest:
-            raise ValueError(
-                f"a sequence of {len(tokens)} tokens leaves no room for one more: the engine holds {self._longest} "
-                "(max_model_len)"
-            )
+        check_row(tokens, limit=limit, drawn=drawn, longest=self._longest)
         from rl_bridge.rollout.vllm.engine import vllm_sampling  # and vLLM with it
 
         whole = self._texts is None
@@ -181,9 +164,6 @@ class VLLMDecoder:
             self._outbox.step()
         ended, self._ended = self._ended, []
         return ended
-
-    def count_tokens(self) -> None:
-        """Let ``unfinished_tokens`` be known while rows are drawn."""
 
     @property
     def unfinished_tokens(self) -> int:

@@ -1,6 +1,5 @@
 """One export of one run to one place: what is new is sent; after a cut, everything again."""
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -12,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from rl_bridge.common.files import write_json
+from rl_bridge.common.append_log import read_log
+from rl_bridge.common.files import InUse, Lock, write_json
 from rl_bridge.common.scrubbing import scrubbed
 from rl_bridge.run.exporters.exporter import (
     CHUNK,
@@ -57,8 +57,8 @@ def sha256_of(file: Path) -> str:
 
 def _version(file: Path) -> int | None:
     """Of the weights in the last record that has one."""
-    for line in reversed(file.read_bytes().splitlines()):
-        if (version := json.loads(line).get("weights_version")) is not None:
+    for record in reversed(read_log(file)):
+        if (version := record.get("weights_version")) is not None:
             return int(version)
     return None
 
@@ -79,25 +79,19 @@ class Cursor:
         digest = hashlib.sha256(destination.encode()).hexdigest()[:8]
         self.file = run / FOLDER / f"{name}-{digest}.json"
         self._lock, self._wait, self._name = self.file.with_suffix(".lock"), wait, name
-        self._descriptor: int | None = None
+        self._held: Lock | None = None
         self.state: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
         """Raises ValueError if another process exports this run to this place."""
         self._lock.parent.mkdir(exist_ok=True)
-        self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + self._wait
-        while not self._taken(self._descriptor):
-            if time.monotonic() >= deadline:
-                holder = os.pread(self._descriptor, 100, 0).decode()
-                os.close(self._descriptor)
-                raise ValueError(
-                    f"{self._lock.parent.parent} is being exported to {self._name} by process {holder}, "
-                    f"which did not end in {self._wait:.0f} s"
-                )
-            time.sleep(0.1)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        try:
+            self._held = Lock(self._lock, wait=self._wait)
+        except InUse as holder:
+            raise ValueError(
+                f"{self._lock.parent.parent} is being exported to {self._name} by {holder}, which did not end in "
+                f"{self._wait:.0f} s"
+            ) from None
         try:
             self.state = json.loads(self.file.read_text("utf-8"))
         except (FileNotFoundError, ValueError):
@@ -105,21 +99,13 @@ class Cursor:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._descriptor is not None
-        os.close(self._descriptor)
+        assert self._held is not None
+        self._held.release()
 
     def write(self, state: dict[str, Any]) -> None:
         """Remember, whole or not at all."""
         self.state = state
         write_json(self.file, state)
-
-    @staticmethod
-    def _taken(descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def key_of(run: Path) -> str:

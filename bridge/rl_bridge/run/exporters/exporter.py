@@ -2,13 +2,13 @@
 
 import enum
 import importlib
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl_bridge.common.append_log import parsed
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.run.records import METRICS
 from rl_bridge.run.system import SYSTEM
@@ -93,10 +93,7 @@ class Tail:
                     yield row
 
     def _row(self, line: bytes, file: Path) -> Row | None:
-        try:
-            record: dict[str, Any] = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{file}, byte {self.size}: {error}: {line[:60]!r}") from error
+        record = parsed(line[:-1], f"{file}, byte {self.size}")
         identity = f"{self.stream}-{self.rows}-{zlib.crc32(line):08x}"
         if self.stream == "system":
             values = {f"system/{name}": value for name, value in _numbers(record, ("time",))}

@@ -39,7 +39,7 @@ def words_of(folder, every):
 def records(folder):
     """Of the second run."""
     file = folder / "runs" / SECOND / METRICS
-    return read_records(file, torn=True) if file.exists() else []
+    return read_records(file) if file.exists() else []
 
 
 def processes_of(folder):
