@@ -206,9 +206,9 @@ def papers_of_names() -> dict[str, set[str]]:
 # Where functions that take no case are tested, by their module.
 TESTS_OF_MODULES = {
     "rl_fn.control.constraints": "test_constraints",
-    "rl_fn.control.entropy": "test_controllers",
-    "rl_fn.control.kl": "test_controllers",
-    "rl_fn.control.schedules": "test_controllers",
+    "rl_fn.control.entropy": "test_control",
+    "rl_fn.control.kl": "test_control",
+    "rl_fn.control.schedules": "test_control",
     "rl_fn.multi_objective.archive": "test_archive",
     "rl_fn.multi_objective.hypervolume": "test_hypervolume",
     "rl_fn.objectives.recipes": "test_objectives",

@@ -1,7 +1,7 @@
 """Cases of advantages normalised over the batch.
 
 The mask of a case has the shape of what it masks in the tables of the laws. Where rewards have fewer or more dimensions
-than the mask, one case has the gradient and another the mask; test_batch_advantages.py masks both.
+than the mask, one case has the gradient and another the mask; test_whitened_advantages.py masks both.
 """
 
 from tests.rl_fn.cases.base import B, G, T, case
