@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = {"rl_fn": ROOT, "rl_kernels": ROOT / "kernels", "rl_bridge": ROOT / "bridge", "rl_tools": ROOT / "bridge"}
 FLOORS = (
     *("common", "memory", "functional", "data", "executors", "weights", "parallel", "integrations", "models"),
-    *("environments", "engines", "checkpoints", "run", "profiling", "modules", "rewards", "rollout", "algorithms"),
+    *("environments", "engines", "checkpoints", "run", "modules", "rewards", "rollout", "algorithms"),
     "pipelines",
 )
 """Rooms of the bridge, the lowest first: a room imports rooms before it, and none behind."""
@@ -85,6 +85,12 @@ def test_the_rooms_of_the_bridge_stand_in_one_order():
     assert sorted(rooms) == sorted(FLOORS)
     wrong = {name: others - set(FLOORS[: FLOORS.index(name)]) for name, others in rooms.items()}
     assert {name: others for name, others in wrong.items() if others} == {}
+
+
+@pytest.mark.parametrize("package", [package for package in MODULES if package != "rl_tools"])
+def test_no_library_imports_the_tools(package):
+    trees = MODULES[package].trees
+    assert {name for name, tree in trees.items() if any(i.startswith("rl_tools") for i in imported(tree))} == set()
 
 
 @pytest.mark.parametrize("package", MODULES)

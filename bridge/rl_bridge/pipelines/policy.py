@@ -38,12 +38,11 @@ from rl_bridge.pipelines.training import (
     load_rows,
     prepare_processes,
 )
-from rl_bridge.profiling.profiler import profiled
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.provenance import of_rows
-from rl_bridge.run.run import open_run
+from rl_bridge.run.run import Observer, open_run
 
 # The models beside the policy: where its critic and its teacher come from.
 
@@ -194,7 +193,7 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         return super().scoring(self.policy.sampling.temperature if temperature is None else temperature)
 
 
-def run_policy(pipeline: PolicyPipeline) -> dict[str, Any]:
+def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
     rewards = pipeline.rewards()
@@ -205,7 +204,17 @@ def run_policy(pipeline: PolicyPipeline) -> dict[str, Any]:
     check_rows(source, tokenizer, [*train_rows, *held_out], prompted(tokenizer), new_tokens=new_tokens)
     if pipeline.sft.steps:
         check_rows(source, tokenizer, train_rows, supervised(tokenizer))
-    return train_and_evaluate(pipeline, executor, source, tokenizer, train_rows, held_out, rewards, objective)
+    return train_and_evaluate(
+        pipeline,
+        executor,
+        source,
+        tokenizer,
+        train_rows=train_rows,
+        held_out=held_out,
+        reward=rewards,
+        objective=objective,
+        observers=observers,
+    )
 
 
 def prepare(pipeline: PolicyPipeline, executor: Executor) -> rl_fn.Objective:
@@ -222,10 +231,12 @@ def train_and_evaluate(
     executor: Executor,
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
+    *,
     train_rows: Sequence[dict],
     held_out: Sequence[dict],
     reward: Reward | Rewards,
     objective: rl_fn.Objective,
+    observers: Sequence[Observer] = (),
 ) -> dict[str, Any]:
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
     rewards = reward if isinstance(reward, Rewards) else load(reward)
@@ -245,8 +256,8 @@ def train_and_evaluate(
     if objective.value is not None:
         require_critic(pipeline.critic)
     pipeline.rollout.factory(source, tokenizer, sleep=pipeline.offload == "phases")  # refuses what cannot be here
-    with closing(rewards), engines, open_run(pipeline, fingerprints) as run, ExitStack() as running:
-        running.enter_context(profiled(run, executor, pipeline.memory))
+    opened = open_run(pipeline, fingerprints, executor, observers)
+    with closing(rewards), engines, opened as run, ExitStack() as running:
         engines.serve(run)
         folder = run.folder
         run.keep_best("held_out")
