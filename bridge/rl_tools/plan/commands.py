@@ -22,7 +22,8 @@ from rl_bridge.pipelines.comparison import (
     load_data,
 )
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_bridge.pipelines.policy import PolicyPipeline, quickstart
+from rl_bridge.pipelines.policy import PolicyPipeline
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.sft import SFTPipeline, encoded
 from rl_bridge.pipelines.training import load_model, load_rows
 from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan

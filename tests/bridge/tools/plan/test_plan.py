@@ -11,7 +11,7 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.small import TinySource
 from rl_bridge.pipelines.comparison import LOSSES, PreferencePipeline
 from rl_bridge.pipelines.objective_options import ALGORITHMS, objective_options
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.rollout.sampling import draw
 from rl_tools.plan import planning

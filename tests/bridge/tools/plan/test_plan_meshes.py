@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rl_bridge.models.small import TinySource
 from rl_bridge.pipelines.placement import MeshOptions
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions, RolloutOptions
 from rl_tools.plan.commands import run as rl_fn_plan
 from rl_tools.plan.planning import knobs, measure, plan

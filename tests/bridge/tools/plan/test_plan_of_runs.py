@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, quickstart, run_policy
+from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rewards.scoring_models import RewardModel
 from rl_bridge.rollout.vllm import VLLMOptions

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl_bridge.models.small import TinySource
 from rl_bridge.models.source import StateSource
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.rollout.vllm import VLLMOptions
