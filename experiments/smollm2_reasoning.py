@@ -55,8 +55,8 @@ def main(pipeline: PolicyPipeline) -> dict:
     train, held_out = split_rows(rows, pipeline.held_out, seed=0)
     model, tokenizer = load_smollm2()
     source = StateSource(model)
-    given = {"train_rows": train, "held_out": held_out, "reward": reasoning_reward, "objective": objective}
-    return train_and_evaluate(pipeline, executor, source, tokenizer, **given, observers=observers_of(pipeline))
+    inputs = {"train_rows": train, "held_out": held_out, "reward": reasoning_reward, "objective": objective}
+    return train_and_evaluate(pipeline, executor, source, tokenizer, **inputs, observers=observers_of(pipeline))
 
 
 if __name__ == "__main__":
