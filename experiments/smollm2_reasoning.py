@@ -18,7 +18,7 @@ from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
 from rl_tools.cli import report
-from rl_tools.trainers import parse
+from rl_tools.trainers import observers_of, parse
 
 # Facts of one task are not asked by the other, so that a held-out prompt is new in substance and not only in wording.
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -55,7 +55,8 @@ def main(pipeline: PolicyPipeline) -> dict:
     train, held_out = split_rows(rows, pipeline.held_out, seed=0)
     model, tokenizer = load_smollm2()
     source = StateSource(model)
-    return train_and_evaluate(pipeline, executor, source, tokenizer, train, held_out, reasoning_reward, objective)
+    inputs = {"train_rows": train, "held_out": held_out, "reward": reasoning_reward, "objective": objective}
+    return train_and_evaluate(pipeline, executor, source, tokenizer, **inputs, observers=observers_of(pipeline))
 
 
 if __name__ == "__main__":

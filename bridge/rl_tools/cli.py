@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, escaped, say
-from rl_tools.trainers import TRAINERS, load, parse
+from rl_tools.trainers import TRAINERS, load, observers_of, parse
 
 _ADVICE = {
     errno.ENOSPC: "free some space on the disk",
@@ -95,7 +95,7 @@ def _cause(error: BaseException) -> BaseException:
 
 COMMANDS = {
     "train": "",
-    "export": "rl_tools.export_command:run",
+    "export": "rl_tools.export.command:run",
     "check": "rl_tools.check.cases:check",
     "quantize": "rl_tools.quantize:run",
     "tune": "rl_tools.tune.commands:run",
@@ -143,7 +143,10 @@ def _train(name: str, words: Sequence[str], *, traceback: bool) -> int:
 
     # An environment in which the libraries cannot be imported, such as JAX_PLATFORMS of no platform, is no traceback.
     status = _guarded(parse_words, traceback=traceback, helps=True)
-    return report(load(trainer.run), parsed[0], traceback=traceback) if parsed else status
+    if not parsed:
+        return status
+    run = load(trainer.run)
+    return report(lambda options: run(options, observers_of(options)), parsed[0], traceback=traceback)
 
 
 def _unknown(words: Sequence[str]) -> str:

@@ -6,9 +6,13 @@ import importlib
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_bridge.common.terminal import say
+
+if TYPE_CHECKING:
+    from rl_bridge.run.options import RunOptions
+    from rl_bridge.run.run import Observer
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class Trainer:
     default: str
     """``module:name`` of a function that returns the default config, or of the config's class."""
     run: str
-    """``module:name`` of the function that runs a config to its end and returns the summary.
+    """``module:name`` of the function (config, observers) that runs a config to its end and returns the summary.
 
     ``summary["result"]`` is one sentence about it, and ``summary["seconds"]`` the time it took.
     """
@@ -43,7 +47,7 @@ TRAINERS = {
         "a policy from preferred and rejected completions: DPO. loss:simpo takes SimPO with its own options.",
     ),
     "policy": Trainer(
-        "rl_bridge.pipelines.policy:policy",
+        "rl_bridge.pipelines.policy_configs:policy",
         "rl_bridge.pipelines.policy:run_policy",
         "post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit arithmetic "
         "and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.",
@@ -80,6 +84,25 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
         return tyro.cli(kind, **settings)  # prints what is wrong with a value
     finally:
         say(f"all options: {prog} --help", error=True)
+
+
+def observers_of(options: "RunOptions") -> "list[Observer]":
+    """The observers that options ask for: trackers, samples of the machine, the memory profiler.
+
+    Raises:
+        ModuleNotFoundError: a tracker is not installed.
+    """
+    observers: list[Observer] = []
+    if options.tracker_names() or options.system_every:
+        from rl_tools.export import live
+
+        names, place = options.tracker_names(), (options.tracker_output, options.tracker_project)
+        observers.append(live.Exporters(live.live_export(names, *place, options.system_every)))
+    if options.memory:
+        from rl_tools.profile.profiler import MemoryProfiler
+
+        observers.append(MemoryProfiler())
+    return observers
 
 
 def load(place: str) -> Any:

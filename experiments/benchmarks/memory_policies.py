@@ -3,7 +3,7 @@
     python experiments/benchmarks/memory_policies.py --output experiments/results/memory_policies --threads 2
 
 A step is two micro-batches of rows of one length through a policy module, and its update. Bytes are those of live
-tensors (rl_bridge.profiling.live_bytes), in a step that is not timed. Device bytes leave out what a GPU's host would
+tensors (rl_tools.profile.live_bytes), in a step that is not timed. Device bytes leave out what a GPU's host would
 hold: offloaded activations; with --offload always weights, gradients and optimiser too, as many bytes as four times the
 weights. On a CPU both are one memory, and copies between them cost the same memory's time. --draw draws again.
 """
@@ -28,8 +28,8 @@ from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.checkpointing import Activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.profiling.live_bytes import OFFLOADED, LiveBytes
 from rl_tools.plan.workload import Workload
+from rl_tools.profile.live_bytes import OFFLOADED, LiveBytes
 
 ROWS = Workload(prompts=2, responses=4, prompt_tokens=32, new_tokens=96)
 MIB = 1 << 20

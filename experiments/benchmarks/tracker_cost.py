@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from experiments.machine import facts
 from rl_bridge.common.files import replacing, write_json
-from rl_bridge.run.exporters.exporter import TRACKERS
+from rl_bridge.run.options import TRACKERS
 
 HUNG = "all four, hung"
 KINDS = {**{name: (name,) for name in TRACKERS}, "all four": TRACKERS, HUNG: TRACKERS}

@@ -12,10 +12,12 @@ ROOT = Path(__file__).parents[2]
 SOURCES = {"rl_fn": ROOT, "rl_kernels": ROOT / "kernels", "rl_bridge": ROOT / "bridge", "rl_tools": ROOT / "bridge"}
 FLOORS = (
     *("common", "memory", "functional", "data", "executors", "weights", "parallel", "integrations", "models"),
-    *("environments", "engines", "checkpoints", "run", "profiling", "modules", "rewards", "rollout", "algorithms"),
+    *("environments", "engines", "checkpoints", "run", "modules", "rewards", "rollout", "algorithms"),
     "pipelines",
 )
 """Rooms of the bridge, the lowest first: a room imports rooms before it, and none behind."""
+LONGEST = 80
+"""Lines of a function with its docstring, of the bridge and its tools."""
 SMALL = 60
 """Lines below which a file with one importer is asked why it is not a part of that importer."""
 
@@ -87,6 +89,12 @@ def test_the_rooms_of_the_bridge_stand_in_one_order():
     assert {name: others for name, others in wrong.items() if others} == {}
 
 
+@pytest.mark.parametrize("package", [package for package in MODULES if package != "rl_tools"])
+def test_no_library_imports_the_tools(package):
+    trees = MODULES[package].trees
+    assert {name for name, tree in trees.items() if any(i.startswith("rl_tools") for i in imported(tree))} == set()
+
+
 @pytest.mark.parametrize("package", MODULES)
 def test_a_small_file_with_one_importer_says_why_it_stands_alone(package):
     modules = MODULES[package]
@@ -97,6 +105,28 @@ def test_a_small_file_with_one_importer_says_why_it_stands_alone(package):
         if importers[name] == 1 and path.name != "__init__.py" and len(path.read_text("utf-8").splitlines()) < SMALL
     }
     assert {name for name in small if "stands alone" not in (ast.get_docstring(modules.trees[name]) or "")} == set()
+
+
+def long_functions(trees: dict[str, ast.Module]) -> dict[str, int]:
+    """Functions of more than ``LONGEST`` lines."""
+    functions = {
+        f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    return {name: lines for name, lines in functions.items() if lines > LONGEST}
+
+
+@pytest.mark.parametrize("package", ["rl_bridge", "rl_tools"])
+def test_no_function_is_long(package):
+    assert long_functions(MODULES[package].trees) == {}
+
+
+def test_a_long_function_is_seen():
+    longest = "class A:\n  def f(self):\n" + (LONGEST - 1) * "    x = 1\n"
+    assert long_functions({"p": ast.parse(longest)}) == {}
+    assert long_functions({"p": ast.parse(longest + "    y = 2\n")}) == {"p:f": LONGEST + 1}
 
 
 def test_a_circle_a_wrong_floor_and_a_lonely_file_are_seen(tmp_path):

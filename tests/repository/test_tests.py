@@ -18,11 +18,6 @@ ACROSS = {
     "tools": "the rooms of rl_tools",
 }
 """Folders of tests/bridge that are no room of rl_bridge, and what they are."""
-BEFORE = {
-    "export": "the exporters in run, on their way to rl_tools",
-    "profiling": "rl_bridge.profiling, on its way to rl_tools",
-}
-"""Folders of tests/bridge/tools whose room is not in rl_tools yet."""
 ELSEWHERE = {
     "tests.bridge.families.zoo": "a family is added in one folder",
     "tests.bridge.tools.tune.tuner": "a program that lies beside its trainer",
@@ -136,7 +131,7 @@ def folders(place: Path) -> set[str]:
 
 def test_tests_of_the_bridge_lie_in_its_rooms():
     assert folders(TESTS / "bridge") - rooms(BRIDGE / "rl_bridge") == set(ACROSS)
-    assert folders(TESTS / "bridge/tools") - rooms(BRIDGE / "rl_tools") <= set(BEFORE)
+    assert folders(TESTS / "bridge/tools") <= rooms(BRIDGE / "rl_tools")
 
 
 def test_what_two_rooms_of_the_bridge_share_is_in_support():

@@ -38,10 +38,9 @@ from rl_bridge.pipelines.training import (
     remark_on_shared,
     split,
 )
-from rl_bridge.profiling.profiler import profiled
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.provenance import of_rows
-from rl_bridge.run.run import open_run
+from rl_bridge.run.run import Observer, open_run
 
 # The options of a loss of comparisons: one class a loss, made from its signature, and a sub-command each.
 
@@ -295,7 +294,7 @@ class PreferencePipeline(ComparisonOptions):
             raise ValueError("offload phases needs cache_reference: else policy and reference compute in every step")
 
 
-def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
+def run_preference(pipeline: PreferencePipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
     prepare_processes(pipeline, executor)
@@ -304,7 +303,7 @@ def run_preference(pipeline: PreferencePipeline) -> dict[str, Any]:
     examples, held_out, pad, scoring = data.examples, data.held_out, data.pad_token_id, pipeline.scoring()
     config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), data.source)
-    with engines, open_run(pipeline, data.fingerprints) as run, profiled(run, executor, pipeline.memory):
+    with engines, open_run(pipeline, data.fingerprints, executor, observers) as run:
         engines.serve(run)
         reference = engines.completion_scorer(scoring) if loss.needs_reference else None
         if reference is not None:
@@ -364,7 +363,7 @@ class RewardModelPipeline(ComparisonOptions):
         self.loss.build()
 
 
-def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
+def run_reward_model(pipeline: RewardModelPipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
     prepare_processes(pipeline, executor)
@@ -377,7 +376,7 @@ def run_reward_model(pipeline: RewardModelPipeline) -> dict[str, Any]:
     source = ValueSource(data.source, pad_token=pad)
     config = replace(pipeline.reward_model, steps=pipeline.steps_for(len(data.examples), pipeline.reward_model))
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), source)
-    with engines, open_run(pipeline, data.fingerprints) as run, profiled(run, executor, pipeline.memory):
+    with engines, open_run(pipeline, data.fingerprints, executor, observers) as run:
         engines.serve(run)
         model = engines.reward_model(pipeline.optimizer, loss, updates=config.steps, scoring=pipeline.scoring())
         run.keep_best("held_out_loss", "min")

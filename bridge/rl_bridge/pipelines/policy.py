@@ -1,7 +1,7 @@
 """GRPO post-training from a config: data, model, warm start, reinforcement learning, evaluation, results."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,7 @@ from transformers import PreTrainedTokenizerBase
 import rl_fn
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate
-from rl_bridge.algorithms.policy_setup import (
-    Coefficients,
-    PolicyConfig,
-    PolicyEngines,
-    SamplingOptions,
-    require_objective,
-)
+from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, require_objective
 from rl_bridge.algorithms.policy_training import train_policy
 from rl_bridge.algorithms.sampling import Complete, Sampler
 from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
@@ -26,6 +20,8 @@ from rl_bridge.common.files import write_json
 from rl_bridge.common.plots import spared
 from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.data.rows import RowStream, answered_row, policy_row
+from rl_bridge.engines import InferenceEngine, TrainEngine
+from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.pretrained import pretrained, save_pretrained
@@ -34,7 +30,8 @@ from rl_bridge.models.source import ModelSource, PretrainedSource, PretrainedVal
 from rl_bridge.modules.policy import require_token_local
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.objective_options import ALGORITHMS, Algorithm, ControlOptions, controlled, objective_options
+from rl_bridge.pipelines.objective_options import ALGORITHMS, Algorithm, ControlOptions, controlled
+from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions, EnvironmentOptions, RolloutOptions
 from rl_bridge.pipelines.training import (
     TrainingOptions,
@@ -43,12 +40,11 @@ from rl_bridge.pipelines.training import (
     load_rows,
     prepare_processes,
 )
-from rl_bridge.profiling.profiler import profiled
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.provenance import of_rows
-from rl_bridge.run.run import open_run
+from rl_bridge.run.run import Observer, Run, open_run
 
 # The models beside the policy: where its critic and its teacher come from.
 
@@ -199,7 +195,7 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         return super().scoring(self.policy.sampling.temperature if temperature is None else temperature)
 
 
-def run_policy(pipeline: PolicyPipeline) -> dict[str, Any]:
+def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
     rewards = pipeline.rewards()
@@ -210,7 +206,17 @@ def run_policy(pipeline: PolicyPipeline) -> dict[str, Any]:
     check_rows(source, tokenizer, [*train_rows, *held_out], prompted(tokenizer), new_tokens=new_tokens)
     if pipeline.sft.steps:
         check_rows(source, tokenizer, train_rows, supervised(tokenizer))
-    return train_and_evaluate(pipeline, executor, source, tokenizer, train_rows, held_out, rewards, objective)
+    return train_and_evaluate(
+        pipeline,
+        executor,
+        source,
+        tokenizer,
+        train_rows=train_rows,
+        held_out=held_out,
+        reward=rewards,
+        objective=objective,
+        observers=observers,
+    )
 
 
 def prepare(pipeline: PolicyPipeline, executor: Executor) -> rl_fn.Objective:
@@ -227,10 +233,12 @@ def train_and_evaluate(
     executor: Executor,
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
+    *,
     train_rows: Sequence[dict],
     held_out: Sequence[dict],
     reward: Reward | Rewards,
     objective: rl_fn.Objective,
+    observers: Sequence[Observer] = (),
 ) -> dict[str, Any]:
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
     rewards = reward if isinstance(reward, Rewards) else load(reward)
@@ -238,117 +246,205 @@ def train_and_evaluate(
     environment = pipeline.environments()
     # What the rows and the reward are, wherever their files lie now.
     fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
-    drawing = pipeline.asynchronous.rollout_workers
-    mesh = pipeline.mesh.of(len(executor.slots) - (drawing or 0))
-    engines = pipeline.engines(executor, mesh, source)
-    engines.rollout_workers = drawing
-    pad, scoring = tokenizer.pad_token_id, pipeline.scoring()
-    assert isinstance(pad, int)
-    config = pipeline.policy
+    rollout_workers = pipeline.asynchronous.rollout_workers
+    engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)
+    engines.rollout_workers = rollout_workers
     objective, coefficients = controlled(objective, pipeline.kl_control, pipeline.entropy_control, pipeline.completions)
     teacher = None if pipeline.teacher is None else teacher_source(pipeline.teacher, tokenizer)
     if objective.value is not None:
         require_critic(pipeline.critic)
     pipeline.rollout.factory(source, tokenizer, sleep=pipeline.offload == "phases")  # refuses what cannot be here
-    with closing(rewards), engines, open_run(pipeline, fingerprints) as run, ExitStack() as running:
-        running.enter_context(profiled(run, executor, pipeline.memory))
+    with closing(rewards), engines, open_run(pipeline, fingerprints, executor, observers) as run:
         engines.serve(run)
-        folder = run.folder
         run.keep_best("held_out")
-        rollout = engines.rollout(tokenizer, pipeline.rollout)
-        # Supervision has the data's own distribution for a target, which has no temperature.
-        supervised = engines.supervised(
-            pipeline.sft.optimizer, updates=pipeline.sft.steps, scoring=pipeline.scoring(1.0)
+        stages = PolicyStages(
+            pipeline=pipeline,
+            run=run,
+            engines=engines,
+            rollout=engines.rollout(tokenizer, pipeline.rollout),
+            source=source,
+            tokenizer=tokenizer,
+            stream=RowStream(train_rows, seed=pipeline.seed),
+            held_out=held_out,
+            rewards=rewards,
+            environment=environment,
+            objective=objective,
         )
-        stream = RowStream(train_rows, seed=pipeline.seed)
-        train_sft(run, supervised, stream, lambda row: encode_row(tokenizer, row), pipeline.sft, pad_token_id=pad)
-        supervised.sync_weights(rollout)
-        complete = pipeline.complete(rollout, environment)
-        before = run.cached_result("before", lambda: evaluate_both(complete, held_out, rewards, config, pipeline.seed))
-        # The default reward is 1 or 0; the mean of another one is no accuracy.
-        what = "reward" if pipeline.reward or pipeline.environment else "accuracy"
-        run.print(f"held-out {what} before reinforcement learning: {before['greedy']['reward']:.3f}")
-        if not (folder / "samples.json").exists():
-            write_samples(folder, before=before)
+        supervised = stages.warm_start()
+        before = stages.evaluated_before()
+        models = stages.models(supervised, teacher)
+        with closing(stages.sampler()) as sampler:
+            stages.learn(models, sampler, coefficients)
+            after = stages.evaluated_after(models.policy)
+            stages.export(models.policy)
+            write_samples(run.folder, before=before, after=after)
+            summary = stages.summary(before, after)
+            run.finish(summary)
+    return summary
 
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyStages:
+    """The stages of a run that trains a policy, in the order of the methods, and what these share."""
+
+    pipeline: PolicyPipeline
+    run: Run
+    engines: Engines
+    rollout: InferenceEngine
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerBase
+    stream: RowStream
+    held_out: Sequence[dict]
+    rewards: Rewards
+    environment: EnvironmentFactory | None
+    objective: rl_fn.Objective
+
+    def warm_start(self) -> TrainEngine:
+        """The engine of the supervised steps after these, with its weights in the rollout."""
+        pipeline, options = self.pipeline, self.pipeline.sft
+        # Supervision has the data's own distribution for a target, which has no temperature.
+        supervised = self.engines.supervised(options.optimizer, updates=options.steps, scoring=pipeline.scoring(1.0))
+        train_sft(
+            self.run,
+            supervised,
+            self.stream,
+            lambda row: encode_row(self.tokenizer, row),
+            options,
+            pad_token_id=self._pad_token,
+        )
+        supervised.sync_weights(self.rollout)
+        return supervised
+
+    def evaluated_before(self) -> dict[str, dict[str, Any]]:
+        """The evaluation of the policy that reinforcement learning begins with, made once in a run's life."""
+        before = self.run.cached_result("before", self._evaluate_both)
+        self.run.print(f"held-out {self._scale} before reinforcement learning: {before['greedy']['reward']:.3f}")
+        if not (self.run.folder / "samples.json").exists():
+            write_samples(self.run.folder, before=before)
+        return before
+
+    def models(self, supervised: TrainEngine, teacher: ModelSource | None) -> PolicyEngines:
+        """The models of reinforcement learning: the policy with the supervised weights, and those beside it.
+
+        ``supervised`` is released.
+        """
+        pipeline, config, objective, scoring = self.pipeline, self.pipeline.policy, self.objective, self._scoring
         updates = config.steps * config.updates_per_step
         of_policy = updates - config.critic_warmup * config.updates_per_step
-        policy = engines.policy(
+        policy = self.engines.policy(
             pipeline.optimizer, objective, updates=of_policy, scoring=scoring, fused_loss=pipeline.fused_loss
         )
         supervised.sync_weights(policy, adapter=pipeline.lora.rank > 0)
         supervised.release()
         reads_reference = "ref_logprobs" in (*objective.required_batch_fields, *objective.required_rollout_fields)
-        reference = engines.reference(scoring) if reads_reference or pipeline.track_kl else None
+        reference = self.engines.reference(scoring) if reads_reference or pipeline.track_kl else None
         if reference is not None:
             policy.sync_weights(reference)
-        critic = None
-        if objective.value is not None:
-            warm = folder / "warm_start" if pipeline.sft.steps else None
-            if warm is not None and not warm.exists():
-                save_pretrained(warm, policy, tokenizer)
-            critic = engines.critic(
-                critic_source(pipeline.critic, source, warm, tokenizer),
-                pipeline.critic.optimizer,
-                objective,
-                updates=updates,
-                scoring=scoring,
-            )
-        parts = rewards, stream, objective, config, pipeline.seed
-        ahead = pipeline.asynchronous.sampler if pipeline.asynchronous.on else None
-        talking = pipeline.talking(environment, source, tokenizer, config.sampling)
-        within = pipeline.complete(rollout, environment, pipeline.rollout.budget())
-        sampler = Sampler(within, *parts) if ahead is None else ahead(rollout, tokenizer, *parts, talking)
-        running.enter_context(closing(sampler))
-        archive = Archive(rewards.names, folder) if len(rewards.names) > 1 else None
+        return PolicyEngines(
+            policy=policy,
+            rollout=self.rollout,
+            reference=reference,
+            critic=None if objective.value is None else self._critic(policy, updates),
+            teacher=None if teacher is None else self.engines.teacher(teacher, scoring),
+        )
+
+    def sampler(self) -> Sampler:
+        """The sampler of each step's completions, or the one that runs ahead of training."""
+        pipeline, rollout = self.pipeline, self.rollout
+        parts = self.rewards, self.stream, self.objective, pipeline.policy, pipeline.seed
+        if not pipeline.asynchronous.on:
+            return Sampler(pipeline.complete(rollout, self.environment, pipeline.rollout.budget()), *parts)
+        talking = pipeline.talking(self.environment, self.source, self.tokenizer, pipeline.policy.sampling)
+        return pipeline.asynchronous.sampler(rollout, self.tokenizer, *parts, talking)
+
+    def learn(self, models: PolicyEngines, sampler: Sampler, coefficients: Coefficients) -> None:
+        """Reinforcement learning, with the Pareto front of several rewards drawn at its end."""
+        pipeline, config, folder = self.pipeline, self.pipeline.policy, self.run.folder
+        archive = Archive(self.rewards.names, folder) if len(self.rewards.names) > 1 else None
         train_policy(
-            run,
-            PolicyEngines(
-                policy=policy,
-                rollout=rollout,
-                reference=reference,
-                critic=critic,
-                teacher=None if teacher is None else engines.teacher(teacher, scoring),
-            ),
+            self.run,
+            models,
             sampler,
-            objective,
+            self.objective,
             config,
-            evaluator=Evaluator(complete, rewards, held_out, config, archive, seed=pipeline.seed),
+            evaluator=Evaluator(self._complete, self.rewards, self.held_out, config, archive, seed=pipeline.seed),
             coefficients=coefficients,
             completions=CompletionLog(
                 folder,
-                lambda tokens: str(tokenizer.decode(tokens)),
+                lambda tokens: str(self.tokenizer.decode(tokens)),
                 every=pipeline.samples_every,
                 kept=pipeline.samples_kept,
             ),
-            pad_token_id=pad,
+            pad_token_id=self._pad_token,
             seed=pipeline.seed,
         )
         if archive is not None:
             with spared("pareto.png"):
                 archive.draw()
-        policy.sync_weights(rollout)  # a run resumed after its last step has made none
-        after = evaluate_both(complete, held_out, rewards, config, pipeline.seed)
-        save_pretrained(folder / "model", policy, tokenizer)
-        if run.load_best({"policy": policy}) is not None:
-            save_pretrained(folder / "best", policy, tokenizer)
-        write_samples(folder, before=before, after=after)
+
+    def evaluated_after(self, policy: TrainEngine) -> dict[str, dict[str, Any]]:
+        """The evaluation of the trained policy."""
+        policy.sync_weights(self.rollout)  # a run resumed after its last step has made none
+        return self._evaluate_both()
+
+    def export(self, policy: TrainEngine) -> None:
+        """The folder ``model`` has the last policy, and ``best`` the one that was best on held-out rows."""
+        save_pretrained(self.run.folder / "model", policy, self.tokenizer)
+        if self.run.load_best({"policy": policy}) is not None:
+            save_pretrained(self.run.folder / "best", policy, self.tokenizer)
+
+    def summary(self, before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The content of ``summary.json``: both evaluations, compared."""
         accuracy = before["greedy"]["reward"], after["greedy"]["reward"]
-        summary = {
-            "result": "held-out {} {:.2f} → {:.2f}".format(what, *accuracy),
+        return {
+            "result": "held-out {} {:.2f} → {:.2f}".format(self._scale, *accuracy),
             "accuracy_before": before["greedy"]["reward"],
             "accuracy_after": after["greedy"]["reward"],
             "gain": confidence_interval(after["greedy"]["scores"], before["greedy"]["scores"]),
             "sampled_before": before["sampled"]["reward"],
             "sampled_after": after["sampled"]["reward"],
             "sampled_gain": confidence_interval(after["sampled"]["scores"], before["sampled"]["scores"]),
-            "held_out": len(held_out),
-            "seconds": round(run.seconds, 1),
-            "objective": objective.explain(),
-            **common_summary(pipeline, source, engines),
+            "held_out": len(self.held_out),
+            "seconds": round(self.run.seconds, 1),
+            "objective": self.objective.explain(),
+            **common_summary(self.pipeline, self.source, self.engines),
         }
-        run.finish(summary)
-    return summary
+
+    def _critic(self, policy: TrainEngine, updates: int) -> TrainEngine:
+        """The engine of the values; its trunk is the policy's after the warm start, where there was one."""
+        pipeline = self.pipeline
+        warm = self.run.folder / "warm_start" if pipeline.sft.steps else None
+        if warm is not None and not warm.exists():
+            save_pretrained(warm, policy, self.tokenizer)
+        return self.engines.critic(
+            critic_source(pipeline.critic, self.source, warm, self.tokenizer),
+            pipeline.critic.optimizer,
+            self.objective,
+            updates=updates,
+            scoring=self._scoring,
+        )
+
+    def _evaluate_both(self) -> dict[str, dict[str, Any]]:
+        return evaluate_both(self._complete, self.held_out, self.rewards, self.pipeline.policy, self.pipeline.seed)
+
+    @property
+    def _complete(self) -> Complete:
+        return self.pipeline.complete(self.rollout, self.environment)
+
+    @property
+    def _pad_token(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        assert isinstance(pad, int)
+        return pad
+
+    @property
+    def _scale(self) -> str:
+        """The default reward is 1 or 0; the mean of another one is no accuracy."""
+        return "reward" if self.pipeline.reward or self.pipeline.environment else "accuracy"
+
+    @property
+    def _scoring(self) -> ScoringConfig:
+        return self.pipeline.scoring()
 
 
 def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]]) -> None:
@@ -376,92 +472,3 @@ def rows_of(pipeline: PolicyPipeline) -> tuple[list[dict], list[dict]]:
     compared = "exact" in [source for _, source in map(named, sources)]
     fields = ("prompt", "answer") if compared or pipeline.sft.steps else ("prompt",)
     return load_rows(pipeline, fields, answered_row if compared else policy_row)
-
-
-# Full configs of known-good runs; start from one with ``dataclasses.replace`` or command-line flags.
-
-EXPORTED = ("model", "best", "warm_start")
-"""Folders that a run exports: its own name says more."""
-
-
-def policy(words: Sequence[str] = ()) -> PolicyPipeline:
-    """What ``rl-fn train policy`` begins with: ``pretrained`` where the words of the command name a model, else the
-    quickstart.
-
-    >>> policy(["--model", "org/Small-1B", "--data", "problems.jsonl"]).name
-    'Small-1B-problems'
-    """
-    model = _given(words, "--model")
-    if model is None:
-        return quickstart()
-    return pretrained_config(model, _given(words, "--data"), adapters=_given(words, "--lora.rank") not in (None, "0"))
-
-
-def pretrained_config(model: str, data: str | None = None, *, adapters: bool = False) -> PolicyPipeline:
-    """GRPO of a user's model: no supervised steps, completions of up to 512 tokens, a rate that keeps what it knows.
-
-    The learning rate is DAPO's (Yu et al., 2025) and TRL's, 1e-6 after a warm-up; of ``adapters`` ten times that, as
-    LoRA's best rates are about ten times those of all weights (Schulman et al., LoRA Without Regret, 2025).
-    """
-    return PolicyPipeline(
-        name=_name_of(model, data),
-        model=model,
-        data=data,
-        sft=WarmStart(rows_per_step=32, optimizer=OptimizerConfig(learning_rate=1e-5, beta2=0.999)),
-        policy=PolicyConfig(
-            steps=200,
-            prompts_per_step=16,
-            responses_per_prompt=8,
-            evaluate_every=25,
-            sampling=SamplingOptions(max_new_tokens=512),
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-5 if adapters else 1e-6, decay="constant", beta2=0.999),
-        objective=objective_options("dapo"),
-    )
-
-
-def _given(words: Sequence[str], option: str) -> str | None:
-    """The value of an option among the words of a command, the last one."""
-    found = None
-    for place, word in enumerate(words):
-        if word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-        elif word == option and place + 1 < len(words):
-            found = words[place + 1]
-    return found
-
-
-def _name_of(model: str, data: str | None) -> str:
-    """Of a run, from what it learns with: runs/first/model and problems.jsonl are first-problems."""
-    folder = Path(model)
-    of_model = folder.parent.name if folder.name in EXPORTED and folder.parent.name else folder.name
-    parts = [of_model, "" if data is None else Path(data.partition("@")[0]).stem]
-    return "-".join(filter(None, parts)).strip(".")[:100] or "policy"
-
-
-def quickstart() -> PolicyPipeline:
-    """GRPO of a 1 M-parameter Qwen2 on two-digit addition: under five minutes on two CPU cores.
-
-    The warm start ends at its full learning rate, before it has learned the task.
-    """
-    return PolicyPipeline(
-        name="quickstart",
-        sft=WarmStart(
-            steps=135,
-            rows_per_step=256,
-            optimizer=OptimizerConfig(learning_rate=2e-3, warmup=50, decay="constant", beta2=0.99),
-        ),
-        policy=PolicyConfig(
-            steps=240,
-            prompts_per_step=192,
-            updates_per_step=2,
-            evaluate_every=20,
-            # At the same cost, four completions of 192 prompts learn faster than eight of 96,
-            # and eight of 96 faster than sixteen of 48.
-            responses_per_prompt=4,
-            sampling=SamplingOptions(max_new_tokens=5),
-        ),
-        # Five times this rate learns more slowly: the noise of a group's advantage undoes what it teaches.
-        optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup=10, final=0.2, beta2=0.99),
-        objective=objective_options("dapo"),
-    )

@@ -17,10 +17,9 @@ from rl_bridge.models.row_checks import check_rows
 from rl_bridge.models.source import ModelSource
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
-from rl_bridge.profiling.profiler import profiled
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.provenance import of_rows
-from rl_bridge.run.run import open_run
+from rl_bridge.run.run import Observer, open_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class SFTPipeline(TrainingOptions):
         return self.sft.steps if self.epochs is None else math.ceil(self.epochs * rows / self.sft.rows_per_step)
 
 
-def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
+def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
     train_rows, held_rows = load_rows(pipeline, (), supervised_row)
@@ -73,7 +72,7 @@ def run_sft(pipeline: SFTPipeline) -> dict[str, Any]:
     assert isinstance(pad, int)
     batch = collate(held_out, pad)
     fingerprints = {"data": of_rows(train_rows, held_rows)} | pipeline.fingerprints()
-    with engines, open_run(pipeline, fingerprints) as run, profiled(run, executor, pipeline.memory):
+    with engines, open_run(pipeline, fingerprints, executor, observers) as run:
         engines.serve(run)
         folder = run.folder
         if left_out or held_left_out:

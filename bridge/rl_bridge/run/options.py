@@ -5,15 +5,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rl_bridge.run.exporters.exporter import TRACKERS
-
-if TYPE_CHECKING:
-    from rl_bridge.run.exporters.live import LiveExport
+from typing import Any
 
 MAY_CHANGE: dict[str, Any] = {"resume": "may change"}
 """``field(metadata=MAY_CHANGE)``: a resumed run may have another value of the option without a word."""
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Programs that a run's record can go to."""
+OBSERVED = ("trackers", "system_every", "memory")
+"""Options that observers read, and the run itself does not."""
 
 FLOAT32 = 3.4028234663852886e38
 """What is computed with is float32: a larger number would be infinite."""
@@ -135,16 +135,6 @@ class RunOptions:
     def tracker_names(self) -> list[str]:
         """Of ``trackers``, each once; a comma separates as a space does."""
         return list(dict.fromkeys(name for words in self.trackers for name in words.split(",") if name))
-
-    def live_export(self) -> "LiveExport":
-        """What runs beside the steps.
-
-        Raises:
-            ModuleNotFoundError: a tracker is not installed.
-        """
-        from rl_bridge.run.exporters.live import live_export
-
-        return live_export(self.tracker_names(), self.tracker_output, self.tracker_project, self.system_every)
 
     def folder(self) -> Path:
         """Of the run to resume; else made here: ``output/name``, or the first of ``name-2``, ``name-3``, … that can be.

@@ -5,17 +5,19 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from tqdm import tqdm
 
 from rl_bridge.checkpoints import Checkpointer
+from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, StopRequest, remarks, tell
 from rl_bridge.engines.engine import Engine
-from rl_bridge.run.exporters.live import Exporters, LiveExport
+from rl_bridge.executors import Executor
 from rl_bridge.run.folder import Opened, begin_or_resume
-from rl_bridge.run.options import RunOptions
+from rl_bridge.run.options import OBSERVED, RunOptions, require_used
 from rl_bridge.run.recorder import Recorder, Skips, whose
 
 # Which step of a run was the best, by a metric of its record.
@@ -66,6 +68,89 @@ class Best:
         return () if self.record is None else (self.record,)
 
 
+# Objects that a run calls while it goes on: trackers, profilers, what a user wants to know of each step.
+
+
+class Observer(Protocol):
+    """An object that a run calls: a subclass has the methods that it needs.
+
+    An observer that raises in ``metrics``, ``recorded`` or ``ended`` ends no run: its error is told once and kept in
+    the record, and of the rest of the run it gets ``ended`` alone. An error in ``started`` is the run's.
+
+    >>> import tempfile
+    >>> class Rewards(Observer):
+    ...     def __init__(self):
+    ...         self.rewards = []
+    ...
+    ...     def recorded(self, record):
+    ...         self.rewards.append(record["reward"])
+    >>> rewards, folder = Rewards(), Path(tempfile.mkdtemp()) / "run"
+    >>> with Run(folder, RunOptions(), observers=[rewards]) as run:
+    ...     for step in run.steps("policy", 3, state={}):
+    ...         run.log(step, {"reward": step / 2})
+    run folder: ...
+    >>> rewards.rewards
+    [0.0, 0.5, 1.0]
+    """
+
+    serves: Sequence[str] = ()
+    """Names of the options of ``RunOptions`` that this observer reads: a pipeline refuses those that none reads."""
+
+    def started(self, run: "Run") -> None:
+        """The run has its folder, and no step was taken in this session."""
+
+    def metrics(self, number: int) -> Mapping[str, float]:
+        """More metrics of the record with this number, from 0, before it is written."""
+        return {}
+
+    def recorded(self, record: Mapping[str, Any]) -> None:
+        """A step's metrics were recorded, with its ``stage``, ``step`` and ``seconds``."""
+
+    def ended(self, error: BaseException | None) -> None:
+        """The record and the last checkpoint are on the disk. ``error``: what ended the run before its end."""
+
+
+class Observers:
+    """The observers of one run."""
+
+    def __init__(self, observers: Sequence[Observer], note: Callable[[str], None]) -> None:
+        """``note`` gets a line about each observer that fails while the run goes on."""
+        self._all, self._note = observers, note
+        self._started, self._active = list[Observer](), list[Observer]()
+
+    def start(self, run: "Run") -> None:
+        """Begin with each."""
+        for observer in self._all:
+            self._started.append(observer)
+            observer.started(run)
+            self._active.append(observer)
+
+    def metrics(self, number: int) -> dict[str, float]:
+        """More metrics of a record, of all observers."""
+        metrics: dict[str, float] = {}
+        self._each(self._active, lambda observer: metrics.update(observer.metrics(number)), self._note)
+        return metrics
+
+    def recorded(self, record: Mapping[str, Any]) -> None:
+        """Hand a record out."""
+        self._each(self._active, lambda observer: observer.recorded(record), self._note)
+
+    def end(self, error: BaseException | None) -> None:
+        """End with each that was begun with, also where its start failed."""
+        self._each(self._started, lambda observer: observer.ended(error), tell)
+
+    @staticmethod
+    def _each(observers: list[Observer], call: Callable[[Observer], None], note: Callable[[str], None]) -> None:
+        for observer in tuple(observers):
+            try:
+                call(observer)
+            except Exception as error:
+                observers.remove(observer)
+                message = " ".join(f"{type(error).__name__}: {error}".split())
+                message = scrubbed_text(message, environment_secrets())
+                note(f"{type(observer).__name__} failed, and the run goes on without it: {message}")
+
+
 # One run in one folder: steps that are logged, shown, checkpointed, stopped by a signal and taken up again.
 
 SHOWN = {"reward": "reward", "nll": "nll", "loss": "loss", "accuracy": "accuracy", "kl": "KL", "entropy": "entropy"}
@@ -99,20 +184,22 @@ class Run:
         checkpoint_every: int = 25,
         keep: int = 2,
         stop_after_skips: int = 3,
-        live: LiveExport | None = None,
+        executor: Executor | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """``resume`` goes on from the newest whole checkpoint, or begins again if the run was killed before its first.
 
         A new run's folder is empty or does not exist yet. ``fingerprints``: name → hash of what the run depends on
         besides its options, such as its data. ``resume_anyway`` resumes with other options and fingerprints too, and
         without records that are damaged. ``keep``: newest checkpoints that stay. ``stop_after_skips``: see ``log``.
-        ``live``: trackers that get the record while the run goes on.
+        ``executor``: where the run's engines are, for observers that measure there. ``observers``: called while the run
+        goes on.
 
         Raises:
             ValueError: another process has the folder, there is nothing to resume, or the checkpoint was made with
                 other options; the message names each with both values.
         """
-        self.folder = folder
+        self.folder, self.executor = folder, executor
         self._every, self._anyway = checkpoint_every, resume_anyway
         self._checkpointer = Checkpointer(folder / "checkpoints", keep=keep, report=tell)
         self._started = time.monotonic()
@@ -127,10 +214,8 @@ class Run:
         self._skips = Skips(folder / "skipped", stop_after_skips, state.get("skips"))
         self._best = Best(state.get("best"))
         self._recorder: Recorder = self._opened.recorder
-        self._live, self._exporters = live, None
+        self._observers = Observers(observers, self.note)
         self._signals = StopRequest()
-        self.after_step: Callable[[int], Mapping[str, float]] | None = None
-        """Called with a record's number before it is written: more metrics of it, such as its memory."""
         self._bar: tqdm | None = None
         self._room = NARROW
         self._stage, self._updated = "", None
@@ -138,8 +223,11 @@ class Run:
 
     def __enter__(self) -> Self:
         self._signals.__enter__()
-        if self._live is not None and (self._live.exports or self._live.system_every):
-            self._exporters = Exporters(self.folder, self._live)
+        try:
+            self._observers.start(self)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -147,8 +235,8 @@ class Run:
         if self._bar is not None:
             self._bar.close()
         failures = []
-        exported = [] if self._exporters is None else [self._exporters.close]
-        for close in (self._recorder.close, self._checkpointer.close, *exported, self._opened.lock.release):
+        end = partial(self._observers.end, error)
+        for close in (self._recorder.close, self._checkpointer.close, end, self._opened.lock.release):
             try:
                 close()
             except Exception as failure:
@@ -224,9 +312,7 @@ class Run:
         FloatingPointError. ``batch``: kept as a file in the run's folder if the step was skipped, the last few of a
         run. ``tokens``: how many went through the trainer in this step.
         """
-        record = dict(metrics)
-        if self.after_step is not None:
-            record |= self.after_step(self._recorder.logged)
+        record = {**metrics, **self._observers.metrics(self._recorder.logged)}
         if tokens is not None:
             record["tokens_per_second"] = tokens / (time.monotonic() - self._step_started)
             record["trained_tokens"] = tokens
@@ -235,7 +321,9 @@ class Run:
         version = self._version()
         if version is not None and self._first_update is not None:
             record |= {"weights_version": version, "optimizer_step": version - self._first_update}
-        self._recorder.write({"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record})
+        record = {"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record}
+        self._recorder.write(record)
+        self._observers.recorded(record)
         self._best.see(record, self._recorder.logged)
         if self._bar is not None:
             shown = {label: f"{record[name]:.3f}" for name, label in SHOWN.items() if name in record}
@@ -356,12 +444,19 @@ def fitting(shown: Mapping[str, str], room: int) -> dict[str, str]:
     return found
 
 
-def open_run(pipeline: RunOptions, fingerprints: Mapping[str, str]) -> Run:
+def open_run(
+    pipeline: RunOptions, fingerprints: Mapping[str, str], executor: Executor, observers: Sequence[Observer]
+) -> Run:
     """The run of a pipeline in a folder of its own, with the options that all pipelines share.
 
     What was remarked about its inputs is in its record.
+
+    Raises:
+        ValueError: besides what ``Run`` raises: options that none of the observers reads.
     """
-    live = pipeline.live_export()
+    served = {option for observer in observers for option in observer.serves}
+    ignored = [option for option in OBSERVED if option not in served]
+    require_used(pipeline, ignored, "without an observer that reads it, as rl_tools.trainers.observers_of makes them")
     run = Run(
         pipeline.folder(),
         pipeline,
@@ -371,7 +466,8 @@ def open_run(pipeline: RunOptions, fingerprints: Mapping[str, str]) -> Run:
         checkpoint_every=pipeline.checkpoint_every,
         keep=pipeline.keep_checkpoints,
         stop_after_skips=pipeline.stop_after_skips,
-        live=live,
+        executor=executor,
+        observers=observers,
     )
     run.keep_remarks(remarks())
     return run

@@ -2,14 +2,15 @@
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from rl_bridge.executors.executor import Executor
+from rl_bridge.executors.executor import Arguments, Executor
 from rl_bridge.executors.host import Host
 from rl_bridge.weights.ends import Description, Peers, Sender, Taker, WeightSyncError, describe_source, describe_target
 from rl_bridge.weights.manifest import Bucket, Manifest, Part, SourceFailed, TensorSpec, compare, plan_buckets, volume
@@ -218,28 +219,11 @@ def sync_weights(
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     title = f"weights of {source} → {target}, version {version}"
     slots = sorted({*source.slots, *target.slots})
-    ends = {s: (source.name if s in source.slots else None, target.name if s in target.slots else None) for s in slots}
-    told = f"{title}: manifest"
-    own = None
-    if adapter:
-        # Whoever has only the weights that an adapter belongs to learns from the source what to expect.
-        asked = dict.fromkeys(source.slots, (source.name, None, through, True))
-        own = executor.call(describe, asked, what=told, timeout=timeout)[source.slots[0]][0].manifest
-    found = executor.call(describe, {s: (*ends[s], through, adapter, own) for s in slots}, what=told, timeout=timeout)
-    sent = _same({s: found[s][0] for s in source.slots}, f"source {source}")
-    expected = _same({s: found[s][1] for s in target.slots}, f"target {target}")
+    ask = partial(executor.call, describe, what=f"{title}: manifest", timeout=timeout)
+    sent, expected = _described_ends(ask, source, target, through, adapter=adapter)
     compare(sent[source.slots[0]].manifest, expected[target.slots[0]].manifest, title)
-    for slot, description in expected.items():
-        if description.version is not None and version < description.version:
-            raise ValueError(
-                f"{title}: stale weights: version {version} came after version {description.version} (slot {slot})"
-            )
-    nodes = {slot.index: slot.node for slot in executor.slots}
-    on_gpus = any(slot.device.startswith("cuda") for slot in executor.slots if slot.index in slots)
-    if transport is None and folder is None:
-        transport = choose_transport(source.slots, target.slots, nodes, on_gpus=on_gpus)
-    transport = transport or "file"
-    check_transport(transport, source.slots, target.slots, nodes, folder)
+    _require_not_older(version, expected, title)
+    transport = _usable_transport(executor, source, target, transport, folder)
     plan = _Plan(sent, expected, transport, through, bucket_bytes)
     if share and not (transport == "same_slot" and plan.pieces and through is None):
         raise ValueError(
@@ -271,6 +255,53 @@ def sync_weights(
     _raise_failures(title, outcomes)
     seconds = time.monotonic() - began
     return SyncReport(version, transport, len(plan.manifest.tensors), plan.manifest.nbytes, len(plan.buckets), seconds)
+
+
+def _described_ends(
+    ask: Callable[[Arguments], dict[int, Any]],
+    source: EngineRef,
+    target: EngineRef,
+    through: Through | None,
+    *,
+    adapter: bool,
+) -> tuple[dict[int, Description], dict[int, Description]]:
+    """Slot → what the source sends from there, and slot → what the target expects there.
+
+    ``ask`` calls ``describe`` in slots, with its arguments in each.
+    """
+    adapter_sent = None
+    if adapter:
+        # Whoever has only the weights that an adapter belongs to learns from the source what to expect.
+        of_source = ask(dict.fromkeys(source.slots, (source.name, None, through, True)))
+        adapter_sent = of_source[source.slots[0]][0].manifest
+    slots = sorted({*source.slots, *target.slots})
+    names = {s: (source.name if s in source.slots else None, target.name if s in target.slots else None) for s in slots}
+    descriptions = ask({slot: (*names[slot], through, adapter, adapter_sent) for slot in slots})
+    sent = _same({slot: descriptions[slot][0] for slot in source.slots}, f"source {source}")
+    expected = _same({slot: descriptions[slot][1] for slot in target.slots}, f"target {target}")
+    return sent, expected
+
+
+def _require_not_older(version: int, expected: Mapping[int, Description], title: str) -> None:
+    for slot, description in expected.items():
+        if description.version is not None and version < description.version:
+            raise ValueError(
+                f"{title}: stale weights: version {version} came after version {description.version} (slot {slot})"
+            )
+
+
+def _usable_transport(
+    executor: Executor, source: EngineRef, target: EngineRef, transport: Transport | None, folder: str | Path | None
+) -> Transport:
+    """The transport that was asked for, or the cheapest one that these slots allow."""
+    nodes = {slot.index: slot.node for slot in executor.slots}
+    if transport is None and folder is None:
+        ends = {*source.slots, *target.slots}
+        on_gpus = any(slot.device.startswith("cuda") for slot in executor.slots if slot.index in ends)
+        transport = choose_transport(source.slots, target.slots, nodes, on_gpus=on_gpus)
+    transport = transport or "file"
+    check_transport(transport, source.slots, target.slots, nodes, folder)
+    return transport
 
 
 class _Plan:

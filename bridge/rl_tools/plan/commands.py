@@ -22,16 +22,17 @@ from rl_bridge.pipelines.comparison import (
     load_data,
 )
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_bridge.pipelines.policy import PolicyPipeline, quickstart
+from rl_bridge.pipelines.policy import PolicyPipeline
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.sft import SFTPipeline, encoded
 from rl_bridge.pipelines.training import load_model, load_rows
-from rl_bridge.profiling.live_bytes import COMPONENTS
-from rl_bridge.profiling.timeline import parse_bytes, shown_bytes
 from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan
 from rl_tools.plan.rehearsal import ConfigSource
 from rl_tools.plan.steps import Rows, Supervision
 from rl_tools.plan.vllm_memory import engine_of
 from rl_tools.plan.workload import Workload, mesh_of, started_with
+from rl_tools.profile.live_bytes import COMPONENTS
+from rl_tools.profile.timeline import parse_bytes, shown_bytes
 
 # Lengths of a run's rows: as the user says, or as the data has them.
 

@@ -9,12 +9,12 @@ from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.comparison import PreferencePipeline
 from rl_bridge.pipelines.policy import PolicyPipeline
 from rl_bridge.pipelines.training import LoRAOptions
-from rl_bridge.profiling.live_bytes import LiveBytes, Peak
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_tools.plan.rehearsal import Rehearsal, world_of
 from rl_tools.plan.steps import PHASES, SUPERVISION_PHASES, PolicyStep, Rows, Supervision, SupervisionStep
 from rl_tools.plan.vllm_memory import EngineShare, engine_of, share_for
 from rl_tools.plan.workload import Workload, mesh_of
+from rl_tools.profile.live_bytes import LiveBytes, Peak
 
 # Options of vLLM that ``rl-fn plan`` tries, to need less memory.
 

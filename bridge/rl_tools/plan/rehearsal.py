@@ -38,7 +38,7 @@ from rl_bridge.models.source import (
 )
 from rl_bridge.models.stored_tensors import fill_computed_buffers
 from rl_bridge.parallel.fsdp import materialize
-from rl_bridge.profiling.live_bytes import CHECKPOINT, LiveBytes
+from rl_tools.profile.live_bytes import CHECKPOINT, LiveBytes
 
 # Operators on tensors that have sizes and no memory.
 

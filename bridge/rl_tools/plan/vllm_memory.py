@@ -20,8 +20,6 @@ from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.models.source import ModelSource
 from rl_bridge.pipelines.rollout_options import RolloutOptions
-from rl_bridge.profiling.live_bytes import CACHE, OFFLOADED, SERVER, TRANSFER, WEIGHTS, LiveBytes
-from rl_bridge.profiling.timeline import shown_bytes
 from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import EngineLimits, Probe
 from rl_bridge.weights.manifest import Manifest, TensorSpec, described, module_tensors
@@ -29,6 +27,8 @@ from rl_bridge.weights.receiver import ModuleReceiver
 from rl_bridge.weights.source import Quantize, Through, precision_map
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.workload import Workload
+from rl_tools.profile.live_bytes import CACHE, OFFLOADED, SERVER, TRANSFER, WEIGHTS, LiveBytes
+from rl_tools.profile.timeline import shown_bytes
 
 # The bytes, from the model's structure and the options.
 

@@ -20,8 +20,8 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.offloading import ActivationOffload
 from rl_bridge.parallel.parallelize import parallelize
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.profiling.live_bytes import ACTIVATIONS, OFFLOADED, LiveBytes
 from rl_tools.plan.workload import Workload
+from rl_tools.profile.live_bytes import ACTIVATIONS, OFFLOADED, LiveBytes
 
 LLAMA, QWEN2, QWEN3 = (models()[name] for name in ("llama", "qwen2", "qwen3"))
 PADDED = ScoringConfig(share_prefixes=False, micro_batch_tokens=60)

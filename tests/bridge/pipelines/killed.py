@@ -10,7 +10,7 @@ COMMAND = """
 import os, signal, sys, threading, time
 from pathlib import Path
 from rl_tools import cli
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.policy import run_policy
 
 def touched():

@@ -66,7 +66,8 @@ def run(pipeline, start, tokenizer, rewards=even):
     executor = pipeline.start()
     objective = prepare(pipeline, executor)
     source = StateSource(start[0])
-    train_and_evaluate(pipeline, executor, source, tokenizer, ROWS[:6], ROWS[6:], rewards, objective)
+    inputs = {"train_rows": ROWS[:6], "held_out": ROWS[6:], "reward": rewards, "objective": objective}
+    train_and_evaluate(pipeline, executor, source, tokenizer, **inputs)
     folder = pipeline.output / pipeline.name
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
 

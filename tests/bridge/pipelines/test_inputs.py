@@ -14,7 +14,8 @@ from rl_bridge.common.user_files import content_of, sources_of
 from rl_bridge.models.source import PretrainedSource, ValueSource
 from rl_bridge.pipelines.comparison import PreferencePipeline, run_preference
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, quickstart, run_policy
+from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.run.provenance import of_folder
 
 REWARD = "import helper\n\ndef score(completion, row):\n    from package.inner import half\n    return half(row)\n"

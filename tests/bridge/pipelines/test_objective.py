@@ -16,7 +16,7 @@ from rl_bridge.pipelines.objective_options import (
     ObjectiveOptions,
     objective_options,
 )
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_fn import components
 from rl_tools.trainers import parse
 

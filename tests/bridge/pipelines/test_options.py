@@ -13,7 +13,8 @@ import pytest
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_bridge.pipelines.policy import policy, quickstart, rows_of
+from rl_bridge.pipelines.policy import rows_of
+from rl_bridge.pipelines.policy_configs import policy, quickstart
 from rl_tools.trainers import TRAINERS, load, parse
 
 

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from rl_bridge.common.files import RunLock
-from rl_bridge.run.exporters.export import ExportOptions, export
 from rl_bridge.run.provenance import write_provenance
+from rl_tools.export.export import ExportOptions, export
 from rl_tools.tune.study import run_study
 from tests.bridge.tools.tune.tuner import study_of
 from tests.support.counting_run import go

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from rl_bridge.checkpoints import CheckpointError
 from rl_bridge.common.terminal import StopRequest
 from rl_bridge.executors.executor import WorkerDied, worker_error
-from rl_bridge.pipelines.policy import policy, quickstart
+from rl_bridge.pipelines.policy_configs import policy, quickstart
 from rl_bridge.run.run import Stopped
 from rl_tools import cli, trainers
 from rl_tools.cli import main, report

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.run.exporters.export import key_of
 from rl_tools.cli import main
+from rl_tools.export.export import key_of
 from tests.bridge.tools.export.ledgers import Trainer
 from tests.bridge.tools.export.stores import mlflow_run, trackio_logs, wandb_records
 

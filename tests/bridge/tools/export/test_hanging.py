@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from rl_bridge.run.exporters import live
-from rl_bridge.run.exporters.export import key_of
-from rl_bridge.run.exporters.live_process import Limits
 from rl_bridge.run.recorder import Recorder
 from rl_tools.cli import main
+from rl_tools.export import live
+from rl_tools.export.export import key_of
+from rl_tools.export.live_process import Limits
 from tests.bridge.tools.export.stores import READERS
 from tests.bridge.tools.export.watching import ALL, processes_of, rows_sent, wait_for
 from tests.support.short_policy import SHORT

@@ -10,13 +10,14 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rl_bridge.run.exporters.export import ExportOptions, export, key_of
-from rl_bridge.run.exporters.live import Exporters, LiveExport
-from rl_bridge.run.exporters.live_process import Limits
 from rl_bridge.run.records import last_attempt
+from rl_tools.export.export import ExportOptions, export, key_of
+from rl_tools.export.live import Exporters, LiveExport
+from rl_tools.export.live_process import Limits
 from tests.bridge.tools.export.ledgers import Trainer, curves
 from tests.bridge.tools.export.stores import READERS
 from tests.bridge.tools.export.watching import ALL, processes_of, rows_sent, wait_for
@@ -68,12 +69,13 @@ def exporting(folder: Path, output: Path, name: str, **limits):
     """An exporter of a run that this process writes."""
     options = ExportOptions(to=name, output=output, project="tests")
     live = LiveExport([options], limits=Limits(**{"every": 0.1, "end": 2.0, **limits}), patience=1.0)
-    exporters = Exporters(folder, live)
+    exporters = Exporters(live)
+    exporters.started(SimpleNamespace(folder=folder))
     try:
         yield exporters
     finally:
         start = time.monotonic()
-        exporters.close()
+        exporters.ended(None)
         assert time.monotonic() - start < 60.0
         wait_for("the exporter's end", lambda: not processes_of(folder), 20.0)
 

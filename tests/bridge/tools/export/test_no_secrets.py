@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rl_bridge.run.exporters.export import ExportOptions, export
 from rl_bridge.run.provenance import git_state, read_provenance
+from rl_tools.export.export import ExportOptions, export
 from rl_tools.report.page import write_report
 from tests.bridge.tools.export.ledgers import Trainer, kept_bytes
 from tests.bridge.tools.export.stores import TRACKERS

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.common.files import write_json
-from rl_bridge.run.exporters.export import ExportOptions, Session, export, key_of
 from rl_tools.cli import main
+from rl_tools.export.export import ExportOptions, Session, export, key_of
 from tests.bridge.tools.export.ledgers import Trainer, curves, sample
 from tests.bridge.tools.export.stores import READERS, TRACKERS, remove
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rl_bridge.run.exporters.export import ExportOptions, Session
+from rl_tools.export.export import ExportOptions, Session
 with Session(Path(sys.argv[1]), ExportOptions(to=sys.argv[2], output=Path(sys.argv[3]), project="tests")) as session:
     session._remember = lambda: os.kill(os.getpid(), signal.SIGKILL)
     session.catch_up()

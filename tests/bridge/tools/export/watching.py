@@ -28,7 +28,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if str(folder) in words and any("rl_bridge.run" in word for word in words):
+        if str(folder) in words and any("rl_tools.export" in word for word in words):
             with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
                 found += [process, *process.children(recursive=True)]
     return [process for process in found if _lives(process)]

@@ -11,10 +11,8 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.small import TinySource
 from rl_bridge.pipelines.comparison import LOSSES, PreferencePipeline
 from rl_bridge.pipelines.objective_options import ALGORITHMS, objective_options
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.training import LoRAOptions
-from rl_bridge.profiling.live_bytes import Peak
-from rl_bridge.profiling.timeline import parse_bytes
 from rl_bridge.rollout.sampling import draw
 from rl_tools.plan import planning
 from rl_tools.plan.commands import like, pipeline_of
@@ -22,6 +20,8 @@ from rl_tools.plan.planning import Plan, largest_micro_batch, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.steps import PHASES
 from rl_tools.plan.workload import Workload
+from rl_tools.profile.live_bytes import Peak
+from rl_tools.profile.timeline import parse_bytes
 
 TOLERANCE = 0.05
 SHORT = Workload(prompts=1, responses=2, prompt_tokens=3, new_tokens=3)

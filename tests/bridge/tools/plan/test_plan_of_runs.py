@@ -13,13 +13,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, quickstart, run_policy
+from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
-from rl_bridge.profiling.live_bytes import LiveBytes
 from rl_bridge.rewards.scoring_models import RewardModel
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_tools.plan.commands import run as rl_fn_plan
 from rl_tools.plan.steps import PHASES, REWARDS
+from rl_tools.profile.live_bytes import LiveBytes
+from rl_tools.profile.profiler import MemoryProfiler
 from tests.bridge.tools.plan.measured_runs import peaks, written
 
 TOKENS = 6 + 8
@@ -48,7 +50,7 @@ def run_of(folder: Path, **fields) -> PolicyPipeline:
 
 def agree(pipeline: PolicyPipeline, folder: Path) -> dict[str, Any]:
     """Run, and compare every phase of the plan of the run's folder with what the run wrote down, within 5 %."""
-    run_policy(pipeline)
+    run_policy(pipeline, [MemoryProfiler()])
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["tokens"] for step in steps if step["stage"] == "policy"] == [8, 8]  # of each completion
     words = ["--prompt-tokens", "6", "--no-knobs", "--json", str(folder / "plan.json")]

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl_bridge.models.small import TinySource
 from rl_bridge.models.source import StateSource
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.pipelines.training import LoRAOptions
-from rl_bridge.profiling.live_bytes import LiveBytes
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_tools.plan.commands import run as rl_fn_plan
 from rl_tools.plan.planning import Plan, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.vllm_memory import PlannedRollout, share_of
 from rl_tools.plan.workload import Workload
+from rl_tools.profile.live_bytes import LiveBytes
 
 LOAD = Workload(prompts=2, responses=8, prompt_tokens=130, new_tokens=127)
 SMALL = VLLMOptions(kv_cache_gib=0.05, max_model_len=512, max_num_seqs=64)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.models.small import TinySource
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_tools.plan import planning

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_bridge.pipelines.comparison import PreferencePipeline
-from rl_bridge.pipelines.policy import quickstart
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_tools import trainers
 from rl_tools.trainers import options_of
 from rl_tools.tune.commands import run

@@ -54,7 +54,7 @@ _OF_CODE = (
     ("rl_bridge/modules/", "", ACTIVATIONS),
     ("/modeling_", "", ACTIVATIONS),
 )
-_OWN = ("rl_bridge/memory/", "rl_bridge/profiling/", "rl_tools/", "torch/_")
+_OWN = ("rl_bridge/memory/", "rl_tools/", "torch/_")
 _LINES = ("/rl_bridge/", "/rl_kernels/", "/modeling_")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.run.exporters.exporter import About, Artifact, GoesOn, Place, Row, library
+from rl_tools.export.exporter import About, Artifact, GoesOn, Place, Row, library
 
 # What an offline run's file holds: W&B's writer says nothing when the disk is full.
 

@@ -32,9 +32,9 @@ from rl_bridge.common.append_log import AppendLog
 from rl_bridge.common.plots import spared
 from rl_bridge.executors.executor import Executor
 from rl_bridge.executors.host import Host
-from rl_bridge.profiling.live_bytes import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, LiveBytes, Peak
-from rl_bridge.profiling.timeline import draw_memory, growth, shown_bytes
-from rl_bridge.run.run import Run
+from rl_bridge.run.run import Observer, Run
+from rl_tools.profile.live_bytes import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, LiveBytes, Peak
+from rl_tools.profile.timeline import draw_memory, growth, shown_bytes
 
 # What measures a call in a worker's process: live tensors on a CPU, the allocator's own numbers on a GPU.
 
@@ -222,7 +222,7 @@ def _line(frames: Sequence[dict[str, Any]]) -> str:
     for frame in frames:
         for part in ("/rl_bridge/", "/rl_kernels/", "/modeling_"):
             file = frame["filename"]
-            if part in file and "/rl_bridge/memory/" not in file and "/rl_bridge/profiling/" not in file:
+            if part in file and "/rl_bridge/memory/" not in file and "/rl_tools/" not in file:
                 return f"{file[file.rindex(part) + 1 :]}:{frame['line']} {frame['name']}"
     return "outside of rl_bridge"
 
@@ -336,39 +336,55 @@ def uninstall(host: Host) -> None:
     host.observer = None
 
 
-@contextmanager
-def profiled(run: Run, executor: Executor, wanted: bool) -> Iterator[None]:
-    """Profile the workers of a run while it lasts, with ``memory.jsonl`` and ``memory.png`` in its folder.
+class MemoryProfiler(Observer):
+    """Profiles the workers of a run while it lasts, with ``memory.jsonl`` and ``memory.png`` in its folder.
 
     Steps get ``memory_peak`` and ``memory_live`` in metrics.jsonl, of the slot that has most, and ``memory_growth``
-    from the step on at which a leak is sure. Without ``wanted`` nothing is done.
+    from the step on at which a leak is sure.
     """
-    if not wanted:
-        yield
-        return
-    slots = [slot.index for slot in executor.slots]
-    executor.call(install, dict.fromkeys(slots, (run.folder,)), what="memory profiler")
-    told = False
 
-    def after(step: int) -> dict[str, float]:
-        nonlocal told
-        found = executor.call(mark, dict.fromkeys(slots, (step,)), what="memory profiler").values()
-        numbers = {name: max(one[name] for one in found) for name in ("memory_peak", "memory_live")}
-        if leaks := [one for one in found if "memory_growth" in one]:
-            worst = max(leaks, key=lambda one: one["memory_growth"])
+    serves = ("memory",)
+
+    def __init__(self) -> None:
+        self._executor: Executor | None = None
+        self._leak_told = False
+
+    def started(self, run: Run) -> None:
+        """Begin to measure.
+
+        Raises:
+            ValueError: the run was made without its executor.
+        """
+        if run.executor is None:
+            raise ValueError(
+                "a memory profiler measures in the workers of the run: Run(executor=…) says where they are"
+            )
+        self._run, self._executor = run, run.executor
+        self._in_slots(install, run.folder)
+
+    def metrics(self, number: int) -> dict[str, float]:
+        """The most bytes of the step, those that live after it, and how they grow if that is a leak."""
+        slots = self._in_slots(mark, number)
+        numbers = {name: max(slot[name] for slot in slots) for name in ("memory_peak", "memory_live")}
+        if leaks := [slot for slot in slots if "memory_growth" in slot]:
+            worst = max(leaks, key=lambda slot: slot["memory_growth"])
             numbers["memory_growth"] = worst["memory_growth"]
-            if not told:
-                each = shown_bytes(int(worst["memory_growth"]))
-                run.print(f"record {step}: memory grows by {each} a step; the most is allocated at {worst['line']}")
-                told = True
+            if not self._leak_told:
+                each, line = shown_bytes(int(worst["memory_growth"])), worst["line"]
+                self._run.print(f"record {number}: memory grows by {each} a step; the most is allocated at {line}")
+                self._leak_told = True
         return numbers
 
-    run.after_step = after
-    try:
-        yield
-    finally:
-        run.after_step = None
-        executor.call(uninstall, dict.fromkeys(slots, ()), what="memory profiler")
-        if (run.folder / "memory.jsonl").is_file():
+    def ended(self, error: BaseException | None) -> None:
+        """Draw the figure, and measure no more."""
+        if self._executor is None:
+            return
+        if (self._run.folder / "memory.jsonl").is_file():
             with spared("memory.png"):
-                draw_memory(run.folder / "memory.jsonl", run.folder / "memory.png")
+                draw_memory(self._run.folder / "memory.jsonl", self._run.folder / "memory.png")
+        self._in_slots(uninstall)
+
+    def _in_slots(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+        assert self._executor is not None
+        slots = dict.fromkeys([slot.index for slot in self._executor.slots], arguments)
+        return list(self._executor.call(function, slots, what="memory profiler").values())

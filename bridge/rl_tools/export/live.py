@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import IO, cast
 
 from rl_bridge.common.terminal import tell
-from rl_bridge.run.exporters.export import FOLDER, ExportOptions, Target
-from rl_bridge.run.exporters.live_process import Limits
+from rl_bridge.run.run import Observer, Run
+from rl_tools.export.export import FOLDER, ExportOptions, Target
+from rl_tools.export.live_process import Limits
 
 PATIENCE = 15.0
 """Seconds that a run which has ended waits for its exporters together."""
@@ -45,17 +46,23 @@ def live_export(names: Sequence[str], output: Path, project: str, system_every: 
     return LiveExport(exports, system_every)
 
 
-class Exporters:
+class Exporters(Observer):
     """Processes beside a run. The run's steps never wait for them: they read what the run writes to its folder."""
 
-    def __init__(self, folder: Path, live: LiveExport) -> None:
-        """Start the processes; each gets a session of its own, so that Ctrl-C is the trainer's alone."""
-        self._live, self._folder = live, folder
+    serves = ("trackers", "system_every")
+
+    def __init__(self, live: LiveExport) -> None:
+        """No process is started before the run."""
+        self._live = live
         self._processes: list[tuple[ExportOptions, subprocess.Popen[str], threading.Thread]] = []
         self._told: set[str] = set()
         self._sampler: subprocess.Popen[bytes] | None = None
+
+    def started(self, run: Run) -> None:
+        """Start the processes; each gets a session of its own, so that Ctrl-C is the trainer's alone."""
+        self._folder, live = run.folder, self._live
         if live.system_every > 0:
-            words = ["-m", "rl_bridge.run.system", str(os.getpid()), str(folder), str(live.system_every)]
+            words = ["-m", "rl_tools.export.system", str(os.getpid()), str(run.folder), str(live.system_every)]
             with self._log("system") as log:
                 self._sampler = subprocess.Popen(
                     [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -63,7 +70,7 @@ class Exporters:
         for options in live.exports:
             given = json.dumps({**dataclasses.asdict(options), "output": str(options.output.resolve())})
             limits = json.dumps(dataclasses.asdict(live.limits))
-            words = ["-m", "rl_bridge.run.exporters.live_process", str(folder), given, limits]
+            words = ["-m", "rl_tools.export.live_process", str(run.folder), given, limits]
             with self._log(options.to) as log:
                 process = subprocess.Popen(
                     [sys.executable, *words],
@@ -79,7 +86,7 @@ class Exporters:
             listener.start()
             self._processes.append((options, process, listener))
 
-    def close(self) -> None:
+    def ended(self, error: BaseException | None) -> None:
         """Tell the processes that the run has ended, and wait for them a little; who is not done then goes on alone.
 
         An exporter that hangs ends itself (``Limits.end``).

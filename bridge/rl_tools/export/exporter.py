@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from rl_bridge.common.append_log import parsed
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
+from rl_bridge.run.options import TRACKERS
 from rl_bridge.run.records import METRICS
-from rl_bridge.run.system import SYSTEM
+from rl_tools.export.system import SYSTEM
 
 # Lines of a file that is appended to, as rows for an exporter: whole lines alone, and never one twice.
 
@@ -212,7 +213,7 @@ class Exporter(Protocol):
 def exporter_of(name: str) -> type[Any]:
     """The class of an exporter, with nothing of its library loaded."""
     assert name in TRACKERS, name
-    return importlib.import_module(f"rl_bridge.run.exporters.{name}").RunExporter
+    return importlib.import_module(f"rl_tools.export.{name}").RunExporter
 
 
 def library(name: str) -> Any:
@@ -235,6 +236,3 @@ def _flat(value: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
         else:
             found.append((prefix + name, part if isinstance(part, str | int | float | None) else str(part)))
     return found
-
-
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")

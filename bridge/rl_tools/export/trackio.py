@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.run.exporters.exporter import About, Artifact, GoesOn, Place, Row, library
+from rl_tools.export.exporter import About, Artifact, GoesOn, Place, Row, library
 
 
 class RunExporter:

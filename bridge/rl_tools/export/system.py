@@ -97,7 +97,7 @@ def gpu_numbers(text: str) -> dict[str, float]:
 
 
 def main(words: list[str]) -> int:
-    """``python -m rl_bridge.run.system PROCESS FOLDER SECONDS``: sample until the process ends."""
+    """``python -m rl_tools.export.system PROCESS FOLDER SECONDS``: sample until the process ends."""
     process, folder, every = int(words[0]), Path(words[1]), float(words[2])
     with AppendLog(folder / SYSTEM) as log:
         try:

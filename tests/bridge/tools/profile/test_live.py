@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from rl_bridge.engines import Mesh
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.mesh import make_mesh
-from rl_bridge.profiling.live_bytes import ACTIVATIONS, GRADIENTS, WEIGHTS, LiveBytes
 from rl_tools.plan.rehearsal import FirstWorker, world_of
+from rl_tools.profile.live_bytes import ACTIVATIONS, GRADIENTS, WEIGHTS, LiveBytes
 from tests.support.one_step import make, parallel, token_ids
 
 

@@ -14,8 +14,8 @@ from rl_bridge.engines.worker import worker_of
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.small import TinySource
 from rl_bridge.modules.scoring import TokenScorer
-from rl_bridge.profiling.profiler import line_of_peak, profiled
-from rl_bridge.profiling.timeline import growth
+from rl_tools.profile.profiler import MemoryProfiler, line_of_peak
+from rl_tools.profile.timeline import growth
 
 
 class Module(torch.nn.Module):
@@ -36,14 +36,15 @@ class Module(torch.nn.Module):
 
 def steps(folder, leaks: bool, count: int) -> tuple[list[dict], list[str]]:
     executor, said = LocalExecutor("cpu"), []
-    run = SimpleNamespace(folder=folder, after_step=None, print=said.append)
-    with profiled(run, executor, True):
-        engine = TrainEngine(lambda: Module(leaks), executor=executor, name="leaking").build()
-        records = []
-        for number in range(count):
-            engine.call("train_step")
-            records.append(run.after_step(number))
-    assert run.after_step is None and executor._host.observer is None
+    profiler = MemoryProfiler()
+    profiler.started(SimpleNamespace(folder=folder, executor=executor, print=said.append))
+    engine = TrainEngine(lambda: Module(leaks), executor=executor, name="leaking").build()
+    records = []
+    for number in range(count):
+        engine.call("train_step")
+        records.append(profiler.metrics(number))
+    profiler.ended(None)
+    assert executor._host.observer is None
     return records, said
 
 
@@ -83,11 +84,12 @@ class Keeper(torch.nn.Module):
 def test_live_bytes_grow_and_shrink_as_the_process_does(tmp_path):
     """An independent instrument: the operating system's count of the pages that the process has."""
     executor = LocalExecutor("cpu")
-    run = SimpleNamespace(folder=tmp_path, after_step=None, print=print)
-    with profiled(run, executor, True):
-        engine = TrainEngine(Keeper, executor=executor, name="keeping").build()
-        for method in ("drop", "keep", "drop"):
-            engine.call(method)
+    profiler = MemoryProfiler()
+    profiler.started(SimpleNamespace(folder=tmp_path, executor=executor, print=print))
+    engine = TrainEngine(Keeper, executor=executor, name="keeping").build()
+    for method in ("drop", "keep", "drop"):
+        engine.call(method)
+    profiler.ended(None)
     lines = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
     before, kept, dropped = (line for line in lines if line["call"] in ("keep", "drop"))
     for name in ("bytes", "rss"):
@@ -95,10 +97,12 @@ def test_live_bytes_grow_and_shrink_as_the_process_does(tmp_path):
         assert abs(dropped[name] - before[name]) < 0.05 * (64 << 20), name
 
 
-def test_without_the_option_nothing_is_installed():
-    run = SimpleNamespace(after_step=None)
-    with profiled(run, None, False):  # type: ignore[arg-type]
-        assert run.after_step is None
+def test_without_the_workers_of_the_run_there_is_nothing_to_measure(tmp_path):
+    profiler = MemoryProfiler()
+    with pytest.raises(ValueError, match=r"Run\(executor=…\)"):
+        profiler.started(SimpleNamespace(folder=tmp_path, executor=None))
+    profiler.ended(None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_released_engine_leaves_no_weights_behind():

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_bridge.run.exporters.exporter import About, Artifact, GoesOn, Place, Row, library
+from rl_tools.export.exporter import About, Artifact, GoesOn, Place, Row, library
 
 KEY = "rl_fn.key"
 MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 6000

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rl_bridge.common.append_log import read_log
 from rl_bridge.common.files import replacing
 from rl_bridge.common.plots import Figure
-from rl_bridge.profiling.live_bytes import COMPONENTS
+from rl_tools.profile.live_bytes import COMPONENTS
 
 # Bytes as people write and read them.
 

@@ -14,7 +14,9 @@ from typing import Any, Literal, Self
 from rl_bridge.common.append_log import read_log
 from rl_bridge.common.files import InUse, Lock, write_json
 from rl_bridge.common.scrubbing import scrubbed
-from rl_bridge.run.exporters.exporter import (
+from rl_bridge.run.provenance import read_provenance
+from rl_bridge.run.records import METRICS
+from rl_tools.export.exporter import (
     CHUNK,
     STREAMS,
     About,
@@ -27,8 +29,6 @@ from rl_bridge.run.exporters.exporter import (
     Tail,
     exporter_of,
 )
-from rl_bridge.run.provenance import read_provenance
-from rl_bridge.run.records import METRICS
 
 # The model that a run made: its files, their checksums, the version of the weights.
 

@@ -1,4 +1,4 @@
-"""The process that exports a run while it goes on: ``python -m rl_bridge.run.exporters.live_process``.
+"""The process that exports a run while it goes on: ``python -m rl_tools.export.live_process``.
 
 Its standard input is a pipe from the trainer: the end of the pipe is the trainer's end, however it came. What the
 trainer is to print goes to the first standard output, a line each; what libraries print goes to a log file.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
-from rl_bridge.run.exporters.export import ExportOptions, Session
+from rl_tools.export.export import ExportOptions, Session
 
 
 @dataclass(frozen=True)

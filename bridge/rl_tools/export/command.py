@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from rl_bridge.common.terminal import say
-from rl_bridge.run.exporters.export import ExportOptions, export
+from rl_tools.export.export import ExportOptions, export
 
 
 def run(words: Sequence[str]) -> int:

@@ -1,0 +1,57 @@
+"""One step of GRPO enters few files of the library: who reads what a step does has so many to open."""
+
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import rl_bridge
+from rl_bridge.common.splitmix64 import signed
+from rl_bridge.pipelines import policy
+from rl_bridge.pipelines.policy_configs import quickstart
+
+LIBRARY = Path(rl_bridge.__file__).parent
+FILES = 90
+"""Files that a step may enter. This number only shrinks."""
+
+
+def files_entered(step):
+    """Files of the library whose functions are called by ``step``, in its thread and those that it starts."""
+    entered = set()
+
+    def see(frame, event, argument):
+        if event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    threading.setprofile(see)
+    sys.setprofile(see)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {path.relative_to(LIBRARY).as_posix() for path in map(Path, entered) if path.is_relative_to(LIBRARY)}
+
+
+def test_a_step_of_the_quickstart_enters_few_files(tmp_path, monkeypatch):
+    entered, train = set(), policy.train_policy
+
+    def counted(*arguments, **options):
+        entered.update(files_entered(lambda: train(*arguments, **options)))
+
+    monkeypatch.setattr(policy, "train_policy", counted)
+    start = quickstart()
+    sizes = replace(start.policy, steps=1, prompts_per_step=4, evaluate_every=1)
+    warm = replace(start.sft, steps=1, rows_per_step=4)
+    policy.run_policy(replace(start, output=tmp_path, policy=sizes, sft=warm, held_out=8, threads=1))
+    assert {"algorithms/policy_training.py", "algorithms/update.py", "rollout/decoder.py"} <= entered
+    assert len(entered) <= FILES, sorted(entered)
+
+
+def test_files_of_other_threads_count():
+    def call_elsewhere():
+        thread = threading.Thread(target=signed, args=(1,))
+        thread.start()
+        thread.join()
+
+    assert "common/splitmix64.py" in files_entered(call_elsewhere)
