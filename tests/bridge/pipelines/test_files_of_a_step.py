@@ -11,7 +11,7 @@ from rl_bridge.pipelines import policy
 from rl_bridge.pipelines.policy_configs import quickstart
 
 LIBRARY = Path(rl_bridge.__file__).parent
-FILES = 90
+FILES = 70
 """Files that a step may enter. This number only shrinks."""
 
 
@@ -30,7 +30,9 @@ def files_entered(step):
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return {path.relative_to(LIBRARY).as_posix() for path in map(Path, entered) if path.is_relative_to(LIBRARY)}
+    # Threads that go on see their own calls still: a copy is taken at once.
+    paths = map(Path, entered.copy())
+    return {path.relative_to(LIBRARY).as_posix() for path in paths if path.is_relative_to(LIBRARY)}
 
 
 def test_a_step_of_the_quickstart_enters_few_files(tmp_path, monkeypatch):
@@ -44,7 +46,7 @@ def test_a_step_of_the_quickstart_enters_few_files(tmp_path, monkeypatch):
     sizes = replace(start.policy, steps=1, prompts_per_step=4, evaluate_every=1)
     warm = replace(start.sft, steps=1, rows_per_step=4)
     policy.run_policy(replace(start, output=tmp_path, policy=sizes, sft=warm, held_out=8, threads=1))
-    assert {"algorithms/policy_training.py", "algorithms/update.py", "rollout/decoder.py"} <= entered
+    assert {"algorithms/policy_training.py", "functional/runtime.py", "rollout/decoder.py"} <= entered
     assert len(entered) <= FILES, sorted(entered)
 
 
