@@ -4,10 +4,10 @@ python experiments/tuning.py toy           # writes experiments/results/tuning/t
 python experiments/tuning.py quickstart    # learning rate × group size × clip, in an hour; goes on where it was stopped
 python experiments/tuning.py pruning       # the same task without a pruner, with paired, with asha: tuning_pruning.py
 
-The first two need the extra tune. All samplers of a part get the same number of trials, and every trial costs the
-same: groups of another size are of as many completions. The choice of a study is its best trial by what was measured,
-which is noisy. Its regret is what is lost against the optimum by the choice's true value: on the toy from the formula,
-on the quickstart from runs with fresh seeds, against the best of all studies.
+All samplers of a part get the same number of trials, and every trial costs the same: groups of another size are of as
+many completions. The choice of a study is its best trial by what was measured, which is noisy. Its regret is what is
+lost against the optimum by the choice's true value: on the toy from the formula, on the quickstart from runs with fresh
+seeds, against the best of all studies.
 """
 
 import argparse

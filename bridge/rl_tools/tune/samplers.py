@@ -47,9 +47,9 @@ def result_of(told: Event) -> Result:
 
 
 class Sampler(Protocol):
-    """What it remembers is in the study's journal, so that a study that goes on is given the same proposals.
+    """Proposes trials. Its memory is the study's journal, so that a study that goes on is given the same proposals.
 
-    What ``ask`` and ``tell`` write there holds as soon as the study has written the event that follows from it.
+    Records that ``ask`` and ``tell`` write there hold as soon as the study has written the event behind them.
     """
 
     def ask(self, number: int) -> Assignment | None:

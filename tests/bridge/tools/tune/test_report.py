@@ -74,6 +74,13 @@ def test_the_best_keeps_the_constraints_and_is_compared_with_the_second_seed_by_
     assert [second[end] for end in ("low", "mean", "high")] == pytest.approx([1.1 - half, 1.1, 1.1 + half], abs=1e-4)
 
 
+def test_a_study_without_a_known_best_says_so(tmp_path):
+    events = read_study(study(tmp_path / "study"))
+    found = summary_of([event | {"violations": [0.1]} if event["kind"] == "told" else event for event in events])
+    assert found["best"] is None and found["front"] is None
+    assert "no trial came to its end within the constraints" in lines_of(found, tmp_path)
+
+
 def test_the_best_is_told_with_its_fresh_seeds(tmp_path):
     """TOOL-6: without them the report says what its number is; with them it has another one, of those seeds alone."""
     events = read_study(study(tmp_path / "study", GOALS[:1]))

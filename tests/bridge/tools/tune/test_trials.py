@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import optuna
 import pytest
 
 from rl_bridge.common.files import RunLock
@@ -58,7 +59,12 @@ def whole(folder, trials, seeds):
     """Every run came to its end once, and the journal has each trial's end once."""
     ended = [event for event in events(folder, "ended") if event["status"] == "complete"]
     assert len(ended) == len({(event["trial"], event["seed"]) for event in ended}) == trials * seeds
-    assert sorted(event["trial"] for event in events(folder, "told")) == list(range(trials))
+    told = sorted(events(folder, "told"), key=lambda event: event["trial"])
+    assert [event["trial"] for event in told] == list(range(trials))
+    # Optuna itself reads the same.
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "journal.jsonl")))
+    found = optuna.load_study(study_name="tune", storage=storage).trials
+    assert [(trial.state.name, trial.values) for trial in found] == [("COMPLETE", event["losses"]) for event in told]
     for run in folder.glob("runs/*"):
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         # A step whose checkpoint a kill took is made again, by our trainers too.
