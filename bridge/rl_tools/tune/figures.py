@@ -122,7 +122,7 @@ def importance(found: Report) -> Figure | None:
         return None
     figure, axis = _one_panel()
     axis.barh(list(shares)[::-1], list(shares.values())[::-1])
-    axis.set(xlabel="share of the permutation importance", xlim=(0, 1))
+    axis.set(xlabel="share of the importance", xlim=(0, 1))
     return figure
 
 

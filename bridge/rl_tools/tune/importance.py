@@ -1,15 +1,15 @@
-"""How much of a goal each parameter explains: permutation importance over scikit-learn's random forest."""
+"""How much of a goal each parameter explains: Optuna's PED-ANOVA."""
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from rl_tools.tune.journal import library
+
 LEAST = 8
 """Complete trials below which nothing is said."""
-METHOD = "permutation importance over a random forest (scikit-learn): the increase of its squared error, as shares"
+METHOD = "PED-ANOVA (Optuna): how far the best tenth of the trials lies from all of them, as shares"
 
 
 def importance(
@@ -17,8 +17,8 @@ def importance(
 ) -> dict[str, Any]:
     """``shares``: parameter → share, largest first; empty with the ``reason`` why there are none.
 
-    Choices are numbers in their order, and a parameter that does not apply has a value of its own. The forest has seen
-    the trials that it is asked about: the shares rank parameters, and are no test of significance.
+    A parameter that does not always apply counts with the trials that have it. The shares rank parameters, and are no
+    test of significance.
     """
     name = goals[0]["name"]
     complete = [trial for trial in trials if trial["status"] == "complete"]
@@ -26,22 +26,29 @@ def importance(
         return {"shares": {}, "method": METHOD, "reason": "a function proposes: there is no space"}
     if len(complete) < LEAST:
         return {"shares": {}, "method": METHOD, "reason": f"{len(complete)} complete trials, {LEAST} are needed"}
-    if importlib.util.find_spec("sklearn") is None:
-        return {"shares": {}, "method": METHOD, "reason": "scikit-learn is not installed: pip install '.[tune]'"}
-    ensemble: Any = importlib.import_module("sklearn.ensemble")
-    inspection: Any = importlib.import_module("sklearn.inspection")
-    inputs = np.array([[position(p, trial["assignment"]) for p in space] for trial in complete])
-    values = np.array([trial["values"][name]["mean"] for trial in complete])
-    if np.ptp(values) == 0:
+    try:
+        optuna = library("optuna")
+    except ModuleNotFoundError as error:
+        return {"shares": {}, "method": METHOD, "reason": str(error)}
+    values = [trial["values"][name]["mean"] for trial in complete]
+    if min(values) == max(values):
         return {"shares": {}, "method": METHOD, "reason": f"{name} is the same in all trials"}
-    forest = ensemble.RandomForestRegressor(n_estimators=100, min_samples_leaf=2, random_state=0, n_jobs=1).fit(
-        inputs, values
-    )
-    found = inspection.permutation_importance(forest, inputs, values, n_repeats=10, random_state=0, n_jobs=1)
-    means = np.maximum(np.asarray(found["importances_mean"], np.float64), 0.0)
-    shares = means / max(float(means.sum()), 1e-12)
-    ranked = sorted(zip(space, shares, strict=True), key=lambda pair: -pair[1])
-    return {"shares": {p["name"]: round(float(share), 4) for p, share in ranked}, "method": METHOD, "reason": ""}
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction="maximize" if goals[0]["maximize"] else "minimize")
+    domains = {parameter["name"]: _distribution(optuna.distributions, parameter["domain"]) for parameter in space}
+    for trial, value in zip(complete, values, strict=True):
+        of_trial = {name: domains[name] for name in trial["assignment"]}
+        study.add_trial(optuna.trial.create_trial(params=trial["assignment"], distributions=of_trial, value=value))
+    shares = optuna.importance.get_param_importances(study)
+    ranked = sorted(shares.items(), key=lambda pair: -pair[1])
+    return {"shares": {name: round(float(share), 4) for name, share in ranked}, "method": METHOD, "reason": ""}
+
+
+def _distribution(distributions: Any, domain: dict[str, Any]) -> Any:
+    if domain["kind"] == "Choice":
+        return distributions.CategoricalDistribution(domain["values"])
+    kind = distributions.IntDistribution if domain["whole"] else distributions.FloatDistribution
+    return kind(domain["low"], domain["high"], log=domain["log"])
 
 
 def position(parameter: dict[str, Any], assignment: dict[str, Any]) -> float:

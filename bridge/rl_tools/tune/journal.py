@@ -1,9 +1,10 @@
-"""A study's journal, one event a line, and the trials and repetitions that it tells of."""
+"""A study's journal, which is Optuna's, and the trials and repetitions that its events tell of."""
 
+import importlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,75 +12,110 @@ from typing import Any, NamedTuple
 from rl_bridge.common.files import sync_folder
 from rl_tools.tune.space import Assignment
 
-# A study's journal: one event a line, each on the disk before anything follows from it.
+# A study's journal: Optuna's records, a line each, and among them the study's events, each on the disk before anything
+# follows from it.
 
-JOURNAL = "journal.jsonl"
+JOURNAL, STUDY, EVENT = "journal.jsonl", "tune", "event "
+ATTRIBUTE = 2
+"""Optuna's number of a record that sets an attribute of a study."""
 Event = dict[str, Any]
 
 
-class Journal:
-    """Appends events. A last line that a kill left torn is cut off; it was of nothing that had happened yet."""
+def library(name: str) -> Any:
+    """A module of the extra ``tune``.
 
-    def __init__(self, file: Path) -> None:
-        """Open a journal, or begin one.
+    Raises:
+        ModuleNotFoundError: it is not installed; the message says what to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error.name} is not installed: pip install '.[tune]'") from error
+
+
+class Journal:
+    """Optuna's journal file with the study's events as attributes of the study.
+
+    What a sampler writes into ``storage`` stands before the event that follows from it. Lines behind the last event, of
+    which a kill can leave any part, are cut off: of those nothing had happened yet, and Optuna's trials and the events
+    always tell the same.
+    """
+
+    def __init__(self, file: Path, goals: int = 1) -> None:
+        """Open a journal, or begin one with so many losses a trial.
 
         Raises:
             ValueError: a line before the last is damaged.
         """
+        optuna = library("optuna")
         self.events, size = read_journal(file)
-        new = not file.exists()
-        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.ftruncate(self._descriptor, size)
-        os.fsync(self._descriptor)
-        if new:
-            sync_folder(file.parent)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        sync_folder(file.parent)
+        # The study's own lock is held, and a lock of Optuna's outlives a kill by half a minute.
+        backend = optuna.storages.journal.JournalFileBackend(str(file), lock_obj=_NoLock())
+        self.storage = optuna.storages.JournalStorage(backend)
+        if not self.events:
+            minimize = optuna.study.StudyDirection.MINIMIZE
+            self.storage.create_new_study([minimize] * goals, STUDY)
+        self._study = self.storage.get_study_id_from_name(STUDY)
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Write an event, and wait until it is on the disk."""
-        line = _line(event)
-        written = 0
-        while written < len(line):
-            written += os.write(self._descriptor, line[written:])
-        os.fsync(self._descriptor)
+        sealed = {"crc32": _checksum(event), "event": dict(event)}
+        self.storage.set_study_user_attr(self._study, f"{EVENT}{len(self.events):06d}", sealed)
         self.events.append(dict(event))
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+
+class _NoLock:
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        return None
 
 
 def read_journal(file: Path) -> tuple[list[Event], int]:
-    """(The whole events of a journal, how many bytes they are); none where there is no file.
+    """(The whole events of a journal, how many bytes end with the last one); none where there is no file.
 
     Raises:
         ValueError: a line before the last is damaged.
     """
     content = file.read_bytes() if file.exists() else b""
     events: list[Event] = []
-    size = 0
+    size = end = 0
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
-        event = _parsed(line)
-        if event is None and number < len(lines):
-            raise ValueError(f"{file}, line {number} is damaged: {line[:60]!r}")
+        end += len(line)
+        try:
+            event = _parsed(line, len(events))
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                raise ValueError(f"{file}, line {number} is damaged: {line[:60]!r}") from None
+            break
         if event is not None:
             events.append(event)
-            size += len(line)
+            size = end
     return events, size
 
 
-def _line(event: Mapping[str, Any]) -> bytes:
-    text = json.dumps(event, ensure_ascii=False)
-    return f'{{"crc32": {zlib.crc32(text.encode())}, "event": {text}}}\n'.encode()
-
-
-def _parsed(line: bytes) -> Event | None:
-    """The event of a whole line with the right checksum."""
-    try:
-        event = json.loads(line)["event"]
-    except (ValueError, KeyError, TypeError):
+def _parsed(line: bytes, number: int) -> Event | None:
+    """The event of a line, None for a line of Optuna's own; KeyError and ValueError for a damaged one."""
+    record = json.loads(line)
+    if not line.endswith(b"\n"):
+        raise ValueError("a torn line")
+    if record["op_code"] != ATTRIBUTE or not next(iter(record["user_attr"])).startswith(EVENT):
         return None
-    return event if line == _line(event) else None
+    sealed = record["user_attr"][f"{EVENT}{number:06d}"]
+    if sealed["crc32"] != _checksum(sealed["event"]):
+        raise ValueError("another checksum")
+    return sealed["event"]
+
+
+def _checksum(event: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(event).encode())
 
 
 # What a journal says: trials, their repetitions, and where each stands. Nothing else is remembered of a study.
@@ -183,7 +219,3 @@ class State:
             for seed, one in trial.repetitions.items()
             if one.status in statuses
         ]
-
-    def calls(self, events: Iterable[Event]) -> list[Event]:
-        """The events that a sampler hears of."""
-        return [event for event in events if event["kind"] in ("asked", "told")]

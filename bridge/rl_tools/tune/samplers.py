@@ -1,8 +1,9 @@
-"""What proposes the next trial: the protocol, and the samplers that need no library."""
+"""What proposes the next trial: Optuna's samplers, a grid, or a user's function."""
 
 import importlib
 import itertools
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -10,9 +11,10 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 
 from rl_bridge.common.user_files import load_file
-from rl_tools.tune.space import Assignment, Space, Value
+from rl_tools.tune.journal import STUDY, Event, library
+from rl_tools.tune.space import Assignment, Choice, Parameter, Space, Value
 
-# The interface of all samplers, and how one is made by its name.
+# The interface of all samplers.
 
 
 @dataclass(frozen=True)
@@ -34,144 +36,162 @@ class Result:
 
     @property
     def usable(self) -> bool:
-        """Whether a sampler that knows numbers alone can learn from the losses."""
+        """Whether the losses can be compared with those of other trials."""
         return self.status != "failed" and self.losses is not None and self.feasible
 
 
-class Sampler(Protocol):
-    """Made anew from space and seed, and given the same calls in the same order, it proposes the same again.
+def result_of(told: Event) -> Result:
+    """What a sampler hears of a trial's end."""
+    losses = None if told["losses"] is None else tuple(told["losses"])
+    return Result(told["status"], losses, tuple(told["violations"]))
 
-    A study that goes on relies on that: its journal is the list of the calls.
+
+class Sampler(Protocol):
+    """Proposes trials. Its memory is the study's journal, so that a study that goes on is given the same proposals.
+
+    Records that ``ask`` and ``tell`` write there hold as soon as the study has written the event behind them.
     """
 
     def ask(self, number: int) -> Assignment | None:
         """The assignment of trial ``number``; None if there is nothing left to try."""
-        ...
 
-    def tell(self, number: int, assignment: Mapping[str, Value], result: Result) -> None:
-        """What became of a trial, whether this sampler proposed it or another one did."""
-        ...
+    def tell(self, number: int, result: Result) -> None:
+        """What became of a trial."""
 
 
-_OPTUNA, _NEEDS_ONE = "rl_tools.tune.library_samplers", "one goal"
-SAMPLERS = {
-    "random": ("rl_tools.tune.samplers:RandomSampler", ""),
-    "grid": ("rl_tools.tune.samplers:GridSampler", ""),
-    "tpe": (f"{_OPTUNA}:TPE", ""),
-    "gp": (f"{_OPTUNA}:GP", ""),
-    "cma-es": (f"{_OPTUNA}:CMAES", _NEEDS_ONE),
-    "skopt": ("rl_tools.tune.library_samplers:SkoptSampler", _NEEDS_ONE),
-    "hyperopt": ("rl_tools.tune.library_samplers:HyperoptSampler", _NEEDS_ONE),
-    "bayes": ("rl_tools.tune.library_samplers:BayesSampler", _NEEDS_ONE),
-}
-"""Name → (where it is, what it needs)."""
+# Optuna's samplers.
+
+SAMPLERS = ("random", "grid", "tpe", "gp", "cma-es")
+STARTUP = {"tpe": 10, "gp": 10, "cma-es": 1}
+"""Trials that Optuna draws at random before a sampler learns; the others never learn."""
+GONE = {"skopt": ("scikit-optimize", "gp"), "bayes": ("bayesian-optimization", "gp"), "hyperopt": ("Hyperopt", "tpe")}
+"""Name that a study had → (the library, the sampler of Optuna that does the same)."""
 
 
-def make_sampler(
-    name: str,
-    space: Space,
-    seed: int,
-    *,
-    goals: int = 1,
-    grid_points: int = 3,
-    startup: int | None = None,
-    trials: int | None = None,
-) -> Sampler:
-    """A sampler by its name. ``goals``: how many losses a result has.
+class OptunaSampler:
+    """A sampler by its name over Optuna's study, in a journal's ``storage`` or in memory.
 
-    ``startup``: trials that are drawn at random before the sampler learns from results. None takes the library's
-    number, and at most a quarter of ``trials`` (three of few). Libraries draw up to 20 at random whatever a study's
-    length: one of 8 trials would be a random search in all but its name.
-
-    Raises:
-        ValueError: an unknown name, several goals for a sampler of one, or ``startup`` below 1.
-        ModuleNotFoundError: its library is not installed; the message says what to install.
-    """
-    if name not in SAMPLERS:
-        raise ValueError(f"unknown sampler {name!r}; there is {', '.join(SAMPLERS)}")
-    place, needs = SAMPLERS[name]
-    if needs == _NEEDS_ONE and goals > 1:
-        able = ", ".join(other for other, (_, wanted) in SAMPLERS.items() if not wanted)
-        raise ValueError(f"the sampler {name} takes one goal, got {goals}; of several goals learn {able}")
-    if startup is not None and startup < 1:
-        raise ValueError(f"startup must be at least 1, got {startup}")
-    module, kind = place.split(":")
-    made = getattr(importlib.import_module(module), kind)
-    if name in ("random", "grid"):
-        return made(space, seed, grid_points) if name == "grid" else made(space, seed)
-    if startup is None:
-        startup = made.STARTUP if trials is None else min(made.STARTUP, max(3, trials // 4))
-    return made(space, seed, goals, startup)
-
-
-def library(name: str) -> Any:
-    """A module of a sampler's library.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message says what to install.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name} is not installed: pip install '.[tune]'") from error
-
-
-def penalised(told: list[tuple[Assignment, Result]]) -> list[tuple[Assignment, float]]:
-    """The first losses for a library that knows neither failures nor constraints: those trials get the worst seen loss.
-
-    Failures before the first loss are left out: no number is worse than none.
-    """
-    losses = [result.losses[0] for _, result in told if result.usable and result.losses is not None]
-    if not losses:
-        return []
-    worst = max(losses)
-    return [(a, r.losses[0] if r.usable and r.losses is not None else worst) for a, r in told]
-
-
-# Random search.
-
-
-class RandomSampler:
-    """A trial depends on the seed and its number alone."""
-
-    def __init__(self, space: Space, seed: int, goals: int = 1) -> None:
-        self._space, self._seed = space, seed
-
-    def ask(self, number: int) -> Assignment:
-        """Uniform, or uniform in the logarithm."""
-        return self._space.draw(np.random.default_rng([self._seed, number]))
-
-    def tell(self, number: int, assignment: Mapping[str, Value], result: Result) -> None:
-        """Nothing is learned."""
-
-
-# Every combination, once.
-
-
-class GridSampler:
-    """All choices, and ``points`` values at equal distances of each range, in an order that the seed shuffles.
-
-    A grid that is not run to its end has then been tried evenly.
+    Each trial is proposed by a sampler of its own, whose seed is of the study's seed and the trial's number. All that
+    it knows is in the study, so that a tuner which goes on proposes what the first one would have.
     """
 
-    def __init__(self, space: Space, seed: int, points: int = 3) -> None:
-        names = [parameter.name for parameter in space]
-        values = [parameter.domain.points(points) for parameter in space]
-        every = [space.active(dict(zip(names, row, strict=True))) for row in itertools.product(*values)]
-        # Combinations that differ only in what does not apply are one.
-        distinct = list({tuple(sorted(row.items())): row for row in every}.values())
-        order = np.random.default_rng(seed).permutation(len(distinct))
-        self._grid = [distinct[i] for i in order]
+    def __init__(
+        self,
+        name: str,
+        space: Space,
+        seed: int,
+        *,
+        goals: int = 1,
+        grid_points: int = 3,
+        startup: int | None = None,
+        trials: int | None = None,
+        storage: Any = None,
+    ) -> None:
+        """``goals``: how many losses a result has.
 
-    def __len__(self) -> int:
-        return len(self._grid)
+        ``startup``: trials that are drawn at random before the sampler learns from results. None takes the library's
+        number, and at most a quarter of ``trials`` (three of few). Optuna draws up to 10 at random whatever a study's
+        length: one of 8 trials would be a random search in all but its name.
+
+        Raises:
+            ValueError: an unknown name, several goals for a sampler of one, or ``startup`` below 1.
+            ModuleNotFoundError: its library is not installed; the message says what to install.
+        """
+        if name in GONE:
+            gone, instead = GONE[name]
+            raise ValueError(f"the sampler {name} of {gone} is gone: give --sampler {instead}, which is Optuna's")
+        if name not in SAMPLERS:
+            raise ValueError(f"unknown sampler {name!r}; there is {', '.join(SAMPLERS)}")
+        if name == "cma-es" and goals > 1:
+            able = ", ".join(other for other in SAMPLERS if other != name)
+            raise ValueError(f"the sampler {name} takes one goal, got {goals}; of several goals learn {able}")
+        if startup is not None and startup < 1:
+            raise ValueError(f"startup must be at least 1, got {startup}")
+        self._optuna = optuna = library("optuna")
+        if name == "cma-es":
+            library("cmaes")
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._name, self._space, self._seed = name, space, seed
+        most = max(STARTUP.values()) if trials is None else max(3, trials // 4)
+        self._startup = min(STARTUP.get(name, 0), most) if startup is None else startup
+        self._grid = grid_of(space, seed, grid_points) if name == "grid" else None
+        self._study = optuna.create_study(
+            storage=storage, study_name=STUDY, directions=["minimize"] * goals, load_if_exists=True
+        )
 
     def ask(self, number: int) -> Assignment | None:
-        """The combination with this number."""
-        return dict(self._grid[number]) if number < len(self._grid) else None
+        """Optuna's proposal, each number with six digits; of a grid the combination with this number."""
+        if self._grid is not None:
+            if number >= len(self._grid):
+                return None
+            self._study.enqueue_trial(self._grid[number])
+        self._study.sampler = self._proposer(number)
+        trial = self._study.ask()
+        values: Assignment = {}
+        for parameter in self._space:
+            # A Gaussian process and CMA-ES know a space without conditions.
+            if self._name in ("gp", "cma-es") or self._space.applies(parameter, values):
+                values[parameter.name] = _suggested(trial, parameter)
+        return self._space.active(values)
 
-    def tell(self, number: int, assignment: Mapping[str, Value], result: Result) -> None:
-        """Nothing is learned."""
+    def _proposer(self, number: int) -> Any:
+        """Optuna's sampler for one trial."""
+        samplers = self._optuna.samplers
+        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+        with warnings.catch_warnings():
+            # Classes and options that Optuna may change.
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            if self._name == "tpe":
+                return samplers.TPESampler(seed=seed, n_startup_trials=self._startup)
+            if self._name == "gp":
+                # The losses are noisy.
+                return samplers.GPSampler(seed=seed, deterministic_objective=False, n_startup_trials=self._startup)
+            independent = samplers.RandomSampler(seed=seed)
+            if self._name != "cma-es":
+                return independent
+            return samplers.CmaEsSampler(
+                seed=seed,
+                n_startup_trials=self._startup,
+                independent_sampler=independent,
+                warn_independent_sampling=False,
+            )
+
+    def tell(self, number: int, result: Result) -> None:
+        """Failures, pruned trials and constraints are told as such."""
+        # What proposed a trial has no part in its end.
+        self._study.sampler = self._optuna.samplers.RandomSampler()
+        trial = self._optuna.trial.Trial(self._study, self._study.trials[number]._trial_id)
+        # CMA-ES knows no constraints.
+        known = result.status != "complete" or self._name != "cma-es" or result.feasible
+        for index, violation in enumerate(result.violations):
+            trial.set_constraint(str(index), violation)
+        if result.status == "pruned" and result.losses is not None and len(self._study.directions) == 1:
+            trial.report(result.losses[0], step=0)
+        state = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}[result.status] if known else "FAIL"
+        losses = list(result.losses) if state == "COMPLETE" and result.losses is not None else None
+        self._study.tell(trial, losses, state=self._optuna.trial.TrialState[state])
+
+
+def _suggested(trial: Any, parameter: Parameter) -> Value:
+    name, domain = parameter.name, parameter.domain
+    if isinstance(domain, Choice):
+        return trial.suggest_categorical(name, domain.values)
+    if domain.whole:
+        return trial.suggest_int(name, int(domain.low), int(domain.high), log=domain.log)
+    return domain.rounded(trial.suggest_float(name, domain.low, domain.high, log=domain.log))
+
+
+def grid_of(space: Space, seed: int, points: int) -> list[Assignment]:
+    """All choices, and ``points`` values at equal distances of each range, in an order that the seed shuffles.
+
+    A grid that is not run to its end has then been tried evenly. Optuna's own grid has no logarithms, and repeats
+    combinations that differ only in what does not apply.
+    """
+    names = [parameter.name for parameter in space]
+    values = [parameter.domain.points(points) for parameter in space]
+    every = [space.active(dict(zip(names, row, strict=True))) for row in itertools.product(*values)]
+    distinct = list({tuple(sorted(row.items())): row for row in every}.values())
+    return [distinct[i] for i in np.random.default_rng(seed).permutation(len(distinct))]
 
 
 # A user's function that proposes: ``module:function`` or ``FILE.py:function``.
@@ -185,11 +205,15 @@ Propose = Callable[[int, list[dict[str, Any]]], Mapping[str, Value] | None]
 
 
 class FunctionSampler:
-    """``check`` looks at every proposal: the trainer's own options."""
+    """``events``: the journal's. ``check`` looks at every proposal: the trainer's own options."""
 
-    def __init__(self, propose: Propose, check: Callable[[Mapping[str, Value]], None] = lambda _: None) -> None:
-        self._propose, self._check = propose, check
-        self._told: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        propose: Propose,
+        events: Sequence[Event] = (),
+        check: Callable[[Mapping[str, Value]], None] = lambda _: None,
+    ) -> None:
+        self._propose, self._events, self._check = propose, events, check
 
     def ask(self, number: int) -> Assignment | None:
         """What the function proposes.
@@ -197,7 +221,11 @@ class FunctionSampler:
         Raises:
             TypeError: neither a mapping nor None.
         """
-        proposed = self._propose(number, [dict(told) for told in self._told])
+        assignments = {event["trial"]: event["assignment"] for event in self._events if event["kind"] == "asked"}
+        told = [(event["trial"], result_of(event)) for event in self._events if event["kind"] == "told"]
+        proposed = self._propose(
+            number, [{"trial": trial, "assignment": dict(assignments[trial])} | vars(result) for trial, result in told]
+        )
         if proposed is None:
             return None
         if not isinstance(proposed, Mapping):
@@ -206,10 +234,8 @@ class FunctionSampler:
         self._check(values)
         return values
 
-    def tell(self, number: int, assignment: Mapping[str, Value], result: Result) -> None:
-        """Remembered for the next call."""
-        about = {"status": result.status, "losses": result.losses, "violations": result.violations}
-        self._told.append({"trial": number, "assignment": dict(assignment), **about})
+    def tell(self, number: int, result: Result) -> None:
+        """The journal's event is what the next call is given."""
 
 
 def load_function(place: str) -> Propose:

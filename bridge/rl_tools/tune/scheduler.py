@@ -8,7 +8,7 @@ from rl_bridge.common.statistics import LEAST, over_seeds
 from rl_bridge.common.terminal import given
 from rl_tools.tune.goals import Constraint, Goal, MissingGoal, Points, Pruning
 from rl_tools.tune.journal import Event, Key, State, Trial
-from rl_tools.tune.samplers import Result, Sampler
+from rl_tools.tune.samplers import Sampler, result_of
 from rl_tools.tune.space import Assignment
 
 
@@ -64,19 +64,15 @@ class Processes(Protocol):
 
     def start(self, key: Key, assignment: Assignment, slot: int) -> None:
         """Start a process, which goes on from the run's last checkpoint where there is one."""
-        ...
 
     def stop(self, key: Key) -> None:
         """Ask a process to end; it is reported by ``ended``."""
-        ...
 
     def ended(self) -> list[Exit]:
         """What has ended since the last call."""
-        ...
 
     def recover(self, key: Key) -> Exit | None:
         """Wait until a process of an earlier tuner is gone; how it ended, if that is known."""
-        ...
 
 
 class Records(Protocol):
@@ -84,19 +80,15 @@ class Records(Protocol):
 
     def finished(self, key: Key) -> bool:
         """Whether the run came to its end."""
-        ...
 
     def values(self, key: Key) -> dict[str, float]:
         """The goals' and constraints' values of a finished run; ValueError where one is missing or not finite."""
-        ...
 
     def curve(self, key: Key) -> Points:
         """Step → loss of the first goal so far."""
-        ...
 
     def steps(self, key: Key) -> int:
         """Steps made so far, of the stage that the curve is of."""
-        ...
 
 
 class Scheduler:
@@ -124,7 +116,6 @@ class Scheduler:
         """Why the study ended at its first run: the run has no such goal."""
         for event in events:
             self.state.fold(event)
-        self._replay(self.state.calls(events))
 
     def recover(self, now: float) -> None:
         """Find out what became of the processes that an earlier tuner left running."""
@@ -165,20 +156,6 @@ class Scheduler:
         self._write(event)
         self.state.fold(event)
         return event
-
-    def _replay(self, calls: Sequence[Event]) -> None:
-        strayed: list[int] = []
-        for event in calls:
-            number = event["trial"]
-            if event["kind"] == "told":
-                self._sampler.tell(number, self.state.trials[number].assignment, result_of(event))
-            elif self._sampler.ask(number) != event["assignment"]:
-                strayed.append(number)
-        if strayed:
-            self._report(
-                f"the sampler proposes another trial {strayed[0]} today than the journal has, as with another version "
-                "of its library; it goes on from the journal's results"
-            )
 
     def _end(self, ended: Exit, now: float, *, ours: bool) -> None:
         """``ours``: the study stopped the process, or nobody knows why it ended."""
@@ -276,8 +253,9 @@ class Scheduler:
         elif status == "pruned":
             last = [points[max(points)] for points in self._curves(trial).values() if points]
             event["losses"] = [sum(last) / len(last)] if last else None
+        # What the sampler writes holds with the event behind it, or not at all.
+        self._sampler.tell(trial.number, result_of(event))
         self._record(**event)
-        self._sampler.tell(trial.number, trial.assignment, result_of(event))
 
     def _confirm(self) -> None:
         """When all trials are told, the best one gets seeds on which nothing was chosen."""
@@ -309,9 +287,3 @@ class Scheduler:
             key = waiting[0][0]
             self._record(kind="started", **key._asdict(), slot=slot, time=round(now, 3))
             self._processes.start(key, self.state.trials[key.trial].assignment, slot)
-
-
-def result_of(told: Event) -> Result:
-    """What a sampler hears of a trial's end."""
-    losses = None if told["losses"] is None else tuple(told["losses"])
-    return Result(told["status"], losses, tuple(told["violations"]))

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from rl_tools.trainers import TrainerOptions, _dashed
 
 # The search space: ranges, choices, and parameters that apply only with some choice.
@@ -24,8 +22,6 @@ class Interval:
 
     >>> Interval(1e-5, 1e-3, log=True).at(0.5)
     0.0001
-    >>> Interval(1, 9, whole=True).position(5)
-    0.5
     """
 
     low: float
@@ -54,13 +50,6 @@ class Interval:
         bounded = min(max(value, self.low), self.high)
         return int(bounded) if self.whole else float(bounded)
 
-    def position(self, value: Value) -> float:
-        """The share that ``at`` makes into this value."""
-        assert not isinstance(value, str)
-        if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
-
     def points(self, count: int) -> list[Value]:
         """Values at equal distances, the ends among them; of integers no value twice."""
         shares = [0.5] if count == 1 else [i / (count - 1) for i in range(count)]
@@ -77,14 +66,6 @@ class Choice:
         """Refuse what leaves no choice."""
         if len(self.values) < 2 or len(set(self.values)) < len(self.values) or "" in self.values:
             raise ValueError(f"a choice has two different values or more, got {','.join(self.values)!r}")
-
-    def at(self, share: float) -> Value:
-        """The value at a share from 0 to 1 of the list."""
-        return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
-
-    def position(self, value: Value) -> float:
-        """A share that ``at`` makes into this value."""
-        return (self.values.index(str(value)) + 0.5) / len(self.values)
 
     def points(self, count: int) -> list[Value]:
         """All values, whatever ``count`` is."""
@@ -135,42 +116,9 @@ class Space:
                 kept[parameter.name] = values[parameter.name]
         return kept
 
-    def whole(self, assignment: Mapping[str, Value]) -> Assignment:
-        """The assignment with the middle of the domain for each parameter that does not apply."""
-        return {p.name: assignment.get(p.name, p.domain.at(0.5)) for p in self.parameters}
-
-    def draw(self, generator: np.random.Generator) -> Assignment:
-        """Uniform, or uniform in the logarithm."""
-        return self.active({p.name: p.domain.at(float(generator.uniform())) for p in self.parameters})
-
-    def require(self, assignment: Mapping[str, Value]) -> Assignment:
-        """The assignment, checked.
-
-        Raises:
-            ValueError: a parameter is missing or not of the space, or its value is not of the domain.
-        """
-        known = [p.name for p in self.parameters]
-        if strange := [name for name in assignment if name not in known]:
-            raise ValueError(f"{strange[0]} is no parameter; there is {', '.join(known)}")
-        kept = self.active(self.whole(assignment))
-        for parameter in self.parameters:
-            if parameter.name not in kept:
-                continue
-            if parameter.name not in assignment:
-                raise ValueError(f"{parameter.name} has no value in {dict(assignment)}")
-            value, domain = kept[parameter.name], parameter.domain
-            inside = value in domain.values if isinstance(domain, Choice) else _between(value, domain)
-            if not inside:
-                raise ValueError(f"{parameter.name} cannot be {value!r}: {domain}")
-        return kept
-
     def described(self) -> list[dict[str, Any]]:
         """As JSON has the space."""
         return [asdict(p) | {"domain": {"kind": type(p.domain).__name__} | asdict(p.domain)} for p in self.parameters]
-
-
-def _between(value: Value, domain: Interval) -> bool:
-    return not isinstance(value, str) and domain.low <= value <= domain.high
 
 
 _RANGE = re.compile(r"((?:log:|int:)*)([^.,]+(?:\.[^.,]+)?)\.\.(.+)")

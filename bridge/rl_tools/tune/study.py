@@ -238,7 +238,7 @@ class Study:
     folder: Path
     plan: Plan
     about: Mapping[str, Any]
-    sampler: Callable[[], Sampler]
+    sampler: Callable[[Journal], Sampler]
     command: Command
     places: Sequence[Place]
     grace: float = 60.0
@@ -262,13 +262,10 @@ def run_study(study: Study, *, resume: bool = False) -> list[Event]:
     require_own_files(folder)
     lock = RunLock(folder)
     try:
-        journal = Journal(folder / JOURNAL)
-        try:
-            _begin(journal, study)
-            _to_its_end(journal, study)
-            return list(journal.events)
-        finally:
-            journal.close()
+        journal = Journal(folder / JOURNAL, len(study.plan.goals))
+        _begin(journal, study)
+        _to_its_end(journal, study)
+        return list(journal.events)
     finally:
         lock.release()
 
@@ -291,7 +288,7 @@ def _to_its_end(journal: Journal, study: Study) -> None:
     processes = TrialProcesses(study.folder, study.command, study.places, grace=study.grace)
     records = RunRecords(study.folder / RUNS, plan)
     past = journal.events[1:]
-    scheduler = Scheduler(plan, study.sampler(), processes, records, journal.append, past, report=tell)
+    scheduler = Scheduler(plan, study.sampler(journal), processes, records, journal.append, past, report=tell)
     stop = StopRequest()
     bar = tqdm(
         total=plan.trials * plan.seeds + plan.confirm, desc="tune", unit="run", dynamic_ncols=True, mininterval=0.5

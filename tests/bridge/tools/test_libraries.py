@@ -1,4 +1,4 @@
-"""The libraries that tune and track are there, in the versions that are pinned."""
+"""The libraries that track are there, in the versions that are pinned."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -7,11 +7,6 @@ import pytest
 
 PINS = dict(line.split("==") for line in (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines())
 LIBRARIES = (
-    "optuna",
-    "scikit-optimize",
-    "hyperopt",
-    "bayesian-optimization",
-    "cmaes",
     "wandb",
     "mlflow-skinny",
     "trackio",

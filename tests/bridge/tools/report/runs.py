@@ -81,10 +81,13 @@ def write_study(folder, *, trials=12, goals=1):
     folder.mkdir(parents=True)
     named = [{"name": "reward", "maximize": True}, {"name": "kl", "maximize": False}][:goals]
     space = [
-        {"name": "optimizer.learning_rate", "domain": {"kind": "Float", "low": 1e-5, "high": 1e-1, "log": True}},
+        {
+            "name": "optimizer.learning_rate",
+            "domain": {"kind": "Interval", "low": 1e-5, "high": 1e-1, "log": True, "whole": False},
+        },
         {"name": "clip", "domain": {"kind": "Choice", "values": ["low", NAUGHTY]}},
     ]
-    journal = Journal(folder / "journal.jsonl")
+    journal = Journal(folder / "journal.jsonl", len(named))
     journal.append({"kind": "study", "space": space, "goals": named})
     draw = random.Random(0)
     for trial in range(trials):
@@ -101,7 +104,6 @@ def write_study(folder, *, trials=12, goals=1):
         if trial == 3:
             told |= {"status": "failed", "reason": f"it crashed: {NAUGHTY}", "values": {}}
         journal.append(told)
-    journal.close()
     return folder
 
 

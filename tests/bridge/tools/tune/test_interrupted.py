@@ -77,7 +77,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param("Ctrl-C", marks=pytest.mark.tools),
+        "Ctrl-C",
         pytest.param("SIGKILL", marks=pytest.mark.slow),
         pytest.param("power cut", marks=pytest.mark.slow),
     ],

@@ -103,6 +103,11 @@ COMMANDS = {
         ValueError,
         "the sampler cma-es takes one goal, got 2; of several goals learn random, grid, tpe, gp",
     ),
+    "a sampler that is gone": (
+        ["--space.policy.steps", "1..3", "--sampler", "skopt"],
+        ValueError,
+        "the sampler skopt of scikit-optimize is gone: give --sampler gp",
+    ),
     "a function beside": (
         ["--space", "x:y", "--space.policy.steps", "1..3"],
         ValueError,

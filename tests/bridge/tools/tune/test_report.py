@@ -25,7 +25,7 @@ GOALS = [{"name": "reward", "maximize": True}, {"name": "kl", "maximize": False}
 def study(folder, goals=GOALS, trials=10):
     """Reward grows with the rate, the KL too; trial 3 fails, trial 5 breaks a constraint, the last one runs."""
     folder.mkdir()
-    journal = Journal(folder / JOURNAL)
+    journal = Journal(folder / JOURNAL, len(goals))
     journal.append({"kind": "study", "space": SPACE.described(), "goals": goals})
     for number in range(trials):
         rate = 1e-4 * 100 ** (number / (trials - 1))
@@ -43,7 +43,6 @@ def study(folder, goals=GOALS, trials=10):
         if number == 3:
             told |= {"status": "failed", "reason": "exit status 1: no room", "values": {}}
         journal.append(told | {"violations": [0.2 if number == 5 else -1.0]})
-    journal.close()
     return folder
 
 
@@ -75,6 +74,13 @@ def test_the_best_keeps_the_constraints_and_is_compared_with_the_second_seed_by_
     assert [second[end] for end in ("low", "mean", "high")] == pytest.approx([1.1 - half, 1.1, 1.1 + half], abs=1e-4)
 
 
+def test_a_study_without_a_known_best_says_so(tmp_path):
+    events = read_study(study(tmp_path / "study"))
+    found = summary_of([event | {"violations": [0.1]} if event["kind"] == "told" else event for event in events])
+    assert found["best"] is None and found["front"] is None
+    assert "no trial came to its end within the constraints" in lines_of(found, tmp_path)
+
+
 def test_the_best_is_told_with_its_fresh_seeds(tmp_path):
     """TOOL-6: without them the report says what its number is; with them it has another one, of those seeds alone."""
     events = read_study(study(tmp_path / "study", GOALS[:1]))
@@ -92,7 +98,6 @@ def test_the_best_is_told_with_its_fresh_seeds(tmp_path):
     assert "with fresh seeds: reward 7.1 [6.852, 7.348] over 3 seeds" in told and "--confirm" not in told
 
 
-@pytest.mark.tools
 def test_the_front_is_that_of_rl_fn(tmp_path):
     found = summary_of(read_study(study(tmp_path / "study")))
     # More reward costs more KL: every trial is on the front but the one that breaks a constraint.
@@ -100,7 +105,6 @@ def test_the_front_is_that_of_rl_fn(tmp_path):
     assert found["front"]["hypervolume"] == pytest.approx(1 * 7 + 1 * 6 + 2 * 4 + 2 * 2 + 1 * 1)
 
 
-@pytest.mark.tools
 def test_the_command_writes_data_and_figures(tmp_path, capsys):
     folder = study(tmp_path / "study")
     assert run(["report", str(folder)]) == 0
@@ -112,7 +116,6 @@ def test_the_command_writes_data_and_figures(tmp_path, capsys):
         run(["report", str(tmp_path)])
 
 
-@pytest.mark.tools
 def test_importance_is_of_what_matters(tmp_path):
     found = summary_of(read_study(study(tmp_path / "study", trials=30)))["importance"]
     assert next(iter(found["shares"])) == "rate" and found["shares"]["rate"] > 0.8 and found["reason"] == ""

@@ -1,15 +1,12 @@
-"""``rl-fn tune`` over the real trainer, with a real sampler's library."""
+"""``rl-fn tune`` over the real trainer, with a sampler that learns."""
 
 import json
-
-import pytest
 
 from rl_tools.cli import main
 from rl_tools.tune.study_report import read_study, summary_of
 from tests.support.short_policy import SHORT
 
 
-@pytest.mark.tools
 def test_a_study_over_the_trainer_with_a_constraint_a_recipe_and_two_goals(tmp_path, capsys):
     words = ["--space.objective", "gspo,dapo", "--space.optimizer.learning-rate", "log:1e-5..1e-3", "--sampler", "tpe"]
     words += ["--maximize", "held_out", "--minimize", "tokens", "--constraint", "seconds<=600", "--trials", "2"]

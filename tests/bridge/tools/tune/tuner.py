@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_bridge.common.terminal import Stopped
 from rl_tools.tune import study as module
 from rl_tools.tune.goals import Pruning, parse_constraint, parse_goal
-from rl_tools.tune.samplers import make_sampler
+from rl_tools.tune.samplers import OptunaSampler
 from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import Choice, Interval, Parameter, Space
 from rl_tools.tune.study import Study, places, run_study
@@ -37,8 +37,12 @@ def study_of(folder, *, fails=("no", "no "), steps=4, pause=0.0, grace=5.0, devi
         "constraints": ["kl<=0.9"],
         "steps": steps,
     }
+
+    def sampler(journal):
+        return OptunaSampler("random", space, 3, storage=journal.storage)
+
     at = places(made.slots, devices=devices)
-    return Study(Path(folder), made, about, lambda: make_sampler("random", space, 3), command, at, grace)
+    return Study(Path(folder), made, about, sampler, command, at, grace)
 
 
 if __name__ == "__main__":
