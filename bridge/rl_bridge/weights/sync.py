@@ -38,15 +38,15 @@ def describe(
     adapter: bool,
     adapter_sent: Manifest | None = None,
 ) -> tuple[Description | None, Description | None]:
-    """Both ends of a sync as far as they are in this slot: what is sent, what is expected.
+    """The ends of a sync that are in this slot: the tensors that are sent, and those that are expected.
 
     ``adapter_sent``: an adapter that the target is told of first.
     """
     if target and adapter_sent is not None:
         receiver_of(host.workers[target].module).expect_adapter(adapter_sent)
-    sent = source and describe_source(source_of(host.workers[source].module), through, adapter)
-    expected = target and describe_target(receiver_of(host.workers[target].module), adapter)
-    return sent or None, expected or None
+    source_end = source and describe_source(source_of(host.workers[source].module), through, adapter)
+    target_end = target and describe_target(receiver_of(host.workers[target].module), adapter)
+    return source_end or None, target_end or None
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,8 @@ def _conclude(
     return Outcome("".join(traceback.format_exception(failures[0])), isinstance(failures[0], SourceFailed))
 
 
-# The driver's side of a sync: compares both ends, plans, runs one function in all slots. It sees no tensor.
-
 BUCKET_BYTES = 64 << 20
-# What the workers' own deadline, which says more, is ahead of the executor's.
+# The workers' own deadline comes this much before the executor's, because its message says more.
 _MARGIN_SECONDS = 10.0
 
 
@@ -158,10 +156,10 @@ class EngineRef(NamedTuple):
 
 
 class SyncReport(NamedTuple):
-    """What a sync did: ``nbytes`` of the whole tensors as sent, ``seconds`` with the comparison of both ends.
+    """Account of a sync: ``nbytes`` of the whole tensors as sent, ``seconds`` with the comparison of both ends.
 
-    ``replaced``: for each engine behind the target that failed on the way, and was replaced by one with these weights,
-    what failed. ``not_compared``: tensors of such engines that were not compared with what was sent.
+    ``replaced``: the failure of each engine behind the target that failed on the way and was replaced by one with
+    these weights. ``not_compared``: tensors of such engines that were not compared with what was sent.
     """
 
     version: int
@@ -219,16 +217,18 @@ def sync_weights(
     title = f"weights of {source} → {target}, version {version}"
     slots = sorted({*source.slots, *target.slots})
     ends = {s: (source.name if s in source.slots else None, target.name if s in target.slots else None) for s in slots}
-    told = f"{title}: manifest"
-    own = None
+    question = f"{title}: manifest"
+    adapter_sent = None
     if adapter:
         # Whoever has only the weights that an adapter belongs to learns from the source what to expect.
-        asked = dict.fromkeys(source.slots, (source.name, None, through, True))
-        own = executor.call(describe, asked, what=told, timeout=timeout)[source.slots[0]][0].manifest
-    found = executor.call(describe, {s: (*ends[s], through, adapter, own) for s in slots}, what=told, timeout=timeout)
-    sent = _same({s: found[s][0] for s in source.slots}, f"source {source}")
-    expected = _same({s: found[s][1] for s in target.slots}, f"target {target}")
-    compare(sent[source.slots[0]].manifest, expected[target.slots[0]].manifest, title)
+        adapter_calls = dict.fromkeys(source.slots, (source.name, None, through, True))
+        replies = executor.call(describe, adapter_calls, what=question, timeout=timeout)
+        adapter_sent = replies[source.slots[0]][0].manifest
+    calls = {s: (*ends[s], through, adapter, adapter_sent) for s in slots}
+    descriptions = executor.call(describe, calls, what=question, timeout=timeout)
+    announced = _same({s: descriptions[s][0] for s in source.slots}, f"source {source}")
+    expected = _same({s: descriptions[s][1] for s in target.slots}, f"target {target}")
+    compare(announced[source.slots[0]].manifest, expected[target.slots[0]].manifest, title)
     for slot, description in expected.items():
         if description.version is not None and version < description.version:
             raise ValueError(
@@ -240,7 +240,7 @@ def sync_weights(
         transport = choose_transport(source.slots, target.slots, nodes, on_gpus=on_gpus)
     transport = transport or "file"
     check_transport(transport, source.slots, target.slots, nodes, folder)
-    plan = _Plan(sent, expected, transport, through, bucket_bytes)
+    plan = _Plan(announced, expected, transport, through, bucket_bytes)
     if share and not (transport == "same_slot" and plan.pieces and through is None):
         raise ValueError(
             f"{title}: share=True needs transport 'same_slot', equal layouts and no map, not {transport!r}"
@@ -301,12 +301,12 @@ class _Plan:
             self.gives = dict(_givers(sent, tensors))
         else:
             self.gives = {slot: None if slot == root else frozenset() for slot in sent}
-        self.writers = tuple(slot for slot, given in self.gives.items() if given is None or given) or (root,)
+        self.writers = tuple(slot for slot, origins in self.gives.items() if origins is None or origins) or (root,)
 
 
-def _same(found: Mapping[int, Description | None], end: str) -> dict[int, Description]:
+def _same(ends: Mapping[int, Description | None], end: str) -> dict[int, Description]:
     """The descriptions of one engine's slots, which must be of the same tensors."""
-    descriptions = {slot: description for slot, description in found.items() if description is not None}
+    descriptions = {slot: description for slot, description in ends.items() if description is not None}
     first, *others = descriptions
     for slot in others:
         if descriptions[slot].manifest != descriptions[first].manifest:
@@ -336,12 +336,12 @@ def _givers(sent: dict[int, Description], tensors: Sequence[tuple[str, TensorSpe
         for part, slots in holders.items():
             if volume(part):
                 gives[slots[origin % len(slots)]].add(origin)
-    return {slot: frozenset(given) for slot, given in gives.items()}
+    return {slot: frozenset(origins) for slot, origins in gives.items()}
 
 
 def _raise_failures(title: str, outcomes: Mapping[int, Outcome]) -> None:
     failed = {slot: outcome for slot, outcome in outcomes.items() if outcome.failure is not None}
     causes = {slot: outcome for slot, outcome in failed.items() if not outcome.consequence} or failed
     if causes:
-        told = "\n".join(f"slot {slot}: {outcome.failure}" for slot, outcome in sorted(causes.items()))
-        raise WeightSyncError(f"{title}: failed in slots {sorted(causes)}; the target needs another sync\n{told}")
+        reasons = "\n".join(f"slot {slot}: {outcome.failure}" for slot, outcome in sorted(causes.items()))
+        raise WeightSyncError(f"{title}: failed in slots {sorted(causes)}; the target needs another sync\n{reasons}")
