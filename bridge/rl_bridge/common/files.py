@@ -17,16 +17,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-# Nothing half-written: a file or folder is made under a temporary name and renamed when it is whole.
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; on success it takes its place, on an error it is removed.
 
-    Works for a file and for a folder (make it with ``mkdir``). What is new is on the disk before it gets the name. An
-    old folder makes room under the name ``.NAME.old`` and is removed last; ``sweep`` brings it back after a kill in
-    between. One process at a time writes to a path: what a dead one left under a temporary name is removed by the next.
+    Works for a file and for a folder (make it with ``mkdir``). The new content is on the disk before it gets the name.
+    An old folder makes room under the name ``.NAME.old`` and is removed last; ``sweep`` brings it back after a kill in
+    between. One process at a time writes to a path: the next one removes temporary files of a dead one.
 
     Raises:
         IsADirectoryError: a file was to take the place of a folder, which stays as it is.
@@ -50,7 +48,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a dead process left half-written in a folder, and bring back what it had not yet replaced."""
+    """Remove half-written files of a dead process in a folder, and bring back folders that it had not yet replaced."""
     for left in folder.glob(".*.old"):
         _bring_back(left.with_name(left.name[1 : -len(".old")]))
     for left in folder.glob(".*.tmp"):
@@ -72,7 +70,7 @@ def _old(path: Path) -> Path:
 
 
 def _bring_back(path: Path) -> None:
-    """Finish what a kill between the two renames interrupted."""
+    """Finish a replacement that a kill between the two renames interrupted."""
     old = _old(path)
     if old.exists() and not path.exists():
         os.rename(old, path)
@@ -111,14 +109,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# One process a folder of a run or a study, and nothing outside of it: its lock, and no links in it.
-
 NAME = ".lock"
 _held: set[int] = set()
 
 
 class RunLock:
-    """Held from ``RunLock(folder)`` to ``release()``. Its file says who holds it.
+    """The lock of a run's or a study's folder, from ``RunLock(folder)`` to ``release()``. Its file names the holder.
 
     The operating system takes the lock back when its holder dies.
     """
@@ -133,7 +129,7 @@ class RunLock:
         try:
             self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
-            if error.errno == errno.ELOOP:  # what it points to would be emptied
+            if error.errno == errno.ELOOP:  # the file behind the link would be emptied
                 raise ValueError(f"{self._file} is a link; a run writes to its own files: remove it") from None
             raise
         try:
@@ -203,15 +199,13 @@ def _forget() -> None:
 
 os.register_at_fork(after_in_child=_forget)
 
-# Folders that end with their process: by ``close``, at its exit, or after a SIGKILL when another process makes one.
-
 KINDS = ("vllm", "served", "weights")
 """Checkpoints and logs of engines, checkpoints of servers, copies of weights."""
 IN_USE = "in_use"
 """The file in a folder whose lock says that its owner lives: a process that ends, by whatever, loses the lock."""
 
 _HELD: set[int] = set()
-"""Locks of this process. One that a forked process has not closed would outlive its owner."""
+"""Locks of this process. A lock that a forked process has not closed would outlive its owner."""
 
 
 def _forked() -> None:
@@ -224,10 +218,13 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class TemporaryFolder:
-    """``rl_fn-KIND-…``, locked from the moment that it has this name. ``close`` removes it; again, it does nothing."""
+    """``rl_fn-KIND-…``, locked from the moment that it has this name, which ends with its process.
+
+    ``close`` removes it (again: no effect), or the process's exit; after a SIGKILL the next process that makes one.
+    """
 
     def __init__(self, kind: str, parent: Path | None = None, *, private: bool = True) -> None:
-        """Make one beside those of other processes, and remove what killed ones left there.
+        """Make one beside those of other processes, and remove those of killed ones.
 
         Args:
             kind: of ``KINDS``.
@@ -239,17 +236,17 @@ class TemporaryFolder:
         sweep_folders(parent)
         name = f"rl_fn-{kind}-{os.getpid()}-{secrets.token_hex(4)}"
         # Nobody sweeps a folder before it has its name, and then it is locked.
-        made = parent / f".{name}"
-        made.mkdir(mode=0o700 if private else 0o777)
-        lock = _locked(made, create=True)
+        hidden = parent / f".{name}"
+        hidden.mkdir(mode=0o700 if private else 0o777)
+        lock = _locked(hidden, create=True)
         assert lock is not None, "nobody else knows this folder"
-        self.path = made.rename(parent / name)
+        self.path = hidden.rename(parent / name)
         self.close = weakref.finalize(self, _remove_folder, self.path, lock)
 
 
 def sweep_folders(parent: Path) -> None:
     """Remove the folders of processes of this user that were killed."""
-    for folder in (found for kind in KINDS for found in parent.glob(f"rl_fn-{kind}-*")):
+    for folder in (path for kind in KINDS for path in parent.glob(f"rl_fn-{kind}-*")):
         with contextlib.suppress(OSError):  # its owner removes it just now
             if folder.lstat().st_uid == os.geteuid() and (lock := _locked(folder)) is not None:
                 _remove_folder(folder, lock)
@@ -270,7 +267,7 @@ def _locked(folder: Path, *, create: bool = False) -> int | None:
 def _remove_folder(folder: Path, lock: int) -> None:
     if lock not in _HELD:
         return  # in a process that was forked from the owner
-    # The lock's file goes last: what a kill leaves in between can still be swept.
+    # The lock's file goes last: a folder that a kill leaves in between can still be swept.
     with contextlib.suppress(OSError):
         for inside in folder.iterdir():
             if inside.is_dir() and not inside.is_symlink():
