@@ -98,13 +98,13 @@ def _requirements() -> Iterator[tuple[str, str]]:
             yield matched[1], (matched[2] or "").replace(" ", "")
 
 
-def _fits(here: str, asked: str) -> bool:
+def _fits(here: str, required: str) -> bool:
     """Whether a version is at least, or below, another one; release numbers alone are compared.
 
     >>> _fits("2.13.0+cpu", ">=2.11"), _fits("0.33.1", "<0.33"), _fits("0.32.4", "<0.33")
     (True, False, True)
     """
-    matched = re.fullmatch(r"(>=|<=|<|>|==)(\d+(?:\.\d+)*).*", asked)
+    matched = re.fullmatch(r"(>=|<=|<|>|==)(\d+(?:\.\d+)*).*", required)
     if matched is None:
         return True
     installed, other = ([int(part) for part in re.findall(r"\d+", text)] for text in (_release(here), matched[2]))

@@ -184,7 +184,7 @@ class CachedModel:
     def _add_together(self, tokens: torch.Tensor, columns: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """All rows in one call."""
         used, unlike = max(lengths), min(lengths) < max(lengths)
-        # The attention "rl_fn" takes the columns that each row sees from the cache, the others get masks.
+        # With the attention "rl_fn" the model makes masks from the offsets in the cache; the others get masks.
         is_rl_fn = self._implementation == NAME
         self._cache.adding(len(lengths), columns, used, columns if unlike and is_rl_fn else None)
         if self._packed is None:
@@ -199,10 +199,8 @@ class CachedModel:
     def _can_read_packed(self) -> bool:
         """Whether the model may be one that holds sequences in one row apart, by an attention plan."""
         options = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in self._takes.values())
-        has_attention_alone = {FULL, SLIDING} >= set(_kinds(self._model)) and not getattr(
-            self._model, "_is_stateful", False
-        )
-        return self._implementation == NAME and options and has_attention_alone and self._give_positions
+        stateless = {FULL, SLIDING} >= set(_kinds(self._model)) and not getattr(self._model, "_is_stateful", False)
+        return self._implementation == NAME and options and stateless and self._give_positions
 
     def _read_in_one_row(
         self, order: Sequence[int], sequences: Sequence[Sequence[int]], of_rows: Sequence[int], first: int

@@ -218,7 +218,7 @@ class Conversation:
 
 logger = logging.getLogger(__name__)
 MOMENT = {"seconds": 0.05}
-"""Wait for an answer until limits are looked at again."""
+"""The wait for an answer until limits are looked at again."""
 
 
 class Sampler(Protocol):

@@ -19,7 +19,7 @@ from rl_bridge.rollout.row_cache import RowCache
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 """Models that compute what ``PackedStep`` computes: RMSNorm, rotated queries and keys, SwiGLU, two residual sums."""
 MOST_BYTES = 4 << 30
-"""The largest model whose weights are held twice."""
+"""Bytes of the largest model whose weights are held twice."""
 OPS: Any = torch.ops.mkldnn
 
 

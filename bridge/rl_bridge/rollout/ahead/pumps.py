@@ -207,7 +207,8 @@ class Pace:
 class RolloutPump:
     """A state machine over a ledger. ``next`` gives the engine's next command; the other methods take what happened.
 
-    ``held``: no row is in the engine and none goes in, so that its weights may change. It begins so.
+    The pump does nothing itself. ``held``: no row is in the engine and none goes in, so that its weights may change. It
+    begins so.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class Held(NamedTuple):
     unread: dict[str, str]
 
     @classmethod
-    def of_ranks(cls, found: Sequence[Sequence[Any]]) -> "Held":
+    def of_ranks(cls, workers: Sequence[Sequence[Any]]) -> "Held":
         """The comparison of an engine from those of its workers, each of which holds its own part.
 
         >>> Held.of_ranks([[3, {}, {"r": "why"}], [3, {"q": "wrong"}, {"r": "why"}]])
@@ -49,11 +49,13 @@ class Held(NamedTuple):
         """
 
         def ranked(place: int) -> dict[str, str]:
-            if len(found) == 1:
-                return dict(found[0][place])
-            return {f"{name} on rank {rank}": why for rank, row in enumerate(found) for name, why in row[place].items()}
+            if len(workers) == 1:
+                return dict(workers[0][place])
+            return {
+                f"{name} on rank {rank}": why for rank, row in enumerate(workers) for name, why in row[place].items()
+            }
 
-        return cls(sum(row[0] for row in found), ranked(1), ranked(2))
+        return cls(sum(row[0] for row in workers), ranked(1), ranked(2))
 
 
 class Piece(NamedTuple):
@@ -279,10 +281,10 @@ def _scaled(handler: Any, unit: Tensor) -> Tensor:
     return out
 
 
-def _differing(got: Tensor, wanted: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
+def _differing(got: Tensor, expected: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
     """Differences, by the name of the sent tensor. 0 and −0 are equal, and so are numbers below the least normal."""
     begin = 0
-    for name, part in wanted:
+    for name, part in expected:
         rows = len(part) if part.dim() else 1
         own = got[begin : begin + rows] if got.dim() else got
         begin += rows

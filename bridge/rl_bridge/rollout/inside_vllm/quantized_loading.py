@@ -157,7 +157,7 @@ def _map_of(setting: Setting, vllm_config: Any, model_config: Any) -> Quantize:
     return Quantize(setting.precision, names, dtype=model_config.dtype)
 
 
-def _require_same(own: dict[str, Any], wanted: dict[str, Any], model: str) -> None:
+def _require_same(own: dict[str, Any], expected: dict[str, Any], model: str) -> None:
     """Raise unless the checkpoint's own codes are of the kind that updates will be."""
 
     def kinds(config: dict[str, Any]) -> list[Any]:
@@ -165,7 +165,7 @@ def _require_same(own: dict[str, Any], wanted: dict[str, Any], model: str) -> No
         keys = ("num_bits", "type", "strategy", "symmetric")
         return [[(group.get("weights") or {}).get(key) for key in keys] for group in groups]
 
-    if own.get("quant_method") != wanted["quant_method"] or kinds(own) != kinds(wanted):
+    if own.get("quant_method") != expected["quant_method"] or kinds(own) != kinds(expected):
         raise ValueError(f"{model} is quantised in another way than updates would be: {own}")
 
 

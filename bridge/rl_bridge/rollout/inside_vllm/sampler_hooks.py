@@ -95,7 +95,7 @@ class Draws:
         """Drop the notes of a request that ended otherwise."""
         self._allowed.pop(request_id, None)
 
-    def _draw(self, forward: Callable[..., Any], logits: torch.Tensor, given: dict, top_k: Any, top_p: Any) -> Any:
+    def _draw(self, forward: Callable[..., Any], logits: torch.Tensor, of_engine: dict, top_k: Any, top_p: Any) -> Any:
         """The sampler's own forward, with each row's generator at the draw's number, and min-p behind top-p."""
         rows = list(self._rows())
         if any(row.draws.min_p for row in rows):
@@ -103,14 +103,14 @@ class Draws:
 
             logits, top_k, top_p = _above_min_p(apply_top_k_top_p(logits, top_k, top_p), rows), None, None
         with _OwnNumbers(self._others):
-            output = forward(logits, self._seeded(logits.device, given, rows), top_k, top_p)
+            output = forward(logits, self._seeded(logits.device, of_engine, rows), top_k, top_p)
         self._note_allowed(output[1], rows)
         return output
 
     def _seeded(
-        self, device: torch.device, given: dict[int, torch.Generator], rows: list[_Row]
+        self, device: torch.device, of_engine: dict[int, torch.Generator], rows: list[_Row]
     ) -> dict[int, torch.Generator]:
-        generators = dict(given)
+        generators = dict(of_engine)
         states = [(row.draws.seed, row.draws.drawn + row.number) for row in rows]
         while len(self._generators) < len(rows):
             self._generators.append(torch.Generator(device=device))

@@ -407,10 +407,10 @@ class ServedDecoder:
         )
         self._rows[name] = row
 
-    def _drawn(self, found: dict[str, Completion], *, leave: bool = False) -> list[Drawn]:
+    def _drawn(self, completions: dict[str, Completion], *, leave: bool = False) -> list[Drawn]:
         """Rows that have ended, or all: where a text is complete, up to and with the token that completed it."""
         ended = []
-        for name, completion in found.items():
+        for name, completion in completions.items():
             row, reason = self._rows.pop(name), completion.reason
             for place, token in enumerate(completion.tokens if row.text is not None else (), 1):
                 if row.text is not None and row.text.add(token) is not None:

@@ -239,18 +239,18 @@ def facts(engine: LLMEngine) -> EngineFacts:
     )
 
 
-def _require(found: EngineFacts, options: VLLMOptions) -> None:
+def _require(actual: EngineFacts, options: VLLMOptions) -> None:
     """Raise unless the engine has the properties that the options ask for."""
-    if found.dtype != options.activations:
-        raise ValueError(f"the engine computes in {found.dtype}, and {options.activations} was asked for")
-    if found.logprobs_mode != "processed_logprobs":
+    if actual.dtype != options.activations:
+        raise ValueError(f"the engine computes in {actual.dtype}, and {options.activations} was asked for")
+    if actual.logprobs_mode != "processed_logprobs":
         raise ValueError(
-            f"the engine's log-probabilities are {found.logprobs_mode}; training needs processed_logprobs, those of "
+            f"the engine's log-probabilities are {actual.logprobs_mode}; training needs processed_logprobs, those of "
             "the distribution that is sampled from"
         )
-    if options.precision in ("fp32", "bf16") and found.quantization is not None:
-        raise ValueError(f"the engine is quantised by {found.quantization}, and {options.precision} was asked for")
-    if options.precision not in ("fp32", "bf16") and found.quantization is None:
+    if options.precision in ("fp32", "bf16") and actual.quantization is not None:
+        raise ValueError(f"the engine is quantised by {actual.quantization}, and {options.precision} was asked for")
+    if options.precision not in ("fp32", "bf16") and actual.quantization is None:
         raise ValueError(f"the engine is not quantised, and precision {options.precision} was asked for")
     if options.precision == "int8" and (scales := int8_scales.state()) == "missing":
         raise ValueError(f"the scales of int8 layers are {scales}: plugin.register() keeps them, and was not called")
