@@ -73,7 +73,8 @@ def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, st
     tokenizer = character_tokenizer("0123456789+=")
     source = kind.for_tokenizer(tokenizer, hidden=64, layers=2, heads=heads, seed=seed)
     train, held_out = split_rows(ROWS, HELD_OUT, seed)
-    summary = train_and_evaluate(pipeline, executor, source, tokenizer, train, held_out, reward, objective)
+    inputs = {"train_rows": train, "held_out": held_out, "reward": reward, "objective": objective}
+    summary = train_and_evaluate(pipeline, executor, source, tokenizer, **inputs)
     lines = (folder / pipeline.name / "metrics.jsonl").read_text("utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if record["stage"] == "policy"]
     archive = folder / pipeline.name / "pareto.json"

@@ -24,7 +24,7 @@ _ADVICE = {
 _PLAIN = (ValueError, FileNotFoundError, ModuleNotFoundError, NotImplementedError)
 """Their messages are written for the user and need no name of a class in front."""
 _EXPECTED = (*_PLAIN, OSError, FloatingPointError, MemoryError, TypeError)
-"""What a user's input, files, functions or machine can bring about."""
+"""Errors that a user's input, files, functions or machine can bring about."""
 _EXPECTED_ELSEWHERE = {
     "safetensors",
     "safetensors_rust",
@@ -41,12 +41,12 @@ def is_expected(error: BaseException) -> bool:
     """Whether one line says enough about an error."""
     cause = _cause(error)
     packages = {kind.__module__.split(".")[0] for kind in type(cause).__mro__}
-    known = isinstance(cause, _EXPECTED) or not packages.isdisjoint(_EXPECTED_ELSEWHERE)
-    return known or _is_jax_without_backend(cause)
+    is_usual = isinstance(cause, _EXPECTED) or not packages.isdisjoint(_EXPECTED_ELSEWHERE)
+    return is_usual or _is_jax_without_backend(cause)
 
 
 def lines_of(error: BaseException) -> tuple[str, list[str]]:
-    """(The error in one line, what else to tell the user: its notes), without secrets and what does not print."""
+    """(The error in one line, its notes for the user), without secrets and characters that do not print."""
     cause = _cause(error)
     text = str(cause).strip()
     if _is_jax_without_backend(cause):
@@ -65,8 +65,8 @@ def lines_of(error: BaseException) -> tuple[str, list[str]]:
 
 def _is_jax_without_backend(error: BaseException) -> bool:
     """JAX's own error where the environment asks for a platform that it does not have here."""
-    asked = bool(os.environ.get("JAX_PLATFORMS"))
-    return asked and isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
+    has_variable = bool(os.environ.get("JAX_PLATFORMS"))
+    return has_variable and isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")
 
 
 def _shown(text: str) -> str:
@@ -74,7 +74,7 @@ def _shown(text: str) -> str:
 
 
 def _notes(error: BaseException) -> list[str]:
-    """Of the error, or of the one behind which it was raised: closing what a dead worker holds fails once more."""
+    """Notes of the error, or of the one behind which it was raised: closing a dead worker fails once more."""
     behind: BaseException | None = error
     while behind is not None:
         if notes := getattr(behind, "__notes__", []):
@@ -84,15 +84,13 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What a worker raised, in place of the driver's account of it with the traceback."""
+    """The error that a worker raised, in place of the driver's account of it with the traceback."""
     from rl_bridge.executors.executor import WorkerError  # its package imports torch
 
     return error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error
 
 
 # A command's own modules are imported by the command alone: `rl-fn --help` needs none of torch, transformers and JAX.
-
-
 COMMANDS = {
     "train": "",
     "export": "rl_tools.export.command:run",
@@ -119,16 +117,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words in ([], ["--help"], ["-h"]):
         print(usage(), end="")
         return 0
-    known = words[0] if words[0] in COMMANDS else None
-    if known == "train" and len(words) > 1 and words[1] in TRAINERS:
+    command = words[0] if words[0] in COMMANDS else None
+    if command == "train" and len(words) > 1 and words[1] in TRAINERS:
         return _train(words[1], [word for word in words[2:] if word != TRACEBACK], traceback=TRACEBACK in words)
-    if known == "train" and words[1:] in ([], ["--help"], ["-h"]):
+    if command == "train" and words[1:] in ([], ["--help"], ["-h"]):
         print(usage(), end="")
         return 0 if words[1:] else 2
-    if known is not None and (run := COMMANDS[known]):
+    if command is not None and (run := COMMANDS[command]):
         rest = [word for word in words[1:] if word != TRACEBACK]
-        # A study may ask a function of the user's what to try.
-        helps = known != "tune" or not {"-h", "--help"}.isdisjoint(rest)
+        # A study may call a function of the user's.
+        helps = command != "tune" or not {"-h", "--help"}.isdisjoint(rest)
         return _guarded(lambda: load(run)(rest), traceback=TRACEBACK in words, helps=helps)
     say(_unknown(words), error=True)
     return 2
@@ -150,7 +148,7 @@ def _train(name: str, words: Sequence[str], *, traceback: bool) -> int:
 
 
 def _unknown(words: Sequence[str]) -> str:
-    """What is said of a command that there is none of, with the names near it."""
+    """The message about an unknown command, with the names near it."""
     if words[0] == "train":
         near, names = difflib.get_close_matches(words[1], TRAINERS), TRAINERS
         what = f"train {words[1]!r}"
@@ -162,7 +160,7 @@ def _unknown(words: Sequence[str]) -> str:
 
 
 def usage() -> str:
-    """What ``rl-fn --help`` prints."""
+    """The text that ``rl-fn --help`` prints."""
     trainers = "".join(f"  train {name:<15}{trainer.about}\n" for name, trainer in TRAINERS.items())
     return f"""usage: rl-fn train {{{",".join(TRAINERS)}}} [--help] [{TRACEBACK}] [options]
 
@@ -193,7 +191,7 @@ commands:
 def report(run: Callable[[Any], dict[str, Any]], pipeline: Any, *, traceback: bool = False) -> int:
     """Run a pipeline and print its result on the last line. A user's mistake is one line, not a traceback.
 
-    What nobody expected keeps its traceback; ``traceback`` shows every error's.
+    An unexpected error keeps its traceback; ``traceback`` shows every error's.
     """
 
     def to_its_end() -> int:
@@ -215,7 +213,7 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False, helps: bool
         say("; ".join(["stopped at once", *getattr(stop, "__notes__", [])]))
         return 128 + getattr(stop, "number", signal.SIGINT)
     except SystemExit as left:
-        # The ranks of a torchrun job that only serve end here. Of a run it is a user's function that left.
+        # The ranks of a torchrun job that only serve end here. In a run, a user's function has called sys.exit().
         if left.code not in (None, 0) or os.environ.get("RANK", "0") != "0":
             raise
         if helps:
@@ -226,7 +224,7 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False, helps: bool
         return 1
     except Exception as error:
         message, hints = lines_of(error)
-        # torchrun ends this process soon: what waits in a buffer would be lost.
+        # torchrun ends this process soon: text that waits in a buffer would be lost.
         for hint in hints:
             say(hint, flush=True)
         if traceback or not is_expected(error):
@@ -236,15 +234,15 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False, helps: bool
 
 
 def _show_traceback(error: BaseException) -> None:
-    """As the interpreter shows it, without secrets and what does not print."""
-    shown = io.StringIO()
-    with contextlib.redirect_stderr(shown):
+    """Print the traceback as the interpreter does, without secrets and characters that do not print."""
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
         sys.excepthook(type(error), error, error.__traceback__)
-    say(scrubbed_text(shown.getvalue(), environment_secrets()).rstrip("\n"), error=True)
+    say(scrubbed_text(output.getvalue(), environment_secrets()).rstrip("\n"), error=True)
 
 
 def _print_anything() -> None:
-    """A terminal without UTF-8 shows a question mark for what it lacks, instead of ending a run."""
+    """Let a terminal without UTF-8 show question marks for characters that it lacks, instead of ending a run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

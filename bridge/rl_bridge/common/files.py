@@ -18,16 +18,14 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-# Nothing half-written: a file or folder is made under a temporary name and renamed when it is whole.
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside ``path`` to write to; on success it takes its place, on an error it is removed.
 
-    Works for a file and for a folder (make it with ``mkdir``). What is new is on the disk before it gets the name. An
-    old folder makes room under the name ``.NAME.old`` and is removed last; ``sweep`` brings it back after a kill in
-    between. One process at a time writes to a path: what a dead one left under a temporary name is removed by the next.
+    Works for a file and for a folder (make it with ``mkdir``). The new content is on the disk before it gets the name.
+    An old folder makes room under the name ``.NAME.old`` and is removed last; ``sweep`` brings it back after a kill in
+    between. One process at a time writes to a path: the next one removes temporary files of a dead one.
 
     Raises:
         IsADirectoryError: a file was to take the place of a folder, which stays as it is.
@@ -51,7 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a dead process left half-written in a folder, and bring back what it had not yet replaced."""
+    """Remove half-written files of a dead process in a folder, and bring back folders that it had not yet replaced."""
     for left in folder.glob(".*.old"):
         _bring_back(left.with_name(left.name[1 : -len(".old")]))
     for left in folder.glob(".*.tmp"):
@@ -73,7 +71,7 @@ def _old(path: Path) -> Path:
 
 
 def _bring_back(path: Path) -> None:
-    """Finish what a kill between the two renames interrupted."""
+    """Finish a replacement that a kill between the two renames interrupted."""
     old = _old(path)
     if old.exists() and not path.exists():
         os.rename(old, path)
@@ -226,10 +224,13 @@ IN_USE = "in_use"
 
 
 class TemporaryFolder:
-    """``rl_fn-KIND-…``, locked from the moment that it has this name. ``close`` removes it; again, it does nothing."""
+    """``rl_fn-KIND-…``, locked from the moment that it has this name, which ends with its process.
+
+    ``close`` removes it (again: no effect), or the process's exit; after a SIGKILL the next process that makes one.
+    """
 
     def __init__(self, kind: str, parent: Path | None = None, *, private: bool = True) -> None:
-        """Make one beside those of other processes, and remove what killed ones left there.
+        """Make one beside those of other processes, and remove those of killed ones.
 
         Args:
             kind: of ``KINDS``.

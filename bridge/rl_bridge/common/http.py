@@ -50,7 +50,7 @@ class Askers:
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], Result]) -> "Future[Result]":
-        """What will be the call's result; ``cancel`` works until the call begins."""
+        """The future result of the call; ``cancel`` works until the call begins."""
         future: Future[Result] = Future()
         with self._lock:
             if self._closed:
@@ -62,7 +62,7 @@ class Askers:
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun, and let each thread end with its call."""
+        """Cancel calls that have not begun, and let each thread end with its call."""
         with self._lock:
             self._closed = True
             try:
@@ -79,15 +79,15 @@ class Askers:
         self.close()
 
     def _work(self) -> None:
-        while (taken := self._calls.get()) is not None:
-            future, call = taken
+        while (entry := self._calls.get()) is not None:
+            future, call = entry
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(call())
             except BaseException as error:  # raised where the result is asked for
                 future.set_exception(error)
-            del taken, future, call  # not kept while the thread waits
+            del entry, future, call  # not kept while the thread waits
         self._calls.put(None)  # for the next thread
 
 
@@ -96,7 +96,7 @@ class Server:
     """Where requests go, and for how long they are tried.
 
     A try that fails may have been worked on; its reply, if there ever is one, is read by nobody. So a request gets one
-    reply, and only what may be done twice is to be tried again: ``retries`` 0 for everything else.
+    reply, and only a request that may be carried out twice is to be tried again: ``retries`` 0 for all others.
     """
 
     url: str
@@ -111,12 +111,12 @@ class Server:
     concurrency: int = 16
     """Requests at a time."""
     largest: int | None = None
-    """Bytes of a reply, above which it is no reply, and is not asked for again. None: any number."""
+    """Bytes of a reply. A larger one is no reply, and is not asked for again. None: any number."""
     unix: str | None = None
     """Path of a socket to connect to; the url's host is then a name alone."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that limit nothing, and what is no address."""
+        """Refuse limits that limit nothing, and a url that is no address."""
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"a server's url begins with http:// or https://, got {scrubbed_text(self.url)!r}")
         if (wrong := _wrong_with(self.url)) is not None:
@@ -138,7 +138,7 @@ class Server:
         what: str = "",
         may_be_empty: bool = False,
     ) -> Any:
-        """What the server replies, as JSON. Once ``stop`` is set there is no further try.
+        """The server's reply, as JSON. Once ``stop`` is set there is no further try.
 
         Args:
             payload: the request, as JSON; None is no body.
@@ -148,23 +148,23 @@ class Server:
             may_be_empty: a reply without a body is None, not a failure.
 
         Raises:
-            NoReply: with the last thing that went wrong. What a status calls wrong in the request is not tried again.
+            NoReply: with the last failure. A request that a status calls wrong is not tried again.
         """
         # A server that does not read a body may have closed the connection before the body is sent.
         body = b"" if payload is None else json.dumps(payload).encode()
         return self._tried(path, body, stop, what, may_be_empty)
 
     def get(self, path: str = "", *, what: str = "") -> Any:
-        """As ``post``, without a payload; nothing in reply is None."""
+        """The server's reply to a request without a payload, as JSON; an empty one is None."""
         return self._tried(path, None, None, what, True)
 
     def _tried(self, path: str, body: bytes | None, stop: threading.Event | None, what: str, empty: bool) -> Any:
         url = self.url + path
-        shown = scrubbed_text(url)
-        name = f"{shown} ({what})" if what else shown
+        safe_url = scrubbed_text(url)
+        name = f"{safe_url} ({what})" if what else safe_url
         wait, last, status = self.wait, "", None
         for attempt in range(self.retries + 1):
-            asked = None
+            retry_after = None
             try:
                 reply = self._once(url, body)
                 return None if empty and not reply else json.loads(reply)
@@ -173,14 +173,16 @@ class Server:
                     last, status = f"status {error.code} {error.reason}: {_start(error)}", error.code
                 if error.code not in AGAIN:
                     raise NoReply(f"{name} replied with {last}", status) from error
-                asked = _retry_after(error.headers)
+                retry_after = _retry_after(error.headers)
             except (OSError, http.client.HTTPException) as error:  # refused, reset, too slow; cut off, or no HTTP
                 reason = str(getattr(error, "reason", "") or error)
                 last, status = " ".join(reason.split()) or type(error).__name__, None
             except ValueError as error:
                 last = f"a reply that is not JSON: {error}"
             if attempt < self.retries:
-                if (stop or threading.Event()).wait(min(self.longest_wait, wait if asked is None else asked)):
+                if (stop or threading.Event()).wait(
+                    min(self.longest_wait, wait if retry_after is None else retry_after)
+                ):
                     break
                 wait *= 2
         tries = "1 try" if self.retries == 0 else f"{self.retries + 1} tries"
@@ -210,13 +212,13 @@ class Server:
 
 
 def _without_user(url: str) -> tuple[str, dict[str, str]]:
-    """(The address without ``user:password@``, the header that says it instead)."""
+    """(The address without ``user:password@``, the header that has them instead)."""
     parts = urllib.parse.urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     if not at:
         return url, {}
-    said = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
-    return urllib.parse.urlunsplit(parts._replace(netloc=host)), {"Authorization": f"Basic {said}"}
+    credentials = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+    return urllib.parse.urlunsplit(parts._replace(netloc=host)), {"Authorization": f"Basic {credentials}"}
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -241,7 +243,7 @@ class _UnixHandler(urllib.request.HTTPHandler):
 
 
 def _wrong_with(url: str) -> str | None:
-    """Why nobody can be asked at an address. It is not repeated: it may hold a password."""
+    """The fault of an address, or None. The address is not repeated, since it may hold a password."""
     if re.search(r"[\s\x00-\x1f\x7f]", url):
         return "this one has white space or control characters"
     try:
@@ -260,7 +262,7 @@ def _retry_after(headers: Message) -> float | None:
 
 
 def _start(error: urllib.error.HTTPError) -> str:
-    """How the body of an error begins, if it comes at all."""
+    """The beginning of an error's body, if it comes at all."""
     try:
         return repr(error.read(2000).decode(errors="replace").strip()[:200])
     except (OSError, http.client.HTTPException) as failure:

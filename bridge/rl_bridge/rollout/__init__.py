@@ -1,4 +1,4 @@
-"""Rollout workers: what stands behind an ``InferenceEngine``."""
+"""Rollout workers, which stand behind an ``InferenceEngine``."""
 
 from rl_bridge.rollout.inprocess import InProcessRollout
 

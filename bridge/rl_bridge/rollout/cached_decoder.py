@@ -206,8 +206,8 @@ class CachedDecoder(Decoder):
 
     def _leave(self, ended: list[int]) -> list[_Row]:
         """Rows from the end of the cache take the places of those that ended."""
-        gone, left = set(ended), len(self._rows) - len(ended)
-        movers = [n for n in range(left, len(self._rows)) if n not in gone]
+        leaving, left = set(ended), len(self._rows) - len(ended)
+        movers = [n for n in range(left, len(self._rows)) if n not in leaving]
         gaps = [n for n in ended if n < left]
         rows = [self._rows[n] for n in ended]
         order = list(range(left))

@@ -1,8 +1,8 @@
 """A model with a cache of rows that join and leave, and the calls that rows may share.
 
 Layers of Mamba 2's kind clamp their time steps (``time_step_limit``) where they read a sequence. Where they add one
-token transformers' layers do not: a row's values would depend on which of the two calls had computed its state. The
-limits are put on what the layer's projection gives.
+token transformers' layers do not: a row's values would depend on which of the two calls had computed its state. So the
+limits are put on the output of the layer's projection.
 """
 
 import contextlib
@@ -21,8 +21,6 @@ from rl_bridge.parallel.attention.plan import segments_of
 from rl_bridge.parallel.attention.register import NAME
 from rl_bridge.rollout.packed_step import PackedStep, packs
 from rl_bridge.rollout.row_cache import RowCache
-
-# Limits of a state-space layer's time steps, in the call that adds one token.
 
 
 class TimeSteps:
@@ -69,8 +67,6 @@ def _before_softplus(x: float) -> float:
     return x + math.log(-math.expm1(-x)) if x < 30 else x
 
 
-# A causal LM with a ``RowCache``: sequences are read into rows, and rows get one more token each.
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 STATES = ("linear_attention", "conv", "mlp", "moe")
 """Kinds of layers without attention: they keep rows apart by themselves."""
@@ -94,12 +90,16 @@ class Arrangement(NamedTuple):
 
 
 class CachedModel:
-    """The model's logits after the last token of rows that have lengths of their own."""
+    """A causal LM with a ``RowCache``: the logits after the last token of rows that have lengths of their own.
+
+    Sequences are read into rows, and rows get one more token each.
+    """
 
     def __init__(self, model: PreTrainedModel, arrangement: Arrangement | None = None) -> None:
         """The cache is empty.
 
-        ``arrangement`` is what the model is known to compute right in; None: what its signature and its layers promise.
+        ``arrangement``: one that the model is known to compute right in; None: the one that its signature and its
+        layers promise.
 
         Raises:
             NotImplementedError: for a model that has no cache of transformers' kind, or whose attention takes no mask a
@@ -128,11 +128,11 @@ class CachedModel:
 
     @property
     def arrangement(self) -> Arrangement:
-        """What is done."""
+        """The arrangement that the model is called in."""
         return Arrangement(self._implementation, self._read_packed, self._together, self._give_positions)
 
     def read(self, sequences: Sequence[Sequence[int]], of_rows: Sequence[int], first: int, room: int) -> torch.Tensor:
-        """Logits [rows, V] of new rows after the sequences ``of_rows`` numbers, each of which is computed once.
+        """Logits [rows, V] of new rows after their sequences, whose numbers are ``of_rows``; each is computed once.
 
         The rows lie from ``first`` on, with room for this many tokens each.
 
@@ -184,23 +184,23 @@ class CachedModel:
     def _add_together(self, tokens: torch.Tensor, columns: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """All rows in one call."""
         used, unlike = max(lengths), min(lengths) < max(lengths)
-        # "rl_fn" asks the model what each row sees, the others are told.
-        asked = self._implementation == NAME
-        self._cache.adding(len(lengths), columns, used, columns if unlike and asked else None)
+        # With the attention "rl_fn" the model makes masks from the offsets in the cache; the others get masks.
+        is_rl_fn = self._implementation == NAME
+        self._cache.adding(len(lengths), columns, used, columns if unlike and is_rl_fn else None)
         if self._packed is None:
-            # Made here: a row that ends with its first token needs none.
+            # The packed weights are made here, because a row that ends with its first token needs none.
             able = self._together and packs(self._model)
             self._packed = PackedStep(self._model, len(lengths), list(self._windows)) if able else False
         if self._packed:
             return self._packed.logits(tokens, columns, self._cache, self._masks(columns, used))
-        masks = self._masks(columns, used) if unlike and not asked and self._windows else None
+        masks = self._masks(columns, used) if unlike and not is_rl_fn and self._windows else None
         return self._forward(tokens[:, None], columns[:, None], attention_mask=masks)[:, -1]
 
     def _can_read_packed(self) -> bool:
         """Whether the model may be one that holds sequences in one row apart, by an attention plan."""
         options = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in self._takes.values())
-        known = {FULL, SLIDING} >= set(_kinds(self._model)) and not getattr(self._model, "_is_stateful", False)
-        return self._implementation == NAME and options and known and self._give_positions
+        stateless = {FULL, SLIDING} >= set(_kinds(self._model)) and not getattr(self._model, "_is_stateful", False)
+        return self._implementation == NAME and options and stateless and self._give_positions
 
     def _read_in_one_row(
         self, order: Sequence[int], sequences: Sequence[Sequence[int]], of_rows: Sequence[int], first: int
@@ -213,7 +213,7 @@ class CachedModel:
         plan = AttentionPlan(segments_of(lengths, [None] * len(order)), self._model.device, None)
         logits = self._read(order, sequences, of_rows, first, plan)[0]
         if self._cache.mixed or len(plan.layers) < self._cache.written:
-            # A layer has seen all sequences as one. What was written is written again.
+            # A layer has seen all sequences as one. Its keys and values are written again.
             self._read_packed = False
             return None
         return logits
@@ -248,14 +248,14 @@ class CachedModel:
         return self._forward(tokens[None], positions[None], keep=last, **options)
 
     def _masks(self, columns: torch.Tensor, used: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What each row's new token sees of the first ``used`` columns, [B, 1, 1, used], for each kind of layer."""
+        """Masks of the first ``used`` columns for each row's new token, [B, 1, 1, used], for each kind of layer."""
         column, place = torch.arange(used, device=columns.device), columns[:, None]
         masks = {}
         for kind, window in self._windows.items():
-            seen = column <= place
+            visible = column <= place
             if window is not None:
-                seen &= column > place - window
-            mask = seen[:, None, None]
+                visible &= column > place - window
+            mask = visible[:, None, None]
             if self._implementation == "eager":
                 lowest = torch.finfo(self._model.dtype).min
                 mask = torch.zeros(mask.shape, dtype=self._model.dtype, device=mask.device).masked_fill(~mask, lowest)
@@ -293,7 +293,7 @@ def _refused(model: PreTrainedModel, why: str) -> NotImplementedError:
 
 
 def _kinds(model: PreTrainedModel) -> Iterable[str]:
-    """Of each layer; one with attention beside its states is of the attention's kind."""
+    """The kind of each layer; a layer with attention beside its states is of the attention's kind."""
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [FULL if window is None else SLIDING]

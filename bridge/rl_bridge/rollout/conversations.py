@@ -1,4 +1,4 @@
-"""Conversations of a policy with its environments, many at once: what was said, and what is known of each token."""
+"""Conversations of a policy with its environments, many at once: their messages, and the facts of each token."""
 
 import logging
 from collections import deque
@@ -23,8 +23,6 @@ from rl_bridge.environments.environment import Step, Talker
 from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
 from rl_bridge.rollout.decoder import Decoder, Drawn
 
-# One conversation between a policy and an environment: what was said, and what is known of each token.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -37,7 +35,7 @@ class Limits:
     """Tokens of the whole trajectory, opening and environment included."""
 
     def __post_init__(self) -> None:
-        """Refuse what leaves no turn."""
+        """Refuse limits that leave no turn."""
         if self.max_turns < 1 or self.turn_tokens < 1 or (self.all_tokens is not None and self.all_tokens < 2):
             raise ValueError(
                 "max_turns and turn_tokens must be ≥ 1 and all_tokens ≥ 2 or None, got "
@@ -47,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What one conversation begins with; its tokens depend on this and the environment's words alone."""
+    """The beginning of one conversation, whose tokens depend on this and the environment's words alone."""
 
     request_id: RequestId
     seed: int
@@ -62,7 +60,7 @@ class Opening:
 
 @dataclass
 class Conversation:
-    """What was said so far, and what is known of each token."""
+    """The messages of one conversation so far, and the facts of each token."""
 
     opening: Opening
     said: list[Message] = field(default_factory=list)
@@ -85,7 +83,7 @@ class Conversation:
     """Why it cannot go on."""
 
     def heard(self, step: Step, template: TurnTemplate, limits: Limits, tools: Sequence[Any]) -> FinishReason | int:
-        """Take what the environment says; the tokens that the policy may draw now, or why the conversation ends.
+        """Take the environment's messages; returns the tokens that the policy may draw now, or the reason of an end.
 
         Raises:
             UnusableTemplate: no conversation can go on with the chat template.
@@ -96,13 +94,13 @@ class Conversation:
             self.answers += 1
         answer: list[Message] = [dict(message) for message in step.messages]
         if not opening and (step.done or not answer):
-            found: FinishReason | int = "stop"
+            outcome: FinishReason | int = "stop"
         elif len(self.drawn) == limits.max_turns:
-            found = "turns"
+            outcome = "turns"
         else:
-            found = self._go_on(answer, step, template, limits, tools)
+            outcome = self._go_on(answer, step, template, limits, tools)
         self.said += answer
-        return found
+        return outcome
 
     def spoke(self, turn: Drawn, version: int, template: TurnTemplate) -> bool:
         """Take a turn of the policy; whether the environment is to answer."""
@@ -117,12 +115,12 @@ class Conversation:
         return stopped
 
     def failed(self, error: BaseException) -> None:
-        """The environment gave no answer to what was drawn since the last one."""
+        """Note that the environment failed, and gave no answer to the turns since its last one."""
         self.failure = error
         self.unanswered()
 
     def unanswered(self) -> None:
-        """Nobody answers what was drawn since the last answer."""
+        """Note that nobody answers the turns since the last answer."""
         self.rewards += [None] * (len(self.drawn) - len(self.rewards))
 
     def cause(self, error: BaseException) -> str:
@@ -134,9 +132,9 @@ class Conversation:
     ) -> FinishReason | int:
         try:
             if self.drawn:
-                given = template.between(self.said, self.drawn, answer, tools, ended=self.ended)
+                new_tokens = template.between(self.said, self.drawn, answer, tools, ended=self.ended)
             else:
-                given = template.opening(answer, tools)
+                new_tokens = template.opening(answer, tools)
         except UnusableTemplate:
             raise
         except ValueError as error:
@@ -144,17 +142,17 @@ class Conversation:
             return "error"
         room = limits.turn_tokens
         if limits.all_tokens is not None:
-            room = min(room, limits.all_tokens - len(self.tokens) - len(given))
+            room = min(room, limits.all_tokens - len(self.tokens) - len(new_tokens))
         if room < 1 and self.drawn:
             return "length"
-        self.give(given)
+        self.give(new_tokens)
         if room < 1:
             return "length"
         self.states.append(step.state_id)
         return room
 
     def give(self, tokens: Iterable[int]) -> None:
-        """Tokens that the policy did not draw."""
+        """Add tokens that the policy did not draw."""
         tokens = list(tokens)
         self.versions += [GIVEN] * len(tokens)
         self._append(tokens, False, [0.0] * len(tokens), [() for _ in tokens])
@@ -180,7 +178,7 @@ class Conversation:
         """``fallback``: the token of a conversation that failed before it had one."""
         if not self.tokens:
             self.give([fallback])
-        given = [reward for reward in self.rewards if reward is not None]
+        rewards = [reward for reward in self.rewards if reward is not None]
         states = any(state is not None for state in self.states)
         return Trajectory(
             tokens=tuple(self.tokens),
@@ -193,8 +191,8 @@ class Conversation:
             request_id=self.opening.request_id,
             group=self.opening.group,
             # Nobody knows whether an environment that was never asked gives rewards.
-            rewards={"environment": float(sum(given))} if given or not self.answers else {},
-            turn_rewards=tuple(float(reward or 0.0) for reward in self.rewards) if given else (),
+            rewards={"environment": float(sum(rewards))} if rewards or not self.answers else {},
+            turn_rewards=tuple(float(reward or 0.0) for reward in self.rewards) if rewards else (),
             state_ids=tuple(-1 if state is None else state for state in self.states) if states else (),
             row=self.opening.row,
             messages=tuple(self.said),
@@ -202,18 +200,17 @@ class Conversation:
         )
 
 
-# Many conversations between a policy and its environments at once, none of which waits for another.
-
 logger = logging.getLogger(__name__)
 MOMENT = {"seconds": 0.05}
-"""How long an answer is waited for until limits are looked at again."""
+"""The wait for an answer until limits are looked at again."""
 
 
 class Conversations:
-    """A state machine: a row is drawn from, or its environment is thinking, or it has ended.
+    """Many conversations at once, none of which waits for another.
 
-    A row whose environment thinks leaves the batch, and the others go on. Which of them comes back first changes no
-    trajectory: a token depends on the seed and on how many the policy drew before in this conversation.
+    A row is drawn from, or its environment is thinking, or the row has ended. A row whose environment thinks leaves the
+    batch, and the others go on. The order in which rows come back changes no trajectory: a token depends on the
+    seed and on the number of tokens that the policy drew before in this conversation.
     """
 
     def __init__(
@@ -232,11 +229,11 @@ class Conversations:
         Args:
             decoder: draws the policy's turns.
             steps: where environments are called.
-            template: what stands between two turns.
+            template: the text between two turns.
             limits: where a conversation ends.
             version: of the weights that draw, of turns that do not say so themselves.
             together: conversations that are open at the same time; others wait. None: all.
-            spending: at whose limits conversations are given up.
+            spending: conversations are given up at its limits.
         """
         self._spending = Spending(Budget()) if spending is None else spending
         self._tokens = 0
@@ -319,7 +316,7 @@ class Conversations:
             self._end(key, room)
 
     def _keep_limits(self) -> None:
-        """Give up what has had its time, or everything."""
+        """Give up the conversations that have had their time, or all."""
         counted = self._spending.budget.tokens is not None
         over = self._spending.over(self._tokens + (self._decoder.unfinished_tokens if counted else 0))
         if over:

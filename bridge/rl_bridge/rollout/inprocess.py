@@ -1,11 +1,11 @@
 """Generation in this process: any Hugging Face causal LM, batched, with a KV cache, also in int8; tried out once.
 
-arrangement = check_decoder(model)
+    arrangement = check_decoder(model)
     decoder = CachedDecoder(model, sampling, stop=stop, arrangement=arrangement)
 
-Nothing is known of a family but what its own forward pass computes. Some rows of unlike length, 64 tokens in all, are
-drawn together, of which one joins late and one leaves early. What was drawn is compared with the model's own eager
-forward pass of each row alone. Where the two differ, fewer rows share a call.
+Nothing is known of a family but its own forward pass. Some rows of unlike length, 64 tokens in all, are drawn together,
+of which one joins late and one leaves early. Their log-probabilities are compared with the model's own eager forward
+pass of each row alone. Where the two differ, fewer rows share a call.
 """
 
 import logging
@@ -31,8 +31,6 @@ from rl_bridge.weights import ModuleReceiver
 from rl_bridge.weights.source import Quantize, Through, linear_weights
 from rl_kernels import int8_matmul
 
-# Linear layers with int8 weights and activations, for a rollout in this process.
-
 
 class Int8Linear(nn.Module):
     """``x W^T + b`` with int8 codes of W, and of x made anew for each token: W8A8, summed in int32.
@@ -54,7 +52,7 @@ class Int8Linear(nn.Module):
 
 
 def int8_map(source: ModelSource, dtype: torch.dtype = torch.float32) -> Quantize:
-    """What weights of this model go through on their way to an int8 rollout; ``dtype`` is of what stays high."""
+    """The map of this model's weights on their way to an int8 rollout; ``dtype`` is of weights without codes."""
     with torch.device("meta"):
         return Quantize("int8", linear_weights(source.empty()), dtype=dtype)
 
@@ -66,13 +64,11 @@ def quantize_linears(model: PreTrainedModel, send: Quantize) -> None:
         path = name.removesuffix(".weight")
         linear = model.get_submodule(path)
         assert isinstance(linear, nn.Linear), path
-        made = Int8Linear(linear)
-        for (_, tensor), target in zip(send(name, linear.weight), (made.weight, made.weight_scale), strict=True):
+        layer = Int8Linear(linear)
+        for (_, tensor), target in zip(send(name, linear.weight), (layer.weight, layer.weight_scale), strict=True):
             target.copy_(tensor)
-        model.set_submodule(path, made)
+        model.set_submodule(path, layer)
 
-
-# Whether rows that share calls of a model draw what each would draw alone: tried once, before anything is sampled.
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +84,7 @@ ARRANGEMENTS = (
     Arrangement(attention="eager", read_packed=False, step_together=False),
     Arrangement(attention="eager", read_packed=False, step_together=False, give_positions=False),
 )
-"""In the order in which they are tried."""
+"""The arrangements, in the order in which they are tried."""
 LATE = 3
 """Steps after which the last row joins."""
 
@@ -102,7 +98,7 @@ _found: dict[tuple[object, ...], Arrangement] = {}
 
 
 def check_decoder(model: PreTrainedModel) -> Arrangement:
-    """What is right for this model, which is left with the attention that belongs to it.
+    """The arrangement that is right for this model, which is left with the attention that belongs to it.
 
     A model of the same class, configuration and layers is tried once in a process. Under fake tensors, which have no
     values, nothing is tried.
@@ -121,16 +117,16 @@ def check_decoder(model: PreTrainedModel) -> Arrangement:
 
 
 def _first_right(model: PreTrainedModel) -> Arrangement:
-    tried: list[str] = []
+    reasons: list[str] = []
     error: Exception | None = None
-    seen: set[Arrangement] = set()
+    tested: set[Arrangement] = set()
     for arrangement in ARRANGEMENTS:
         model.set_attn_implementation(arrangement.attention)
         try:
             decoder = CachedDecoder(model, SamplingParams(max_new_tokens=1), stop=[], arrangement=arrangement)
-            if decoder.arrangement in seen:
+            if decoder.arrangement in tested:
                 continue
-            seen.add(decoder.arrangement)
+            tested.add(decoder.arrangement)
             rows = _rows(model)
             gap, allowed = _gap(model, rows, _drawn(decoder, rows))
         except Exception as raised:  # Whatever a model raises here: the next arrangement asks less of it.
@@ -138,16 +134,16 @@ def _first_right(model: PreTrainedModel) -> Arrangement:
         else:
             why = f"log-probabilities are {gap:.2g} nats off, allowed are {allowed:.2g}"
             if gap <= allowed:
-                if tried:
+                if reasons:
                     line = "%s is sampled by %s, since %s"
-                    logger.warning(line, type(model).__name__, decoder.arrangement, "; ".join(tried))
+                    logger.warning(line, type(model).__name__, decoder.arrangement, "; ".join(reasons))
                 return decoder.arrangement
-        tried.append(f"by {arrangement}: {why}")
+        reasons.append(f"by {arrangement}: {why}")
     if isinstance(error, NotImplementedError):
         raise error
     raise NotImplementedError(
         f"cannot sample from {type(model).__name__} in this process: rows that are drawn together differ from what the "
-        f"model computes of each alone ({'; '.join(tried)}). Sample with vLLM (--rollout.backend vllm)"
+        f"model computes of each alone ({'; '.join(reasons)}). Sample with vLLM (--rollout.backend vllm)"
     ) from error
 
 
@@ -169,7 +165,7 @@ def _rows(model: PreTrainedModel) -> list[_Row]:
 
 @torch.no_grad()
 def _drawn(decoder: CachedDecoder, rows: Sequence[_Row]) -> dict[int, Drawn]:
-    """What the rows draw together, by their number."""
+    """The rows as drawn together, by their number."""
     drawn: dict[int, Drawn] = {}
     early = len(rows) - 1
     for number, row in enumerate(rows[:early]):
@@ -192,8 +188,8 @@ def _gap(model: PreTrainedModel, rows: Sequence[_Row], drawn: Mapping[int, Drawn
         tokens = torch.tensor([[*row.prompt, *drawn[number].tokens]], device=model.device)
         logits = model(input_ids=tokens, use_cache=False).logits[0, len(row.prompt) - 1 : -1].float()
         largest = max(largest, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
-        wanted = logits.log_softmax(-1).gather(1, tokens[0, len(row.prompt) :, None])[:, 0]
-        gaps.append((torch.tensor(drawn[number].logprobs) - wanted.cpu()).abs())
+        logprobs = logits.log_softmax(-1).gather(1, tokens[0, len(row.prompt) :, None])[:, 0]
+        gaps.append((torch.tensor(drawn[number].logprobs) - logprobs.cpu()).abs())
     model.set_attn_implementation(attention)
     coded = any(isinstance(module, Int8Linear) for module in model.modules())
     part = ROUNDED if model.dtype in (torch.bfloat16, torch.float16) else CODED if coded else EXACT
@@ -201,16 +197,14 @@ def _gap(model: PreTrainedModel, rows: Sequence[_Row], drawn: Mapping[int, Drawn
 
 
 def _key(model: PreTrainedModel) -> tuple[object, ...]:
-    """What the tried model has in common with others of which nothing needs to be tried again."""
+    """The properties of a tried model: others that have the same need no trial."""
     config = {name: value for name, value in model.config.to_dict().items() if "attn_implementation" not in name}
     kinds = frozenset(type(module) for module in model.modules())
     return type(model), repr(sorted(config.items())), kinds, model.dtype, model.device.type
 
 
-# Generation in this process: any Hugging Face causal LM, batched, with a KV cache.
-
 Precision = Literal["fp32", "int8"]
-"""What the linear layers of a rollout in this process compute in."""
+"""The precision that the linear layers of a rollout in this process compute in."""
 
 
 class InProcessRollout(Advancing, Generating, Conversing):
@@ -255,12 +249,12 @@ class InProcessRollout(Advancing, Generating, Conversing):
         return CachedDecoder(self._model, sampling, stop=self._stop, texts=texts, **options)
 
     def weight_receiver(self) -> ModuleReceiver:
-        """What a sync to here fills."""
+        """The receiver that a sync to here fills."""
         return self._weights.weight_receiver()
 
     @returns("same")
     def weights_map(self) -> Through | None:
-        """What weights go through on their way here."""
+        """The map that weights go through on their way here."""
         return self._map
 
     @returns("same")
@@ -269,7 +263,7 @@ class InProcessRollout(Advancing, Generating, Conversing):
         return self.weight_receiver().usable_version()
 
     def weights_device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         return self._model.device
 
     def move(self, what: str, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from rl_bridge.rollout.row_cache import RowCache
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
 """Models that compute what ``PackedStep`` computes: RMSNorm, rotated queries and keys, SwiGLU, two residual sums."""
 MOST_BYTES = 4 << 30
-"""Of a model whose weights are held twice."""
+"""Bytes of the largest model whose weights are held twice."""
 OPS: Any = torch.ops.mkldnn
 
 
@@ -64,7 +64,7 @@ class _Layer(NamedTuple):
 
 
 class PackedStep:
-    """What the model's own forward computes for one token a row, to the rounding of float32.
+    """The model's own forward for one token a row, to the rounding of float32.
 
     The weights are copied: a change of the model does not reach them.
     """

@@ -11,19 +11,19 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 Stored = Literal["keys", "values", "index"]
-"""Of tokens."""
+"""Tensors that a layer keeps of tokens."""
 Kind = Literal["conv", "recurrent"]
-"""Of states."""
+"""States that a layer keeps of rows."""
 
 
 class RowCache(Cache):
-    """What a model keeps of its rows.
+    """The tensors that a model keeps of its rows.
 
     A call of the model either reads sequences (``reading``) or adds one token to rows (``adding``).
 
-    - Of each layer of attention keys, values and keys of an index, [rows, heads, capacity, D]: what attention reads of
-      a head lies in one piece.
-    - Of each layer of convolution, linear attention or state space its states, [rows, …].
+    - Each layer of attention has keys, values and keys of an index, [rows, heads, capacity, D]: the part of a head that
+      attention reads lies in one piece.
+    - Each layer of convolution, linear attention or state space has its states, [rows, …].
     """
 
     def __init__(self) -> None:
@@ -67,10 +67,11 @@ class RowCache(Cache):
     def reading(
         self, source: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, states: torch.Tensor | None
     ) -> None:
-        """Of the next call's tokens, rows of the batch one behind another, ``source[i]`` goes to this row and column.
+        """Announce a call that reads sequences: its token ``source[i]`` goes to row ``rows[i]``, column ``columns[i]``.
 
-        The layers see the tokens of that call alone. One token may go to several rows. The states of row
-        ``states[i, 0]`` of the batch go to row ``states[i, 1]`` here; None: a row of the batch holds several sequences.
+        Tokens are numbered with the rows of the batch one behind another. The layers see the tokens of that call alone.
+        One token may go to several rows. The states of row ``states[i, 0]`` of the batch go to row ``states[i, 1]``
+        here; None: a row of the batch holds several sequences.
         """
         self._source, self._rows, self._columns, self._sequences = source, rows, columns, states
         self._begin(None, 0)
@@ -165,7 +166,7 @@ class RowCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """No."""
+        """False: rows and room grow."""
         return False
 
     def _layer(self, number: int) -> "RowLayer":

@@ -1,7 +1,7 @@
-"""How a token is sampled, when a completion ends, and the numbers of it that a request names: alike for all engines.
+"""The sampling of a token, the end of a completion, and the parameters of sampling in a request: alike for all engines.
 
 A folder's ``generation_config.json`` may have a temperature, truncations and penalties, which vLLM and SGLang take for
-whatever a request does not say. Log-probabilities are then of another distribution than the one that was asked for.
+every parameter that a request does not name. Log-probabilities are then of another distribution than was asked for.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,17 +15,16 @@ from rl_bridge.data.trajectory import RequestId, SamplingParams
 from rl_kernels import sample
 from rl_kernels.sampling import SampledTokens
 
-# Sampling a token from logits, with random numbers that depend on the request and the position alone.
-
 
 def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampling: SamplingParams) -> SampledTokens:
     """A token for each row of logits [N, V], from a seed and the number of the draw [N].
 
-    Log-probabilities are those of the distribution that the tokens come from, after temperature and truncation. The
-    tokens that it allowed are there where truncation can have cut some off.
+    Random numbers depend on the seed and the number alone. Log-probabilities are those of the distribution that the
+    tokens come from, after temperature and truncation. The allowed tokens are there where truncation can have cut some
+    off.
     """
     cuts = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-    # Each that cuts nothing off would cost as much as one that does.
+    # A truncation that cuts nothing off would cost as much as one that does.
     nothing = {"top_k": lambda k: k >= logits.shape[1], "top_p": lambda p: p == 1, "min_p": lambda p: False}
     cuts = {name: value for name, value in cuts.items() if value is not None and not nothing[name](value)}
     truncated = bool(cuts) and sampling.temperature > 0
@@ -53,18 +52,16 @@ def request_seeds(ids: Sequence[RequestId], samples: int, device: torch.device) 
     return mix(state[:, None] + places)
 
 
-# Text that ends a completion, found while tokens are drawn: one rule for every engine.
-
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer writes for bytes that are no whole character yet."""
+"""The character that a tokenizer writes for bytes that are no whole character yet."""
 
 
 class StopTexts:
     """Ends a completion with the first token after which its text contains one of the texts.
 
-    All tokens that were drawn are kept, and that last one whole: a stop text may begin in the middle of a token, and
-    end in the middle of one. No text is encoded, so tokens in are tokens out. The text is that of the completion alone,
-    the prompt's end is no part; special tokens have their names in it.
+    All tokens that were drawn are kept, and the last one whole: a stop text may begin in the middle of a token, and end
+    in the middle of one. No text is encoded, so tokens in are tokens out. The text is that of the completion alone, the
+    prompt's end is no part; special tokens have their names in the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
@@ -85,13 +82,13 @@ class StopTexts:
 
     def found(self, tokens: Sequence[int]) -> str | None:
         """The stop text that a completion of these tokens ends with, as ``CompletionText.add`` says."""
-        text, found = self.begin(), None
+        text, stop_text = self.begin(), None
         for token in tokens if self.texts else ():
-            found = text.add(token)
-        return found
+            stop_text = text.add(token)
+        return stop_text
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text as it is: nothing left out, nothing tidied up."""
+        """The text of the tokens as it is: nothing left out, nothing tidied up."""
         decoded = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(decoded)
 
@@ -119,15 +116,12 @@ class CompletionText:
         self._window.append(token)
         before, whole = stops.decode(self._window[: self._settled]), stops.decode(self._window)
         added = whole[len(before) :]
-        found = stops.first_in(self._tail + added.rstrip(UNFINISHED))
+        stop_text = stops.first_in(self._tail + added.rstrip(UNFINISHED))
         if not whole.endswith(UNFINISHED):
             self._tail = (self._tail + added)[-(stops.longest - 1) :] if stops.longest > 1 else ""
             self._window = self._window[self._settled :]
             self._settled = len(self._window)
-        return found
-
-
-# Every number that sampling depends on, said to an engine in each request: it takes none from its model's folder.
+        return stop_text
 
 
 def truncation(sampling: SamplingParams) -> dict[str, float]:
@@ -143,7 +137,9 @@ def truncation(sampling: SamplingParams) -> dict[str, float]:
 
 
 def pinned(sampling: SamplingParams) -> dict[str, Any]:
-    """The numbers by the names that vLLM, SGLang and OpenAI's protocol have for them; what is not asked for is neutral.
+    """Every parameter of sampling by its name in vLLM, SGLang and OpenAI's protocol; those not asked for are neutral.
+
+    An engine that gets all of them takes none from its model's folder.
 
     >>> pinned(SamplingParams(max_new_tokens=1, top_k=5))["top_k"], pinned(SamplingParams(max_new_tokens=1))["top_k"]
     (5, -1)

@@ -94,18 +94,18 @@ class Generating(WithDecoder):
         begin with the call.
         """
         completions = Completions(self, self._tokenizer, requests, sampling, budget)
-        made: dict[tuple[int, int], Trajectory] = {}
+        trajectories: dict[tuple[int, int], Trajectory] = {}
         while completions.left:
-            made |= completions.step()
-        return [[made[place, number] for number in range(sampling.n)] for place in range(len(requests))]
+            trajectories |= completions.step()
+        return [[trajectories[place, number] for number in range(sampling.n)] for place in range(len(requests))]
 
     @returns("same")
     def open_stream(
         self, requests: Sequence[Request], sampling: SamplingParams, name: int, budget: Budget | None = None
     ) -> None:
         """Begin on these requests: ``next_completions(name)`` gives what finishes, until ``close_stream(name)``."""
-        made = Completions(self, self._tokenizer, requests, sampling, budget)
-        self.__dict__.setdefault("_streams", {})[name] = made
+        completions = Completions(self, self._tokenizer, requests, sampling, budget)
+        self.__dict__.setdefault("_streams", {})[name] = completions
 
     @returns("local")
     @torch.no_grad()
@@ -116,10 +116,10 @@ class Generating(WithDecoder):
             ValueError: the weights of a worker in this process have changed since the stream was opened.
         """
         completions = self._streams[name]
-        made: dict[tuple[int, int], Trajectory] = {}
-        while completions.left and not made:
-            made = completions.step()
-        return list(made.values())
+        trajectories: dict[tuple[int, int], Trajectory] = {}
+        while completions.left and not trajectories:
+            trajectories = completions.step()
+        return list(trajectories.values())
 
     @returns("same")
     def close_stream(self, name: int) -> None:
@@ -173,10 +173,10 @@ class Completions:
             return {}
         if not self._spent():
             return self._made(self._decoder.step())
-        made = self.withdraw()
+        trajectories = self.withdraw()
         while self.left:
-            made |= self._made(self._decoder.step())  # what had ended when the rest was taken out
-        return made
+            trajectories |= self._made(self._decoder.step())  # what had ended when the rest was taken out
+        return trajectories
 
     def _spent(self) -> bool:
         """Whether the budget ends what is left."""
@@ -191,14 +191,14 @@ class Completions:
         return self._made(self._decoder.withdraw())
 
     def _made(self, rows: Sequence[Drawn]) -> dict[tuple[int, int], Trajectory]:
-        made: dict[tuple[int, int], Trajectory] = {}
+        trajectories: dict[tuple[int, int], Trajectory] = {}
         for drawn in rows:
             key: Any = drawn.key
             place, number = key
-            made[place, number] = self._trajectory(place, number, drawn)
+            trajectories[place, number] = self._trajectory(place, number, drawn)
             self._tokens += len(drawn.tokens)
-        self.left -= len(made)
-        return made
+        self.left -= len(trajectories)
+        return trajectories
 
     def _trajectory(self, place: int, number: int, drawn: Drawn) -> Trajectory:
         request, prompt = self._requests[place], self._prompts[place]
@@ -282,8 +282,8 @@ class Conversing(WithDecoder):
             template = TurnTemplate(self._tokenizer, self._stop)
             options = {"version": version, "together": processes or None, "spending": Spending(budget or Budget())}
             talks = Conversations(self.decoder(sampling), steps, template, limits, **options)
-            made = talks.run(openings)
-        return [made[start : start + sampling.n] for start in range(0, len(made), sampling.n)]
+            trajectories = talks.run(openings)
+        return [trajectories[start : start + sampling.n] for start in range(0, len(trajectories), sampling.n)]
 
     def _environment_processes(self, environment: EnvironmentFactory, limit: float) -> EnvironmentProcesses:
         """What this factory's environments are forked from; the last one is kept, as its start takes seconds."""
@@ -367,7 +367,8 @@ class Advancing(WithDecoder):
 
 
 def _ended(drawn: Drawn) -> Ended:
-    return Ended(drawn.key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), _reason(drawn.reason))
+    key: Any = drawn.key
+    return Ended(key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), _reason(drawn.reason))
 
 
 def _reason(of_decoder: str) -> str | None:
@@ -377,12 +378,12 @@ def _reason(of_decoder: str) -> str | None:
 
 def _has_stopped(row: Row, stop: Collection[int]) -> bool:
     """Whether a row's last token is its end: older checkpoints have such rows of servers among the unfinished."""
-    said = row.tokens[len(row.tokens) - row.said :]
-    place = next((place for place, token in enumerate(said) if token in stop), None)
-    if place is not None and place + 1 < len(said):
+    turn = row.tokens[len(row.tokens) - row.said :]
+    place = next((place for place, token in enumerate(turn) if token in stop), None)
+    if place is not None and place + 1 < len(turn):
         raise ValueError(
-            f"sample {row.key[1]} of prompt {row.key[0]} has {len(said) - place - 1} tokens behind its stop token "
-            f"{said[place]}: an older version drew on there and wrote it to the checkpoint. Resume from a checkpoint "
+            f"sample {row.key[1]} of prompt {row.key[0]} has {len(turn) - place - 1} tokens behind its stop token "
+            f"{turn[place]}: an older version drew on there and wrote it to the checkpoint. Resume from a checkpoint "
             "before that, or begin the run anew"
         )
     return place is not None

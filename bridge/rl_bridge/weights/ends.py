@@ -26,15 +26,16 @@ from rl_bridge.weights.manifest import (
 from rl_bridge.weights.receiver import Arrival, ModuleReceiver, WeightReceiver
 from rl_bridge.weights.source import Through, WeightSource, needs_whole_tensors
 
-# The slots of one sync and their waits for each other: each has a deadline and says what was missing.
-
 
 class WeightSyncError(RuntimeError):
     """A sync failed: the message says in which slots and why. The target refuses to be used until a sync succeeds."""
 
 
 class Peers:
-    """Control messages between the slots of a sync: small CPU tensors over their process group."""
+    """Control messages between the slots of a sync: small CPU tensors over their process group.
+
+    Every wait has a deadline, and its error names the slot that was waited for.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, slots: Sequence[int], slot: int, title: str, timeout: float):
         """``group`` over ``slots`` in this order; None where there is only one. ``timeout``: seconds for the sync."""
@@ -95,13 +96,12 @@ class Peers:
         """The integers that the slot ``teller`` gives, in all slots."""
         if self._group is None:
             return list(numbers)
-        told = torch.tensor(numbers, dtype=torch.int64)
+        message = torch.tensor(numbers, dtype=torch.int64)
         source = self.slots.index(teller)
-        self.wait(dist.broadcast(told, group=self._group, group_src=source, async_op=True), f"{what} of slot {teller}")
-        return told.tolist()
-
-
-# Both ends of a sync inside a worker: what they describe, send and take. Neither raises half-way: they remember.
+        self.wait(
+            dist.broadcast(message, group=self._group, group_src=source, async_op=True), f"{what} of slot {teller}"
+        )
+        return message.tolist()
 
 
 class Description(NamedTuple):
@@ -114,7 +114,7 @@ class Description(NamedTuple):
 
 
 def describe_source(source: WeightSource, through: Through | None, adapter: bool) -> Description:
-    """What will be sent, learnt without values: ``through`` is tried on meta tensors.
+    """The tensors that will be sent, without their values: ``through`` is tried on meta tensors.
 
     Raises:
         ValueError: weights that were freed, a name that comes twice.
@@ -124,17 +124,17 @@ def describe_source(source: WeightSource, through: Through | None, adapter: bool
         if tensor.device.type == "meta":
             raise ValueError(f"weight {name!r} has no values to send: it is on the meta device")
         parts.append(part_of(tensor))
-        made = [(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
+        outgoing = [(name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))]
         if through is not None:
-            made = list(through(*made[0]))
-        pairs += made
-        origins += [origin] * len(made)
+            outgoing = list(through(*outgoing[0]))
+        pairs += outgoing
+        origins += [origin] * len(outgoing)
     config = source.adapter_config() if adapter else None
     return Description(Manifest(described(pairs, "source"), config), tuple(origins), tuple(parts), None)
 
 
 def describe_target(receiver: WeightReceiver, adapter: bool) -> Description:
-    """What is expected, and the version there."""
+    """The tensors that the target expects, and its version."""
     pairs = list(receiver.outline(adapter=adapter))
     config = receiver.adapter_config() if adapter else None
     parts = tuple(part_of(tensor) for _, tensor in pairs)
@@ -183,9 +183,9 @@ class Sender:
         """Copy a bucket's entries into its frame and claim them."""
         claims: dict[int, Claim] = {}
         for place, entry in enumerate(frame.bucket.entries):
-            given = self.take(entry)
-            if given is not None:
-                tensor, part = given
+            values = self.take(entry)
+            if values is not None:
+                tensor, part = values
                 try:
                     inside(frame.tensor(entry), whole(entry.spec.shape), part).copy_(tensor)
                     claims[place] = Claim(part, checksum(tensor))
@@ -206,14 +206,14 @@ class Sender:
         name, tensor = next(self._stream, ("", None))
         if tensor is None:
             raise ValueError(f"the source promised more than {self._walked} tensors, then ended")
-        given, through = self._is_given(self._walked), self._through
+        is_given, through = self._is_given(self._walked), self._through
         self._walked += 1
         if through is not None and not needs_whole_tensors(through):
             [(name, tensor)] = through(name, tensor)
             through = None
         if not self._pieces:
             tensor = full(tensor)
-        if given and self.failure is None:
+        if is_given and self.failure is None:
             try:
                 self._ready.extend([(name, tensor)] if through is None else through(name, tensor))
             except Exception as error:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_bridge.weights.manifest import full, inside, local, module_tensors, part_of, plain_name, reshard, whole
 
-# What an adapter's effect depends on besides its tensors.
+# The fields of a configuration that an adapter's effect depends on, besides its tensors.
 _CONFIGURATION = (
     "peft_type",
     "r",
@@ -90,14 +90,14 @@ class PeftSource:
 
 def merged(weight: torch.Tensor, layer: LoraLayer) -> torch.Tensor:
     """W + Σ scaling · B A over the active adapters, placed as W is. A and B are gathered by all of their mesh."""
-    held = local(weight)
-    total = held
+    shard = local(weight)
+    total = shard
     for adapter in _active(layer):
         delta_of = _Delta(layer)
         factors = {n: full(p) for n, p in delta_of.named_parameters() if _is_factor(n, adapter)}
         delta = torch.func.functional_call(delta_of, factors, (adapter,))
-        total = total + inside(delta.to(held.device), whole(weight.shape), part_of(weight))
-    total = total.to(held.dtype)
+        total = total + inside(delta.to(shard.device), whole(weight.shape), part_of(weight))
+    total = total.to(shard.dtype)
     if not isinstance(weight, DTensor):
         return total
     return DTensor.from_local(

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-# A 64-bit checksum of a tensor's bits: what proves that a weight arrived as it was sent.
-
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 # Small enough for the temporaries to stay in a CPU's cache; a GPU wants few launches.
 _CHUNK = 1 << 16
@@ -27,7 +25,7 @@ _DEVICE_CHUNK = 1 << 22
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit checksum of a tensor's bits, computed where the tensor lies.
+    """A 64-bit checksum of a tensor's bits, computed where the tensor lies: the proof that a weight arrived as sent.
 
     Σ mix(word + place·golden) modulo 2⁶⁴: one changed word always changes the sum, because mix is a bijection; words
     that changed places do but for a chance of 2⁻⁶⁴, because mix is not linear. The same on every device.
@@ -78,15 +76,12 @@ def _on_the_cpu(words: np.ndarray) -> int:
     return signed(total)
 
 
-# Freeing a model's weights and making room for them again, without breaking what refers to them.
-
-
 def replace_parameters(model: torch.nn.Module, device: torch.device) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     """Give every parameter an empty tensor on ``device``; returns old → new.
 
-    With ``meta`` all of them lose their values. With another device those are replaced that have none: what is on
-    ``meta``. Unlike ``Module.to("meta")`` and ``Module.to_empty`` it keeps tied parameters tied and leaves the buffers,
-    which no transfer of weights would bring back, as they are.
+    With ``meta`` all of them lose their values. With another device only the parameters on ``meta`` are replaced, which
+    have none. Unlike with ``Module.to("meta")`` and ``Module.to_empty``, tied parameters stay tied, and the buffers,
+    which no transfer of weights would bring back, stay as they are.
     """
     replaced: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -112,11 +107,11 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     reshard(module)
     for name, parameter in module.named_parameters():
         yield plain_name(name), parameter
-    seen: set[int] = set()
+    yielded: set[int] = set()
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
+            if buffer is not None and name not in owner._non_persistent_buffers_set and id(buffer) not in yielded:
+                yielded.add(id(buffer))
                 yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
@@ -140,10 +135,8 @@ def plain_name(name: str) -> str:
     return name
 
 
-# Which rectangle of a tensor a worker holds, and what two rectangles share.
-
-# (start, length) for each dimension.
 Part = tuple[tuple[int, int], ...]
+"""A rectangle of a tensor: (start, length) for each dimension."""
 
 
 def whole(shape: Sequence[int]) -> Part:
@@ -160,7 +153,7 @@ def volume(part: Part) -> int:
 
 
 def overlap(one: Part, other: Part) -> Part:
-    """What both parts hold; of volume 0 if nothing.
+    """The part that both parts hold, of volume 0 if they share nothing.
 
     >>> overlap(((0, 4), (0, 2)), ((3, 4), (0, 2)))
     ((3, 1), (0, 2))
@@ -209,12 +202,12 @@ def part_of(tensor: torch.Tensor) -> Part:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this process is not in the tensor's mesh"
     part = placed_part(tensor.shape, mesh.shape, coordinate, tensor.placements)
-    held = tuple(tensor.to_local().shape)
-    if tuple(length for _, length in part) != held:
+    local_shape = tuple(tensor.to_local().shape)
+    if tuple(length for _, length in part) != local_shape:
         # FSDP2 over tensor parallelism, where the rows do not split evenly: the placements are not what FSDP2 did.
         raise NotImplementedError(
             f"a weight of shape {tuple(tensor.shape)} placed {tuple(tensor.placements)} over {tuple(mesh.shape)} ranks "
-            f"should have {part} here, and has a shape of {held}: it does not split evenly"
+            f"should have {part} here, and has a shape of {local_shape}: it does not split evenly"
         )
     return part
 
@@ -227,20 +220,20 @@ def placed_part(
     >>> placed_part([5, 2], [2], [1], [Shard(0)])
     ((3, 2), (0, 2))
     """
-    kept = [[(0, length)] for length in shape]
+    axes = [[(0, length)] for length in shape]
     for ranks, number, placement in zip(mesh, coordinate, placements, strict=True):
         if isinstance(placement, _StridedShard):
             dim = placement.dim
-            kept[dim] = [
+            axes[dim] = [
                 interval
-                for chunk in _chunks(kept[dim], int(placement.split_factor))
+                for chunk in _chunks(axes[dim], int(placement.split_factor))
                 for interval in _chunks(chunk, ranks)[number]
             ]
         elif isinstance(placement, Shard):
-            kept[placement.dim] = _chunks(kept[placement.dim], ranks)[number]
+            axes[placement.dim] = _chunks(axes[placement.dim], ranks)[number]
         elif not placement.is_replicate():
             raise NotImplementedError(f"a weight placed {placement} over {ranks} ranks: only shards and copies travel")
-    return tuple(_one(intervals, placements) for intervals in kept)
+    return tuple(_one(intervals, placements) for intervals in axes)
 
 
 def _chunks(intervals: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
@@ -252,13 +245,13 @@ def _chunks(intervals: list[tuple[int, int]], count: int) -> list[list[tuple[int
 
 
 def _between(intervals: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    kept, passed = [], 0
+    clipped, passed = [], 0
     for start, length in intervals:
         first, last = max(low, passed), min(high, passed + length)
         if first < last:
-            kept.append((start + first - passed, last - first))
+            clipped.append((start + first - passed, last - first))
         passed += length
-    return kept
+    return clipped
 
 
 def _one(intervals: list[tuple[int, int]], placements: Sequence[Placement]) -> tuple[int, int]:
@@ -270,8 +263,6 @@ def _one(intervals: list[tuple[int, int]], placements: Sequence[Placement]) -> t
             raise NotImplementedError(f"a weight placed {tuple(placements)}: this process holds no single rectangle")
     return (intervals[0][0], sum(length for _, length in intervals))
 
-
-# What one end sends and the other expects, compared before anything is overwritten.
 
 _SHOWN = 4
 
@@ -328,17 +319,17 @@ def compare(sent: Manifest, expected: Manifest, ends: str) -> None:
         count = f"{len(missing)} of {len(expected.tensors)} parameters"
         faults.append(f"no weights came for {count}, the first: {missing[0]!r}")
     for name, spec in sent.tensors.items():
-        wanted = expected.tensors.get(name, spec)
-        if wanted != spec:
-            faults.append(f"weight {name!r}: expected {wanted.dtype} {wanted.shape}, got {spec.dtype} {spec.shape}")
+        expected_spec = expected.tensors.get(name, spec)
+        if expected_spec != spec:
+            faults.append(
+                f"weight {name!r}: expected {expected_spec.dtype} {expected_spec.shape}, got {spec.dtype} {spec.shape}"
+            )
     if sent.adapter != expected.adapter:
         faults.append(f"adapter: expected {expected.adapter}, got {sent.adapter}")
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise ValueError(f"{ends}: nothing was overwritten: " + "; ".join(faults[:_SHOWN]) + more)
 
-
-# Tensors packed into buckets of bytes, each with the checksums that its writers claim.
 
 _ALIGNMENT = 64
 
@@ -437,14 +428,14 @@ class Frame:
                 raise SourceFailed(f"the source's member {writer} failed at bucket {self.bucket.number}")
             if number != self.bucket.number:
                 raise ValueError(f"bucket {self.bucket.number} was damaged on the way: it says that it is {number}")
-        made: list[list[Claim]] = []
+        by_entry: list[list[Claim]] = []
         for place, entry in enumerate(self.bucket.entries):
             dims = len(entry.spec.shape)
             rows = [row for row in table[:, 1 + place].tolist() if row[0]]
-            made.append(
+            by_entry.append(
                 [Claim(tuple(zip(r[2 : 2 + dims], r[2 + dims : 2 + 2 * dims], strict=True)), r[1]) for r in rows]
             )
-        return made
+        return by_entry
 
 
 class SourceFailed(RuntimeError):

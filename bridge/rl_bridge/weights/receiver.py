@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
 
 class WeightReceiver(Protocol):
-    """What takes weights over. ``begin``, any number of ``receive``, ``finish``; then the sync sets ``version``.
+    """The end that takes weights over: ``begin``, any number of ``receive``, ``finish``; a sync sets ``version`` then.
 
     ``version`` is None from ``begin`` on: a worker with version None refuses to be used.
     """
@@ -49,7 +49,7 @@ class WeightReceiver(Protocol):
         ...
 
     def expect_adapter(self, sent: Manifest) -> None:
-        """What an adapter's source wants to send: ``outline`` and ``adapter_config`` say then what is expected."""
+        """Prepare for the adapter that a source announces, so that ``outline`` and ``adapter_config`` describe it."""
         ...
 
     def begin(self, manifest: Manifest) -> None:
@@ -57,7 +57,7 @@ class WeightReceiver(Protocol):
         ...
 
     def receive(self, arrivals: Sequence[Arrival]) -> None:
-        """Take over the own part of each tensor; it must not be kept beyond the call."""
+        """Take over this process's part of each tensor; no arriving tensor may be kept beyond the call."""
         ...
 
     def finish(self) -> None:
@@ -123,7 +123,7 @@ class ModuleReceiver:
         raise ValueError(f"adapter=True needs a peft model, got {type(self._module).__name__}")
 
     def expect_adapter(self, sent: Manifest) -> None:
-        """A module's own adapter is what is expected, whatever comes."""
+        """Nothing to prepare: the module's own adapter is expected, whatever comes."""
 
     def begin(self, manifest: Manifest) -> None:
         """Nothing may use the module until all has come."""
@@ -147,18 +147,20 @@ class ModuleReceiver:
         """
         for name, tensor, part, claims in arrivals:
             target = self._expected(name)
-            mine, room = part_of(target), local(target)
-            vouched = [(claim, overlap(claim.part, mine)) for claim in claims]
-            if sum(volume(shared) for _, shared in vouched) != volume(mine):
-                raise ValueError(f"weight {name!r}: no sender vouches for {mine}, only for {[c.part for c in claims]}")
+            local_part, room = part_of(target), local(target)
+            vouched = [(claim, overlap(claim.part, local_part)) for claim in claims]
+            if sum(volume(shared) for _, shared in vouched) != volume(local_part):
+                raise ValueError(
+                    f"weight {name!r}: no sender vouches for {local_part}, only for {[c.part for c in claims]}"
+                )
             # A claim about more than is held here is proved before the copy, all others where the weights will be used.
             for claim, shared in vouched:
                 if shared != claim.part and volume(shared):
                     prove(name, inside(tensor, part, claim.part), claim)
-            room.copy_(inside(tensor, part, mine))
+            room.copy_(inside(tensor, part, local_part))
             for claim, shared in vouched:
                 if shared == claim.part:
-                    prove(name, inside(room, mine, shared), claim)
+                    prove(name, inside(room, local_part, shared), claim)
             self._seen.add(name)
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:

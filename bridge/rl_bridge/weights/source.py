@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -10,11 +10,11 @@ from torch import nn
 from rl_bridge.weights.manifest import is_peft, module_tensors
 from rl_kernels import quantize_
 
-# Maps over the stream of weights, applied at the source: another dtype, other names, quantisation.
-
-# (name, whole tensor) -> the (name, tensor) pairs that are sent for them. Also called with meta tensors, so that names,
-# shapes and dtypes are known before anything is overwritten.
 Through = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
+"""A map at the source: (name, whole tensor) -> the (name, tensor) pairs that are sent in their place.
+
+It is also called with meta tensors, so that names, shapes and dtypes are known before anything is overwritten.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,25 @@ def needs_whole_tensors(through: Through | None) -> bool:
     return through is not None and not isinstance(through, Cast)
 
 
-# Quantisation of weights while they travel: a map over the stream that a sync or a checkpoint takes them through.
-
 Precision = Literal["fp32", "bf16", "int8", "fp8", "fp8_channel", "fp8_block"]
-"""Of a rollout's matrices."""
+"""Numbers that the matrices of a rollout are held in."""
 BLOCK = 128
 """Side of a block of "fp8_block"."""
 
 
 class Layout(NamedTuple):
-    """What ``quantize_`` is told: its scheme, and what shares a scale."""
+    """The arguments of ``quantize_``: its scheme, and the part of a matrix that shares a scale."""
 
     scheme: str
     granularity: str
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """The dtype of the codes."""
         return torch.int8 if self.scheme == "int8" else torch.float8_e4m3fn
 
     def scale_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        """Of a weight's scales in a compressed-tensors checkpoint: ``[1]``, ``[out, 1]`` or ``[out/b, in/b]``."""
+        """The shape of a weight's scales in compressed-tensors: ``[1]``, ``[out, 1]`` or ``[out/b, in/b]``."""
         out, columns = shape
         if self.granularity == "tensor":
             return (1,)
@@ -87,7 +85,7 @@ class Quantize:
 
     precision: str
     names: frozenset[str]
-    """Of the weights that become codes, ``[out, in]`` each."""
+    """Names of the weights that become codes, ``[out, in]`` each."""
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -103,9 +101,9 @@ class Quantize:
         Raises:
             ValueError: a weight that is not ``[out, in]``, or has numbers that are not finite.
         """
-        sent = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        rounded = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         if name not in self.names:
-            yield name, sent
+            yield name, rounded
             return
         if tensor.dim() != 2 or not tensor.is_floating_point() or not tensor.numel():
             raise ValueError(f"weight {name!r} cannot be quantised: it is {tensor.dtype} {tuple(tensor.shape)}")
@@ -113,7 +111,7 @@ class Quantize:
         codes = torch.empty(tensor.shape, dtype=layout.dtype, device=tensor.device)
         scale = torch.empty(layout.scale_shape(tensor.shape), device=tensor.device)
         if not tensor.is_meta:
-            quantize_([sent], [codes], [scale], scheme=layout.scheme, granularity=layout.granularity, block=BLOCK)
+            quantize_([rounded], [codes], [scale], scheme=layout.scheme, granularity=layout.granularity, block=BLOCK)
             if not bool(scale.isfinite().all()):
                 raise ValueError(f"weight {name!r} has numbers that are not finite: it cannot be quantised")
         yield name, codes
@@ -146,14 +144,11 @@ def linear_weights(model: nn.Module) -> frozenset[str]:
     return frozenset(names)
 
 
-if TYPE_CHECKING:
-    pass
-
 _IN_CHARGE = "_rl_bridge_in_charge"
 
 
 class WeightSource(Protocol):
-    """What an engine sends. All workers of the engine walk through it together and in the same order."""
+    """The weights that an engine sends. All workers of the engine walk through them together and in the same order."""
 
     def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
         """Names, and tensors whose shape, dtype and placement are those of the stream; their values do not count."""
@@ -222,7 +217,7 @@ def put_in_charge(owner: Any, module: torch.nn.Module) -> None:
 
 
 def in_charge_of(module: Any) -> Any:
-    """What was put in charge of a module, or else the module."""
+    """The object that was put in charge of a module, or else the module."""
     return vars(module).get(_IN_CHARGE, module) if isinstance(module, torch.nn.Module) else module
 
 

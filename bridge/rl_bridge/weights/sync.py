@@ -39,15 +39,15 @@ def describe(
     adapter: bool,
     adapter_sent: Manifest | None = None,
 ) -> tuple[Description | None, Description | None]:
-    """Both ends of a sync as far as they are in this slot: what is sent, what is expected.
+    """The ends of a sync that are in this slot: the tensors that are announced, and those that are expected.
 
     ``adapter_sent``: an adapter that the target is told of first.
     """
     if target and adapter_sent is not None:
         receiver_of(host.workers[target].module).expect_adapter(adapter_sent)
-    sent = source and describe_source(source_of(host.workers[source].module), through, adapter)
-    expected = target and describe_target(receiver_of(host.workers[target].module), adapter)
-    return sent or None, expected or None
+    source_end = source and describe_source(source_of(host.workers[source].module), through, adapter)
+    target_end = target and describe_target(receiver_of(host.workers[target].module), adapter)
+    return source_end or None, target_end or None
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,8 @@ def _conclude(
     return Outcome("".join(traceback.format_exception(failures[0])), isinstance(failures[0], SourceFailed))
 
 
-# The driver's side of a sync: compares both ends, plans, runs one function in all slots. It sees no tensor.
-
 BUCKET_BYTES = 64 << 20
-# What the workers' own deadline, which says more, is ahead of the executor's.
+# The workers' own deadline comes this much before the executor's, because its message says more.
 _MARGIN_SECONDS = 10.0
 
 
@@ -159,10 +157,10 @@ class EngineRef(NamedTuple):
 
 
 class SyncReport(NamedTuple):
-    """What a sync did: ``nbytes`` of the whole tensors as sent, ``seconds`` with the comparison of both ends.
+    """Account of a sync: ``nbytes`` of the whole tensors as sent, ``seconds`` with the comparison of both ends.
 
-    ``replaced``: for each engine behind the target that failed on the way, and was replaced by one with these weights,
-    what failed. ``not_compared``: tensors of such engines that were not compared with what was sent.
+    ``replaced``: the failure of each engine behind the target that failed on the way and was replaced by one with
+    these weights. ``not_compared``: tensors of such engines that were not compared with what was sent.
     """
 
     version: int
@@ -220,11 +218,11 @@ def sync_weights(
     title = f"weights of {source} → {target}, version {version}"
     slots = sorted({*source.slots, *target.slots})
     ask = partial(executor.call, describe, what=f"{title}: manifest", timeout=timeout)
-    sent, expected = _described_ends(ask, source, target, through, adapter=adapter)
-    compare(sent[source.slots[0]].manifest, expected[target.slots[0]].manifest, title)
+    announced, expected = _described_ends(ask, source, target, through, adapter=adapter)
+    compare(announced[source.slots[0]].manifest, expected[target.slots[0]].manifest, title)
     _require_not_older(version, expected, title)
     transport = _usable_transport(executor, source, target, transport, folder)
-    plan = _Plan(sent, expected, transport, through, bucket_bytes)
+    plan = _Plan(announced, expected, transport, through, bucket_bytes)
     if share and not (transport == "same_slot" and plan.pieces and through is None):
         raise ValueError(
             f"{title}: share=True needs transport 'same_slot', equal layouts and no map, not {transport!r}"
@@ -277,9 +275,9 @@ def _described_ends(
     slots = sorted({*source.slots, *target.slots})
     names = {s: (source.name if s in source.slots else None, target.name if s in target.slots else None) for s in slots}
     descriptions = ask({slot: (*names[slot], through, adapter, adapter_sent) for slot in slots})
-    sent = _same({slot: descriptions[slot][0] for slot in source.slots}, f"source {source}")
+    announced = _same({slot: descriptions[slot][0] for slot in source.slots}, f"source {source}")
     expected = _same({slot: descriptions[slot][1] for slot in target.slots}, f"target {target}")
-    return sent, expected
+    return announced, expected
 
 
 def _require_not_older(version: int, expected: Mapping[int, Description], title: str) -> None:
@@ -309,35 +307,35 @@ class _Plan:
 
     def __init__(
         self,
-        sent: dict[int, Description],
+        announced: dict[int, Description],
         expected: dict[int, Description],
         transport: Transport,
         through: Through | None,
         bucket_bytes: int,
     ) -> None:
-        root = next(iter(sent))
-        self.manifest = sent[root].manifest
-        rows = zip(self.manifest.tensors.items(), sent[root].origins, strict=True)
+        root = next(iter(announced))
+        self.manifest = announced[root].manifest
+        rows = zip(self.manifest.tensors.items(), announced[root].origins, strict=True)
         tensors = [(name, spec, origin) for (name, spec), origin in rows]
         self.buckets: tuple[Bucket, ...] = plan_buckets(tensors, bucket_bytes)
         self.pieces = False
         if not needs_whole_tensors(through):
             self.pieces = transport == "shared_memory" or (
-                transport == "same_slot" and all(_agree(sent[slot], expected[slot]) for slot in expected)
+                transport == "same_slot" and all(_agree(announced[slot], expected[slot]) for slot in expected)
             )
         if transport == "same_slot":
             nothing = frozenset[int]()
-            self.gives: dict[int, frozenset[int] | None] = {s: None if s in expected else nothing for s in sent}
+            self.gives: dict[int, frozenset[int] | None] = {s: None if s in expected else nothing for s in announced}
         elif self.pieces:
-            self.gives = dict(_givers(sent, tensors))
+            self.gives = dict(_givers(announced, tensors))
         else:
-            self.gives = {slot: None if slot == root else frozenset() for slot in sent}
-        self.writers = tuple(slot for slot, given in self.gives.items() if given is None or given) or (root,)
+            self.gives = {slot: None if slot == root else frozenset() for slot in announced}
+        self.writers = tuple(slot for slot, origins in self.gives.items() if origins is None or origins) or (root,)
 
 
-def _same(found: Mapping[int, Description | None], end: str) -> dict[int, Description]:
+def _same(ends: Mapping[int, Description | None], end: str) -> dict[int, Description]:
     """The descriptions of one engine's slots, which must be of the same tensors."""
-    descriptions = {slot: description for slot, description in found.items() if description is not None}
+    descriptions = {slot: description for slot, description in ends.items() if description is not None}
     first, *others = descriptions
     for slot in others:
         if descriptions[slot].manifest != descriptions[first].manifest:
@@ -367,12 +365,12 @@ def _givers(sent: dict[int, Description], tensors: Sequence[tuple[str, TensorSpe
         for part, slots in holders.items():
             if volume(part):
                 gives[slots[origin % len(slots)]].add(origin)
-    return {slot: frozenset(given) for slot, given in gives.items()}
+    return {slot: frozenset(origins) for slot, origins in gives.items()}
 
 
 def _raise_failures(title: str, outcomes: Mapping[int, Outcome]) -> None:
     failed = {slot: outcome for slot, outcome in outcomes.items() if outcome.failure is not None}
     causes = {slot: outcome for slot, outcome in failed.items() if not outcome.consequence} or failed
     if causes:
-        told = "\n".join(f"slot {slot}: {outcome.failure}" for slot, outcome in sorted(causes.items()))
-        raise WeightSyncError(f"{title}: failed in slots {sorted(causes)}; the target needs another sync\n{told}")
+        reasons = "\n".join(f"slot {slot}: {outcome.failure}" for slot, outcome in sorted(causes.items()))
+        raise WeightSyncError(f"{title}: failed in slots {sorted(causes)}; the target needs another sync\n{reasons}")

@@ -19,8 +19,6 @@ from rl_bridge.weights.ends import Peers, Sender, Taker, WeightSyncError
 from rl_bridge.weights.manifest import Bucket, Claim, Frame, Part, aligned, checksum, inside, overlap, whole
 from rl_bridge.weights.receiver import Arrival
 
-# Which transport for which slots.
-
 Transport = Literal["same_slot", "shared_memory", "broadcast", "file"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
@@ -69,9 +67,6 @@ def check_transport(
         raise ValueError(f"transport {name!r} with folder={folder!r}: 'file' needs one, the others none")
 
 
-# The walk of channels with two buffers: bucket k is filled while bucket k - 1 is taken.
-
-
 class Channel(Protocol):
     """Two buffers that carry buckets in turn. ``writer`` is this worker's row of claims, None: it writes nothing."""
 
@@ -95,7 +90,10 @@ class Channel(Protocol):
 
 
 def carry(channel: Channel, buckets: tuple[Bucket, ...], sender: Sender | None, taker: Taker | None) -> None:
-    """Send, take, or both. Failures of either end are remembered there, and the walk goes on for the others' sake."""
+    """Send, take, or both: bucket k is filled while bucket k - 1 is taken.
+
+    Either end remembers its failures, and the walk goes on for the other slots' sake.
+    """
     for number in range(len(buckets) + 1):
         channel.acquire(number)
         if number < len(buckets):
@@ -110,9 +108,6 @@ def carry(channel: Channel, buckets: tuple[Bucket, ...], sender: Sender | None, 
             taker.take_frame(channel.frame(buckets[number - 1]))
 
 
-# Weights within a process: every target worker has a worker of the source beside it.
-
-
 def copy_within(
     buckets: tuple[Bucket, ...],
     sender: Sender,
@@ -121,23 +116,24 @@ def copy_within(
     *,
     share: bool,
 ) -> None:
-    """Hand each tensor over. ``target_parts``: what the target holds here, by name; ``share``: its memory too."""
+    """Hand each tensor over within a process.
+
+    ``target_parts``: the parts that the target holds here, by name; ``share``: hand the memory over, too.
+    """
     for bucket in buckets:
         for entry in bucket.entries:
-            given = sender.take(entry)
-            if given is None or taker is None:
+            values = sender.take(entry)
+            if values is None or taker is None:
                 continue
-            tensor, part = given
+            tensor, part = values
             if share:
                 taker.lend(entry.name, tensor)
                 continue
-            # Claimed is what the target takes, so that it is proved in place.
-            mine = overlap(part, target_parts[entry.name])
-            claim = Claim(mine, checksum(inside(tensor, part, mine)))
+            # The claim is about the part that the target takes, so that this part is proved in place.
+            taken_part = overlap(part, target_parts[entry.name])
+            claim = Claim(taken_part, checksum(inside(tensor, part, taken_part)))
             taker.take([Arrival(entry.name, tensor, part, [claim])])
 
-
-# Weights through memory that all processes of a node map: each source worker writes its own part, once.
 
 _NONCE = 16
 
@@ -145,7 +141,8 @@ _NONCE = 16
 class SharedMemory:
     """Two buffers in anonymous memory (``memfd_create``): it has no name, so it cannot outlive its processes.
 
-    Unlike /dev/shm it is not limited to the 64 MB that containers have there.
+    All processes of a node map the memory, and each source worker writes its own part once. Unlike
+    /dev/shm the memory is not limited to the 64 MB that containers have there.
     """
 
     def __init__(
@@ -219,11 +216,11 @@ def _opened(path: str, size: int, nonce: int) -> mmap.mmap:
     return memory
 
 
-# Weights over a process group: the source's first slot broadcasts buckets to the target's slots.
-
-
 class Broadcast:
-    """Two buffers on the device of the process group; what is in flight in one leaves the other free."""
+    """Two buffers on the process group's device, which the source's first slot broadcasts to the target's slots.
+
+    A bucket in flight in one buffer leaves the other free.
+    """
 
     def __init__(
         self,
@@ -268,8 +265,6 @@ class Broadcast:
             self._peers.wait(work, f"{self._names[number]} {self._way}")
 
 
-# Weights through a folder that both ends see: safetensors files, whole or not there at all.
-
 _METADATA = "rl_bridge"
 
 
@@ -282,7 +277,10 @@ def carry_in_files(
     sender: Sender | None,
     taker: Taker | None,
 ) -> None:
-    """Slot ``writer`` writes ``folder/version-N`` in Hugging Face's layout, and removes it when all have read it."""
+    """Slot ``writer`` writes ``folder/version-N`` in Hugging Face's layout, and removes it when all have read it.
+
+    The folder is there whole or not at all.
+    """
     path = folder / f"version-{version}"
     try:
         if sender is not None and peers.slot == writer:
@@ -313,9 +311,9 @@ def _write(path: Path, version: int, buckets: tuple[Bucket, ...], sender: Sender
             for bucket in buckets:
                 tensors: dict[str, torch.Tensor] = {}
                 for entry in bucket.entries:
-                    given = sender.take(entry)
-                    if given is not None:
-                        tensors[entry.name] = given[0].contiguous().cpu()
+                    values = sender.take(entry)
+                    if values is not None:
+                        tensors[entry.name] = values[0].contiguous().cpu()
                 # A failed source still gathers with its other workers, but writes no more.
                 if sender.failure is None:
                     claims = {"version": version, "checksums": {name: checksum(t) for name, t in tensors.items()}}

@@ -64,15 +64,19 @@ class Processes(Protocol):
 
     def start(self, key: Key, assignment: Assignment, slot: int) -> None:
         """Start a process, which goes on from the run's last checkpoint where there is one."""
+        ...
 
     def stop(self, key: Key) -> None:
         """Ask a process to end; it is reported by ``ended``."""
+        ...
 
     def ended(self) -> list[Exit]:
         """What has ended since the last call."""
+        ...
 
     def recover(self, key: Key) -> Exit | None:
         """Wait until a process of an earlier tuner is gone; how it ended, if that is known."""
+        ...
 
 
 class Records(Protocol):
@@ -80,15 +84,19 @@ class Records(Protocol):
 
     def finished(self, key: Key) -> bool:
         """Whether the run came to its end."""
+        ...
 
     def values(self, key: Key) -> dict[str, float]:
         """The goals' and constraints' values of a finished run; ValueError where one is missing or not finite."""
+        ...
 
     def curve(self, key: Key) -> Points:
         """Step → loss of the first goal so far."""
+        ...
 
     def steps(self, key: Key) -> int:
         """Steps made so far, of the stage that the curve is of."""
+        ...
 
 
 class Scheduler:

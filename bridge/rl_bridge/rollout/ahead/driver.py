@@ -17,32 +17,32 @@ from rl_bridge.rollout.ahead.ledger import Group, Key
 from rl_bridge.rollout.ahead.pumps import UNDRAWN, Advance, Command, Ended, Restart, RolloutPump, TrainingPump, Withdraw
 from rl_bridge.rollout.worker import EngineDied
 
-# The workers of an ``InferenceEngine`` as the one engine that the rollout pump commands.
-
 
 class Commanded(Protocol):
-    """What carries out the commands of a rollout pump, one at a time."""
+    """An engine that carries out the commands of a rollout pump, one at a time."""
 
     def do(self, command: Advance | Withdraw) -> list[Ended]:
-        """The rows that have left. Raises EngineDied where the engine is gone, with all that it was drawing."""
+        """Carry a command out; returns the rows that have left. Raises EngineDied where the engine is gone."""
         ...
 
     def restart(self) -> None:
-        """Make another engine. Raises what makes that impossible."""
+        """Make another engine. Raises the error that makes that impossible."""
         ...
 
 
 class Lanes:
-    """Each sample has its worker, by its number: the same rows lie beside each other in every run.
+    """The workers of an ``InferenceEngine`` as one engine that a rollout pump commands.
+
+    Each sample has its worker, by its number: the same rows lie beside each other in every run.
 
     A prompt of the ledger has its token ids as ``tokens``.
     """
 
     def __init__(self, engine: Engine, sampling: SamplingParams, samples: int) -> None:
-        """``engine``: of workers that are ``Advancing``; ``samples``: of a prompt, a greedy one among them.
+        """``engine``: has workers that are ``Advancing``; ``samples``: of a prompt, a greedy one among them.
 
         Raises:
-            ValueError: its workers are not.
+            ValueError: its workers are not ``Advancing``.
         """
         self._engine, self._sampling, self._samples = engine, sampling, samples
         missing = {"advance", "withdraw", "restart"} - engine.methods.keys()
@@ -64,7 +64,7 @@ class Lanes:
         return self._call("advance", [(share, self._sampling, command.steps, command.exactly) for share in shares])
 
     def restart(self) -> None:
-        """Start what is behind the workers again."""
+        """Start the engines behind the workers again."""
         self._call("restart", [()] * self._engine.workers)
 
     def _lane(self, key: Key) -> int:
@@ -73,21 +73,19 @@ class Lanes:
     def _call(self, method: str, of_lanes: list[tuple]) -> list[Ended]:
         engine = self._engine
         arguments = {
-            slot: (engine.name, method, given, {}, None) for slot, given in zip(engine.slots, of_lanes, strict=True)
+            slot: (engine.name, method, payload, {}, None) for slot, payload in zip(engine.slots, of_lanes, strict=True)
         }
         answers = engine.executor.call(call_worker, arguments, what=f"{engine.name}.{method}")
         return [ended for slot in engine.slots for ended in answers[slot] or ()]
 
 
-# The threads that let the pumps work: one commands the engine, one asks for rewards, the caller's own trains.
-
 logger = logging.getLogger(__name__)
 GRACE = 2.0
-"""Seconds that an end waits for what may never return: a reward, or anything where the run ends by an error."""
+"""Seconds that an end waits for calls that may never return: a reward, or any call where the run ends by an error."""
 
 
 class Driver:
-    """Use from one thread, which trains. Its calls raise what another thread failed with."""
+    """To be used from one thread, which trains. Its calls raise the error that another thread failed with."""
 
     def __init__(
         self,
@@ -117,8 +115,8 @@ class Driver:
         """Held while the ledger or a pump is read or changed."""
         self._busy, self._closed, self._progress = False, False, 0
         self._error: BaseException | None = None
-        # A new thread begins with a number of threads of its own for torch: an engine in this process would compute
-        # with another one than the engine was made with.
+        # A new thread begins with its own number of threads for torch. An engine in this process would compute with
+        # another number than the engine was made with.
         self._threads = torch.get_num_threads()
         self._talks = talks
         self._threads_of = [threading.Thread(target=self._run, name="rl_bridge rollouts", daemon=True)]
@@ -159,9 +157,9 @@ class Driver:
             self.training.trained()
 
     def close(self) -> None:
-        """End the threads, after what they are doing. A reward that hangs is left behind, and holds no process.
+        """End the threads after their present calls. A reward that hangs is left behind, and holds no process.
 
-        So is everything where the caller ends by an error or an interrupt: that is not to wait.
+        All calls are left behind where the caller ends by an error or an interrupt, which is not to wait.
         """
         with self.changed:
             self._closed = True
@@ -186,12 +184,12 @@ class Driver:
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         """Wait under the lock. Raises TimeoutError where nothing at all has happened for too long."""
-        seen, since = self._progress, time.monotonic()
+        progress, since = self._progress, time.monotonic()
         while self._error is None and not done():
             if self._closed:
                 raise RuntimeError(f"waiting for {what}: the driver is closed")
-            if self._progress != seen:
-                seen, since = self._progress, time.monotonic()
+            if self._progress != progress:
+                progress, since = self._progress, time.monotonic()
             if time.monotonic() - since > self._patience:
                 raise TimeoutError(f"waited {self._patience:g} s for {what}: {self.pump.ledger.counts()}")
             self.changed.wait(min(self._patience, 1.0))
@@ -223,7 +221,7 @@ class Driver:
         return None
 
     def _do(self, command: Command, epoch: int) -> None:
-        """Carry a command out, without the lock, and say what came of it."""
+        """Carry a command out, without the lock, and tell the pump its result."""
         try:
             ended = self._engine.restart() if isinstance(command, Restart) else self._engine.do(command)
         except EngineDied as error:
@@ -240,8 +238,8 @@ class Driver:
             if ended is None:
                 self.pump.restarted()
                 return
-            taken = self.pump.answered(epoch, ended, self._clock())
-            assert taken, "nobody else replaces the engine"
+            accepted = self.pump.answered(epoch, ended, self._clock())
+            assert accepted, "nobody else replaces the engine"
             if isinstance(command, Advance) and ended:
                 self._deaths = 0
 

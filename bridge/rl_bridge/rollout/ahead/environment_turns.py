@@ -1,4 +1,4 @@
-"""Environments of conversations that run ahead of training. The ledger has all that was said to them."""
+"""Environments of conversations that run ahead of training. The ledger has every message that they got."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ WAIT = 10.0
 
 
 class Reply(NamedTuple):
-    """What an environment said. Neither turn nor reason: it answers otherwise than before, and all begins anew."""
+    """An environment's answer. Neither turn nor reason: the answer is another one than before, and all begins anew."""
 
     key: Key
     beginning: int
@@ -49,9 +49,9 @@ class Talking:
     """Above 0: each environment lives in a process of its own, which is ended at its limit; so many calls at once."""
 
     def conversation(self, opening: Opening, sample: Sample, versions: Collection[int] = ()) -> Conversation:
-        """What a sample of the ledger has, as a conversation. ``versions``: of each drawn token's weights."""
+        """A sample of the ledger as a conversation. ``versions``: of each drawn token's weights."""
         talk, start = Conversation(opening), 0
-        given = list(versions) or sample.versions
+        drawn_by = list(versions) or sample.versions
         for place, turn in enumerate(sample.turns):
             talk.heard(_step(turn), self.template, self.limits, turn.tools)
             if turn.drawn:
@@ -60,7 +60,7 @@ class Talking:
                 over = place + 1 == len(sample.turns) and sample.reason in ("length", "abort")
                 reason = "length" if over else "stop"
                 tokens, logprobs = sample.tokens[start:stop], sample.logprobs[start:stop]
-                drawn = Drawn(None, tokens, logprobs, allowed, reason, given[start:stop])
+                drawn = Drawn(None, tokens, logprobs, allowed, reason, drawn_by[start:stop])
                 talk.spoke(drawn, -1, self.template)
                 start = stop
         return talk
@@ -81,14 +81,14 @@ class Talks:
         limit, at_once = talking.step_timeout, talking.at_once
         if talking.processes:
             self._processes = EnvironmentProcesses(talking.environment, limit=limit)
-            # The process keeps the limit; a thread only waits for that.
+            # The process keeps the limit; a thread only waits for the process.
             limit, at_once = limit + WAIT, talking.processes
         self._steps = ThreadedSteps(limit=limit, at_once=at_once)
         self._sessions: dict[Name, Talker] = {}
         self._asked: dict[Name, Conversation] = {}
         self._closing = 0
         self.failures: list[str] = []
-        """Of environments, with the row."""
+        """Errors of environments, with the row."""
 
     @property
     def busy(self) -> bool:
@@ -96,34 +96,34 @@ class Talks:
         return bool(self._asked or self._closing)
 
     def ask(self, group: Group, place: int) -> None:
-        """Let the environment of a sample answer; ``replies`` tells what it said."""
+        """Let the environment of a sample answer; ``replies`` gives its answer."""
         sample = group.samples[place]
         name = (group.number, place), sample.beginnings
         talk = self._talking.conversation(self._opening(group, place), sample)
         self._asked[name] = talk
-        known, session = name in self._sessions, self._sessions.get(name) or self._session()
+        is_living, session = name in self._sessions, self._sessions.get(name) or self._session()
         self._sessions[name] = session
         row, messages = talk.opening.row, tuple(talk.said)
         if not sample.turns:
             self._steps.start(name, lambda: session.reset(row))
-        elif known:
+        elif is_living:
             self._steps.start(name, lambda: session.step(messages))
         else:
             before = list(sample.turns)
             self._steps.start(name, lambda: self._again(session, talk, before), calls=len(before) + 1)
 
     def replies(self) -> list[Reply]:
-        """Wait for what environments say, or for ``wake``."""
-        found = []
+        """Wait for answers of environments, or for ``wake``."""
+        replies = []
         for finished in self._steps.finished(wait=True):
             if finished.key in self._asked:
-                found.append(self._reply(finished))
+                replies.append(self._reply(finished))
             else:
                 self._closing -= 1
                 if finished.error is not None:
                     cause = f"{type(finished.error).__name__}: {finished.error}"
                     logger.warning("closing an environment failed: %s", cause)
-        return found
+        return replies
 
     def wake(self) -> None:
         """From any thread: let ``replies`` return."""
@@ -151,11 +151,11 @@ class Talks:
         return Session(self._talking.environment) if self._processes is None else self._processes.session()
 
     def _again(self, session: Talker, talk: Conversation, turns: list[Turn]) -> Step:
-        """Say everything again; what the environment answers to the last turn."""
+        """Say everything again; returns the environment's answer to the last turn."""
         step = self._steps.awaited(session.reset(talk.opening.row))
         for turn, place in zip(turns, talk.drawn, strict=True):
-            if (said := _turn(step, session)) != _without_tokens(turn):
-                raise Diverged(f"{talk.opening.where}: {said} and before {turn}")
+            if (answer := _turn(step, session)) != _without_tokens(turn):
+                raise Diverged(f"{talk.opening.where}: {answer} and before {turn}")
             step = self._steps.awaited(session.step(tuple(talk.said[: place + 1])))
         return step
 
@@ -190,7 +190,7 @@ class Talks:
 
 
 def _turn(step: Step, session: Talker) -> Turn:
-    # As a checkpoint gives it back.
+    # The turn is one that a checkpoint gives back: JSON has no tuples.
     messages, tools = json.loads(json.dumps([[dict(message) for message in step.messages], list(session.tools)]))
     return Turn(messages, step.reward, step.done, step.state_id, tools)
 

@@ -102,11 +102,11 @@ class Sample:
         """The tokens behind the prompt so far, those of the environment among them."""
         if not self.turns:
             return self.tokens
-        found, start = [], 0
+        tokens, start = [], 0
         for turn in self.turns:
-            found += [*turn.given, *self.tokens[start : start + turn.drawn]]
+            tokens += [*turn.given, *self.tokens[start : start + turn.drawn]]
             start += turn.drawn
-        return found
+        return tokens
 
     @property
     def said(self) -> int:
@@ -188,10 +188,10 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Samples by state."""
-        found = Counter(str(sample.state) for group in self.groups.values() for sample in group.samples)
+        by_state = Counter(str(sample.state) for group in self.groups.values() for sample in group.samples)
         none = {str(state): 0 for state in State}
         over = {state: self.finished[state] for state in ("trained", "compared")}
-        return {**none, **found, **over, "dropped": self.finished.total() - sum(over.values())}
+        return {**none, **by_state, **over, "dropped": self.finished.total() - sum(over.values())}
 
     def open(
         self, prompt: Any, seeds: Sequence[int], version: int, state: State = State.WAITING, *, greedy: bool = False
@@ -241,8 +241,8 @@ class Ledger:
         """Forget what was said."""
         sample = self[key]
         assert sample.state in (State.WAITING, State.ASKING), f"sample {key} is {sample.state}"
-        kept: Any = {"seconds": sample.seconds, "greedy": sample.greedy}
-        again = Sample(sample.seed, State.ASKING, beginnings=sample.beginnings + 1, **kept)
+        lasting: Any = {"seconds": sample.seconds, "greedy": sample.greedy}
+        again = Sample(sample.seed, State.ASKING, beginnings=sample.beginnings + 1, **lasting)
         self.groups[key[0]].samples[key[1]] = again
 
     def aborted(self, key: Key) -> None:
@@ -255,8 +255,8 @@ class Ledger:
 
     def scored(self, number: int, rewards: Sequence[dict[str, float]]) -> None:
         """The rewards of each sample of a prompt."""
-        for place, (_, found) in enumerate(zip(self.groups[number].samples, rewards, strict=True)):
-            self._change((number, place), State.READY, State.REWARDING).rewards = dict(found)
+        for place, (_, sample_rewards) in enumerate(zip(self.groups[number].samples, rewards, strict=True)):
+            self._change((number, place), State.READY, State.REWARDING).rewards = dict(sample_rewards)
 
     def take(self, number: int) -> Group:
         """A step trains on the prompt, which leaves the ledger."""

@@ -1,4 +1,4 @@
-"""State machines: how far rollouts run ahead, what an engine is to do next, what a step trains on."""
+"""State machines: the bound on rollouts that run ahead, the next command for an engine, the prompts of a step."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from rl_bridge.common.terminal import given
 from rl_bridge.rollout.ahead.ledger import Group, Key, Ledger, State, Tokens, Turn
-
-# How far rollouts may run ahead: a bound that is kept where prompts go in, so nothing is thrown away for its age.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +68,6 @@ class Admission:
         return limit if self.steps is None else min(limit, self.steps * self.prompts_per_step)
 
 
-# The training pump: which prompts a step trains on, and when.
-
-
 class TrainingPump:
     """A state machine: step after step takes its prompts from the ledger, in an order that the ledger gives."""
 
@@ -89,11 +84,13 @@ class TrainingPump:
         left, chosen = list(self.ledger.groups), []
         while len(chosen) < self.admission.prompts_per_step:
             head = left[0] if left else self.ledger.opened
-            found = next((number for number in left if number < head + self.admission.window and number in ready), None)
-            if found is None:
+            next_ready = next(
+                (number for number in left if number < head + self.admission.window and number in ready), None
+            )
+            if next_ready is None:
                 return None
-            chosen.append(found)
-            left.remove(found)
+            chosen.append(next_ready)
+            left.remove(next_ready)
         return sorted(chosen)
 
     def take(self) -> list[Group]:
@@ -119,8 +116,6 @@ class TrainingPump:
         self.step += 1
 
 
-# The rollout pump: what an engine is to do next, from what is known of it. It does nothing itself.
-
 UNDRAWN = (State.ASKING, State.WAITING, State.RUNNING)
 
 
@@ -143,7 +138,7 @@ class Row(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A row that has left the engine, with what was drawn since it went in. ``reason`` None: it is not finished."""
+    """A row that has left the engine, with the tokens drawn since it went in. ``reason`` None: it is not finished."""
 
     key: Key
     drawn: Tokens
@@ -156,7 +151,7 @@ class Advance(NamedTuple):
     rows: tuple[Row, ...]
     steps: int
     exactly: bool = False
-    """Whether no engine may draw on: what a version draws then depends on the commands, and on no time."""
+    """Whether no engine may draw on: the draws of a version then depend on the commands, and on no time."""
 
 
 class Withdraw(NamedTuple):
@@ -177,7 +172,7 @@ class Pace:
     """When the engine stops for new weights.
 
     ``partial``: between any two rounds, and its rows go on with the new weights. Else when it has no row any more.
-    ``rounds``: after so many rounds beside a training step, however long either takes: what is drawn by which version
+    ``rounds``: after so many rounds beside a training step, however long either takes: the version that draws a token
     then depends on nothing but the ledger. None with ``deterministic``: when there is nothing to draw.
     """
 
@@ -192,7 +187,7 @@ class Pace:
     """After so many in engines a completion is aborted."""
 
     def __post_init__(self) -> None:
-        """Refuse what is not the same each time under the name of determinism, and counts below 1."""
+        """Refuse deterministic paces whose draws would depend on time, and counts below 1."""
         if self.steps < 1 or self.limit < 1 or (self.rounds is not None and self.rounds < 1):
             raise ValueError(f"steps, limit and rounds must be ≥ 1, got {given(self, 'steps', 'limit', 'rounds')}")
         if self.seconds is not None and (self.deterministic or not self.seconds > 0):
@@ -210,9 +205,10 @@ class Pace:
 
 
 class RolloutPump:
-    """A state machine over a ledger. ``next`` says what the engine is to do; the other methods say what happened.
+    """A state machine over a ledger. ``next`` gives the engine's next command; the other methods take what happened.
 
-    ``held``: no row is in the engine and none goes in, so that its weights may change. It begins so.
+    The pump does nothing itself. ``held``: no row is in the engine and none goes in, so that its weights may change. It
+    begins so.
     """
 
     def __init__(
@@ -235,10 +231,10 @@ class RolloutPump:
         self._talks, self._greedy, self._apart = talks, greedy, apart
         self._to_ask = list(ledger.keys(State.ASKING))
         self.version = -1
-        """Of the policy that the engine holds."""
+        """The version of the policy that the engine holds."""
         self.held, self.alive = True, True
         self.epoch = 0
-        """Of the engine. An answer of an engine that is gone is not taken."""
+        """The number of the engine. An answer of an engine that is gone is not taken."""
         self._wanted = False
         self._pending: Command | None = None
         self._beside = 0
@@ -272,7 +268,7 @@ class RolloutPump:
         return not undrawn and self.ledger.opened >= self.admission.limit(self.version)
 
     def next(self, now: float) -> Command | None:
-        """What the engine is to do now; None: nothing before something else happens. It is asked again then."""
+        """The engine's next command; None: none before something else happens. The pump is asked again then."""
         if self._pending is not None:
             return None
         if not self.alive:
@@ -298,7 +294,7 @@ class RolloutPump:
         if not draining:
             self._open()
         if self.pace.deterministic and any(True for _ in self.ledger.keys(State.ASKING)):
-            # Which rows are drawn beside each other is not to depend on which environment is faster.
+            # The rows that are drawn beside each other must not depend on which environment is faster.
             return None
         rows = tuple(self._admit(now, begun=draining))
         return Advance(rows, self.pace.steps, self.pace.rounds is not None) if rows or running else None
@@ -344,8 +340,8 @@ class RolloutPump:
             if sample.state is State.WAITING:
                 self.ledger.submitted(key, now)
                 room, so_far = sample.room(self.pace.limit), tuple(sample.sequence)
-                drawn, said = len(sample.tokens), sample.said
-                rows.append(Row(key, prompt, so_far, drawn, said, sample.seed, room, sample.greedy))
+                drawn, turn_tokens = len(sample.tokens), sample.said
+                rows.append(Row(key, prompt, so_far, drawn, turn_tokens, sample.seed, room, sample.greedy))
         return rows
 
     def _is_late(self, key: Key, now: float) -> bool:
@@ -396,12 +392,12 @@ class RolloutPump:
         return bool(self._to_ask)
 
     def to_ask(self) -> list[Key]:
-        """Conversations whose environment is to answer, each turn told once."""
-        found, self._to_ask = self._to_ask, []
-        return found
+        """Conversations whose environment is to answer, each turn given once."""
+        keys, self._to_ask = self._to_ask, []
+        return keys
 
     def told(self, key: Key, beginning: int, turn: Turn | None, reason: str | None) -> bool:
-        """What the environment of a conversation answered, as ``Ledger.told``.
+        """Take the answer of a conversation's environment, as ``Ledger.told``.
 
         False: the conversation has begun anew since it was asked, or has been trained on, and the answer is not taken.
         """
@@ -422,21 +418,21 @@ class RolloutPump:
         return key[0] not in self.ledger.groups or self.ledger[key].beginnings != beginning
 
     def to_score(self) -> list[Group]:
-        """What the rewards are to be asked about in one call: prompts whose samples are all drawn, each told once.
+        """The prompts whose rewards are to be asked for in one call: all their samples are drawn, each is given once.
 
         All that wait; in deterministic runs those of one step, so that a call has the same prompts in every run. Where
-        the rewards of samples are ``apart``, a call may have any prompts, and what is left to keep is their order, for
-        a function that counts or remembers: all that wait up to the first prompt that is not drawn.
+        the rewards of samples are ``apart``, a call may have any prompts, and only their order is kept, for a function
+        that counts or remembers: all that wait up to the first prompt that is not drawn.
         """
-        found = sorted(self._to_score)
+        numbers = sorted(self._to_score)
         if self.pace.deterministic and self._apart:
             unscored = (number for number, group in self.ledger.groups.items() if not group.all_in(State.READY))
-            found = list(itertools.takewhile(set(found).__contains__, unscored))
+            numbers = list(itertools.takewhile(set(numbers).__contains__, unscored))
         elif self.pace.deterministic:
-            of_step = [self._of_step(number) for number in found]
-            found = next((step for step in of_step if set(step) <= set(found)), [])
-        self._to_score = [number for number in self._to_score if number not in found]
-        return [self.ledger.groups[number] for number in found]
+            of_step = [self._of_step(number) for number in numbers]
+            numbers = next((step for step in of_step if set(step) <= set(numbers)), [])
+        self._to_score = [number for number in self._to_score if number not in numbers]
+        return [self.ledger.groups[number] for number in numbers]
 
     def _of_step(self, number: int) -> list[int]:
         """The prompts of the step that a prompt belongs to, where steps take them in order."""

@@ -31,14 +31,14 @@ FUNCTIONS = {
     "fp8_channel": "fp8_channel",
     "fp8_block": "fp8_block",
 }
-"""FlashRL's names of what quantises → the precision here. "fast" is about copies that are not made here at all."""
-# What FlashRL writes for its own patches, which have nothing to do here.
+"""FlashRL's names of quantising functions → the precision here. "fast" is about copies that are not made here."""
+# Fields that FlashRL writes for its own patches, which have nothing to do here.
 _WITHOUT_MEANING = ("load_format", "quantization", "distributed_executor_backend", "module_attribute_to_preserve")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one data-parallel rank samples with."""
+    """The quantisation that one data-parallel rank samples with."""
 
     fn: str
     """A name of ``FUNCTIONS``."""
@@ -48,14 +48,14 @@ class Setting:
     """File of ``rl-fn quantize profile``: only the weights that it lists are quantised."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be applied."""
+        """Refuse a name that cannot be applied."""
         if self.fn not in FUNCTIONS:
             why = "; dead neurons are not pruned here" if self.fn == "int8_prune" else ""
             raise ValueError(f"fn must be one of {', '.join(FUNCTIONS)}, got {self.fn!r}{why}")
 
     @property
     def precision(self) -> str:
-        """Of the linear layers: "bf16" leaves them as the engine has them."""
+        """The precision of the linear layers: "bf16" leaves them as the engine has them."""
         return FUNCTIONS[self.fn]
 
     @property
@@ -96,11 +96,11 @@ class Settings:
 
 
 def settings_of(environment: Mapping[str, str]) -> Settings | None:
-    """What the variables say; None where none of them is set.
+    """The settings that the variables give; None where none of them is set.
 
     Raises:
-        ValueError: a variable or a file that cannot be read as FlashRL has it. Nothing is ignored but what FlashRL says
-            about its own patches.
+        ValueError: a variable or a file that cannot be read as FlashRL has it. Nothing is ignored but the fields that
+            FlashRL has for its own patches.
     """
     if not any(environment.get(name) for name in VARIABLES):
         return None
@@ -165,12 +165,12 @@ def _configs(config: str) -> tuple[Setting, ...]:
 
 
 def setting_of(entry: Mapping[str, Any], where: str) -> Setting:
-    """An entry of a file as a setting; what FlashRL says about its own patches is left out.
+    """An entry of a file as a setting; fields for FlashRL's own patches are left out.
 
     Raises:
         ValueError: a field or a value that cannot be applied here.
     """
-    known = {field.name for field in fields(Setting)}
-    if unknown := sorted(entry.keys() - known - set(_WITHOUT_MEANING)):
-        raise ValueError(f"{where}: {unknown[0]!r} cannot be applied here; there is {', '.join(sorted(known))}")
-    return Setting(**{name: value for name, value in entry.items() if name in known})
+    names = {field.name for field in fields(Setting)}
+    if unknown := sorted(entry.keys() - names - set(_WITHOUT_MEANING)):
+        raise ValueError(f"{where}: {unknown[0]!r} cannot be applied here; there is {', '.join(sorted(names))}")
+    return Setting(**{name: value for name, value in entry.items() if name in names})

@@ -1,12 +1,12 @@
-"""What a worker of vLLM holds, compared element by element with the weights that it was loaded from.
+"""A comparison of the tensors in a worker of vLLM, element by element, with the weights that they were loaded from.
 
-An engine fuses, cuts, packs and quantises what it loads. Here each of its tensors is read back, in the layout that it
-computes with, and held against the part of the checkpoint that belongs there: q, k and v one under the other, the rows
-or columns of this rank, codes of the engine's own quantiser. A layout that nobody can read (oneDNN's blocks) is read
-through the layer itself: its product with the unit matrix is its weights, exactly, because each sum has one term that
-is not 0.
+An engine fuses, cuts, packs and quantises the weights that it loads. Here each of its tensors is read back, in the
+layout that it computes with, and compared with the part of the checkpoint that belongs there: q, k and v one under the
+other, the rows or columns of this rank, codes of the engine's own quantiser. A layout that nobody can read (oneDNN's
+blocks) is read through the layer itself: its product with the unit matrix is its weights, exactly, because each sum has
+one term that is not 0.
 
-Nothing of vLLM is imported: what its layers are is read from their attributes.
+Nothing of vLLM is imported: the kinds of its layers are read from their attributes.
 """
 
 # pyright: reportMissingImports=false
@@ -27,11 +27,11 @@ _CHUNK = 512
 _HEAD = "lm_head.weight"
 _PEFT = "base_model.model."
 _DERIVED = ("azp_adj",)
-"""Made by the engine of codes and scales that are compared, and not computed with where activations are symmetric."""
+"""Tensors that the engine derives from codes and scales, which are compared; symmetric activations do not use them."""
 
 
 class Held(NamedTuple):
-    """``compared``: elements of the engine's tensors that were read. ``different``: by tensor, what is not as sent.
+    """``compared``: elements of the engine's tensors that were read. ``different``: by tensor, the differences.
 
     ``unread``: by tensor, why it could not be compared; the samples alone speak for it.
     """
@@ -41,19 +41,21 @@ class Held(NamedTuple):
     unread: dict[str, str]
 
     @classmethod
-    def of_ranks(cls, found: Sequence[Sequence[Any]]) -> "Held":
-        """Of all workers of an engine, each of which holds its own part.
+    def of_ranks(cls, workers: Sequence[Sequence[Any]]) -> "Held":
+        """The comparison of an engine from those of its workers, each of which holds its own part.
 
         >>> Held.of_ranks([[3, {}, {"r": "why"}], [3, {"q": "wrong"}, {"r": "why"}]])
         Held(compared=6, different={'q on rank 1': 'wrong'}, unread={'r on rank 0': 'why', 'r on rank 1': 'why'})
         """
 
         def ranked(place: int) -> dict[str, str]:
-            if len(found) == 1:
-                return dict(found[0][place])
-            return {f"{name} on rank {rank}": why for rank, row in enumerate(found) for name, why in row[place].items()}
+            if len(workers) == 1:
+                return dict(workers[0][place])
+            return {
+                f"{name} on rank {rank}": why for rank, row in enumerate(workers) for name, why in row[place].items()
+            }
 
-        return cls(sum(row[0] for row in found), ranked(1), ranked(2))
+        return cls(sum(row[0] for row in workers), ranked(1), ranked(2))
 
 
 class Piece(NamedTuple):
@@ -72,8 +74,10 @@ def held_by(worker: Any, folder: str, adapter: str | None = None) -> list[Any]:
     """For ``collective_rpc``: ``Held`` of this worker as JSON, against the checkpoint or the adapter in a folder."""
     runner = worker.model_runner
     model, dtype = runner.get_model(), runner.model_config.dtype
-    found = against_checkpoint(model, Path(folder), dtype) if adapter is None else against_adapter(model, Path(adapter))
-    return [found.compared, found.different, found.unread]
+    result = (
+        against_checkpoint(model, Path(folder), dtype) if adapter is None else against_adapter(model, Path(adapter))
+    )
+    return [result.compared, result.different, result.unread]
 
 
 class _Sources:
@@ -81,8 +85,8 @@ class _Sources:
 
     def __init__(self, folder: Path, send: Callable[[str, Tensor], Any] | None) -> None:
         stored = SafetensorsFolder.of_folder(folder)
-        made = () if send is None else [name for name in send.names if f"{name}_scale" not in stored.shapes]  # type: ignore[attr-defined]
-        self._stored, self._send, self._made = stored, send, frozenset(made)
+        derived = () if send is None else [name for name in send.names if f"{name}_scale" not in stored.shapes]  # type: ignore[attr-defined]
+        self._stored, self._send, self._made = stored, send, frozenset(derived)
         self.names = [*stored.shapes, *(f"{name}_scale" for name in sorted(self._made))]
         self._last: dict[str, Tensor] = {}
 
@@ -107,9 +111,9 @@ def against_checkpoint(model: nn.Module, folder: Path, dtype: torch.dtype) -> He
         assert module is not None
         wholes = {name: sources.read(name) for name in names}
         pieces = _pieces(module, leaf, {name: whole.shape for name, whole in wholes.items()})
-        wanted = [(piece.name, piece.of(wholes[piece.name])) for piece in pieces]
+        expected = [(piece.name, piece.of(wholes[piece.name])) for piece in pieces]
         try:
-            readings = list(_readings(module, leaf, [part for _, part in wanted], dtype))
+            readings = list(_readings(module, leaf, [part for _, part in expected], dtype))
         except RuntimeError as error:
             readings, why = [], f"{type(module).__name__}: {str(error).splitlines()[0]}"
         else:
@@ -118,12 +122,12 @@ def against_checkpoint(model: nn.Module, folder: Path, dtype: torch.dtype) -> He
             unread[f"{path}.{leaf}"] = why
         for how, got in readings:
             compared += got.numel()
-            if wrong := list(_differing(got, wanted)):
+            if wrong := list(_differing(got, expected)):
                 different[f"{path}.{leaf}{how}"] = ", ".join(wrong)
-    known = {f"{path}.{leaf}" for path, leaf in places}
+    compared_names = {f"{path}.{leaf}" for path, leaf in places}
     for name, parameter in model.named_parameters():
         plain = name.replace(".base_layer.", ".")
-        if parameter.numel() and plain not in known and not name.endswith(_DERIVED):
+        if parameter.numel() and plain not in compared_names and not name.endswith(_DERIVED):
             unread[plain] = "in no checkpoint"
     return Held(compared, different, unread)
 
@@ -152,13 +156,13 @@ def against_adapter(model: nn.Module, folder: Path) -> Held:
             _pieces(layer.base_layer, "weight", shapes), layer.lora_a_stacked, layer.lora_b_stacked, strict=True
         ):
             factors = f"{piece.name}.lora_A.weight", f"{piece.name}.lora_B.weight"
-            wanted = torch.zeros_like(a[0, 0]), torch.zeros_like(b[0, 0])
+            expected = torch.zeros_like(a[0, 0]), torch.zeros_like(b[0, 0])
             if factors[0] in stored.shapes:
-                down, up = (stored.read(name, ()).to(wanted[0].dtype) for name in factors)
-                wanted[0][: len(down)] = down[:, piece.columns]
-                wanted[1][:, : up.shape[1]] = (up if scaling == 1 else up * scaling)[piece.rows]
+                down, up = (stored.read(name, ()).to(expected[0].dtype) for name in factors)
+                expected[0][: len(down)] = down[:, piece.columns]
+                expected[1][:, : up.shape[1]] = (up if scaling == 1 else up * scaling)[piece.rows]
                 left -= set(factors)
-            for name, got, whole in zip(factors, (a[0, 0], b[0, 0]), wanted, strict=True):
+            for name, got, whole in zip(factors, (a[0, 0], b[0, 0]), expected, strict=True):
                 compared += got.numel()
                 different |= {f"{path}, {name}": what for what in _differing(got, [(name, whole)])}
     return Held(compared, different, dict.fromkeys(sorted(left), "the engine has no such factor"))
@@ -166,7 +170,7 @@ def against_adapter(model: nn.Module, folder: Path) -> Held:
 
 def _places(model: nn.Module, names: Sequence[str]) -> tuple[dict[tuple[str, str], list[str]], dict[str, str]]:
     """Which of a checkpoint's tensors are in which of the engine's, in the order of its rows; and those in none."""
-    found: dict[tuple[str, str], dict[int, str]] = {}
+    places: dict[tuple[str, str], dict[int, str]] = {}
     unread: dict[str, str] = {}
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if hasattr(mapper, "get_rename_mapper"):
@@ -174,10 +178,10 @@ def _places(model: nn.Module, names: Sequence[str]) -> tuple[dict[tuple[str, str
     fused = {part: (owner, place) for owner, parts in _packed(model).items() for place, part in enumerate(parts)}
     tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
     for name in names:
-        own = name if mapper is None else mapper._map_name(name)
-        if own is None or (tied and own == _HEAD):
+        engine_name = name if mapper is None else mapper._map_name(name)
+        if engine_name is None or (tied and engine_name == _HEAD):
             continue
-        path, _, leaf = own.rpartition(".")
+        path, _, leaf = engine_name.rpartition(".")
         parent, last = _split(path)
         place = 0
         if _module(model, path) is None and last in fused:
@@ -186,15 +190,15 @@ def _places(model: nn.Module, names: Sequence[str]) -> tuple[dict[tuple[str, str
         if not hasattr(_module(model, path), leaf):
             unread[name] = "the engine has no such tensor"
         else:
-            found.setdefault((path, leaf), {})[place] = name
-    shared = [parts for (path, _), parts in found.items() if _split(path)[1] == "embed_tokens"]
+            places.setdefault((path, leaf), {})[place] = name
+    shared = [parts for (path, _), parts in places.items() if _split(path)[1] == "embed_tokens"]
     if tied and len(shared) == 1 and hasattr(_module(model, "lm_head"), "weight"):
-        found["lm_head", "weight"] = shared[0]
-    return {at: [parts[place] for place in sorted(parts)] for at, parts in found.items()}, unread
+        places["lm_head", "weight"] = shared[0]
+    return {at: [parts[place] for place in sorted(parts)] for at, parts in places.items()}, unread
 
 
 def _pieces(module: Any, leaf: str, shapes: Mapping[str, torch.Size]) -> list[Piece]:
-    """What a layer holds of these tensors: all, or this rank's part of tensor parallelism.
+    """The pieces of these tensors that a layer holds: all, or this rank's part of tensor parallelism.
 
     One tensor for a fused layer is one that the checkpoint has fused already (Phi-3): it is cut like its parts.
     """
@@ -207,16 +211,16 @@ def _pieces(module: Any, leaf: str, shapes: Mapping[str, torch.Size]) -> list[Pi
         wide = (module.head_size, module.head_size, module.v_head_size)
         total = (module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads)
         full = [count * width for count, width in zip(total, wide, strict=True)]
-        held = [count * width for count, width in zip(heads, wide, strict=True)]
+        widths = [count * width for count, width in zip(heads, wide, strict=True)]
         ranks = (rank, rank // module.num_kv_head_replicas, rank // module.num_kv_head_replicas)
-        return _stacked(names, full, held, ranks)
+        return _stacked(names, full, widths, ranks)
     if hasattr(module, "gather_output"):
         full = list(module.output_sizes) if len(names) == 1 and hasattr(module, "output_sizes") else rows
         return _stacked(names, full, [width // size for width in full], [rank] * len(full))
     if hasattr(module, "input_is_parallel") and leaf == "weight":
         [shape] = shapes.values()
-        held = shape[1] // size
-        return [Piece(names[0], slice(None), slice(rank * held, rank * held + held))]
+        width = shape[1] // size
+        return [Piece(names[0], slice(None), slice(rank * width, rank * width + width))]
     return [Piece(name, slice(None)) for name in names]
 
 
@@ -229,7 +233,7 @@ def _stacked(names: list[str], full: Sequence[int], held: Sequence[int], ranks: 
 
 
 def _readings(module: Any, leaf: str, parts: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What a layer's tensor is, ``[rows, …]``, once for each place where it lies: as a parameter, packed, or both."""
+    """A layer's tensor, ``[rows, …]``, once for each place where it lies: as a parameter, packed, or both."""
     rows, rest = sum(len(part) if part.dim() else 1 for part in parts), parts[0].shape[1:]
     whole = torch.Size((rows, *rest)) if parts[0].dim() else parts[0].shape
     stored = getattr(module, leaf)
@@ -247,25 +251,25 @@ def _readings(module: Any, leaf: str, parts: Sequence[Tensor], dtype: torch.dtyp
             yield " where oneDNN reads it", scales.view(whole)
         elif leaf == "weight":
             codes = _product(lambda unit: _scaled(handler, unit), whole[1], torch.int8) / scales[:, None]
-            # A code that is none is different from all of them.
+            # A number that is no code becomes NaN, which differs from every code.
             near = (codes - codes.round()).abs() < 1e-3
             yield " (packed)", torch.where(near, codes.round(), torch.nan)
     elif leaf == "weight" and len(whole) == 2:
         linear = vars(module).get("cpu_linear", nn.functional.linear)
         if linear is not nn.functional.linear:
-            found = _product(lambda unit: linear(unit, module.weight, None), whole[1], dtype)
-            yield " (packed)", found[:rows]
+            weights = _product(lambda unit: linear(unit, module.weight, None), whole[1], dtype)
+            yield " (packed)", weights[:rows]
 
 
 def _product(linear: Callable[[Tensor], Tensor], columns: int, dtype: torch.dtype) -> Tensor:
-    """A layer's weights ``[rows, columns]``: what it makes of the unit matrix, some columns at a time."""
-    found = []
+    """A layer's weights ``[rows, columns]``: its product with the unit matrix, some columns at a time."""
+    blocks = []
     for start in range(0, columns, _CHUNK):
         count = min(_CHUNK, columns - start)
         unit = torch.zeros(count, columns, dtype=dtype)
         unit[torch.arange(count), torch.arange(start, start + count)] = 1
-        found.append(linear(unit).T)
-    return torch.cat(found, 1)
+        blocks.append(linear(unit).T)
+    return torch.cat(blocks, 1)
 
 
 def _scaled(handler: Any, unit: Tensor) -> Tensor:
@@ -277,10 +281,10 @@ def _scaled(handler: Any, unit: Tensor) -> Tensor:
     return out
 
 
-def _differing(got: Tensor, wanted: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
-    """By the name of what was sent. 0 and −0 are equal, and so is what is below the least normal number."""
+def _differing(got: Tensor, expected: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
+    """Differences, by the name of the sent tensor. 0 and −0 are equal, and so are numbers below the least normal."""
     begin = 0
-    for name, part in wanted:
+    for name, part in expected:
         rows = len(part) if part.dim() else 1
         own = got[begin : begin + rows] if got.dim() else got
         begin += rows
@@ -299,10 +303,10 @@ def _differing(got: Tensor, wanted: Sequence[tuple[str, Tensor]]) -> Iterator[st
 def _module(model: nn.Module, path: str) -> Any:
     """The layer at a path, inside what an adapter wraps it in; None where there is none."""
     try:
-        found: Any = model.get_submodule(path)
+        module: Any = model.get_submodule(path)
     except AttributeError:
         return None
-    return getattr(found, "base_layer", found)
+    return getattr(module, "base_layer", module)
 
 
 def _packed(model: nn.Module) -> Mapping[str, Sequence[str]]:

@@ -41,12 +41,12 @@ def _take_onednn() -> None:
         from vllm.model_executor.kernels.linear.scaled_mm import cpu as kernels
     except ImportError:  # a build without kernels for CPUs
         return
-    asked = kernels.check_cpu_sgl_kernel
-    if not hasattr(asked, "of_rl_fn"):
+    check = kernels.check_cpu_sgl_kernel
+    if not hasattr(check, "of_rl_fn"):
 
-        @functools.wraps(asked)
+        @functools.wraps(check)
         def without_int8(n: int, k: int, dtype: torch.dtype) -> bool:
-            return dtype != torch.int8 and asked(n, k, dtype)
+            return dtype != torch.int8 and check(n, k, dtype)
 
         without_int8.of_rl_fn = True  # type: ignore[attr-defined]
         kernels.check_cpu_sgl_kernel = without_int8
@@ -123,10 +123,10 @@ class ExactLayer:
         """
         token_scale = input_scale.reshape(-1, 1)
         sums = torch.nn.functional.linear(x.to(self.exact), self.codes.to(self.exact)).float()
-        found = sums * (token_scale * self.rl_fn_scales.reshape(1, -1))
+        product = sums * (token_scale * self.rl_fn_scales.reshape(1, -1))
         if zero_point is not None and adjustment is not None:
-            found -= token_scale * zero_point.reshape(-1, 1) * adjustment.reshape(1, -1)
-        output.copy_(found if bias is None else found + bias)
+            product -= token_scale * zero_point.reshape(-1, 1) * adjustment.reshape(1, -1)
+        output.copy_(product if bias is None else product + bias)
 
 
 def _also_exact(multiply: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,13 +152,13 @@ def _borrows(create: Callable[..., Any], operations: Any) -> bool:
     if _holders(scales) > holders:
         return False
     codes, token_scales, _ = operations.onednn_scaled_int8_quant(torch.ones(1, 16), None, None, True)
-    found = []
+    outputs = []
     for scale in (1.0, 2.0):
         scales.fill_(scale)
         out = torch.empty(1, 8)
         operations.onednn_scaled_mm(layer, codes, out, token_scales, None, None, None)
-        found.append(out)
-    return not torch.equal(*found)
+        outputs.append(out)
+    return not torch.equal(*outputs)
 
 
 def _holders(tensor: torch.Tensor) -> int:

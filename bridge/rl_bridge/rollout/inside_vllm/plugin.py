@@ -1,4 +1,4 @@
-"""What every process of vLLM calls when it starts: the entry point ``rl_fn`` of ``vllm.general_plugins``.
+"""The plugin that every process of vLLM calls when it starts: the entry point ``rl_fn`` of ``vllm.general_plugins``.
 
 vLLM logs a plugin that cannot be imported and goes on without it: nothing is imported here before ``register``, whose
 exceptions stop the process.
@@ -14,7 +14,7 @@ from typing import Any
 BACKEND = "rl_fn"
 """Name of the transfer engine: an engine started with ``weight_transfer_config={"backend": BACKEND}`` needs it."""
 PROTOCOL = 1
-"""Version of what a client and the transfer engine say to each other."""
+"""Version of the messages between a client and the transfer engine."""
 ERRORS = "RL_FN_VLLM_ERRORS"
 """Variable with the file that the ranks of an engine write their errors to while it opens."""
 
@@ -56,7 +56,7 @@ def _errors_to(file: str) -> logging.Handler:
 
 
 def in_place(worker: Any) -> dict[str, Any]:
-    """For ``collective_rpc``: what of this plugin is in place in the process of an engine's worker."""
+    """For ``collective_rpc``: the parts of this plugin that are in place in the process of an engine's worker."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -83,21 +83,23 @@ def require_in_place(workers: Sequence[Mapping[str, Any]], quantised: str | None
 
     Args:
         workers: ``in_place`` of each of the engine's workers.
-        quantised: what the engine was told to quantise by itself.
+        quantised: the precision that the engine was told to quantise to by itself.
 
     Raises:
-        RuntimeError: the plugin was not called in a worker's process, or did not do what was asked for.
+        RuntimeError: the plugin was not called in a worker's process, or did not quantise as asked for.
         ValueError: the attention of the worker's platform does not take the model's heads.
     """
-    for number, found in enumerate(workers):
-        if not found["registered"]:
+    for number, plugin in enumerate(workers):
+        if not plugin["registered"]:
             raise RuntimeError(
                 f"worker {number} of the engine of vLLM works without rl_bridge's plugin: the entry point 'rl_fn' of "
                 "vllm.general_plugins could not be imported (the engine's log says why), or VLLM_PLUGINS leaves it out"
             )
-        if quantised is not None and (found["quantised"] or {}).get("precision") != quantised:
-            raise RuntimeError(f"worker {number} of the engine has {found['quantised']}, and {quantised} was asked for")
-        size, sizes = found["head_size"], found["head_sizes"]
+        if quantised is not None and (plugin["quantised"] or {}).get("precision") != quantised:
+            raise RuntimeError(
+                f"worker {number} of the engine has {plugin['quantised']}, and {quantised} was asked for"
+            )
+        size, sizes = plugin["head_size"], plugin["head_sizes"]
         if sizes is not None and size not in sizes:
             raise ValueError(
                 f"the model's heads have size {size}, and vLLM's attention on a CPU takes "

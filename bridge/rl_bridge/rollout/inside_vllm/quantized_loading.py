@@ -1,4 +1,4 @@
-"""Engines of vLLM that quantise what they load, whoever starts and updates them: installed by the plugin."""
+"""Engines of vLLM that quantise the weights they load, whoever starts and updates them: installed by the plugin."""
 
 # pyright: reportMissingImports=false
 
@@ -28,7 +28,7 @@ BEGUN = "rl_fn_begun"
 
 @dataclass
 class InForce:
-    """What was applied to an engine's model; ``model.rl_fn_in_force``."""
+    """The quantisation that was applied to an engine's model; ``model.rl_fn_in_force``."""
 
     precision: str
     weights: int
@@ -81,9 +81,9 @@ def alone(precision: str) -> Iterator[None]:
 
 
 def in_force(worker: Any) -> dict[str, Any] | None:
-    """For ``collective_rpc``: what was applied to a worker's model; None where nothing was."""
-    found = getattr(worker.model_runner.get_model(), "rl_fn_in_force", None)
-    return None if found is None else asdict(found)
+    """For ``collective_rpc``: the quantisation of a worker's model as JSON; None where there is none."""
+    applied = getattr(worker.model_runner.get_model(), "rl_fn_in_force", None)
+    return None if applied is None else asdict(applied)
 
 
 def _asking(create: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def _making(create: Callable[..., Any], settings: Settings) -> Callable[..., Any
         model = create(self, vllm_config, model_config, prefix)
         layers = _quantized_layers(model, setting)
         model.load_weights = _quantizing(model, send, model_config.model)
-        model.rl_fn_send = send  # for the comparison of what the engine holds
+        model.rl_fn_send = send  # for the comparison in ``held_weights``
         model.rl_fn_in_force = InForce(setting.precision, len(send.names), layers, str(model_config.head_dtype))
         logger.info("%s: %s", model_config.model, model.rl_fn_in_force)
         return model
@@ -129,7 +129,7 @@ def _making(create: Callable[..., Any], settings: Settings) -> Callable[..., Any
 
 
 def _map_of(setting: Setting, vllm_config: Any, model_config: Any) -> Quantize:
-    """What the weights of this model go through; the engine is configured to expect that."""
+    """The map that the weights of this model go through; the engine is configured to expect its results."""
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
@@ -145,19 +145,19 @@ def _map_of(setting: Setting, vllm_config: Any, model_config: Any) -> Quantize:
         if strange := sorted(listed - names):
             raise ValueError(f"{setting.profile} lists {strange[0]!r}, which {model_config.model} does not have")
         names = listed
-    wanted = quantization_config(setting.precision, skeleton, names)
+    expected_config = quantization_config(setting.precision, skeleton, names)
     if own is None:
-        model_config.hf_config.quantization_config = wanted
-        model_config.quantization = wanted["quant_method"]
+        model_config.hf_config.quantization_config = expected_config
+        model_config.quantization = expected_config["quant_method"]
         vllm_config.quant_config = VllmConfig._get_quantization_config(model_config, vllm_config.load_config)
     else:
-        _require_same(own, wanted, model_config.model)
+        _require_same(own, expected_config, model_config.model)
         ignore = own.get("ignore", [])
         names = frozenset(n for n in names if not should_ignore_layer(n.removesuffix(".weight"), ignore=ignore))
     return Quantize(setting.precision, names, dtype=model_config.dtype)
 
 
-def _require_same(own: dict[str, Any], wanted: dict[str, Any], model: str) -> None:
+def _require_same(own: dict[str, Any], expected: dict[str, Any], model: str) -> None:
     """Raise unless the checkpoint's own codes are of the kind that updates will be."""
 
     def kinds(config: dict[str, Any]) -> list[Any]:
@@ -165,7 +165,7 @@ def _require_same(own: dict[str, Any], wanted: dict[str, Any], model: str) -> No
         keys = ("num_bits", "type", "strategy", "symmetric")
         return [[(group.get("weights") or {}).get(key) for key in keys] for group in groups]
 
-    if own.get("quant_method") != wanted["quant_method"] or kinds(own) != kinds(wanted):
+    if own.get("quant_method") != expected["quant_method"] or kinds(own) != kinds(expected):
         raise ValueError(f"{model} is quantised in another way than updates would be: {own}")
 
 
@@ -209,8 +209,8 @@ def _quantizing(module: torch.nn.Module, send: Quantize, model: str) -> Callable
                 if missing is not None:
                     missing.discard(name)
                 # A checkpoint may have codes of its own, and their scales.
-                made = tensor.dtype.itemsize == 1 or name.endswith("_scale")
-                yield from [(name, tensor)] if made else send(name, tensor)
+                is_code = tensor.dtype.itemsize == 1 or name.endswith("_scale")
+                yield from [(name, tensor)] if is_code else send(name, tensor)
 
         loaded = load(stream(), *arguments, **options)
         if missing:

@@ -1,4 +1,4 @@
-"""What rl_bridge changes and reads where an engine of vLLM samples, and how a server's worker gets it.
+"""Hooks where an engine of vLLM samples: random numbers by place, min-p last, allowed tokens; for servers, too.
 
 vLLM gives each seeded request a generator that goes on from draw to draw. A request that is read in pieces, or again
 after it was pre-empted, then depends on how the scheduler cut it, and on a CPU such a request ends the engine ("CPU
@@ -24,14 +24,12 @@ from rl_bridge.common.splitmix64 import logical_shift, mix
 from rl_bridge.rollout.inside_vllm.held_weights import held_by
 from rl_bridge.rollout.inside_vllm.plugin import in_place
 
-# What rl_bridge changes and reads where an engine of vLLM draws: random numbers by place, min-p last, allowed tokens.
-
 EXTRA = "rl_fn"
 """Key of ``SamplingParams.extra_args``."""
 
 
 class DrawsOf(NamedTuple):
-    """What the sampler must know of a request."""
+    """A request's part in its draws: seed, place and truncation."""
 
     seed: int
     """64 bits, int64."""
@@ -40,7 +38,7 @@ class DrawsOf(NamedTuple):
     truncated: bool
     """Whether the allowed tokens are recorded."""
     min_p: float = 0.0
-    """Cut by it after top-k and top-p."""
+    """The cut after top-k and top-p."""
 
 
 class _Row(NamedTuple):
@@ -54,7 +52,7 @@ class _Row(NamedTuple):
 
 
 class Draws:
-    """What works around the sampler of an engine whose worker is in this process."""
+    """A hook around the sampler of an engine whose worker is in this process."""
 
     def __init__(self) -> None:
         """Attached to no engine yet."""
@@ -64,7 +62,7 @@ class Draws:
         self._others: dict[torch.device, torch.Generator] = {}
 
     def attach(self, engine: Any) -> None:
-        """Work in this engine from now on. What an engine before it has drawn, and not yet given out, stays recorded.
+        """Work in this engine from now on. Draws that an earlier engine has not given out yet stay recorded.
 
         Raises:
             NotImplementedError: for an engine with another sampler than vLLM's first model runner has.
@@ -72,7 +70,7 @@ class Draws:
         self.attach_to(engine.model_executor.driver_worker.model_runner)
 
     def attach_to(self, runner: Any) -> None:
-        """As ``attach``, in the process of the engine's worker."""
+        """Work in the engine of this worker from now on, in the worker's process."""
         self._runner = runner
         sampler = getattr(getattr(runner, "sampler", None), "topk_topp_sampler", None)
         if sampler is None or runner.vllm_config.use_v2_model_runner:
@@ -83,19 +81,21 @@ class Draws:
 
     def take_allowed(self, request_id: str, count: int) -> list[array]:
         """The ids that were allowed at each of the request's ``count`` draws, rising; they are forgotten here."""
-        found = self._allowed.pop(request_id, [])[:count]
-        assert len(found) == count, f"{len(found)} draws of request {request_id} were seen, and it has {count} tokens"
-        return found
+        allowed = self._allowed.pop(request_id, [])[:count]
+        assert len(allowed) == count, (
+            f"{len(allowed)} draws of request {request_id} were seen, and it has {count} tokens"
+        )
+        return allowed
 
     def take_noted(self, request_id: str) -> list[array]:
-        """As ``take_allowed``, of however many draws; none where nothing was recorded."""
+        """The ids that were allowed at each recorded draw, none where nothing was recorded; they are forgotten here."""
         return self._allowed.pop(request_id, [])
 
     def forget(self, request_id: str) -> None:
-        """Drop what was recorded of a request that ended otherwise."""
+        """Drop the notes of a request that ended otherwise."""
         self._allowed.pop(request_id, None)
 
-    def _draw(self, forward: Callable[..., Any], logits: torch.Tensor, given: dict, top_k: Any, top_p: Any) -> Any:
+    def _draw(self, forward: Callable[..., Any], logits: torch.Tensor, of_engine: dict, top_k: Any, top_p: Any) -> Any:
         """The sampler's own forward, with each row's generator at the draw's number, and min-p behind top-p."""
         rows = list(self._rows())
         if any(row.draws.min_p for row in rows):
@@ -103,14 +103,14 @@ class Draws:
 
             logits, top_k, top_p = _above_min_p(apply_top_k_top_p(logits, top_k, top_p), rows), None, None
         with _OwnNumbers(self._others):
-            output = forward(logits, self._seeded(logits.device, given, rows), top_k, top_p)
+            output = forward(logits, self._seeded(logits.device, of_engine, rows), top_k, top_p)
         self._note_allowed(output[1], rows)
         return output
 
     def _seeded(
-        self, device: torch.device, given: dict[int, torch.Generator], rows: list[_Row]
+        self, device: torch.device, of_engine: dict[int, torch.Generator], rows: list[_Row]
     ) -> dict[int, torch.Generator]:
-        generators = dict(given)
+        generators = dict(of_engine)
         states = [(row.draws.seed, row.draws.drawn + row.number) for row in rows]
         while len(self._generators) < len(rows):
             self._generators.append(torch.Generator(device=device))
@@ -141,7 +141,7 @@ class Draws:
 
 
 def _above_min_p(logits: torch.Tensor, rows: Iterable[_Row]) -> torch.Tensor:
-    """Logits over temperature, without what is less than min-p times as probable as the most probable."""
+    """Logits over temperature, without tokens less than min-p times as probable as the most probable one."""
     share = torch.zeros(len(logits))
     for row in rows:
         share[row.place] = row.draws.min_p
@@ -150,10 +150,10 @@ def _above_min_p(logits: torch.Tensor, rows: Iterable[_Row]) -> torch.Tensor:
 
 
 class _OwnNumbers(TorchFunctionMode):
-    """Random numbers that nobody named a generator for come from one of ours, not from torch's: a trainer's thread may
-    draw from that at the same moment. Works in the thread that enters it.
+    """Inside, random numbers without a generator come from one of ours, in the thread that enters the context.
 
-    On a CPU vLLM draws seeds of all rows so, before it looks for the generators of the requests.
+    A trainer's thread may draw from torch's own at the same moment. On a CPU vLLM draws seeds of all rows without a
+    generator, before it looks for the generators of the requests.
     """
 
     def __init__(self, generators: dict[torch.device, torch.Generator]) -> None:
@@ -179,14 +179,12 @@ def external(request_id: str) -> str:
     return request_id.rpartition("-")[0]
 
 
-# What a server's worker does for this package besides drawing: the worker class of vLLM gets these methods.
-
 EXTENSION = f"{__name__}.InServer"
 """For ``--worker-extension-cls``."""
 
 
 class InServer:
-    """Methods for ``collective_rpc``; their results are JSON."""
+    """Methods that the worker class of vLLM gets in a server, for ``collective_rpc``; their results are JSON."""
 
     model_runner: Any
     list_loras: Callable[[], set[int]]
@@ -194,13 +192,13 @@ class InServer:
     _rl_fn_draws: Draws
 
     def rl_fn_begin(self) -> dict[str, Any]:
-        """Let draws depend on the request alone, as in a worker's own engine; what is in place in this process."""
+        """Let draws depend on the request alone, as in a worker's own engine; returns ``in_place`` of this process."""
         self._rl_fn_draws = Draws()
         self._rl_fn_draws.attach_to(self.model_runner)
         return in_place(self)
 
     def rl_fn_adopt(self, folder: str) -> list[int]:
-        """The adapter in ``folder`` in the place of the one before; the numbers of all that are here.
+        """Put the adapter in ``folder`` in the place of the one before; returns the numbers of all that are here.
 
         vLLM's own path for it keeps ``load_inplace`` in every later request: each would load its file again.
         """
@@ -211,7 +209,7 @@ class InServer:
         return sorted(self.list_loras())
 
     def rl_fn_held(self, folder: str, adapter: str | None) -> list[Any]:
-        """What this worker holds, compared with the weights, or the adapter, in a folder."""
+        """A comparison of this worker's tensors with the weights, or the adapter, in a folder."""
         return held_by(self, folder, adapter)
 
     def rl_fn_allowed(self, name: str, count: int) -> list[list[int]]:
@@ -219,6 +217,6 @@ class InServer:
         return [ids.tolist() for ids in self._rl_fn_draws.take_allowed(name, count)]
 
     def rl_fn_noted(self, names: list[str]) -> dict[str, list[list[int]]]:
-        """All that is noted of these requests, where something is; it is forgotten here."""
+        """The notes of those of these requests that have any; they are forgotten here."""
         noted = {name: self._rl_fn_draws.take_noted(name) for name in names}
         return {name: [ids.tolist() for ids in rows] for name, rows in noted.items() if rows}

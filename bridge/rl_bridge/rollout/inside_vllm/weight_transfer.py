@@ -40,7 +40,7 @@ class TransferUpdate(WeightTransferUpdateInfo):
 class FolderTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
     """Weights from a folder that this process sees, each name once, every layer whole.
 
-    vLLM alone takes what it gets: a layer that lacks a part keeps old values or gets uninitialised ones. Here the copy
+    vLLM alone takes any weights: a layer that lacks a part keeps old values or gets uninitialised ones. Here the copy
     is compared with the checkpoint that the engine started from before any layer is touched. At the end, a layer that
     did not get all of its elements is an error.
     """
@@ -50,7 +50,7 @@ class FolderTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Read now: a folder that an engine started from may be gone later.
+        # The header is read now: the folder that an engine started from may be gone later.
         self._own = Manifest(header_of(Path(self.model_config.model)))
         self._broken: str | None = None
         self._forget()

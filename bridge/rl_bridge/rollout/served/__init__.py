@@ -1,4 +1,4 @@
-"""Rollouts by servers over HTTP: vLLM's as a process of ours, SGLang's, and whatever speaks OpenAI's protocol."""
+"""Rollouts by servers over HTTP: vLLM's as a process of ours, SGLang's, and any of OpenAI's protocol."""
 
 from rl_bridge.rollout.served.openai import OpenAIEndpoint
 from rl_bridge.rollout.served.process import ServerDied

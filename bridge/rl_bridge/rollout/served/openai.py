@@ -1,4 +1,4 @@
-"""Generation by whatever speaks OpenAI's protocol: text in, text out, for evaluation, data and judges.
+"""Generation by any server of OpenAI's protocol: text in, text out, for evaluation, data and judges.
 
 A trainer needs the token ids that were drawn and their log-probabilities. The protocol has neither ids nor the
 distribution after truncation, so a rollout of a trainer refuses this endpoint; vLLM's extension ``return_token_ids``
@@ -68,7 +68,7 @@ class OpenAIEndpoint:
     """
 
     url: str
-    """Up to ``/v1``."""
+    """The address up to ``/v1``."""
     model: str
     api: Literal["chat", "completions"] = "chat"
     """``completions`` takes prompts as text or token ids, ``chat`` as text or messages."""
@@ -82,8 +82,8 @@ class OpenAIEndpoint:
     extra: tuple[tuple[str, Any], ...] = ()
     """More fields of a request that this server knows."""
     protocol_only: bool = False
-    """Send the parameters of OpenAI's protocol alone, for a server that refuses others. What the protocol lacks (top-k,
-    min-p, the repetition penalty) is then as such a server has it."""
+    """Send the parameters of OpenAI's protocol alone, for a server that refuses others. Parameters that the protocol
+    lacks (top-k, min-p, the repetition penalty) are then as such a server has them."""
 
     def __post_init__(self) -> None:
         """Refuse log-probabilities of a distribution that is not pinned.
@@ -97,14 +97,14 @@ class OpenAIEndpoint:
     def complete(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Text]]:
         """``sampling.n`` completions of each prompt.
 
-        Every parameter of sampling is sent, neutral where it is not asked for: a server takes what is not said from
-        its model's folder. ``top_k``, ``min_p`` and ``repetition_penalty`` are no part of the protocol; they are sent
+        Every parameter of sampling is sent, neutral where it is not asked for: a server takes missing ones from its
+        model's folder. ``top_k``, ``min_p`` and ``repetition_penalty`` are no part of the protocol; they are sent
         as vLLM and SGLang call them (``protocol_only``).
 
         Raises:
             NoReply: naming the endpoint and the request.
             ValueError: prompts that this API does not take, or truncations whose order on this server is not known.
-            MalformedReply: a reply without what was asked for.
+            MalformedReply: a reply that lacks a field.
         """
         if not prompts:
             return []
@@ -117,8 +117,8 @@ class OpenAIEndpoint:
             for number, seed in enumerate(row)
         ]
         with Askers(self.concurrency, "endpoint request") as askers:
-            made = [future.result() for future in [askers.submit(call) for call in calls]]
-        return [made[start : start + sampling.n] for start in range(0, len(made), sampling.n)]
+            texts = [future.result() for future in [askers.submit(call) for call in calls]]
+        return [texts[start : start + sampling.n] for start in range(0, len(texts), sampling.n)]
 
     def trajectories(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Trajectory]]:
         """The completions as trajectories of token ids, as the server drew them; of weights version 0.
@@ -143,11 +143,11 @@ class OpenAIEndpoint:
             )
         if sampling.stop:
             raise ValueError(f"a server that cuts a completion at a text says not which tokens were drawn: {sampling}")
-        found = self.complete(prompts, sampling)
+        completions = self.complete(prompts, sampling)
         requests = requests_of(prompts, sampling.seed)
         return [
             [_trajectory(text, request, number) for number, text in enumerate(texts)]
-            for request, texts in zip(requests, found, strict=True)
+            for request, texts in zip(requests, completions, strict=True)
         ]
 
     def _ask(self, request: Request, sampling: SamplingParams, seed: int, number: int) -> Text:

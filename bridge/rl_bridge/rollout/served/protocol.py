@@ -1,4 +1,4 @@
-"""What a server is asked, and what it replies, checked before it is believed."""
+"""The requests to a server, and its replies, checked before they are believed."""
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ class Ask(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What a server drew for one request."""
+    """The tokens that a server drew for one request."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -35,7 +35,7 @@ class Completion(NamedTuple):
     allowed: list[array] | None
     """Ids that the truncated sampler allowed for each token, rising; None where the server does not say."""
     versions: list[int] | None
-    """Of the weights that drew each token; None where the server does not say."""
+    """Versions of the weights that drew each token; None where the server does not say."""
     reason: Literal["stop", "length", "abort"]
 
 
@@ -43,7 +43,7 @@ def field_of(reply: Any, name: str) -> Any:
     """A field that must be there.
 
     Raises:
-        MalformedReply: naming the field, and what came.
+        MalformedReply: naming the field, with the reply.
     """
     if not isinstance(reply, Mapping) or name not in reply:
         text = repr(reply)
@@ -79,11 +79,11 @@ class EngineServer(Protocol):
         ...
 
     def stamp(self, version: str) -> None:
-        """Say this version of the weights that are there."""
+        """Stamp completions of the weights that are there with this version."""
         ...
 
     def held(self, folder: Path, adapter: Path | None) -> Held:
-        """What its workers hold, compared with the weights, or the adapter, in a folder."""
+        """A comparison of its workers' tensors with the weights, or the adapter, in a folder."""
         ...
 
     def version(self) -> str: ...

@@ -22,17 +22,15 @@ from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.served.protocol import Ask, Completion, EngineServer
 from rl_bridge.rollout.vllm import probe
 
-# An engine behind HTTP that can be updated, replaced and restarted; no request is lost or answered twice.
-
 logger = logging.getLogger(__name__)
 ABORTED = Completion([], [], None, [], "abort")
 
 
 class ServedEngine:
-    """Requests in, completions out; and ``EngineClient``, what an update asks of an engine.
+    """Requests in, completions out; and ``EngineClient``, the methods that an update calls.
 
     Each request is one entry of ``_running`` from ``submit`` until its completion is there. A server that dies takes
-    no entry with it: the next server gets all of them again, and what a former one still replies is nobody's.
+    no entry with it: the next server gets all of them again, and late replies of a former one are dropped.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class ServedEngine:
         limit: int,
         stop: frozenset[int],
     ) -> str:
-        """Put a request in; its name."""
+        """Put a request in; returns its name."""
         name = str(next(self._names))
         with self._news:
             self._begin(Ask(name, tuple(tokens), sampling, seed, drawn, limit, stop))
@@ -78,7 +76,7 @@ class ServedEngine:
 
         Raises:
             ServerDied: the server died again and again.
-            Exception: whatever was wrong with a request.
+            Exception: the error of a request.
         """
         deadline = time.monotonic() + seconds
         with self._news:
@@ -88,36 +86,36 @@ class ServedEngine:
                     raise failure
                 if self._death is not None:
                     self._restart(self._death)
-                found = {name: self._done.pop(name) for name in names if name in self._done}
+                completions = {name: self._done.pop(name) for name in names if name in self._done}
                 left = deadline - time.monotonic()
-                if found or left <= 0:
-                    return found
+                if completions or left <= 0:
+                    return completions
                 self._news.wait(left)
 
     def withdraw(self, names: Collection[str], seconds: float = 60.0) -> dict[str, Completion]:
-        """Take requests out; what they have drawn so far, or all of it.
+        """Take requests out; returns the tokens that they have drawn so far, or all of them.
 
         Raises:
             TimeoutError: the engine did not let them go.
         """
-        deadline, found = time.monotonic() + seconds, {}
+        deadline, completions = time.monotonic() + seconds, {}
         with self._news:
             for name in names:
                 if name in self._running and self._futures[name].cancel():
                     self._finish(name, ABORTED)
-        while left := set(names) - found.keys():
-            found |= self.take(left, 0.0)
-            if left := left - found.keys():
+        while left := set(names) - completions.keys():
+            completions |= self.take(left, 0.0)
+            if left := left - completions.keys():
                 # A request that is on its way to the engine is not there to be aborted yet.
                 with contextlib.suppress(ServerDied):  # the next one gets the requests again, and lets them go
                     self.server.abort(left)
-                found |= self.take(left, 0.2)
+                completions |= self.take(left, 0.2)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the engine did not give up requests {sorted(left)} within {seconds:g} s")
-        return found
+        return completions
 
     def forget(self, names: Collection[str]) -> None:
-        """Requests that nobody will take."""
+        """Drop requests that nobody will take."""
         with self._news:
             left = [name for name in names if self._running.pop(name, None) is not None]
             for name in names:
@@ -135,10 +133,10 @@ class ServedEngine:
         self.server.stop()
         self._askers.close()
 
-    # EngineClient.
+    # The methods of EngineClient.
 
     def limits(self) -> probe.EngineLimits:
-        """As the server told them."""
+        """The limits that the server gave."""
         return self.server.limits
 
     def pause(self) -> None:
@@ -148,32 +146,32 @@ class ServedEngine:
         self.server.pause(clear=True)
 
     def is_paused(self) -> bool:
-        """As the engine says."""
+        """Whether the engine says that it is paused."""
         return self.server.is_paused()
 
     def start(self) -> None:
-        """In every worker of the engine."""
+        """Begin an update in every worker of the engine."""
         self.server.start()
 
     def update(self, folder: Path, names: Sequence[str]) -> None:
-        """A bucket: the engine reads these tensors from the folder."""
+        """Let the engine read a bucket: these tensors of the folder."""
         self._pending = folder, None
         self.server.update(folder, names)
 
     def finish(self, version: str) -> None:
-        """In every worker, then for what is drawn from now on."""
+        """End the update in every worker, then stamp tokens drawn from now on with the version."""
         self.server.finish(version)
 
     def version(self) -> str:
-        """What completions are stamped with."""
+        """The version that completions are stamped with."""
         return self.server.version()
 
     def held(self, folder: Path, adapter: Path | None = None) -> Held:
-        """In every worker of the engine."""
+        """A comparison in every worker of the engine."""
         return self.server.held(folder, adapter)
 
     def reset_prefix_cache(self) -> bool:
-        """Blocks of running requests too."""
+        """Empty the cache, blocks of running requests included."""
         return self.server.reset_prefix_cache()
 
     def generate(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
@@ -187,7 +185,7 @@ class ServedEngine:
         return drawn
 
     def resume(self) -> None:
-        """The weights are proved: what was drawn from them is given out."""
+        """The weights are proved: completions drawn from them are given out."""
         version = self.version()
         with self._news:
             if self._pending is not None:
@@ -199,13 +197,13 @@ class ServedEngine:
         self.server.resume()
 
     def adopt(self, folder: Path, version: str) -> None:
-        """In the place of the adapter before. Requests that run go on with it."""
+        """Take the adapter in the place of the one before. Requests that run go on with the new one."""
         self._pending = self._current[0], folder
         self.server.adopt(folder)
         self.server.stamp(version)
 
     def replace(self, folder: Path, version: str, adapter: Path | None = None) -> None:
-        """Another server on these weights, paused; what drew from unproved weights is forgotten and begun again."""
+        """Start another server on these weights, paused; requests that drew from unproved weights begin again."""
         with self._news:
             self._death, self._pending, self._unproved, self._in_a_row = None, None, {}, 0
             self.server.stop()
@@ -256,7 +254,7 @@ class ServedEngine:
             failure = error
         with self._news:
             if self._running.get(ask.name, (None, None))[1] is not attempt:
-                return  # it was begun again, or taken out: this is nobody's
+                return  # the request was begun again, or taken out: nobody waits for this attempt
             if completion is not None and self._unproved is not None:
                 self._unproved[ask.name] = completion
             elif completion is not None:
@@ -405,10 +403,10 @@ class ServedDecoder(Decoder):
         )
         self._rows[name] = row
 
-    def _drawn(self, found: dict[str, Completion], *, leave: bool = False) -> list[Drawn]:
+    def _drawn(self, completions: dict[str, Completion], *, leave: bool = False) -> list[Drawn]:
         """Rows that have ended, or all: where a text is complete, up to and with the token that completed it."""
-        made = []
-        for name, completion in found.items():
+        ended = []
+        for name, completion in completions.items():
             row, reason = self._rows.pop(name), completion.reason
             for place, token in enumerate(completion.tokens if row.text is not None else (), 1):
                 if row.text is not None and row.text.add(token) is not None:
@@ -420,8 +418,8 @@ class ServedDecoder(Decoder):
                     self._go_on(row)
                     continue
                 reason = "abort"
-            made.append(_whole(row, reason))
-        return made
+            ended.append(_whole(row, reason))
+        return ended
 
 
 def _whole(row: _Row, reason: Literal["stop", "length", "abort"]) -> Drawn:

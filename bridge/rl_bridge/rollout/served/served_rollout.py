@@ -36,7 +36,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
     ends in a proved update or in a server that was given the weights anew.
     """
 
-    # A server that was started again and again, in vain: an asynchronous run gets its rows back and asks for another.
+    # A server was started again and again, in vain: an asynchronous run gets its rows back and asks for another server.
     engine_errors: ClassVar[tuple[type[Exception], ...]] = (ServerDied,)
 
     @returns("local")
@@ -81,15 +81,15 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
 
     @returns("same")
     def weights_map(self) -> Through:
-        """What weights go through on their way here: a cast, or codes and fresh scales."""
+        """The map that weights go through on their way here: a cast, or codes and fresh scales."""
         return self._map
 
     def weights_device(self) -> torch.device:
-        """Of this process, which has none of the weights."""
+        """The CPU: this process has none of the weights."""
         return torch.device("cpu")
 
     def move(self, what: str, device: torch.device) -> None:
-        """The server keeps what it has: a device that others need is not for a server.
+        """Do nothing: the server keeps its memory, so a device that others need is not for a server.
 
         Raises:
             ValueError: weights that are to be freed.
@@ -98,7 +98,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
             raise ValueError(f"a server keeps its {what} until it is closed")
 
     def close(self) -> None:
-        """End the server, if it is ours, and remove what was written for it."""
+        """End the server, if it is ours, and remove the files that were written for it."""
         self._close()
         self._folder.close()
         self.updated.receiver.copies.close()
@@ -175,7 +175,7 @@ class SGLangRollout(_Served):
         )
 
     def decoder(self, sampling: SamplingParams) -> ServedDecoder:
-        """As of any server.
+        """A decoder without rows, as of any server.
 
         Raises:
             ValueError: truncations that SGLang may take in another order.

@@ -34,7 +34,7 @@ class SGLangOptions:
     page_size: int = 1
     """Tokens that its prefix cache holds together (``--page-size``)."""
     headers: tuple[tuple[str, str], ...] = ()
-    """Of every request: an API key, for instance."""
+    """Headers of every request: an API key, for instance."""
     start_seconds: float = 600.0
     """Until a server that does not reply is given up; whoever supervises the server may be starting it."""
     request_seconds: float = 3600.0
@@ -80,16 +80,16 @@ class SGLangServer:
         return completion_of(self._sent(self._requests, "generate", request_of(ask), what), ask, what)
 
     def probe(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
-        """Exactly ``count`` tokens."""
+        """Draw exactly ``count`` tokens."""
         sampling = SamplingParams(max_new_tokens=count, temperature=temperature)
         ask = Ask("rl_fn-probe", tuple(prompt), sampling, seed, 0, count, frozenset())
         reply = self._sent(self._requests, "generate", request_of(ask), "the probe of an update")
-        made = completion_of(reply, ask, "the probe of an update")
+        completion = completion_of(reply, ask, "the probe of an update")
         meta = field_of(reply, "meta_info")
         versions = {str(span["version"]) for span in field_of(meta, "weight_versions")}
         cached = int(field_of(meta, "cached_tokens"))
         version = versions.pop() if len(versions) == 1 else None
-        return probe.Drawn(tuple(prompt), tuple(made.tokens), tuple(made.logprobs), cached, version)
+        return probe.Drawn(tuple(prompt), tuple(completion.tokens), tuple(completion.logprobs), cached, version)
 
     def abort(self, names: Collection[str]) -> None:
         """Let these requests reply with what they have, as ``abort``."""
@@ -102,7 +102,7 @@ class SGLangServer:
         self._paused = True
 
     def is_paused(self) -> bool:
-        """As this connection left it: SGLang has no question for that."""
+        """Whether this connection paused the server: SGLang has no question for that."""
         return self._paused
 
     def resume(self) -> None:
@@ -123,7 +123,7 @@ class SGLangServer:
             self._loaded = folder
 
     def finish(self, version: str) -> None:
-        """All came."""
+        """End the update, and stamp tokens drawn from now on with the version."""
         self._done("end_weight_update", {})
         self.stamp(version)
 
@@ -132,18 +132,18 @@ class SGLangServer:
         raise NotImplementedError("a server of SGLang takes adapters merged into the weights")
 
     def stamp(self, version: str) -> None:
-        """Say this version of the weights that are there."""
+        """Stamp completions of the weights that are there with this version."""
         self._done("update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def version(self) -> str:
-        """What completions are stamped with."""
+        """The version that completions are stamped with."""
         try:
             return str(field_of(self._control.get("/model_info"), "weight_version"))
         except NoReply as error:
             raise self._explained(error) from error
 
     def held(self, folder: Path, adapter: Path | None) -> Held:
-        """SGLang does not say."""
+        """No comparison: SGLang does not show its tensors."""
         return Held(0, {}, {"all weights": "SGLang does not show what it holds"})
 
     def reset_prefix_cache(self) -> bool:
@@ -192,7 +192,7 @@ def request_of(ask: Ask) -> dict[str, Any]:
         "ignore_eos": True,
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        # The server reads it with --enable-deterministic-inference.
+        # The server reads the seed with --enable-deterministic-inference.
         "sampling_seed": engine_seed(ask.seed, ask.drawn),
     }
     payload: dict[str, Any] = {
@@ -208,7 +208,7 @@ def request_of(ask: Ask) -> dict[str, Any]:
 
 
 def completion_of(reply: Any, ask: Ask, what: str) -> Completion:
-    """What SGLang drew, checked.
+    """The completion in a reply of SGLang, checked.
 
     Raises:
         MalformedReply: a field is missing, or the tokens, log-probabilities and versions do not fit together.

@@ -23,11 +23,9 @@ from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.probe import EngineLimits
 from rl_bridge.rollout.vllm.ranks import binding
 
-# A request in vLLM's words, and vLLM's reply: ``/inference/v1/generate`` of vLLM 0.32.
-
 
 def sampling_fields(ask: Ask) -> dict[str, Any]:
-    """vLLM's ``SamplingParams`` of one request, as JSON: what ``vllm_sampling`` is for an engine in this process."""
+    """vLLM's ``SamplingParams`` of one request, as JSON: ``vllm_sampling`` is that of an engine in this process."""
     cuts = truncation(ask.sampling)
     return {
         **pinned(ask.sampling),
@@ -42,7 +40,7 @@ def sampling_fields(ask: Ask) -> dict[str, Any]:
 
 
 def completion_of(reply: Any, ask: Ask, what: str) -> Completion:
-    """What vLLM drew, checked.
+    """The completion in a reply of vLLM 0.32's ``/inference/v1/generate``, checked.
 
     Raises:
         MalformedReply: a field is missing, or the tokens, log-probabilities and versions do not fit together.
@@ -67,13 +65,13 @@ def completion_of(reply: Any, ask: Ask, what: str) -> Completion:
     if reason != "abort" and ended != reason:
         raise MalformedReply(f"{what} ended by {ended!r} after {len(tokens)} tokens, the last {tokens[-1:]}")
     greedy = ask.sampling.temperature == 0
-    # Of the greedy choice that distribution has probability 1; vLLM reports the model's own.
+    # The greedy choice has probability 1 in the distribution that is sampled; vLLM reports the model's own.
     logprobs = [0.0 if greedy else float(row["logprob"]) for row in rows]
     return Completion(tokens, logprobs, None, versions, reason)
 
 
 def probe_of(reply: Any, prompt: Sequence[int]) -> probe.Drawn:
-    """What vLLM drew for an update's probe.
+    """The draw of an update's probe in a reply of vLLM, checked.
 
     Raises:
         MalformedReply: a field is missing, or the parts do not fit together.
@@ -89,26 +87,24 @@ def probe_of(reply: Any, prompt: Sequence[int]) -> probe.Drawn:
     return probe.Drawn(tuple(prompt), tokens, logprobs, hits, versions.pop() if len(versions) == 1 else None)
 
 
-# An engine of vLLM as a server process that this process starts and watches: tokens in, tokens out.
-
 MAIN = "vllm.entrypoints.launchers.api_server.entry"
 """The module behind ``vllm serve``; the command itself does not find its own version in vLLM's build for CPUs."""
 GENERATE = "generate-tokens-"
-"""What vLLM puts before a request's own name."""
+"""The text that vLLM puts before a request's own name."""
 BLANK = "blank"
 """Folder of the adapter that a server begins with, beside its socket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedOptions:
-    """What is asked of a server process beside its engine's options."""
+    """Options of a server process beside its engine's."""
 
     start_seconds: float = 600.0
-    """Until the server replies."""
+    """Limit until the server replies."""
     request_seconds: float = 3600.0
-    """For one request, the time in the engine's queue included."""
+    """Limit of one request, the time in the engine's queue included."""
     control_seconds: float = 600.0
-    """For a pause, a bucket of weights, and whatever else is no request for tokens."""
+    """Limit of a pause, a bucket of weights, and any other call that is no request for tokens."""
     restarts: int = 3
     """Times that a dead engine is started again without having completed a request in between."""
     log: str | None = None
@@ -139,7 +135,7 @@ class VLLMServer:
     ) -> None:
         """Start the server on the weights of ``folder`` and wait until it replies.
 
-        ``own``: how the engine quantises by itself what it is sent.
+        ``own``: how the engine itself quantises the weights that it is sent.
 
         Raises:
             ServerDied: the process ended; with the end of its log.
@@ -211,11 +207,11 @@ class VLLMServer:
         return completion._replace(allowed=self._allowed(ask.name, len(completion.tokens)))
 
     def call(self, path: str, payload: Any = None) -> Any:
-        """A command, which is given once."""
+        """Give a command, once."""
         return self._sent(self._control, f"/{path}", payload, "")
 
     def read(self, path: str) -> Any:
-        """A question."""
+        """The reply to a question."""
         try:
             return self._control.get(f"/{path}")
         except NoReply as error:
@@ -230,7 +226,7 @@ class VLLMServer:
         self.call(f"pause?mode=keep&clear_cache={str(clear).lower()}")
 
     def is_paused(self) -> bool:
-        """As the engine says."""
+        """Whether the engine says that it is paused."""
         return bool(field_of(self.read("is_paused"), "is_paused"))
 
     def resume(self) -> None:
@@ -242,43 +238,43 @@ class VLLMServer:
         self.call("start_weight_update")
 
     def update(self, folder: Path, names: Sequence[str]) -> None:
-        """A bucket: the engine reads these tensors from the folder."""
+        """Let the engine read a bucket: these tensors of the folder."""
         self.call("update_weights", {"update_info": {"folder": str(folder), "names": list(names)}})
 
     def finish(self, version: str) -> None:
-        """In every worker, then for what is drawn from now on."""
+        """End the update in every worker, then stamp tokens drawn from now on with the version."""
         self.call("finish_weight_update", {"weight_version": version})
 
     def adopt(self, folder: Path) -> None:
-        """In every worker of the engine.
+        """Draw with the adapter in ``folder`` from now on, in every worker of the engine.
 
         Raises:
             RuntimeError: the engine has other adapters than this one.
         """
-        asked = {"method": "rl_fn_adopt", "args": [str(folder)]}
-        held = field_of(self.call("collective_rpc", asked), "results")
-        if any(len(numbers) != 1 for numbers in held):
-            raise RuntimeError(f"the server's workers have adapters {held} and not the one that they were given")
+        command = {"method": "rl_fn_adopt", "args": [str(folder)]}
+        adapters = field_of(self.call("collective_rpc", command), "results")
+        if any(len(numbers) != 1 for numbers in adapters):
+            raise RuntimeError(f"the server's workers have adapters {adapters} and not the one that they were given")
 
     def stamp(self, version: str) -> None:
-        """Say this version of the weights that are there."""
+        """Stamp completions of the weights that are there with this version."""
         self.call("update_weight_version", {"new_version": version})
 
     def version(self) -> str:
-        """What completions are stamped with."""
+        """The version that completions are stamped with."""
         return str(field_of(self.read("weight_info"), "weight_version"))
 
     def held(self, folder: Path, adapter: Path | None) -> Held:
-        """In every worker of the engine."""
-        asked = {"method": "rl_fn_held", "args": [str(folder), None if adapter is None else str(adapter)]}
-        return Held.of_ranks(field_of(self.call("collective_rpc", asked), "results"))
+        """A comparison in every worker of the engine."""
+        command = {"method": "rl_fn_held", "args": [str(folder), None if adapter is None else str(adapter)]}
+        return Held.of_ranks(field_of(self.call("collective_rpc", command), "results"))
 
     def reset_prefix_cache(self) -> bool:
-        """Blocks of running requests too."""
+        """Empty the cache, blocks of running requests included."""
         return bool(field_of(self.call("reset_prefix_cache?reset_running_requests=true"), "success"))
 
     def probe(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
-        """Exactly ``count`` tokens."""
+        """Draw exactly ``count`` tokens."""
         fields = {
             "temperature": temperature,
             "max_tokens": count,
@@ -301,13 +297,13 @@ class VLLMServer:
 
     @property
     def _model(self) -> dict[str, str]:
-        """What a request says besides: an engine with adapters draws with the one of this name."""
+        """The field of a request with the name of the adapter that an engine with adapters draws with."""
         return {} if self.options.adapter_rank is None else {"model": NAME}
 
     def _allowed(self, name: str, count: int) -> list[array] | None:
-        """What the sampler's hook has noted of a request that is done."""
-        asked = {"method": "rl_fn_allowed", "args": [GENERATE + name, count]}
-        rows = field_of(self.call("collective_rpc", asked), "results")[0]
+        """The allowed tokens that the sampler's hook has noted of a request that is done."""
+        command = {"method": "rl_fn_allowed", "args": [GENERATE + name, count]}
+        rows = field_of(self.call("collective_rpc", command), "results")[0]
         return [array("i", ids) for ids in rows] or None
 
     def _sent(self, server: Server, path: str, payload: Any, what: str) -> Any:
@@ -329,8 +325,8 @@ class VLLMServer:
 
 
 def arguments(folder: Path, socket: Path, options: VLLMOptions, served: ServedOptions) -> list[str]:
-    """What ``vllm`` is called with."""
-    given: dict[str, Any] = {
+    """The arguments that ``vllm`` is called with."""
+    flags: dict[str, Any] = {
         "uds": str(socket),
         "served_model_name": "policy",
         "tokens_only": True,
@@ -351,16 +347,16 @@ def arguments(folder: Path, socket: Path, options: VLLMOptions, served: ServedOp
         "seed": 0,
     }
     if options.tensor_parallel_size > 1:
-        given["tensor_parallel_size"] = options.tensor_parallel_size
+        flags["tensor_parallel_size"] = options.tensor_parallel_size
     if options.kv_cache_gib is not None:
-        given["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
+        flags["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
     if options.adapter_rank is not None:
         from rl_bridge.rollout.vllm.engine import rank_of  # and vLLM with it
 
-        given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
-        given["lora_modules"] = f"{NAME}={socket.parent / BLANK}"
+        flags |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
+        flags["lora_modules"] = f"{NAME}={socket.parent / BLANK}"
     words = ["--model", str(folder)]
-    for name, value in (given | options.engine_arguments()).items():
+    for name, value in (flags | options.engine_arguments()).items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             words.append(flag)

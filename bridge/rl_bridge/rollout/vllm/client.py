@@ -1,4 +1,4 @@
-"""What an update asks of an engine of vLLM, and the answers of one in this process."""
+"""``EngineClient``, the protocol of an update of an engine of vLLM, and its form for an engine in this process."""
 
 # pyright: reportMissingImports=false
 
@@ -20,8 +20,7 @@ from rl_bridge.rollout.vllm.ranks import RankDied
 
 _ADAPTER = "rl_fn"
 DEATHS = 3
-"""Of engines in a row, without a request that ended in between."""
-
+"""Engines that may die in a row, without a request that ended in between."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +29,8 @@ class EngineClient(Protocol):
     """An engine in this process, behind AsyncLLM, or behind HTTP: one protocol, in the order of an update.
 
     ``replace`` leaves the engine paused, with its version set, and the requests that it was working on begun again.
-    Between ``pause`` and ``resume``, and after ``replace``, nothing but ``generate`` gives tokens out: what other
-    requests draw while ``generate`` works is kept until ``resume``, and thrown away by ``replace``.
+    Between ``pause`` and ``resume``, and after ``replace``, nothing but ``generate`` gives tokens out. Tokens that
+    other requests draw while ``generate`` works are kept until ``resume``, and thrown away by ``replace``.
     """
 
     def limits(self) -> EngineLimits:
@@ -43,7 +42,7 @@ class EngineClient(Protocol):
         ...
 
     def is_paused(self) -> bool:
-        """As the engine itself says."""
+        """Whether the engine itself says that it is paused."""
         ...
 
     def start(self) -> None:
@@ -55,7 +54,7 @@ class EngineClient(Protocol):
         ...
 
     def finish(self, version: str) -> None:
-        """All came. What is drawn from now on is of this version."""
+        """End an update: all tensors came, and tokens drawn from now on are of this version."""
         ...
 
     def adopt(self, folder: Path, version: str) -> None:
@@ -63,11 +62,11 @@ class EngineClient(Protocol):
         ...
 
     def version(self) -> str:
-        """As the engine itself says."""
+        """The version that the engine itself gives."""
         ...
 
     def held(self, folder: Path, adapter: Path | None = None) -> Held:
-        """What all workers hold, compared with the weights in ``folder``, or with the adapter that came last."""
+        """A comparison of all workers' tensors with the weights in ``folder``, or with the adapter that came last."""
         ...
 
     def reset_prefix_cache(self) -> bool:
@@ -100,7 +99,7 @@ def open_in_process(
 
 
 def draws_of(options: VLLMOptions) -> Draws:
-    """What works around the sampler of such an engine."""
+    """The hook around the sampler of such an engine."""
     if options.tensor_parallel_size == 1:
         return Draws()
     from rl_bridge.rollout.vllm.ranks import RankDraws
@@ -162,10 +161,10 @@ class InProcessEngine:
         self._open_from(folder)
         self.engine.set_weight_version("0")
 
-    # What a decoder calls.
+    # The methods that a decoder calls.
 
     def add_request(self, request_id: str, prompt: Any, params: Any, **options: Any) -> None:
-        """As ``LLMEngine.add_request``; the request is remembered until ``step`` gives its end out."""
+        """``LLMEngine.add_request``; the request is remembered until ``step`` gives its end out."""
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is running already")
         self._add(request_id, prompt, params, options)
@@ -179,7 +178,7 @@ class InProcessEngine:
         self._held = [output for output in self._held if output.request_id in self._running]
 
     def step(self) -> list[Any]:
-        """As ``LLMEngine.step``; while an update is not proved, nothing."""
+        """``LLMEngine.step``, which gives nothing while an update is not proved."""
         if self._unproved is not None:
             return []
         try:
@@ -208,10 +207,10 @@ class InProcessEngine:
         if engine is not None:
             self._close(engine)
 
-    # EngineClient.
+    # The methods of EngineClient.
 
     def limits(self) -> EngineLimits:
-        """Of the newest engine that there was: an update can bring a fresh one even where none is left."""
+        """The limits of the newest engine that there was: an update can bring a fresh one even where none is left."""
         return self._limits
 
     def pause(self) -> None:
@@ -224,28 +223,28 @@ class InProcessEngine:
         return bool(self._core.is_scheduler_paused())
 
     def start(self) -> None:
-        """In every worker of the engine."""
+        """Begin an update in every worker of the engine."""
         self.engine.collective_rpc("start_weight_update")
 
     def update(self, folder: Path, names: Sequence[str]) -> None:
-        """In every worker of the engine."""
+        """Load these tensors in every worker of the engine."""
         info = {"folder": str(folder), "names": list(names)}
         self.engine.collective_rpc("update_weights", kwargs={"update_info": info})
 
     def finish(self, version: str) -> None:
-        """In every worker, then for the outputs."""
+        """End the update in every worker, then stamp outputs with the version."""
         self.engine.collective_rpc("finish_weight_update")
         self.engine.set_weight_version(version)
 
     def adopt(self, folder: Path, version: str) -> None:
-        """In the place of the adapter before. Requests that run without any begin again."""
+        """Take the adapter in the place of the one before. Requests that run without an adapter begin again."""
         from vllm.lora.request import LoRARequest
 
-        # vLLM knows an adapter by its number and loads each once, unless it is told to. Requests that run have the
-        # number too, and go on with what it stands for then.
+        # vLLM knows an adapter by its number, and loads each once unless it is told to load it in place. Requests that
+        # run have the number, too, and go on with the adapter that has the number then.
         self.engine.add_lora(LoRARequest(_ADAPTER, 1, str(folder), load_inplace=True))
-        if (held := self.engine.list_loras()) != {1}:
-            raise RuntimeError(f"the engine has adapters {sorted(held)} and not the one that it was given")
+        if (adapters := self.engine.list_loras()) != {1}:
+            raise RuntimeError(f"the engine has adapters {sorted(adapters)} and not the one that it was given")
         first, self._adapter = self._adapter is None, LoRARequest(_ADAPTER, 1, str(folder))
         self.engine.set_weight_version(version)
         if first and self._running:
@@ -253,20 +252,20 @@ class InProcessEngine:
             self._begin_again()
 
     def version(self) -> str:
-        """What outputs are stamped with."""
+        """The version that outputs are stamped with."""
         return str(self.engine.get_weight_version())
 
     def held(self, folder: Path, adapter: Path | None = None) -> Held:
-        """In every worker of the engine."""
-        asked = (str(folder), None if adapter is None else str(adapter))
-        return Held.of_ranks(self.engine.collective_rpc(held_by, args=asked))
+        """A comparison in every worker of the engine."""
+        folders = (str(folder), None if adapter is None else str(adapter))
+        return Held.of_ranks(self.engine.collective_rpc(held_by, args=folders))
 
     def reset_prefix_cache(self) -> bool:
-        """Blocks of running requests too: they are read again."""
+        """Empty the cache, blocks of running requests included: their tokens are read again."""
         return bool(self.engine.reset_prefix_cache(reset_running_requests=True))
 
     def generate(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> Drawn:
-        """Step the engine until these tokens are drawn; what others get is kept."""
+        """Step the engine until these tokens are drawn; outputs of other requests are kept."""
         self._probes += 1
         name = f"rl_fn-probe-{self._probes}"
         params = self._sampling(max_tokens=count, seed=seed, temperature=temperature)
@@ -281,7 +280,7 @@ class InProcessEngine:
                 self._core.pause_scheduler("keep", clear_cache=False)
 
     def resume(self) -> None:
-        """What was kept is given out by the next ``step``."""
+        """Let requests draw again; the next ``step`` gives out the outputs that were kept."""
         self._held += self._unproved or []
         self._unproved = None
         self._core.resume_scheduler()
@@ -338,15 +337,14 @@ class InProcessEngine:
         return self.engine.engine_core.engine_core
 
     def _until_finished(self, name: str) -> Any:
-        kept = self._held if self._unproved is None else self._unproved
+        others = self._held if self._unproved is None else self._unproved
         limit = time.monotonic() + self._timeout
         while True:
             for output in self.engine.step():
                 if output.request_id != name:
-                    kept.append(output)
+                    others.append(output)
                 elif output.finished:
-                    found = output
-                    return found
+                    return output
             if time.monotonic() > limit:
                 self.engine.abort_request([name])
                 raise TimeoutError(f"the engine did not draw the probe's tokens within {self._timeout:g} s")

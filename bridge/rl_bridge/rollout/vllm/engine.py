@@ -2,7 +2,7 @@
 
 For families without a model of its own (OLMo 2 and 3, SmolLM3, GPT-NeoX, …) vLLM takes the class from transformers, and
 changes the class: each later model of that class asks for vLLM's configuration, and one that is there already cannot be
-called. Here the class gets back what it was, and the engine's modules a class of their own with what vLLM put in.
+called. Here the class gets its old attributes back, and the engine's modules get a class of their own with vLLM's.
 """
 
 # pyright: reportMissingImports=false
@@ -39,8 +39,6 @@ from rl_bridge.rollout.vllm.options import VLLMOptions
 from rl_bridge.rollout.vllm.ranks import BIND, Watch, binding, opening
 from rl_bridge.weights.source import Precision
 
-# Torch's default process group, set aside while an engine of vLLM makes its own.
-
 
 @contextmanager
 def world_of_one() -> Iterator[list[dist.ProcessGroup]]:
@@ -52,17 +50,15 @@ def world_of_one() -> Iterator[list[dist.ProcessGroup]]:
     """
     outer = distributed_c10d.GroupMember.WORLD
     distributed_c10d._update_default_pg(None)
-    made: list[dist.ProcessGroup] = []
+    groups: list[dist.ProcessGroup] = []
     try:
-        yield made
+        yield groups
     finally:
         inner = distributed_c10d.GroupMember.WORLD
         if inner is not None:
-            made.append(inner)
+            groups.append(inner)
         distributed_c10d._update_default_pg(outer)
 
-
-# Classes of transformers that vLLM computes with itself: the trainer's models keep their own.
 
 Changed = dict[type, type]
 """By class of transformers, the class that the engine's modules get."""
@@ -73,7 +69,7 @@ def classes_kept() -> Iterator[Changed]:
     """Inside, vLLM changes classes of transformers; afterwards these are as before, and the dictionary is filled."""
     from vllm.compilation import decorators
 
-    change, before, own = decorators._support_torch_compile, {}, {}
+    change, before, changed = decorators._support_torch_compile, {}, {}
 
     def recorded(cls: type, *args: Any, **kwargs: Any) -> type:
         if issubclass(cls, PreTrainedModel) and cls not in before:
@@ -82,7 +78,7 @@ def classes_kept() -> Iterator[Changed]:
 
     decorators._support_torch_compile = recorded
     try:
-        yield own
+        yield changed
     finally:
         decorators._support_torch_compile = change
         for cls, (bases, attributes) in before.items():
@@ -94,7 +90,7 @@ def classes_kept() -> Iterator[Changed]:
                     setattr(cls, name, attributes[name])
                 else:
                     delattr(cls, name)
-            own[cls] = type(cls.__name__, (cls, *added), new | {"__module__": cls.__module__})
+            changed[cls] = type(cls.__name__, (cls, *added), new | {"__module__": cls.__module__})
 
 
 def take(model: torch.nn.Module, own: Changed) -> None:
@@ -104,18 +100,16 @@ def take(model: torch.nn.Module, own: Changed) -> None:
             module.__class__ = own[type(module)]
 
 
-# An engine of vLLM in this process, opened from a folder in Hugging Face format, and what it really is.
-
 WORLDS: WeakKeyDictionary[LLMEngine, list[dist.ProcessGroup]] = WeakKeyDictionary()
 """Torch's process group of each engine."""
 
 WATCHES: WeakKeyDictionary[LLMEngine, Watch] = WeakKeyDictionary()
-"""Over the ranks of each engine that has several."""
+"""The watch over the ranks of each engine that has several."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine says of itself."""
+    """Properties that an engine has after its start, in its own words."""
 
     dtype: str
     quantization: str | None
@@ -143,7 +137,7 @@ def open_engine(
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"vLLM starts from a folder with config.json, and {str(folder)!r} has none")
-    given: dict[str, Any] = {
+    engine_args: dict[str, Any] = {
         "model": str(folder),
         "dtype": options.activations,
         "max_model_len": options.max_model_len,
@@ -157,29 +151,29 @@ def open_engine(
         "seed": 0,
     }
     if options.kv_cache_gib is not None:
-        given["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
+        engine_args["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
     ranks = options.tensor_parallel_size
     if ranks > 1:
-        given |= {
+        engine_args |= {
             "tensor_parallel_size": ranks,
             "distributed_executor_backend": "mp",
             "worker_extension_cls": EXTENSION,
         }
     if device is not None and device.type == "cuda":
-        given["device_ids"] = [(device.index or 0) * ranks + rank for rank in range(ranks)]
-        given["enable_sleep_mode"] = options.sleep
-    given |= options.engine_arguments() | arguments
+        engine_args["device_ids"] = [(device.index or 0) * ranks + rank for rank in range(ranks)]
+        engine_args["enable_sleep_mode"] = options.sleep
+    engine_args |= options.engine_arguments() | arguments
     if ranks == 1 and parallel_state.model_parallel_is_initialized():
         raise ValueError("this process has an engine of vLLM already, and vLLM has room for one: close it first")
     memory_given = options.kv_cache_gib is not None
     with (
         _in_process(memory_given=memory_given, ranks=ranks),
         world_of_one() as world,
-        classes_kept() as own,
+        classes_kept() as changed,
         opening() if ranks > 1 else nullcontext(),
     ):
         try:
-            engine = LLMEngine.from_engine_args(EngineArgs(**given))
+            engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         except BaseException:
             if ranks == 1:
                 _leave_groups()
@@ -187,7 +181,7 @@ def open_engine(
     WORLDS[engine] = world
     try:
         if ranks == 1:
-            engine.collective_rpc(_take_classes, args=(own,))
+            engine.collective_rpc(_take_classes, args=(changed,))
         else:
             WATCHES[engine] = Watch(engine)
         _require(facts(engine), options)
@@ -231,7 +225,7 @@ def _leave_groups() -> None:
 
 
 def facts(engine: LLMEngine) -> EngineFacts:
-    """What the engine is, from its own configuration after its start."""
+    """The properties of the engine, from its own configuration after its start."""
     config = engine.vllm_config
     model = config.model_config
     return EngineFacts(
@@ -245,18 +239,18 @@ def facts(engine: LLMEngine) -> EngineFacts:
     )
 
 
-def _require(found: EngineFacts, options: VLLMOptions) -> None:
-    """Raise unless the engine is what was asked for."""
-    if found.dtype != options.activations:
-        raise ValueError(f"the engine computes in {found.dtype}, and {options.activations} was asked for")
-    if found.logprobs_mode != "processed_logprobs":
+def _require(actual: EngineFacts, options: VLLMOptions) -> None:
+    """Raise unless the engine has the properties that the options ask for."""
+    if actual.dtype != options.activations:
+        raise ValueError(f"the engine computes in {actual.dtype}, and {options.activations} was asked for")
+    if actual.logprobs_mode != "processed_logprobs":
         raise ValueError(
-            f"the engine's log-probabilities are {found.logprobs_mode}; training needs processed_logprobs, those of "
+            f"the engine's log-probabilities are {actual.logprobs_mode}; training needs processed_logprobs, those of "
             "the distribution that is sampled from"
         )
-    if options.precision in ("fp32", "bf16") and found.quantization is not None:
-        raise ValueError(f"the engine is quantised by {found.quantization}, and {options.precision} was asked for")
-    if options.precision not in ("fp32", "bf16") and found.quantization is None:
+    if options.precision in ("fp32", "bf16") and actual.quantization is not None:
+        raise ValueError(f"the engine is quantised by {actual.quantization}, and {options.precision} was asked for")
+    if options.precision not in ("fp32", "bf16") and actual.quantization is None:
         raise ValueError(f"the engine is not quantised, and precision {options.precision} was asked for")
     if options.precision == "int8" and (scales := int8_scales.state()) == "missing":
         raise ValueError(f"the scales of int8 layers are {scales}: plugin.register() keeps them, and was not called")
@@ -265,7 +259,7 @@ def _require(found: EngineFacts, options: VLLMOptions) -> None:
 @contextmanager
 def _in_process(*, memory_given: bool, ranks: int) -> Iterator[None]:
     """Inside, vLLM starts its core in this process; the process's threads and random numbers are left as they were."""
-    wanted: dict[str, str | None] = {
+    variables: dict[str, str | None] = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # The threads of this process are not vLLM's; those of ranks may be.
         **({BIND: "nobind"} if ranks == 1 else binding(ranks)),
@@ -275,15 +269,15 @@ def _in_process(*, memory_given: bool, ranks: int) -> Iterator[None]:
     }
     if ranks > 1:
         # A fork would take along threads of a trainer, and whatever locks they hold.
-        wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if memory_given:
-        wanted["VLLM_CPU_KVCACHE_SPACE"] = None  # or it would come before the option
-    before = {name: os.environ.get(name) for name in wanted}
+        variables["VLLM_CPU_KVCACHE_SPACE"] = None  # or it would come before the option
+    before = {name: os.environ.get(name) for name in variables}
     # The CPU worker puts a function in the place of torch's that ignores the call; a trainer may share the process.
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     numpy_state, python_state = np.random.get_state(), random.getstate()
-    _set(wanted)
+    _set(variables)
     try:
         with torch.random.fork_rng(devices):
             yield
@@ -304,15 +298,12 @@ def _set(variables: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# An engine of vLLM in this process, with all that this package does in one.
-
-
 def opened(
     options: VLLMOptions, device: torch.device | None, draws: Draws, folder: Path, *, own: Precision | None = None
 ) -> LLMEngine:
     """An engine that takes weights from trainers, with ``draws`` at work in its sampler.
 
-    ``own``: how the engine quantises by itself what it is sent.
+    ``own``: how the engine itself quantises the weights that it is sent.
 
     Raises:
         ValueError: the engine's attention does not take the model's heads.
@@ -321,7 +312,7 @@ def opened(
     arguments: dict[str, Any] = {"weight_transfer_config": {"backend": BACKEND}}
     if options.adapter_rank is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
-    with nullcontext() if own is None else alone(own), _said(own):
+    with nullcontext() if own is None else alone(own), _announced(own):
         engine = open_engine(folder, options, device=device, **arguments)
     try:
         require_in_place(engine.collective_rpc(in_place), own)
@@ -334,7 +325,7 @@ def opened(
 
 
 @contextmanager
-def _said(own: Precision | None) -> Iterator[None]:
+def _announced(own: Precision | None) -> Iterator[None]:
     """Inside, the ranks of an engine that start read how they quantise; those of one process are patched."""
     before = os.environ.get("FLASHRL_CONFIG")
     if own is not None:
@@ -356,13 +347,10 @@ def rank_of(rank: int) -> int:
     return min(one for one in ranks if one >= rank)
 
 
-# ``SamplingParams`` and a request's seed as an engine of vLLM takes them.
-
-
 def vllm_sampling(
     sampling: SamplingParams, *, seed: int, drawn: int = 0, limit: int, stop: Collection[int], whole: bool = True
 ) -> EngineSampling:
-    """What an engine is asked for one sequence.
+    """The sampling parameters of vLLM for one sequence.
 
     Args:
         sampling: temperature and truncation.

@@ -1,4 +1,4 @@
-"""LoRA adapters of vLLM: what one must have to fit a checkpoint, and the blank one that a server starts with."""
+"""LoRA adapters of vLLM: the tensors that fit a checkpoint, and the blank adapter that a server starts with."""
 
 import json
 import re
@@ -12,10 +12,8 @@ from safetensors.torch import save_file
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 
-# What a LoRA adapter must have to fit a checkpoint, worked out before anything of it is sent.
-
 PREFIX = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
+"""The text that peft puts before the names of the model that it wraps."""
 
 
 def expected_adapter(sent: Manifest, checkpoint: Mapping[str, TensorSpec], rank: int) -> Manifest:
@@ -25,7 +23,7 @@ def expected_adapter(sent: Manifest, checkpoint: Mapping[str, TensorSpec], rank:
 
     Args:
         sent: the adapter that a source wants to send.
-        checkpoint: the header of what the engine started from.
+        checkpoint: the header of the checkpoint that the engine started from.
         rank: the largest that the engine has room for.
 
     Raises:
@@ -35,7 +33,7 @@ def expected_adapter(sent: Manifest, checkpoint: Mapping[str, TensorSpec], rank:
     if config is None:
         raise ValueError("an adapter without its configuration")
     _require_plain(config, rank)
-    found: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
     dtypes = sorted({spec.dtype for spec in sent.tensors.values()}, key=str)
     if len(dtypes) != 1 or not dtypes[0].is_floating_point:
         raise ValueError(f"an adapter's tensors are of one floating dtype, got {dtypes}")
@@ -44,13 +42,13 @@ def expected_adapter(sent: Manifest, checkpoint: Mapping[str, TensorSpec], rank:
         module = name.removesuffix(".weight")
         if len(spec.shape) != 2 or module == name or not _targeted(module, config["target_modules"]):
             continue
-        own = _rank_of(module, config)
+        module_rank = _rank_of(module, config)
         (out, width) = spec.shape
-        found[f"{PREFIX}{module}.lora_A.weight"] = TensorSpec((own, width), dtype)
-        found[f"{PREFIX}{module}.lora_B.weight"] = TensorSpec((out, own), dtype)
+        specs[f"{PREFIX}{module}.lora_A.weight"] = TensorSpec((module_rank, width), dtype)
+        specs[f"{PREFIX}{module}.lora_B.weight"] = TensorSpec((out, module_rank), dtype)
     # In the order of the stream, as far as it goes.
-    order = [name for name in sent.tensors if name in found]
-    return Manifest({name: found[name] for name in [*order, *(found.keys() - set(order))]}, config)
+    order = [name for name in sent.tensors if name in specs]
+    return Manifest({name: specs[name] for name in [*order, *(specs.keys() - set(order))]}, config)
 
 
 def _require_plain(config: Mapping[str, Any], rank: int) -> None:
@@ -71,36 +69,35 @@ def _require_plain(config: Mapping[str, Any], rank: int) -> None:
 
 
 def _targeted(module: str, targets: Any) -> bool:
-    """As peft has it: a list of names' ends, or a pattern of the whole name."""
+    """Whether peft adapts the module: ``targets`` is a list of names' ends, or a pattern of the whole name."""
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def _rank_of(module: str, config: Mapping[str, Any]) -> int:
-    """As peft has it: the first pattern that the end of the name matches."""
+    """The module's rank in peft: that of the first pattern that the end of the name matches, else ``r``."""
     for pattern, rank in (config.get("rank_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return rank
     return config["r"]
 
 
-# A LoRA adapter that changes nothing: a server's requests name it from their start, and its place is taken later.
-
 NAME = "rl_fn"
+"""The adapter's name in a server's requests, which have it from their start: the blank adapter is replaced later."""
 
 
 def blank_adapter(checkpoint: Path, into: Path) -> None:
-    """Write one of rank 1 for the first projection of a layer in the checkpoint, both of whose factors are 0.
+    """Write an adapter of rank 1 that changes nothing: for the first projection of a layer, with both factors 0.
 
     Raises:
         ValueError: the checkpoint has no such matrix.
     """
     shapes = SafetensorsFolder.of_folder(checkpoint).shapes
-    found = [name for name, shape in shapes.items() if re.search(r"layers.*_proj\.weight$", name) and len(shape) == 2]
-    if not found:
+    names = [name for name, shape in shapes.items() if re.search(r"layers.*_proj\.weight$", name) and len(shape) == 2]
+    if not names:
         raise ValueError(f"{checkpoint} has no matrix layers.….…_proj.weight that an adapter could be for")
-    module = min(found).removesuffix(".weight")
+    module = min(names).removesuffix(".weight")
     out, width = shapes[f"{module}.weight"]
     into.mkdir()
     factors = {"lora_A": torch.zeros(1, width), "lora_B": torch.zeros(out, 1)}

@@ -1,8 +1,8 @@
 """Options of an engine of vLLM, and which arguments of ``vllm.EngineArgs`` a user may give besides; without vLLM.
 
-Allowed is what moves work between steps, devices and memory: draws and log-probabilities are the same but for rounding.
-Everything else is refused by name before anything starts. A test holds both lists to vLLM's own, so that an argument
-which a new release brings is in neither, and fails.
+Allowed are arguments that move work between steps, devices and memory: draws and log-probabilities are the same but for
+rounding. Every other argument is refused by name before anything starts. A test holds both lists to vLLM's own, so that
+an argument which a new release brings is in neither, and fails.
 """
 
 import difflib
@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from rl_bridge.weights.source import LAYOUTS, Precision
-
-# Which arguments of ``vllm.EngineArgs`` a user may give, for an engine in the process and for a server; without vLLM.
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
@@ -128,8 +126,6 @@ def require_allowed(name: str) -> None:
     raise ValueError(f"{name!r} is no argument of vLLM that may be given{hint}")
 
 
-# What an engine of vLLM is asked for; readable without vLLM.
-
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -142,12 +138,12 @@ class VLLMOptions:
     """
 
     precision: Precision = "fp32"
-    """Of the matrices in the engine. The trainer's weights stay as they are; each update converts what is sent."""
+    """The precision of the engine's matrices. The trainer's weights stay as they are; updates convert the sent ones."""
     rank_precisions: tuple[Precision, ...] = ()
-    """Of the matrices in the engines of data-parallel workers, in turn, in the place of ``precision``: a list of two
-    makes every other engine as the second says. Each engine is sent the same weights and quantises them itself."""
+    """The precisions of the engines of data-parallel workers, in turn, in the place of ``precision``: with a list of
+    two every other engine has the second. Each engine is sent the same weights and quantises them itself."""
     dtype: Dtype | None = None
-    """Of the activations and of what is not quantised. None: float32 for fp32, else bfloat16."""
+    """The dtype of activations and of tensors that are not quantised. None: float32 for fp32, else bfloat16."""
     max_model_len: int | None = None
     """Tokens of the longest sequence, prompt and completion. None: as many as the model can read."""
     max_num_seqs: int = 256
@@ -217,7 +213,7 @@ class VLLMOptions:
         return self.dtype or ("float32" if plain else "bfloat16")
 
     def of_build(self, tensor_parallel_size: int) -> "VLLMOptions":
-        """With what ``InferenceEngine.build`` was given; 1 is nothing.
+        """The options with the ``tensor_parallel_size`` that ``InferenceEngine.build`` was given; 1 is none.
 
         >>> VLLMOptions().of_build(2).tensor_parallel_size
         2
@@ -255,13 +251,13 @@ class VLLMOptions:
         Raises:
             ValueError: for text that is not ``NAME=JSON``, and for names that are not on ``arguments.ALLOWED``.
         """
-        found = {}
+        values = {}
         for text in self.arguments:
             name, _, value = text.partition("=")
             name = name.strip().removeprefix("--").replace("-", "_")
             require_allowed(name)
             try:
-                found[name] = json.loads(value)
+                values[name] = json.loads(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"an argument of vLLM is NAME=JSON, got {text!r}") from error
-        return found
+        return values

@@ -11,7 +11,7 @@ _MULTIPLE = 4.0
 
 
 class EngineLimits(NamedTuple):
-    """What a probe must know of an engine. ``block``: tokens that the prefix cache holds together, 0 without cache."""
+    """Sizes of an engine that a probe depends on. ``block``: tokens of a block of the prefix cache, 0 without one."""
 
     vocabulary: int
     longest: int
@@ -19,7 +19,7 @@ class EngineLimits(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What an engine drew after the probe's prompt.
+    """The tokens that an engine drew after the probe's prompt.
 
     ``cached``: how many tokens of the prompt it did not compute. ``version``: of the weights that drew all of them,
     None where they are of several.
@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 
     @property
     def sequence(self) -> tuple[int, ...]:
-        """Prompt and drawn tokens: what a trainer scores."""
+        """Prompt and drawn tokens, which a trainer scores."""
         return (*self.prompt, *self.tokens)
 
 
@@ -59,8 +59,8 @@ class Tolerance:
         >>> Tolerance.of("fp32"), Tolerance.of("int8", mean=0.6)
         (Tolerance(mean=0.001, most=0.01), Tolerance(mean=0.6, most=4.0))
         """
-        found = _TOLERANCES.get(precision, cls(0.3, 2.0))
-        return found if mean is None else cls(mean, found.most * mean / found.mean, fixed=True)
+        default = _TOLERANCES.get(precision, cls(0.3, 2.0))
+        return default if mean is None else cls(mean, default.most * mean / default.mean, fixed=True)
 
     def of_trusted(self) -> "Tolerance":
         """For weights all of which were compared in the engine: what is left are roundings, and the model has its own.
@@ -118,7 +118,7 @@ def joined(looks: Sequence[tuple[Drawn, Sequence[float]]]) -> tuple[Drawn, tuple
 
 
 def check_drawn(drawn: Drawn, probe: Probe, version: str) -> None:
-    """What can be said without the trainer.
+    """The checks of a draw that need no trainer.
 
     Raises:
         ProbeFailed: the prompt came from a cache that the old weights filled, another version drew, or something is
@@ -146,7 +146,7 @@ def check_scored(drawn: Drawn, expected: Sequence[float], tolerance: Tolerance) 
         raise ProbeFailed(f"the trainer scored {len(expected)} tokens of {len(drawn.tokens)}")
     gaps = _gaps(drawn, expected)
     mean, most = sum(gaps) / len(gaps), max(gaps)
-    # Written so that what is not a number fails.
+    # The comparison is written so that NaN fails.
     if not (all(map(math.isfinite, gaps)) and mean <= tolerance.mean and most <= tolerance.most):
         raise ProbeFailed(
             f"the engine's log-probabilities are {mean:.2g} nats from the trainer's in the mean and {most:.2g} at "
@@ -155,7 +155,7 @@ def check_scored(drawn: Drawn, expected: Sequence[float], tolerance: Tolerance) 
 
 
 def _gaps(drawn: Drawn, expected: Sequence[float]) -> list[float]:
-    return [abs(ours - theirs) for ours, theirs in zip(drawn.logprobs, expected, strict=True)]
+    return [abs(logprob - score) for logprob, score in zip(drawn.logprobs, expected, strict=True)]
 
 
 def check_again(drawn: Drawn, before: Drawn, expected: Sequence[float], tolerance: Tolerance) -> None:

@@ -1,8 +1,6 @@
 """An engine of vLLM that is cut over several processes, its tensor ranks, under the engine in this process.
 
 Every rank draws every token by itself, so the hook of the sampler works in each; the first one's notes are read.
-
-Every rank draws every token by itself, so the hook of the sampler works in each; the first one's notes are read.
 """
 
 # pyright: reportMissingImports=false
@@ -61,7 +59,7 @@ def numa_nodes(status: Path = Path("/proc/self/status")) -> int:
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Inside, what ends a rank that does not open is in the error: vLLM's says that there was one.
+    """Inside, the error that ends a rank at its start is in the message: vLLM's says only that there was one.
 
     Raises:
         RuntimeError: with the last line of the rank's traceback.
@@ -72,8 +70,8 @@ def opening() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if found := root_cause(Path(file.name).read_text(errors="replace")):
-                raise RuntimeError(f"a rank of the engine did not start: {found}") from error
+            if cause := root_cause(Path(file.name).read_text(errors="replace")):
+                raise RuntimeError(f"a rank of the engine did not start: {cause}") from error
             raise
         finally:
             os.environ.pop(ERRORS)
@@ -101,17 +99,17 @@ class RankDraws(Draws):
         engine.step = step_and_note
 
     def forget(self, request_id: str) -> None:
-        """Drop what was recorded of a request that ended otherwise, in every rank."""
+        """Drop the notes of a request that ended otherwise, in every rank."""
         super().forget(request_id)
         with suppress(RankDied):
             self._engine.collective_rpc("rl_fn_noted", args=([request_id],))
 
 
 class Watch:
-    """Over the processes of an engine's ranks: it names the one that died in what the engine raises, and ends all."""
+    """A watch over the processes of an engine's ranks: the engine's errors name the dead one, and all are ended."""
 
     def __init__(self, engine: Any) -> None:
-        """From now on."""
+        """Watch from now on."""
         self.processes = [worker.proc for worker in engine.model_executor.workers]
         self._died: list[str] = []
         self._closing = threading.Event()
@@ -129,14 +127,14 @@ class Watch:
                 process.join()
 
     def closing(self) -> None:
-        """What ends from now on has not died."""
+        """Let processes end from now on without being counted as dead."""
         self._closing.set()
 
     def _note(self) -> None:
-        gone = wait([process.sentinel for process in self.processes])
+        ended = wait([process.sentinel for process in self.processes])
         if self._closing.is_set():
             return
-        rank, process = next((rank, one) for rank, one in enumerate(self.processes) if one.sentinel in gone)
+        rank, process = next((rank, one) for rank, one in enumerate(self.processes) if one.sentinel in ended)
         deadline = time.monotonic() + 5
         while (code := process.exitcode) is None and time.monotonic() < deadline:
             time.sleep(0.01)  # vLLM's own watch may have taken the status, and not noted it yet

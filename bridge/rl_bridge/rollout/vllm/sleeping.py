@@ -1,6 +1,6 @@
 """Engines of vLLM that sleep, as far as their device can.
 
-The file stands alone since it loads no vLLM: what it refuses is checked where none is installed.
+The file stands alone since it loads no vLLM: its refusals are checked where none is installed.
 """
 
 from collections.abc import Sequence

@@ -177,31 +177,31 @@ class VLLMDecoder(Decoder):
 
     def finished(self, output: Any) -> None:
         """Take a finished request from the outbox."""
-        [made] = output.outputs
+        [completion] = output.outputs
         if self.stops(output):
             self._ended.append(self._drawn(output, "stop"))
             return
-        reason = "stop" if made.token_ids[-1] in self._stop else "length"
-        if made.finish_reason != reason:
+        reason = "stop" if completion.token_ids[-1] in self._stop else "length"
+        if completion.finish_reason != reason:
             raise RuntimeError(
-                f"vLLM ended a sequence by {made.finish_reason!r} after {len(made.token_ids)} tokens, the last of them "
-                f"{made.token_ids[-1]}"
+                f"vLLM ended a sequence by {completion.finish_reason!r} after {len(completion.token_ids)} tokens, the "
+                f"last of them {completion.token_ids[-1]}"
             )
         self._ended.append(self._drawn(output, reason))
 
     def stops(self, output: Any) -> bool:
         """Whether the row's text is complete with the tokens that it has."""
-        said = self._said.get(output.request_id)
-        return said is not None and said.complete(output.outputs[0].token_ids)
+        text = self._said.get(output.request_id)
+        return text is not None and text.complete(output.outputs[0].token_ids)
 
     def _drawn(self, output: Any, reason: Literal["stop", "length", "abort"]) -> Drawn:
-        [made] = output.outputs
-        tokens, name = list(made.token_ids), output.request_id
+        [completion] = output.outputs
+        tokens, name = list(completion.token_ids), output.request_id
         # The greedy choice has probability 1 in the distribution that is sampled; vLLM reports the model's own.
         key, sampling = self._keys.pop(name)
-        logprobs = [0.0] * len(tokens) if sampling.temperature == 0 else logprobs_of(made, tokens)
+        logprobs = [0.0] * len(tokens) if sampling.temperature == 0 else logprobs_of(completion, tokens)
         allowed = self._outbox.draws.take_allowed(name, len(tokens)) if truncation(sampling) else None
-        versions = [int(span.version) for span in made.weight_versions or () for _ in range(span.start, span.end)]
+        versions = [int(span.version) for span in completion.weight_versions or () for _ in range(span.start, span.end)]
         self._said.pop(name, None)
         return Drawn(key, tokens, logprobs, allowed or None, reason, versions)
 

@@ -35,7 +35,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
     Weights that a sync brings are proved by tokens that the engine draws and the trainer scores.
     """
 
-    # An engine that raised in the middle of a step is in no state that is known.
+    # An engine that raised in the middle of a step is in an unknown state.
     engine_errors: ClassVar[tuple[type[Exception], ...]] = (Exception,)
 
     def __init__(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, options: VLLMOptions) -> None:
@@ -58,8 +58,8 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
             require_sleep(self._device.type, 1)
         self._asleep: set[str] = set()
         self._folder = TemporaryFolder("vllm")
-        sent = options.precision if own is None else "fp32"
-        start, self._map = checkpoint(source, sent, getattr(torch, options.activations), self._folder.path)
+        sent_precision = options.precision if own is None else "fp32"
+        start, self._map = checkpoint(source, sent_precision, getattr(torch, options.activations), self._folder.path)
         draws = draws_of(options)
         self._client = client = InProcessEngine(
             partial(opened, options, self._device, draws, own=own), close_engine, start
@@ -84,7 +84,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
 
     @returns("same")
     def weights_map(self) -> Through:
-        """What weights go through on their way here: a cast, or codes and fresh scales."""
+        """The map that weights go through on their way here: a cast, or codes and fresh scales."""
         return self._map
 
     @returns("local")
@@ -94,7 +94,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         self.updated.restart()
 
     def weights_device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         return torch.device("cpu") if "weights" in self._asleep else self._device
 
     def move(self, what: str, device: torch.device) -> None:
@@ -128,7 +128,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
             self._asleep.add("kv_cache")
 
     def close(self) -> None:
-        """End the engine and remove what was written for it, copies of weights included."""
+        """End the engine and remove the files that were written for it, copies of weights included."""
         self._close()
         self._folder.close()
         self.updated.receiver.copies.close()

@@ -1,4 +1,7 @@
-"""Complete copies of the weights in folders: what an engine starts from, and what a sync fills beside it."""
+"""Complete copies of the weights in folders that every process of the node sees.
+
+An engine can start from a copy; a sync fills one beside the engine, which goes on with its old weights.
+"""
 
 import json
 import mmap
@@ -20,8 +23,6 @@ from rl_bridge.rollout.vllm.lora_adapters import expected_adapter
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 from rl_bridge.weights.receiver import Arrival, ModuleReceiver
 from rl_bridge.weights.source import LAYOUTS, Cast, Precision, Through
-
-# Complete copies of the weights in folders that every process of the node sees, and from which an engine can start.
 
 _DTYPES = {
     "F64": torch.float64,
@@ -51,14 +52,14 @@ def header_of(folder: Path) -> dict[str, TensorSpec]:
     """
     stored = SafetensorsFolder.of_folder(folder)
     config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
-    found = {}
+    specs = {}
     for name, shape in stored.shapes.items():
         if stored.dtypes[name] not in _DTYPES:
             raise ValueError(f"{folder}: weight {name!r} is stored as {stored.dtypes[name]}, which torch lacks")
-        found[name] = TensorSpec(shape, _DTYPES[stored.dtypes[name]])
-    if config.get("tie_word_embeddings") and len(found) > 1:
-        found.pop("lm_head.weight", None)
-    return found
+        specs[name] = TensorSpec(shape, _DTYPES[stored.dtypes[name]])
+    if config.get("tie_word_embeddings") and len(specs) > 1:
+        specs.pop("lm_head.weight", None)
+    return specs
 
 
 def mapped(folder: Path) -> dict[str, torch.Tensor]:
@@ -97,7 +98,7 @@ class Copy:
         """
         self.folder, self.specs, self.adapter = folder, dict(tensors), adapter
         self.version: int | None = None
-        """Of its weights, once it is complete."""
+        """The version of its weights, once it is complete."""
         header, starts, size = _layout(tensors)
         with (folder / (ADAPTER_FILE if adapter else ONE_FILE)).open("w+b") as file:
             try:
@@ -120,8 +121,8 @@ class Copies:
     def __init__(self, checkpoint: Path, root: Path | None = None) -> None:
         """``checkpoint``: the folder that the engine started from. ``root``: where copies lie.
 
-        None: in shared memory if both copies have room there, else where temporary files are. What processes that were
-        killed left there is removed.
+        None: in shared memory if both copies have room there, else where temporary files are. Copies that killed
+        processes left there are removed.
         """
         self.checkpoint = checkpoint
         self.expected = header_of(checkpoint)
@@ -186,8 +187,6 @@ def _parent(nbytes: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
-# The folder that an engine of vLLM starts from: the source's own, or one that is written for it.
-
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 _NOT_UPDATED = {
@@ -217,8 +216,9 @@ def require_updates(model: PreTrainedModel) -> None:
 def checkpoint(source: ModelSource, precision: Precision, dtype: torch.dtype, into: Path) -> tuple[Path, Through]:
     """A folder with the source's weights in this precision, others as ``dtype``, and the map of its updates.
 
-    An update has the names, shapes and dtypes of the checkpoint that the engine started from. So a model that is stored
-    otherwise, as a mixture whose experts are files' tensors one by one, is written into ``into``, which needs room.
+    The folder is the source's own, or ``into``. An update has the names, shapes and dtypes of the checkpoint that the
+    engine started from. So a model that is stored otherwise, such as a mixture with one tensor in its files for each
+    expert, is written into ``into``, which needs room.
     """
     if isinstance(source, PretrainedSource) and precision not in LAYOUTS:
         folder = source.folder()
@@ -229,8 +229,6 @@ def checkpoint(source: ModelSource, precision: Precision, dtype: torch.dtype, in
             return folder, Cast(dtype)
     return into, write_checkpoint(source, into, precision, dtype=dtype)
 
-
-# What a sync to an engine of vLLM fills: a complete copy beside the engine, which goes on with its old weights.
 
 _MERGED = (
     "this engine of vLLM takes adapters merged into the weights: sync_weights(..., adapter=False), or "
@@ -269,7 +267,7 @@ class VLLMReceiver(ModuleReceiver):
         self._adapter = expected_adapter(sent, self.copies.expected, self.adapter_rank)
 
     def expected(self, copy: Copy) -> dict[str, TensorSpec]:
-        """What a copy of its kind must hold."""
+        """The tensors that a copy of its kind must hold."""
         if not copy.adapter:
             return self.copies.expected
         assert self._adapter is not None, "expect_adapter came before the stream"
@@ -286,7 +284,7 @@ class VLLMReceiver(ModuleReceiver):
             yield name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
     def adapter_config(self) -> dict[str, Any]:
-        """That of ``expect_adapter``."""
+        """The configuration that ``expect_adapter`` was told of."""
         if self._adapter is None or self._adapter.adapter is None:
             raise ValueError(_MERGED)
         return self._adapter.adapter

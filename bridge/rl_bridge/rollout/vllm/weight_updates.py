@@ -24,8 +24,6 @@ from rl_bridge.rollout.vllm.weight_copies import Copy, VLLMReceiver
 from rl_bridge.weights.ends import WeightSyncError
 from rl_bridge.weights.manifest import Manifest, TensorSpec, compare
 
-# One update of an engine as a checklist: it happened and is proved, or it raised and the engine is to be replaced.
-
 BUCKET_BYTES = 256 << 20
 
 
@@ -34,9 +32,10 @@ class UpdateFailed(WeightSyncError):
 
 
 class WeightUpdate:
-    """The checklist, in two halves: the engine takes a complete copy and draws; the trainer's scores are the proof.
+    """One update of an engine as a checklist: it is proved, or it raised and the engine is to be replaced.
 
-    In between the engine is paused, so that nothing of unproved weights is given out.
+    In its first half the engine takes a complete copy and draws; in the second the trainer's scores are the proof. In
+    between the engine is paused, so that no tokens of unproved weights are given out.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class WeightUpdate:
         return self._drawn
 
     def prove(self, drawn: Drawn, expected: Sequence[float], tolerance: Tolerance) -> None:
-        """Compare what was drawn with the trainer's log-probabilities of it, and let the engine go on.
+        """Compare the drawn tokens with the trainer's log-probabilities of them, and let the engine go on.
 
         Raises:
             UpdateFailed: they are not the same policy's.
@@ -114,18 +113,19 @@ class WeightUpdate:
 
 
 def compared(client: EngineClient, copy: Copy, blind: Mapping[str, str]) -> None:
-    """Hold each of the engine's tensors against the copy that it was loaded from, but for ``blind``: those that this
-    engine did not show, or not in a known order, when it had the checkpoint that it started from.
+    """Compare each of the engine's tensors with the copy that it was loaded from.
+
+    ``blind``: the tensors left out, which this engine did not show, or not in a known order, when it had the checkpoint
+    that it started from.
 
     Raises:
-        UpdateFailed: a tensor is not what was sent, or is not shown any more.
+        UpdateFailed: a tensor is not the sent one, or is not shown any more.
     """
-    held = client.held(copy.folder, copy.folder if copy.adapter else None)
-    require_same(held, blind)
+    require_same(client.held(copy.folder, copy.folder if copy.adapter else None), blind)
 
 
 def require_same(held: Held, blind: Mapping[str, str]) -> None:
-    """As ``compared``, of what the engine answered."""
+    """Raise ``UpdateFailed`` for a tensor that differs or was not read, unless it is among ``blind``."""
     faults = [f"{name}: {what}" for name, what in (held.different | held.unread).items() if name not in blind]
     if faults:
         more = f"; and {len(faults) - 4} more tensors" if len(faults) > 4 else ""
@@ -142,26 +142,26 @@ def probed(client: EngineClient, probe: Probe, version: str) -> Drawn:
 def buckets_by_layer(tensors: dict[str, TensorSpec], size: int) -> Iterable[list[str]]:
     """Names in buckets of about ``size`` bytes, a layer never cut: vLLM processes a layer when all of it is there.
 
-    A layer is what has the same first number in its name.
+    The names of a layer's tensors have the same first number.
     """
     layers: dict[tuple[str, str], list[str]] = {}
     for name in tensors:
         layers.setdefault(_layer(name), []).append(name)
     bucket: list[str] = []
-    held = 0
+    filled = 0
     for names in layers.values():
         nbytes = sum(tensors[name].nbytes for name in names)
-        if bucket and held + nbytes > size:
+        if bucket and filled + nbytes > size:
             yield bucket
-            bucket, held = [], 0
+            bucket, filled = [], 0
         bucket += names
-        held += nbytes
+        filled += nbytes
     if bucket:
         yield bucket
 
 
 def _layer(name: str) -> tuple[str, str]:
-    """What comes before the first number, and the number.
+    """The part of a name before its first number, and the number.
 
     >>> _layer("model.layers.3.mlp.experts.7.w1"), _layer("lm_head.weight")
     (('model.layers', '3'), ('lm_head.weight', ''))
@@ -173,17 +173,14 @@ def _layer(name: str) -> tuple[str, str]:
     return name, ""
 
 
-# An engine of vLLM with the weights of its trainer: every sync ends in a proved update or in a replaced engine.
-
 logger = logging.getLogger(__name__)
-
 
 REPLACEMENTS = 3
 """Updates in a row that may need a fresh engine, unless an option says otherwise."""
 
 
 class Attempt(NamedTuple):
-    """Where an update stands in one worker: what is to be scored (None: nothing more), what failed on the way.
+    """The state of an update in one worker: the draw to be scored (None: nothing more), the failure on the way.
 
     ``version``: of the proved weights in use; None while an update waits for its proof.
     ``not_compared``: tensors of the engine for which its samples alone speak.
@@ -196,7 +193,7 @@ class Attempt(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What an update was proved with: a fresh engine with the same weights has to draw the same."""
+    """The draw and the scores that proved an update: a fresh engine with the same weights has to draw the same."""
 
     probe: Probe
     drawn: Drawn
@@ -277,7 +274,7 @@ class UpdatedEngine:
         """
         copy = self.receiver.arrived(version)
         if version < self._proved:
-            self.receiver.version = self._version  # what came is not used, and the engine goes on with what it has
+            self.receiver.version = self._version  # the engine goes on with the weights that it has
             raise UpdateFailed(f"weights of version {version} came after those of version {self._proved}")
         self._probe = Probe.of(self.client.limits(), temperature)
         if self._blind is None and not copy.adapter:
@@ -382,7 +379,7 @@ class UpdatedEngine:
             check_again(probed(self.client, probe, str(self._proved)), drawn, scored, wide)
 
     def _open(self, copy: Copy | None, version: str) -> None:
-        """None: the checkpoint that the first engine started from."""
+        """Replace the engine by one from a copy; None: from the checkpoint that the first engine started from."""
         self.replaced += 1
         checkpoint = self.receiver.copies.checkpoint
         if copy is not None and copy.adapter:
@@ -395,17 +392,17 @@ class UpdatedEngine:
     def _look_at_the_first(self) -> dict[str, str]:
         """Tensors that cannot be compared in this engine: it shows others for the very weights that it started from.
 
-        What is not read, or is in an order that only vLLM knows, is said once; its samples speak for it.
+        A tensor that is not read, or is in an order that only vLLM knows, is logged once; the samples speak for it.
         """
-        held = self.client.held(self.receiver.copies.checkpoint)
-        order = dict.fromkeys(held.different, "in another order or form than it was sent")
-        blind = order | held.unread
+        comparison = self.client.held(self.receiver.copies.checkpoint)
+        order = dict.fromkeys(comparison.different, "in another order or form than it was sent")
+        blind = order | comparison.unread
         if blind:
-            said = [f"{name} ({why})" for name, why in blind.items()]
+            reasons = [f"{name} ({why})" for name, why in blind.items()]
             logger.warning(
                 "%d tensors of the engine cannot be compared with what is sent, for them its samples speak alone: %s",
-                len(said),
-                "; ".join(said[:8]) + ("; …" if len(said) > 8 else ""),
+                len(reasons),
+                "; ".join(reasons[:8]) + ("; …" if len(reasons) > 8 else ""),
             )
         return blind
 
@@ -423,7 +420,7 @@ class TakesProvedWeights:
     updated: UpdatedEngine
 
     def weight_receiver(self) -> VLLMReceiver:
-        """What a sync to here fills."""
+        """The receiver that a sync to here fills."""
         return self.updated.receiver
 
     @returns("same")
@@ -438,7 +435,7 @@ class TakesProvedWeights:
 
     @returns("local")
     def prove_weights(self, scored: Mapping[tuple[int, ...], tuple[float, ...]]) -> Attempt:
-        """The trainer's word on the tokens that were drawn, as ``UpdatedEngine.prove``."""
+        """Compare with the trainer's scores of the drawn tokens, as ``UpdatedEngine.prove``."""
         return self.updated.prove(scored)
 
     @returns("same")
