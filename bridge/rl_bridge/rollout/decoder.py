@@ -1,4 +1,4 @@
-"""What every decoder is: rows of any length that join and leave between two steps, each drawing one token a step.
+"""The protocol of decoders: rows of any length that join and leave between steps, each drawing one token a step.
 
 ``CachedDecoder`` computes in this process, ``VLLMDecoder`` asks an engine of vLLM, ``ServedDecoder`` asks a server.
 """
