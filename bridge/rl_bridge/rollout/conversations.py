@@ -283,7 +283,7 @@ class Conversations:
             self._steps.start(key, lambda opening=opening, session=session: session.reset(opening.row))
 
     def _drew(self, turn: Drawn) -> None:
-        key: Any = turn.key
+        key = turn.key
         talk, session = self._open[key]
         self._tokens += len(turn.tokens)
         if talk.spoke(turn, self._version, self._template):

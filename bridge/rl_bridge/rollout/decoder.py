@@ -5,13 +5,14 @@
 
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 
 class Drawn(NamedTuple):
     """A finished row: the tokens that were drawn since it was added, the last included that ended it."""
 
-    key: Hashable
+    key: Any
+    """The one that ``add`` was given."""
     tokens: Sequence[int]
     logprobs: Sequence[float]
     """Under the distribution that the tokens were drawn from."""

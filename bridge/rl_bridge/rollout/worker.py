@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -193,8 +193,7 @@ class Completions:
     def _made(self, rows: Sequence[Drawn]) -> dict[tuple[int, int], Trajectory]:
         trajectories: dict[tuple[int, int], Trajectory] = {}
         for drawn in rows:
-            key: Any = drawn.key
-            place, number = key
+            place, number = drawn.key
             trajectories[place, number] = self._trajectory(place, number, drawn)
             self._tokens += len(drawn.tokens)
         self.left -= len(trajectories)
@@ -367,8 +366,7 @@ class Advancing(WithDecoder):
 
 
 def _ended(drawn: Drawn) -> Ended:
-    key: Any = drawn.key
-    return Ended(key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), _reason(drawn.reason))
+    return Ended(drawn.key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), _reason(drawn.reason))
 
 
 def _reason(of_decoder: str) -> str | None:
