@@ -48,7 +48,7 @@ class Sampler:
         return found | (self._gpu() if self._gpus else {})
 
     def _cpu_seconds(self) -> tuple[float, int]:
-        """(CPU seconds since the last call, resident bytes) of the process and its children without this one."""
+        """(CPU seconds since the last call, bytes) of the process and its children, not of this one and its guard."""
         now: dict[int, float] = {}
         resident = 0
         for process in [self._process, *self._process.children(recursive=True)]:
@@ -59,7 +59,7 @@ class Sampler:
                 if process == self._process:
                     raise
                 continue
-            if process.pid != os.getpid():
+            if process.pid not in (os.getpid(), os.getppid()):
                 now[process.pid] = times.user + times.system
                 resident += memory.rss
         before, self._seen = self._seen, now
@@ -96,20 +96,19 @@ def gpu_numbers(text: str) -> dict[str, float]:
 
 
 def main(words: list[str]) -> int:
-    """``python -m rl_bridge.run.system PROCESS FOLDER SECONDS``: sample until the process ends."""
+    """``python -m rl_bridge.run.system PROCESS FOLDER SECONDS``: sample until the process or this one is ended."""
     process, folder, every = int(words[0]), Path(words[1]), float(words[2])
     _drop_torn_line(folder / SYSTEM)
     with (folder / SYSTEM).open("a", encoding="utf-8") as file:
         try:
             sampler = Sampler(process)
-            while os.getppid() == process:
-                _wait(every, process)
+            while True:
+                time.sleep(every)
                 line: dict[str, Any] = {"time": round(time.time(), 3), **sampler.sample()}
                 file.write(json.dumps(line) + "\n")
                 file.flush()
         except psutil.NoSuchProcess:
             return 0
-    return 0
 
 
 def _drop_torn_line(file: Path) -> None:
@@ -117,13 +116,6 @@ def _drop_torn_line(file: Path) -> None:
     content = file.read_bytes() if file.exists() else b""
     if content and not content.endswith(b"\n"):
         os.truncate(file, content.rfind(b"\n") + 1)
-
-
-def _wait(seconds: float, parent: int) -> None:
-    """Sleep, at most a second longer than the parent lives."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0 and os.getppid() == parent:
-        time.sleep(min(left, 1.0))
 
 
 if __name__ == "__main__":
