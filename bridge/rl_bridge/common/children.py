@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rl_bridge.common import guard
 from rl_bridge.common.root_cause import root_cause
@@ -61,9 +61,9 @@ class Child:
         self._control, control = socket.socketpair()
         with control, contextlib.ExitStack() as stack:
             output = None if log is None else stack.enter_context(log.open("ab"))
-            options = {"control": control.fileno(), "parent": os.getpid(), "grace": grace, "by_stdin": by_stdin}
-            options |= {"descriptors": [*descriptors], "record": record and str(record)}
-            options |= {"cores": [*cores], "shared_memory": shared_memory}
+            options: dict[str, Any] = {"control": control.fileno(), "parent": os.getpid(), "grace": grace}
+            options |= {"by_stdin": by_stdin, "descriptors": [*descriptors], "cores": [*cores]}
+            options |= {"record": None if record is None else str(record), "shared_memory": shared_memory}
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__, json.dumps(options), *command],
                 pass_fds=[control.fileno(), *descriptors],
@@ -76,8 +76,14 @@ class Child:
         words = (self._guard.pid, self._control, self._dead, grace, os.getpid())
         self._finalize = weakref.finalize(self, _end, *words)
         received = b""
-        while b"\n" not in received and (part := self._control.recv(64)):
-            received += part
+        try:
+            while b"\n" not in received and (part := self._control.recv(64)):
+                received += part
+        except BaseException:  # Ctrl-C, while nothing watches the guard
+            self._finalize.detach()
+            guard.end_session(self._guard.pid)
+            self._guard.wait()
+            raise
         first, _, rest = received.partition(b"\n")
         self.pid = int(first or -1)
         """Of the command; -1 if the command was not started."""
@@ -108,8 +114,10 @@ class Child:
         return f"by {signal.Signals(-self.status).name}" if self.status < 0 else f"with exit status {self.status}"
 
     def tail(self, lines: int = 20) -> str:
-        """The end of the log, for messages."""
-        text = self.log.read_text(errors="replace").strip().splitlines() if self.log and self.log.is_file() else []
+        """The end of the log, for messages; nothing without a log."""
+        if self.log is None:
+            return ""
+        text = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
         cause = root_cause("\n".join(text[:-lines]))  # one in the end is seen there
         first = "" if cause is None else f"the first error in its log: {cause}; "
         return f"{first}the end of {self.log}:\n" + ("\n".join(text[-lines:]) or "(empty)")

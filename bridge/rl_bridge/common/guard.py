@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK = 2.0
@@ -123,7 +123,7 @@ def _watched(
     return child.returncode
 
 
-def _prepare(guard: int):
+def _prepare(guard: int) -> Callable[[], None]:
     def prepare() -> None:
         for number in IGNORED:
             signal.signal(number, signal.SIG_DFL)
