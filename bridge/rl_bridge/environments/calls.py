@@ -8,17 +8,16 @@ import pickle
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from inspect import isawaitable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol, Self
 
+from rl_bridge.common.children import module_at_socket
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import EnvironmentFactory, Step
 
@@ -211,16 +210,8 @@ class EnvironmentProcesses:
             TimeoutError: the process did not start.
         """
         self._limit, self._start = limit, _travelling(factory)
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "rl_bridge.environments.fork_server", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is the driver's alone
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
-            )
-        self._process, self._lock = process, threading.Lock()
-        self._finalize = weakref.finalize(self, _end, process, self._control)
+        self._process, self._control = module_at_socket("rl_bridge.environments.fork_server")
+        self._lock = threading.Lock()
         connection = Connection(os.dup(self._control.fileno()))
         with contextlib.closing(connection):
             connection.send_bytes(self._start)
@@ -230,14 +221,14 @@ class EnvironmentProcesses:
             try:
                 error = pickle.loads(connection.recv_bytes())
             except EOFError:
-                error = RuntimeError(f"its process ended with exit status {process.wait(10)}")
+                error = RuntimeError(f"its process ended {self._process.how_it_ended()}")
         if error is not None:
             self.close()
             raise ValueError(f"the environment cannot be loaded in a process of its own: {error}") from error
 
     def serves(self, factory: EnvironmentFactory, limit: float) -> bool:
         """Whether conversations of this factory and limit can begin here."""
-        return self._process.poll() is None and (limit, _travelling(factory)) == (self._limit, self._start)
+        return not self._process.dead.is_set() and (limit, _travelling(factory)) == (self._limit, self._start)
 
     def session(self) -> "ForkedSession":
         """A new conversation's environment; its process begins with ``reset``."""
@@ -245,7 +236,8 @@ class EnvironmentProcesses:
 
     def close(self) -> None:
         """End the process that others are forked from, and these with it."""
-        self._finalize()
+        self._process.stop()
+        self._control.close()
 
     def _fork(self) -> Connection:
         ours, theirs = socket.socketpair()
@@ -328,13 +320,6 @@ class ForkedSession:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
-    control.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _travelling(factory: EnvironmentFactory) -> bytes:

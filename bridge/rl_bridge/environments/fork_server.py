@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -14,8 +13,6 @@ from typing import Any
 
 from rl_bridge.environments.environment import Session
 from rl_bridge.environments.factories import FileFactory
-
-PR_SET_PDEATHSIG = 1
 
 
 def serve(control: socket.socket) -> None:
@@ -36,18 +33,17 @@ def serve(control: socket.socket) -> None:
         data, files, *_ = socket.recv_fds(control, 1, 1)
         if not data:
             return
-        parent = os.getpid()
         if os.fork() == 0:
             control.close()
             connection.close()
-            _die_with(parent)
             _converse(Connection(files[0]), factory)
         os.close(files[0])
 
 
 def _converse(connection: Connection, factory: Any) -> None:
     """Answer calls of one environment; end with all that it has started."""
-    os.setsid()
+    # The session stays that of the guard, which ends an environment that loops when the driver is gone.
+    os.setpgrp()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own generator sees to that itself
@@ -84,14 +80,6 @@ def _portable(error: BaseException) -> BaseException:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _die_with(parent: int) -> None:
-    """End this process when its parent ends, whatever the environment is doing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

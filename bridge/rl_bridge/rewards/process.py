@@ -1,23 +1,24 @@
 """A reward function in a process of its own, which is ended when the function takes too long."""
 
-import contextlib
-import os
 import pickle
-import signal
-import socket
-import subprocess
 import sys
-import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from rl_bridge.common.children import Child, module_at_socket
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.function import OF_LISTS, Protocol, RewardError, Values, said
 
 START = 60.0
 """Seconds for Python to start and to import the function's file, beside the time limit of a call."""
+
+
+class _Process(NamedTuple):
+    """``python -m rl_bridge.rewards.process_main`` and this end of its socket."""
+
+    child: Child
+    connection: Connection
 
 
 class AskedElsewhere:
@@ -88,12 +89,14 @@ class AskedElsewhere:
     def close(self) -> None:
         """End the process, if there is one."""
         if self._process is not None:
-            self._process.end()
+            self._process.connection.close()
+            self._process.child.stop()
             self._process = None
 
-    def _running(self) -> "_Process":
+    def _running(self) -> _Process:
         if self._process is None:
-            self._process = _Process()
+            child, socket = module_at_socket("rl_bridge.rewards.process_main")
+            self._process = _Process(child, Connection(socket.detach()))
             self._process.connection.send_bytes(self._start)
             kind, value = self._next(self._process, START + self.seconds, None)
             if kind == "error":
@@ -102,7 +105,7 @@ class AskedElsewhere:
             self._protocol = value
         return self._process
 
-    def _next(self, process: "_Process", seconds: float, trajectory: Trajectory | None) -> tuple[str, Any]:
+    def _next(self, process: _Process, seconds: float, trajectory: Trajectory | None) -> tuple[str, Any]:
         if not process.connection.poll(seconds):
             self.close()
             if trajectory is not None:
@@ -114,47 +117,10 @@ class AskedElsewhere:
         except (EOFError, OSError):
             raise self._ended(process, trajectory) from None
 
-    def _ended(self, process: "_Process", trajectory: Trajectory | None) -> RewardError:
-        how = process.how_it_ended()
+    def _ended(self, process: _Process, trajectory: Trajectory | None) -> RewardError:
+        how = process.child.how_it_ended()
         self.close()
         return RewardError(f"{self._on(trajectory)} ended its process {how}{said(trajectory) if trajectory else ''}")
 
     def _on(self, trajectory: Trajectory | None) -> str:
         return f"reward {self.title}" + (f" on {trajectory.row.get('_where', 'a row')}" if trajectory else "")
-
-
-class _Process:
-    """``python -m rl_bridge.rewards.process_main`` at the other end of a socket; ended with this object."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "rl_bridge.rewards.process_main", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # what the function starts ends with it; Ctrl-C is the driver's alone
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
-            )
-        self.connection = Connection(ours.detach())
-        self._finalize = weakref.finalize(self, _end, self._popen, self.connection)
-
-    def end(self) -> None:
-        """End the process and all that it has started."""
-        self._finalize()
-
-    def how_it_ended(self) -> str:
-        """Its exit status, or the signal."""
-        deadline = time.monotonic() + 10
-        while self._popen.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        status = self._popen.returncode
-        if status is None:
-            return "or its connection, in an unknown way"
-        return f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
-
-
-def _end(popen: "subprocess.Popen[bytes]", connection: Connection) -> None:
-    connection.close()
-    with contextlib.suppress(ProcessLookupError):  # nothing may be left of it
-        os.killpg(popen.pid, signal.SIGKILL)
-    popen.wait()

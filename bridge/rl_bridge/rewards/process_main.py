@@ -1,11 +1,8 @@
 """The process that a reward function runs in: loads it, and scores what arrives."""
 
 import contextlib
-import os
 import pickle
 import sys
-import threading
-import time
 from multiprocessing.connection import Connection
 
 from rl_bridge.rewards.function import Asked, RewardError, load_reward
@@ -30,14 +27,6 @@ def serve(connection: Connection) -> None:
             connection.send_bytes(pickle.dumps(("error", str(error))))
 
 
-def end_with(parent: int) -> None:
-    """End this process when its parent is gone, whatever the function is doing."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     with contextlib.suppress(EOFError):  # the run is over
         serve(Connection(int(sys.argv[1])))

@@ -4,15 +4,14 @@ import dataclasses
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
+from rl_bridge.common.children import Child
 from rl_bridge.common.terminal import tell
 from rl_bridge.run.run import Observer, Run
 from rl_tools.export.export import FOLDER, ExportOptions, Target
@@ -20,6 +19,8 @@ from rl_tools.export.live_process import Limits
 
 PATIENCE = 15.0
 """Seconds that a run which has ended waits for its exporters together."""
+MARGIN = 5.0
+"""Seconds that an exporter which is not done has to say so, after its limit and before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +55,30 @@ class Exporters(Observer):
     def __init__(self, live: LiveExport) -> None:
         """No process is started before the run."""
         self._live = live
-        self._processes: list[tuple[ExportOptions, subprocess.Popen[str], threading.Thread]] = []
+        self._processes: list[tuple[ExportOptions, Child, threading.Thread]] = []
         self._told: set[str] = set()
-        self._sampler: subprocess.Popen[bytes] | None = None
+        self._sampler: Child | None = None
 
     def started(self, run: Run) -> None:
         """Start the processes; each gets a session of its own, so that Ctrl-C is the trainer's alone."""
         self._folder, live = run.folder, self._live
         if live.system_every > 0:
             words = ["-m", "rl_tools.export.system", str(os.getpid()), str(run.folder), str(live.system_every)]
-            with self._log("system") as log:
-                self._sampler = subprocess.Popen(
-                    [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
+            self._sampler = Child([sys.executable, *words], log=self._log("system"), grace=5.0)
         for options in live.exports:
             given = json.dumps({**dataclasses.asdict(options), "output": str(options.output.resolve())})
             limits = json.dumps(dataclasses.asdict(live.limits))
             words = ["-m", "rl_tools.export.live_process", str(run.folder), given, limits]
-            with self._log(options.to) as log:
-                process = subprocess.Popen(
-                    [sys.executable, *words],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    start_new_session=True,
-                    # A process of W&B that the trainer's own script started would be shared, and end with the trainer.
-                    env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
-                )
+            process = Child(
+                [sys.executable, *words],
+                log=self._log(options.to),
+                # A process of W&B that the trainer's own script started would be shared, and end with the trainer.
+                env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"},
+                grace=live.limits.end + MARGIN,
+                by_stdin=True,
+                piped=True,
+            )
+            process.leave()
             listener = threading.Thread(target=self._listen, args=(options, process), daemon=True)
             listener.start()
             self._processes.append((options, process, listener))
@@ -92,41 +89,40 @@ class Exporters(Observer):
         An exporter that hangs ends itself (``Limits.end``).
         """
         if self._sampler is not None:
-            _end(self._sampler)
+            self._sampler.stop()
         for _, process, _ in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
+            process.request_end()
         waited = threading.Event()
         timer = threading.Timer(self._live.patience, waited.set)
         timer.daemon = True
         timer.start()
         try:
             for options, process, listener in self._processes:
-                while not waited.is_set() and process.poll() is None:
+                while not waited.is_set() and not process.dead.is_set():
                     waited.wait(0.05)
-                if process.poll() is None and options.to not in self._told:
+                if not process.dead.is_set() and options.to not in self._told:
                     tell(f"{options.to} still gets the end of this run; if it does not: {self._again(options)}")
-                elif process.poll() is not None:
+                elif process.dead.is_set():
                     listener.join(1.0)
         finally:
             timer.cancel()
 
-    def _log(self, name: str) -> IO[str]:
+    def _log(self, name: str) -> Path:
         """What a process and its library print, the ends of several attempts one after another."""
         path = self._folder / FOLDER / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
-        return path.open("a", encoding="utf-8")
+        return path
 
-    def _listen(self, options: ExportOptions, process: subprocess.Popen[str]) -> None:
+    def _listen(self, options: ExportOptions, process: Child) -> None:
         """Print what the exporter says, and its end where that was no good one, once; in a thread of its own."""
-        assert process.stdout is not None
         said = False
         with process.stdout as lines:
             for line in lines:
                 self._told.add(options.to)
-                tell(f"{options.to} gets no metrics: {line.strip()}; to catch up: {self._again(options)}")
+                tell(f"{options.to} gets no metrics: {line.decode().strip()}; to catch up: {self._again(options)}")
                 said = True
-        status = process.wait()
+        process.dead.wait()
+        status = process.status
         if status and not said:
             how = f"signal {-status}" if status < 0 else f"status {status}"
             tell(f"{options.to} gets no metrics: its exporter ended with {how}; to catch up: {self._again(options)}")
@@ -139,12 +135,3 @@ class Exporters(Observer):
             if getattr(options, name) != getattr(default, name)
         )
         return f"`rl-fn export {self._folder} --to {options.to}{given}`"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(5.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

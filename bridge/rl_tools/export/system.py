@@ -49,7 +49,7 @@ class Sampler:
         return found | (self._gpu() if self._gpus else {})
 
     def _cpu_seconds(self) -> tuple[float, int]:
-        """(CPU seconds since the last call, resident bytes) of the process and its children without this one."""
+        """(CPU seconds since the last call, bytes) of the process and its children, not of this one and its guard."""
         now: dict[int, float] = {}
         resident = 0
         for process in [self._process, *self._process.children(recursive=True)]:
@@ -60,7 +60,7 @@ class Sampler:
                 if process == self._process:
                     raise
                 continue
-            if process.pid != os.getpid():
+            if process.pid not in (os.getpid(), os.getppid()):
                 now[process.pid] = times.user + times.system
                 resident += memory.rss
         before, self._seen = self._seen, now
@@ -97,25 +97,17 @@ def gpu_numbers(text: str) -> dict[str, float]:
 
 
 def main(words: list[str]) -> int:
-    """``python -m rl_tools.export.system PROCESS FOLDER SECONDS``: sample until the process ends."""
+    """``python -m rl_tools.export.system PROCESS FOLDER SECONDS``: sample until the process or this one is ended."""
     process, folder, every = int(words[0]), Path(words[1]), float(words[2])
     with AppendLog(folder / SYSTEM) as log:
         try:
             sampler = Sampler(process)
-            while os.getppid() == process:
-                _wait(every, process)
+            while True:
+                time.sleep(every)
                 line: dict[str, Any] = {"time": round(time.time(), 3), **sampler.sample()}
                 log.append(line)
         except psutil.NoSuchProcess:
             return 0
-    return 0
-
-
-def _wait(seconds: float, parent: int) -> None:
-    """Sleep, at most a second longer than the parent lives."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0 and os.getppid() == parent:
-        time.sleep(min(left, 1.0))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 import fcntl
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from rl_bridge.common.children import Child
 from rl_bridge.common.files import RunLock, require_own_files
 from rl_bridge.common.terminal import Stopped, StopRequest, tell
 from rl_bridge.run.records import METRICS, read_records
-from rl_tools.tune import guard
 from rl_tools.tune.goals import Points, history, value_of
 from rl_tools.tune.journal import ENDED, JOURNAL, Event, Journal, Key
 from rl_tools.tune.samplers import Sampler
@@ -117,7 +115,7 @@ class TrialProcesses:
 
     def __init__(self, folder: Path, command: Command, at: Sequence[Place], *, grace: float = 60.0) -> None:
         self._folder, self._command, self._places, self._grace = folder, command, at, grace
-        self._running: dict[Key, subprocess.Popen] = {}
+        self._running: dict[Key, Child] = {}
         for name in (LOGS, RUNS):
             (folder / name).mkdir(exist_ok=True)
 
@@ -129,29 +127,28 @@ class TrialProcesses:
         environment = os.environ | {"OMP_NUM_THREADS": str(place.threads), "PYTHONUNBUFFERED": "1"}
         if place.device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = place.device
-        about = [self._file(key, "lock"), self._file(key, "exit"), self._grace, ",".join(map(str, place.cores))]
-        words = [sys.executable, guard.__file__, *map(str, about), *self._command(key, assignment, runs, resume)]
-        with self._file(key, "log").open("ab") as log:
-            self._running[key] = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+        self._running[key] = Child(
+            self._command(key, assignment, runs, resume),
+            log=self._file(key, "log"),
+            env=environment,
+            grace=self._grace,
+            record=self._folder / LOGS / key.name,
+            cores=place.cores,
+        )
 
     def stop(self, key: Key) -> None:
         """SIGTERM, and SIGKILL after the grace. The guard sees to both."""
-        process = self._running.get(key)
-        if process is not None and process.stdin is not None and not process.stdin.closed:
-            process.stdin.close()
+        if key in self._running:
+            self._running[key].request_end()
 
     def ended(self) -> list[Exit]:
         """What has ended since the last call."""
-        gone = [key for key, process in self._running.items() if process.poll() is not None]
-        return [self._reaped(key) for key in gone]
+        return [self._reaped(key) for key, process in list(self._running.items()) if process.dead.is_set()]
 
     def kill(self) -> None:
         """SIGKILL to all that run, without grace."""
         for key, process in list(self._running.items()):
-            _kill_group(process.pid)
-            process.wait(timeout=10)
+            process.kill()
             self._reaped(key)
 
     def recover(self, key: Key) -> Exit | None:
@@ -166,21 +163,14 @@ class TrialProcesses:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{key.name} is still running, {2 * self._grace + 10:g} s after its tuner was gone")
             time.sleep(0.05)
-        code = self._code(key)
+        status = self._file(key, "exit")
+        code = json.loads(status.read_text())["code"] if status.exists() else None
         return None if code is None else Exit(key, code, last_lines(self._file(key, "log")))
 
     def _reaped(self, key: Key) -> Exit:
-        process = self._running.pop(key)
-        if process.stdin is not None:
-            process.stdin.close()
-        # The trial's own processes end with its guard; a guard that was killed leaves them.
-        _kill_group(process.pid)
-        code = self._code(key)
-        return Exit(key, -signal.SIGKILL if code is None else code, last_lines(self._file(key, "log")))
-
-    def _code(self, key: Key) -> int | None:
-        file = self._file(key, "exit")
-        return json.loads(file.read_text())["code"] if file.exists() else None
+        status = self._running.pop(key).status
+        assert status is not None
+        return Exit(key, status, last_lines(self._file(key, "log")))
 
     def _file(self, key: Key, kind: str) -> Path:
         return self._folder / LOGS / f"{key.name}.{kind}"
@@ -196,13 +186,6 @@ def last_lines(log: Path) -> str:
     # A progress bar writes over its line.
     lines = [line.rpartition("\r")[2].strip() for line in text.split("\n")]
     return " | ".join([line for line in lines if line][-LAST_LINES:])
-
-
-def _kill_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _is_held(file: Path) -> bool:

@@ -1,6 +1,7 @@
 """An engine of vLLM as a server process that this process starts and watches: tokens in, tokens out."""
 
 import json
+import os
 import sys
 from array import array
 from collections.abc import Collection, Sequence
@@ -157,7 +158,8 @@ class VLLMServer:
         self.process = ServerProcess(
             [*command, *arguments(folder, path, options, served)],
             log,
-            environment=({} if own is None else {"FLASHRL_CONFIG": own})
+            env=os.environ
+            | ({} if own is None else {"FLASHRL_CONFIG": own})
             | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
             | binding(options.tensor_parallel_size),
             name="vLLM's server",
