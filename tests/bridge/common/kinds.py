@@ -53,11 +53,14 @@ def error_of(function: Callable, *arguments) -> Callable[[], str]:
 
 
 def reward(folder: Path) -> Opened:
+    from rl_bridge.data.trajectory import single_turn
+    from rl_bridge.rewards import with_rows
     from rl_bridge.rewards.process import AskedElsewhere
-    from tests.bridge.rewards.batches import trajectories
 
+    words = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "a"})
+    batch = with_rows([single_turn([2], [3], group=0, messages=words)], [{"prompt": "1+1=", "_where": "row 1"}])
     asked = AskedElsewhere("reward", f"{file(folder, 'mine.py', REWARD)}:score", None, 600.0).begin()
-    report = error_of(lambda: list(asked.score(trajectories("a"))))
+    report = error_of(lambda: list(asked.score(batch)))
     return Opened(asked._process.child, asked.close, report)
 
 
@@ -106,16 +109,22 @@ def sampler(folder: Path) -> Opened:
 
 def live_export(folder: Path) -> Opened:
     """TensorBoard's library is the stand-in."""
+    from rl_bridge.common.files import write_json
+    from rl_bridge.run.provenance import write_provenance
+    from rl_bridge.run.recorder import Recorder
     from rl_tools.export.export import ExportOptions
     from rl_tools.export.live import Exporters, LiveExport
     from rl_tools.export.live_process import Limits
-    from tests.bridge.tools.export.ledgers import Trainer
 
-    with Trainer(folder / "run"):
-        file(folder, "tensorboard/__init__.py", "work()")
-        options = ExportOptions(to="tensorboard", output=folder)
-        exporters = Exporters(LiveExport([options], limits=Limits(end=0.2), patience=60.0))
-        exporters.started(Mock(folder=folder / "run"))
+    (folder / "run").mkdir()
+    write_json(folder / "run/config.json", {})
+    recorder = Recorder(folder / "run", None, again=False)
+    write_provenance(folder / "run", recorder.attempt, {})
+    recorder.close()
+    file(folder, "tensorboard/__init__.py", "work()")
+    options = ExportOptions(to="tensorboard", output=folder)
+    exporters = Exporters(LiveExport([options], limits=Limits(end=0.2), patience=60.0))
+    exporters.started(Mock(folder=folder / "run"))
     [(_, child, listener)] = exporters._processes
     return Opened(child, lambda: exporters.ended(None), lambda: listener.join(60.0) or child.tail())
 
