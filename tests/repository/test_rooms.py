@@ -89,12 +89,6 @@ def test_the_rooms_of_the_bridge_stand_in_one_order():
     assert {name: others for name, others in wrong.items() if others} == {}
 
 
-@pytest.mark.parametrize("package", [package for package in MODULES if package != "rl_tools"])
-def test_no_library_imports_the_tools(package):
-    trees = MODULES[package].trees
-    assert {name for name, tree in trees.items() if any(i.startswith("rl_tools") for i in imported(tree))} == set()
-
-
 @pytest.mark.parametrize("package", MODULES)
 def test_a_small_file_with_one_importer_says_why_it_stands_alone(package):
     modules = MODULES[package]
