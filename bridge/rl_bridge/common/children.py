@@ -86,7 +86,7 @@ class Child:
             raise
         first, _, rest = received.partition(b"\n")
         self.pid = int(first or -1)
-        """Of the command; -1 if the command was not started."""
+        """Process id of the command; -1 if the command was not started."""
         words = (self._guard, self._control, rest, self._status, self._dead)
         threading.Thread(target=_watch, args=words, daemon=True, name=f"process {self.pid}").start()
 
@@ -102,7 +102,7 @@ class Child:
 
     @property
     def stdout(self) -> IO[bytes]:
-        """What a ``piped`` command prints."""
+        """The standard output of a ``piped`` command."""
         assert self._guard.stdout is not None
         return self._guard.stdout
 
