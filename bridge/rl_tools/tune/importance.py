@@ -33,7 +33,6 @@ def importance(
     values = [trial["values"][name]["mean"] for trial in complete]
     if min(values) == max(values):
         return {"shares": {}, "method": METHOD, "reason": f"{name} is the same in all trials"}
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize" if goals[0]["maximize"] else "minimize")
     domains = {parameter["name"]: _distribution(optuna.distributions, parameter["domain"]) for parameter in space}
     for trial, value in zip(complete, values, strict=True):

@@ -22,15 +22,18 @@ Event = dict[str, Any]
 
 
 def library(name: str) -> Any:
-    """A module of the extra ``tune``.
+    """A module of the extra ``tune``. Optuna tells errors alone.
 
     Raises:
         ModuleNotFoundError: it is not installed; the message says what to install.
     """
     try:
-        return importlib.import_module(name)
+        module: Any = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is not installed: pip install '.[tune]'") from error
+    if name == "optuna":
+        module.logging.set_verbosity(module.logging.ERROR)
+    return module
 
 
 class Journal:

@@ -110,7 +110,6 @@ class OptunaSampler:
         self._optuna = optuna = library("optuna")
         if name == "cma-es":
             library("cmaes")
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._name, self._space, self._seed = name, space, seed
         most = max(STARTUP.values()) if trials is None else max(3, trials // 4)
         self._startup = min(STARTUP.get(name, 0), most) if startup is None else startup
