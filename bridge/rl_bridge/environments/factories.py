@@ -127,7 +127,10 @@ class OpenEnvSession:
         self._client: Any = None
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """The row's ``prompt``, if it has one, and the first observation. ``reset`` of the row is for the server's."""
+        """The row's ``prompt``, if it has one, and the first observation.
+
+        The server's reset gets the row's ``reset``.
+        """
         from openenv.core import GenericEnvClient  # type: ignore[import-not-found]
 
         options = self._options
