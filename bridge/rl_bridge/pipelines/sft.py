@@ -105,23 +105,23 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
 def encoded(
     pipeline: SFTPipeline, source: ModelSource, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]
 ) -> tuple[list[Trajectory], int]:
-    """The rows as tokens, once for the whole run, and how many are left out for their length.
+    """The rows as tokens, once for the whole run, and the number of rows that are left out for their length.
 
     Raises:
         ValueError: rows that cannot be encoded or that the model cannot read, the first few of them; or none is short
             enough.
     """
-    made: list[Trajectory] = []
-    bad: list[str] = []
+    trajectories: list[Trajectory] = []
+    refusals: list[str] = []
     for row in rows:
         try:
-            made.append(encode_row(tokenizer, row, apply_chat_template=pipeline.apply_chat_template))
+            trajectories.append(encode_row(tokenizer, row, apply_chat_template=pipeline.apply_chat_template))
         except ValueError as error:
-            bad.append(f"{row.get('_where', 'a row')}: {error}")
-    refuse(bad, len(rows))
-    kept = [t for t in made if pipeline.max_length is None or len(t.tokens) <= pipeline.max_length]
-    if not kept:
+            refusals.append(f"{row.get('_where', 'a row')}: {error}")
+    refuse(refusals, len(rows))
+    short = [t for t in trajectories if pipeline.max_length is None or len(t.tokens) <= pipeline.max_length]
+    if not short:
         raise ValueError(f"all of {len(rows)} rows are longer than max_length {pipeline.max_length}")
-    read = iter(kept)
-    check_rows(source, tokenizer, [t.row for t in kept], lambda _: ((t := next(read)).messages, t.tokens))
-    return kept, len(rows) - len(kept)
+    in_order = iter(short)
+    check_rows(source, tokenizer, [t.row for t in short], lambda _: ((t := next(in_order)).messages, t.tokens))
+    return short, len(rows) - len(short)

@@ -114,6 +114,7 @@ class Scheduler:
         records: Records,
         write: Callable[[Event], None],
         events: Sequence[Event] = (),
+        *,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.plan, self.state = plan, State(plan.seeds)
