@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rl_tools.trainers import TrainerOptions, _dashed
+from rl_tools.trainers import TrainerOptions, dashed
 
 Value = float | int | str
 Assignment = dict[str, Value]
@@ -164,12 +164,12 @@ def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequenc
         ValueError: an unknown name, a domain that cannot be, an option that is fixed besides.
     """
     parameters: list[Parameter] = []
-    fixed_names = {word[2:].partition("=")[0] for word in map(_dashed, fixed) if word.startswith("--")}
-    fixed_recipes = dict(_dashed(word).split(":", 1) for word in fixed if word.split(":", 1)[0] in options.recipes)
+    fixed_names = {word[2:].partition("=")[0] for word in map(dashed, fixed) if word.startswith("--")}
+    fixed_recipes = dict(dashed(word).split(":", 1) for word in fixed if word.split(":", 1)[0] in options.recipes)
     # Recipes first: an option that applies with some of them stands behind them.
     ordered = sorted(words, key=lambda word: _plain(word)[0] not in options.recipes)
     recipes = [word for word in ordered if word in options.recipes]
-    searched = {word: _dashed(words[word]).split(",") for word in recipes}
+    searched = {word: dashed(words[word]).split(",") for word in recipes}
     for word in ordered:
         name, recipe = _plain(word)
         for part in name.split(JOINT):
@@ -178,7 +178,7 @@ def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequenc
                 raise ValueError(f"--{part} is fixed and searched: give it once")
         whole = JOINT not in name and options.kinds.get(name) is int
         try:
-            domain = parse_domain(_dashed(words[word]) if name in options.recipes else words[word], whole=whole)
+            domain = parse_domain(dashed(words[word]) if name in options.recipes else words[word], whole=whole)
         except ValueError as error:
             raise ValueError(f"--space.{word}: {error}") from None
         if JOINT in name:
