@@ -44,6 +44,8 @@ def main(
     """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    # A parent that ignores SIGCHLD hands that down, and no child's status could be read.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if record is not None:
         lock = os.open(f"{record}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -106,6 +108,9 @@ def _watched(
 
     ``segments`` gets the names of shared memory that the session has mapped.
     """
+    # Not ``select``, which takes no descriptor above 1023: this one has the number that the parent gave.
+    ended = select.poll()
+    ended.register(control, select.POLLIN)
     deadline, last_look = None, time.monotonic()
     while child.poll() is None:
         if segments is not None and time.monotonic() > last_look + LOOK:
@@ -117,7 +122,7 @@ def _watched(
                 child.wait()
             time.sleep(0.02)
         # Other copies of the parent's end may be open in its forks.
-        elif select.select([control], [], [], 0.05)[0] or os.getppid() != parent:
+        elif ended.poll(50) or os.getppid() != parent:
             deadline = time.monotonic() + grace
             if child.stdin is None:
                 child.terminate()

@@ -45,7 +45,7 @@ class Journal:
         """Open a journal, or begin one with so many losses a trial.
 
         Raises:
-            ValueError: a line before the last is damaged.
+            ValueError: as ``read_journal`` does.
         """
         optuna = library("optuna")
         self.events, size = read_journal(file)
@@ -81,9 +81,12 @@ def read_journal(file: Path) -> tuple[list[Event], int]:
     """(The whole events of a journal, how many bytes end with the last one); none where there is no file.
 
     Raises:
-        ValueError: a line before the last is damaged.
+        ValueError: a line before the last is damaged, or the journal is none of Optuna's.
     """
     content = file.read_bytes() if file.exists() else b""
+    # A study that had only begun is one line: as a damaged last line it would be cut off.
+    if content.startswith(b'{"crc32"'):
+        raise ValueError(f"{file} is of an earlier version, whose studies cannot go on: give this one another --name")
     events: list[Event] = []
     size = end = 0
     lines = content.splitlines(keepends=True)

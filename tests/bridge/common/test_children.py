@@ -1,9 +1,11 @@
 """Children of every kind: nothing of them is left, however this process or they end, and their end is reported."""
 
+import contextlib
 import gc
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -156,6 +158,28 @@ def test_a_child_has_no_descriptors_but_its_own_and_no_full_pipe_stops_it(tmp_pa
         assert child.dead.wait(60.0) and child.status == 0
     first, second = (tmp_path / "log").read_text().splitlines()
     assert first == "0 1 2 3" and len(second) == 10**6, "3 is the folder that is listed"
+
+
+def test_a_parent_with_more_descriptors_than_select_takes(tmp_path):
+    """The guard has its end of the socket under the parent's number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(1024):
+                stack.enter_context(open(os.devnull))
+            child = started(tmp_path, "import sys; sys.exit(7)")
+            assert child.how_it_ended() == "with exit status 7", child.tail()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_parent_that_ignores_its_childrens_ends(tmp_path):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert started(tmp_path, "import sys; sys.exit(7)").how_it_ended() == "with exit status 7"
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_command_that_is_not_there(tmp_path):

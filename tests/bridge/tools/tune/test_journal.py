@@ -89,6 +89,15 @@ def test_a_changed_line_is_damage_and_says_where(tmp_path):
     assert sealed["event"]["assignment"]["rate"] == 2e-4, "nothing was changed"
 
 
+@pytest.mark.parametrize("lines", [1, 2, 1.5])
+def test_a_study_of_an_earlier_version_is_refused_by_name_and_kept(tmp_path, lines):
+    file, line = tmp_path / "journal.jsonl", b'{"crc32": 1, "event": {"kind": "study"}}\n'
+    file.write_bytes(content := (line + line)[: int(lines * len(line))])
+    with pytest.raises(ValueError, match=r"journal.jsonl is of an earlier version.* another --name"):
+        Journal(file)
+    assert file.read_bytes() == content
+
+
 def test_a_line_that_is_gone_or_is_none_is_damage(tmp_path):
     file = written(tmp_path)
     lines = file.read_bytes().splitlines(keepends=True)
