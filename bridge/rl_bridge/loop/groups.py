@@ -127,7 +127,7 @@ class GroupBatch:
     reference: ScoringConfig | None = None
     """How the reference scored."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the advantages."""
+    """Numbers that the advantages were measured by."""
 
     def with_fields(self, **fields: Any) -> "GroupBatch":
         """The batch with other fields of its tokens."""

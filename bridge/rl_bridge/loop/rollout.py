@@ -25,7 +25,7 @@ class Rollout:
     >>> rollout = Rollout(load_model("org/Small-1B"))  # doctest: +SKIP
     >>> sampling = SamplingParams(n=2, max_new_tokens=16, seed=7)  # doctest: +SKIP
     >>> groups = rollout.generate([{"prompt": "1+1="}], sampling)  # doctest: +SKIP
-    >>> [trajectory.text for trajectory in groups.trajectories]  # doctest: +SKIP
+    >>> [t.messages[-1]["content"] for t in groups.trajectories]  # doctest: +SKIP
     ['2', '3']
 
     Raises:

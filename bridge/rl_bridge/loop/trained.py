@@ -30,7 +30,7 @@ from rl_bridge.pipelines.placement import Engines, MeshOptions
 from rl_bridge.run.run import Stateful
 
 MOMENTUM = 0.9
-"""Of BCO's shift."""
+"""Momentum of BCO's shift, as the command has it."""
 AnyBatch = TypeVar("AnyBatch", GroupBatch, PairBatch)
 
 
@@ -64,7 +64,7 @@ class AdamW(OptimizerConfig):
 
 
 class Metrics(dict[str, float]):
-    """What an update measured, and the batch that it was made on: ``run.log`` takes both."""
+    """Numbers of an update with the batch that it was made on: ``run.log`` takes both."""
 
     def __init__(self, metrics: Mapping[str, float], batch: TokenBatch | PairBatch) -> None:
         super().__init__(metrics)
