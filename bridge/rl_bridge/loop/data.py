@@ -203,7 +203,7 @@ def load_rows(
         trajectories, left_out = sft.encoded(source, tokenizer, rows, **reading)
         if left_out:
             tell(f"{left_out} of {len(rows)} rows are longer than {max_length} tokens")
-        batches = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}
+        batches: dict[str, Any] = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}
         return Rows(trajectories, seed=seed, **batches)
     compared = read_comparisons(data)
     examples = comparison.encoded(source, tokenizer, compared, loss, **reading)

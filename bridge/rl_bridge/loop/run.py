@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -9,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Part
-from rl_bridge.loop.trained import Metrics
+from rl_bridge.loop.trained import Metrics, Scored
 from rl_bridge.run import run
 from rl_bridge.run.options import RunOptions
 from rl_bridge.run.run import Observer, Stateful, open_run
@@ -75,7 +76,9 @@ class Run:
             state={name: dict(part.settings()) for name, part in zip(names, state, strict=True) if part.settings()},
         )
         fingerprints = {what: mark for part in state for what, mark in part.fingerprints().items()}
-        self._stage = names[0]
+        self._stage = next(
+            (name for name, part in zip(names, state, strict=True) if isinstance(part, Scored)), names[0]
+        )
         self._state: dict[str, Engine | Stateful] = {
             own if first == part.kind else f"{first}.{own}": holder
             for first, part in zip(names, state, strict=True)
@@ -90,8 +93,11 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._run.__exit__(kind, error, trace)
-        if error is None:
+        if error is not None:
+            self._run.__exit__(kind, error, trace)
+            return
+        with ExitStack() as closing:
+            closing.push(self._run.__exit__)  # the summary comes before the folder is given up
             self._run.finish({"result": f"{self._total} steps", "seconds": round(self._run.seconds, 1)})
 
     @property

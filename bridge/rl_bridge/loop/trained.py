@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -79,7 +79,8 @@ class Metrics(dict[str, float]):
 class Scored:
     """A model in the workers that ``mesh`` arranges, by default all there are with the model cut over them."""
 
-    kind: ClassVar[str]
+    kind: str
+    """The name in checkpoints and in the record."""
 
     def __init__(self, model: Model, mesh: Mesh | None, parallel: ParallelConfig | None) -> None:
         executor = current_executor()

@@ -80,7 +80,7 @@ def test_the_optimiser_s_rate_decays_to_its_total_or_stays():
 
 def test_a_loss_of_another_name_or_constant_is_refused():
     for arguments in ({"name": "dop"}, {"name": "dpo", "gamma": 1.0}):
-        with pytest.raises(ValueError, match="dop|gamma"):
+        with pytest.raises(ValueError, match=r"dop|gamma"):
             rl_bridge.preference_loss(**arguments)
 
 
