@@ -13,7 +13,7 @@ SOURCES = {"rl_fn": ROOT, "rl_kernels": ROOT / "kernels", "rl_bridge": ROOT / "b
 FLOORS = (
     *("common", "memory", "functional", "data", "executors", "weights", "parallel", "integrations", "models"),
     *("environments", "engines", "checkpoints", "run", "modules", "rewards", "rollout", "algorithms"),
-    "pipelines",
+    *("pipelines", "loop"),
 )
 """Rooms of the bridge, the lowest first: a room imports rooms before it, and none behind."""
 LONGEST = 80

@@ -173,12 +173,13 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     """
     parts = load_comparisons(options)
     source, tokenizer = load_model_for(options, [row for part in parts for row in part])
-    examples, held_out = (encoded(options, source, tokenizer, part, loss) for part in parts)
+    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "max_length": options.max_length}
+    examples, held_out = (encoded(source, tokenizer, part, loss, **reading) for part in parts)
     assert isinstance(tokenizer.pad_token_id, int)
     return ComparisonData(
         source=source,
         tokenizer=tokenizer,
-        templated=options.apply_chat_template and any(_has_roles(row) for part in parts for row in part),
+        templated=options.apply_chat_template and any(has_roles(row) for part in parts for row in part),
         pad_token_id=tokenizer.pad_token_id,
         examples=examples,
         held_out=held_out,
@@ -186,7 +187,8 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     )
 
 
-def _has_roles(row: Comparison) -> bool:
+def has_roles(row: Comparison) -> bool:
+    """Whether any text of the row is a conversation."""
     return not all(isinstance(text, str) for text in (row.prompt, *row.completions))
 
 
@@ -235,11 +237,13 @@ def load_model_for(
 
 
 def encoded(
-    options: ComparisonOptions,
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Comparison],
     loss: ComparisonLoss,
+    *,
+    apply_chat_template: bool = True,
+    max_length: int | None = None,
 ) -> list[Example]:
     """The rows as the loss reads them, without those that are too long.
 
@@ -248,15 +252,28 @@ def encoded(
     """
     # A reward is read at the end of the template's text, where a classifier of transformers reads.
     to_end = loss.name in REWARD_LOSSES
-    encode = partial(encode_completion, tokenizer, apply_chat_template=options.apply_chat_template, to_end=to_end)
+    encode = partial(encode_completion, tokenizer, apply_chat_template=apply_chat_template, to_end=to_end)
     examples = examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)
-    longest = math.inf if options.max_length is None else options.max_length
+    longest = math.inf if max_length is None else max_length
     short = [example for example in examples if max(len(t.tokens) for t in example.completions) <= longest]
     if not short:
         raise ValueError(f"all {len(examples)} comparisons are longer than max_length={longest} tokens")
     completions = [{**t.row, "trajectory": t} for example in short for t in example.completions]
     check_rows(source, tokenizer, completions, lambda row: (row["trajectory"].messages, row["trajectory"].tokens))
     return short
+
+
+def pad_of_rewards(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, templated: bool
+) -> int:
+    """The pad token of a reward model on these examples; the tokenizer is made one that such a model is read with.
+
+    ``templated``: whether the chat template has rendered any of the rows.
+    """
+    pad = pad_with_no_end(tokenizer, source, (t.tokens for example in examples for t in example.completions))
+    if not templated:
+        tokenizer.chat_template = None  # whoever reads the folder is to render what was trained on
+    return pad
 
 
 def accuracy_of(metrics: Mapping[str, float]) -> str:
@@ -358,10 +375,7 @@ def run_reward_model(pipeline: RewardModelPipeline, observers: Sequence[Observer
     prepare_processes(pipeline, executor)
     loss = pipeline.loss.build()
     data = load_data(pipeline, loss)
-    completions = (t.tokens for example in (*data.examples, *data.held_out) for t in example.completions)
-    pad = pad_with_no_end(data.tokenizer, data.source, completions)
-    if not data.templated:
-        data.tokenizer.chat_template = None  # A reader of the folder is to render texts as in training.
+    pad = pad_of_rewards(data.source, data.tokenizer, [*data.examples, *data.held_out], templated=data.templated)
     source = ValueSource(data.source, pad_token=pad)
     config = replace(pipeline.reward_model, steps=pipeline.steps_for(len(data.examples), pipeline.reward_model))
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), source)
