@@ -3,7 +3,7 @@
 Transformers guesses documents from position_ids and would make their [T, T] mask before any layer could say that a plan
 holds the documents apart.
 
-use_rl_fn_attention(model)
+    use_rl_fn_attention(model)
     model(input_ids, **documents.forward_kwargs)
 
 The plan reaches the attention of every layer as a keyword argument of the model's call, so that no model is patched.
