@@ -27,13 +27,13 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     allowed: list[array] = field(default_factory=list)
     text: CompletionText | None = None
-    """Where stop texts are looked for."""
+    """The text so far, which is searched for stop texts."""
     greedy: bool = False
     stopped: bool = False
 
 
 class CachedDecoder(Decoder):
-    """Draws tokens for many sequences at once; every step all running rows get one.
+    """Draws tokens for many sequences at once, one for every running row in each step.
 
     A token depends on its row's tokens, seed and number alone, not on the rows beside it.
 
@@ -55,7 +55,7 @@ class CachedDecoder(Decoder):
         read_tokens: int = 8192,
         arrangement: Arrangement | None = None,
     ) -> None:
-        """Nothing is computed yet.
+        """Make an empty decoder; nothing is computed yet.
 
         Args:
             model: a causal LM with a cache of transformers' kind: attention, full or with windows, convolutions,
@@ -63,9 +63,9 @@ class CachedDecoder(Decoder):
             sampling: temperature and truncation; the number of tokens is ``add``'s.
             stop: ids that end a row when they are drawn.
             texts: texts that end a row when they are complete.
-            max_rows: rows that run together; others wait. That bounds the memory of keys and values.
+            max_rows: rows that run together; others wait. The limit bounds the memory of keys and values.
             read_tokens: tokens of added sequences that one forward pass reads, or one sequence.
-            arrangement: what ``check_decoder(model)`` found to be right; None: what the model's layers promise.
+            arrangement: the one that ``check_decoder(model)`` found to be right; None: the one of the model's layers.
 
         Raises:
             NotImplementedError: for a model that has no such cache.
@@ -129,7 +129,7 @@ class CachedDecoder(Decoder):
 
     @torch.no_grad()
     def step(self) -> list[Drawn]:
-        """Draw one token for every running row; then read waiting rows into the room there is, and draw their first.
+        """Draw one token for every running row; then read waiting rows into the free places, and draw their first.
 
         Returns the rows that ended, which have left.
 
@@ -153,15 +153,15 @@ class CachedDecoder(Decoder):
         return sum(len(row.tokens) for row in self._rows)
 
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
-        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
+        """Take rows out unfinished, all or those of ``keys``, with the tokens that they have drawn since ``add``."""
         out = [row for row in self._waiting if keys is None or row.key in keys]
         self._waiting = deque(row for row in self._waiting if not (keys is None or row.key in keys))
-        chosen = [n for n, row in enumerate(self._rows) if keys is None or row.key in keys]
+        chosen = [place for place, row in enumerate(self._rows) if keys is None or row.key in keys]
         out += self._leave(chosen) if chosen else []
         return [Drawn(row.key, row.tokens, row.logprobs, row.allowed or None, "abort") for row in out]
 
     def _read(self) -> torch.Tensor:
-        """Logits [rows, V] after the sequences of rows that join, as many as one pass reads."""
+        """Let waiting rows join, as many as one pass reads; returns logits [rows, V] after their sequences."""
         first, sequences, places, budget = len(self._rows), {}, [], self._read_tokens
         while self._waiting and len(self._rows) < self._max_rows:
             prompt = self._waiting[0].prompt
@@ -179,7 +179,7 @@ class CachedDecoder(Decoder):
         return self._model.read(list(sequences), places, first, room)
 
     def _draw(self, logits: torch.Tensor, first: int) -> list[Drawn]:
-        """Draw a token for all rows from ``first`` on; those that end leave."""
+        """Draw a token for all rows from ``first`` on; returns those that ended, which have left."""
         state = self._state[:, first:]
         rows = self._rows[first:]
         with self._work:
@@ -198,22 +198,22 @@ class CachedDecoder(Decoder):
             row.stopped = token in self._stop or (row.text is not None and row.text.add(token) is not None)
         if sampled.allowed_tokens is not None:
             ids, counts = sampled.allowed_tokens.int().cpu().numpy(), sampled.allowed_count.tolist()
-            for row, some, count in zip(rows, ids, counts, strict=True):
+            for row, allowed, count in zip(rows, ids, counts, strict=True):
                 if not row.greedy:
-                    row.allowed.append(array("i", some[:count].tobytes()))
+                    row.allowed.append(array("i", allowed[:count].tobytes()))
         ended = [n for n, row in enumerate(rows, first) if row.stopped or len(row.tokens) == row.limit]
         return [self._drawn(row) for row in self._leave(ended)] if ended else []
 
     def _leave(self, ended: list[int]) -> list[_Row]:
-        """Rows from the end of the cache take the places of those that ended."""
+        """Take ended rows out; rows from the end of the cache move to their places. Returns the ended rows."""
         leaving, left = set(ended), len(self._rows) - len(ended)
-        movers = [n for n in range(left, len(self._rows)) if n not in leaving]
-        gaps = [n for n in ended if n < left]
-        rows = [self._rows[n] for n in ended]
+        movers = [place for place in range(left, len(self._rows)) if place not in leaving]
+        gaps = [place for place in ended if place < left]
+        rows = [self._rows[place] for place in ended]
         order = list(range(left))
         for gap, mover in zip(gaps, movers, strict=True):
             order[gap] = mover
-        self._rows = [self._rows[n] for n in order]
+        self._rows = [self._rows[place] for place in order]
         if movers:
             used = max(len(self._rows[gap].prompt) + len(self._rows[gap].tokens) for gap in gaps)
             self._model.move(gaps, movers, used)

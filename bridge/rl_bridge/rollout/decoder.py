@@ -9,19 +9,19 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 
 class Drawn(NamedTuple):
-    """A finished row: the tokens that were drawn since it was added, the last included that ended it."""
+    """A row that left a decoder: the tokens drawn since ``add``, with the one that ended the row."""
 
     key: Any
-    """The one that ``add`` was given."""
+    """The key given to ``add``."""
     tokens: Sequence[int]
     logprobs: Sequence[float]
     """Under the distribution that the tokens were drawn from."""
     allowed: Sequence[Sequence[int]] | None
     """Ids that the truncated sampler allowed for each token, rising; None where nothing was truncated."""
     reason: Literal["stop", "length", "abort"]
-    """ "abort": it was withdrawn."""
+    """ "abort": the row was withdrawn."""
     versions: Sequence[int] | None = None
-    """Of the weights that drew each token; None: all the same, which the decoder's maker knows."""
+    """Version of the weights that drew each token. None: one version for all, known to the maker of the decoder."""
 
 
 class Decoder(Protocol):
@@ -34,12 +34,12 @@ class Decoder(Protocol):
     @property
     @abstractmethod
     def running(self) -> int:
-        """Rows that were added and have not been returned, but for those that wait."""
+        """Rows that were added and have not been returned, without those in ``waiting``."""
         ...
 
     @property
     def waiting(self) -> int:
-        """Rows that were added and not read yet: none where the engine's own queue holds what it has no room for."""
+        """Rows that were added and not read yet; 0 where rows wait in the engine's own queue."""
         return 0
 
     @abstractmethod
@@ -57,10 +57,10 @@ class Decoder(Protocol):
         """Put a sequence in: a step that has room reads it and draws its first token.
 
         Args:
-            key: what ``Drawn`` names the row by.
-            tokens: what the model has seen so far.
+            key: the row's name in ``Drawn``.
+            tokens: the sequence so far.
             seed: 64 bits, int64: with ``drawn`` it decides the random numbers.
-            drawn: tokens that the policy has drawn already in this sequence, so the number of its next draw.
+            drawn: tokens that the policy has drawn already in this sequence, which is the number of its next draw.
             limit: tokens that the row may draw until it ends.
             said: how many of the last tokens belong to the completion that goes on here: stop texts may begin there.
             greedy: the row draws the most likely tokens, however the others are sampled.
@@ -72,19 +72,22 @@ class Decoder(Protocol):
 
     @abstractmethod
     def step(self) -> Sequence[Drawn]:
-        """Draw a token for every running row, or wait a moment where a server draws by itself: the rows that ended."""
+        """Draw a token for every running row, or wait a moment for a server that draws by itself.
+
+        Returns the rows that ended.
+        """
         ...
 
     @abstractmethod
     def withdraw(self, keys: Collection[Hashable] | None = None) -> Sequence[Drawn]:
-        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
+        """Take rows out unfinished, all or those of ``keys``, with the tokens that they have drawn since ``add``."""
         ...
 
     def draw_in_rounds(self) -> None:
-        """From now on draw in ``round`` alone, so that what is drawn depends on no time. A step here needs no more."""
+        """From now on draw in ``round`` alone, so that tokens depend on no time. No effect where only steps draw."""
 
     def round(self, tokens: int) -> Sequence[Drawn]:
-        """Draw up to ``tokens`` tokens of every row: the rows that ended."""
+        """Draw up to ``tokens`` tokens of every row; returns the rows that ended."""
         ended: list[Drawn] = []
         for _ in range(tokens):
             if not (self.running or self.waiting):
@@ -93,7 +96,7 @@ class Decoder(Protocol):
         return ended
 
     def count_tokens(self) -> None:
-        """Let ``unfinished_tokens`` be known while rows are drawn."""
+        """Keep ``unfinished_tokens`` up to date from now on."""
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a rollout worker can be asked: ``generate``, ``stream``, ``converse``, rounds for rollouts that run ahead."""
+"""Methods of a rollout worker: ``generate``, streams, ``converse``, rounds for rollouts that run ahead."""
 
 import time
 from abc import abstractmethod
@@ -21,8 +21,6 @@ from rl_bridge.rollout.conversations import Conversations, Limits, Opening
 from rl_bridge.rollout.decoder import Decoder, Drawn
 from rl_bridge.rollout.sampling import StopTexts, request_seeds
 
-# What a decoder drew after a prompt, as a trajectory.
-
 
 def completed(
     tokenizer: PreTrainedTokenizerBase,
@@ -34,10 +32,10 @@ def completed(
     version: int | Sequence[int],
     stop: Sequence[str] = (),
 ) -> Trajectory:
-    """Sample number ``sample`` of a request, one of whose texts ``stop`` may have ended it.
+    """Sample number ``sample`` of a request as a trajectory; one of the texts ``stop`` may have ended it.
 
-    ``version``: of the weights that drew it, or of each of its tokens. The message's text is without the token that
-    ended it, and with the text that did: the tokens behind it are all kept.
+    ``version``: of the weights that drew the tokens, or of each token. The message's text is without the token that
+    ended the sample, and with the text that did. The trajectory has all tokens.
     """
     by_text = StopTexts(tokenizer, stop).found(drawn.tokens) if drawn.reason == "stop" else None
     ended = drawn.reason == "stop" and by_text is None
@@ -57,7 +55,7 @@ def completed(
 
 
 class WithDecoder:
-    """A worker with a decoder: what the classes below need of it."""
+    """A worker with a decoder."""
 
     _tokenizer: PreTrainedTokenizerBase
     _stop: Collection[int]
@@ -65,7 +63,7 @@ class WithDecoder:
 
     @abstractmethod
     def decoder(self, sampling: SamplingParams) -> Decoder:
-        """An empty decoder with the weights as they are."""
+        """An empty decoder with the present weights."""
         ...
 
     @abstractmethod
@@ -74,11 +72,8 @@ class WithDecoder:
         ...
 
 
-# The methods ``generate`` and ``stream`` of a rollout worker: prompts through its decoder, trajectories out.
-
-
 class Generating(WithDecoder):
-    """What a worker with a decoder can do with prompts."""
+    """Completions of prompts, by a worker with a decoder: all at once or as a stream."""
 
     _streams: dict[int, "Completions"]
     longest: int | None = None
@@ -91,8 +86,8 @@ class Generating(WithDecoder):
     ) -> list[list[Trajectory]]:
         """``sampling.n`` trajectories of each request, in the order of the requests.
 
-        ``budget``: what is not finished then is taken out, with the finish reason "abort" and what it has. All requests
-        begin with the call.
+        ``budget``: trajectories that are unfinished at its end are taken out, with the finish reason "abort" and their
+        tokens so far. All requests begin with the call.
         """
         completions = Completions(self, self._tokenizer, requests, sampling, budget)
         trajectories: dict[tuple[int, int], Trajectory] = {}
@@ -104,14 +99,14 @@ class Generating(WithDecoder):
     def open_stream(
         self, requests: Sequence[Request], sampling: SamplingParams, name: int, budget: Budget | None = None
     ) -> None:
-        """Begin on these requests: ``next_completions(name)`` gives what finishes, until ``close_stream(name)``."""
+        """Begin these requests: ``next_completions(name)`` returns finished ones, until ``close_stream(name)``."""
         completions = Completions(self, self._tokenizer, requests, sampling, budget)
         self.__dict__.setdefault("_streams", {})[name] = completions
 
     @returns("local")
     @torch.no_grad()
     def next_completions(self, name: int) -> list[Trajectory]:
-        """Draw until a trajectory finishes: all that did. An empty list: there are no more.
+        """Draw until trajectories finish, and return them. An empty list: there are no more.
 
         Raises:
             ValueError: the weights of a worker in this process have changed since the stream was opened.
@@ -141,7 +136,7 @@ class Completions:
         sampling: SamplingParams,
         budget: Budget | None = None,
     ) -> None:
-        """Encode the prompts and add them: nothing is drawn yet. From here on the budget is spent."""
+        """Encode the prompts and add them; nothing is drawn yet. The budget's time begins here."""
         self._worker, self._tokenizer = worker, tokenizer
         self._requests, self._sampling = requests, sampling
         self._version = worker.weights_version()
@@ -164,23 +159,23 @@ class Completions:
             self._decoder.count_tokens()
         seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
         # Prompts of similar length go together: a step costs as much as its longest row.
-        for place in sorted(range(len(requests)), key=lambda n: len(self._prompts[n])):
+        for place in sorted(range(len(requests)), key=lambda place: len(self._prompts[place])):
             for number, seed in enumerate(seeds[place]):
                 self._decoder.add((place, number), self._prompts[place], seed=seed, limit=sampling.max_new_tokens)
 
     def step(self) -> dict[tuple[int, int], Trajectory]:
-        """One step of the decoder: the trajectories that finished, by the place of the request and their number."""
+        """One step of the decoder; returns (place of the request, number) → trajectory, of those that finished."""
         if not self.left:
             return {}
         if not self._spent():
-            return self._made(self._decoder.step())
+            return self._finished(self._decoder.step())
         trajectories = self.withdraw()
         while self.left:
-            trajectories |= self._made(self._decoder.step())  # what had ended when the rest was taken out
+            trajectories |= self._finished(self._decoder.step())  # rows that had ended when the rest was taken out
         return trajectories
 
     def _spent(self) -> bool:
-        """Whether the budget ends what is left."""
+        """Whether the budget is spent."""
         if self._spending is None:
             return False
         counted = self._spending.budget.tokens is not None
@@ -188,10 +183,10 @@ class Completions:
         return self._spending.over(tokens) or self._spending.late(self._began)
 
     def withdraw(self) -> dict[tuple[int, int], Trajectory]:
-        """All that are left, unfinished."""
-        return self._made(self._decoder.withdraw())
+        """Take all unfinished trajectories out, and return them."""
+        return self._finished(self._decoder.withdraw())
 
-    def _made(self, rows: Sequence[Drawn]) -> dict[tuple[int, int], Trajectory]:
+    def _finished(self, rows: Sequence[Drawn]) -> dict[tuple[int, int], Trajectory]:
         trajectories: dict[tuple[int, int], Trajectory] = {}
         for drawn in rows:
             place, number = drawn.key
@@ -212,14 +207,12 @@ class Completions:
         return completed(self._tokenizer, request, number, prompt=prompt, drawn=drawn, version=version, stop=stop)
 
 
-# The method ``converse`` of a rollout worker: its decoder, the environments' threads, and the conversations.
-
 WAIT = 10.0
 """Seconds that a thread waits longer for an environment's process than the process may take."""
 
 
 class Conversing(WithDecoder):
-    """What a worker with a decoder can do besides: let the policy and environments talk."""
+    """Conversations between the policy and environments, by a worker with a decoder."""
 
     _processes: EnvironmentProcesses | None = None
 
@@ -243,14 +236,14 @@ class Conversing(WithDecoder):
         Args:
             requests: the rows that the environments begin with.
             sampling: ``max_new_tokens`` is of one turn. A turn that reaches it ends the conversation.
-            environment: makes one.
-            max_turns: of the policy.
-            max_tokens: of a whole trajectory, its opening and the environment's words included.
+            environment: makes an environment.
+            max_turns: turns of the policy.
+            max_tokens: tokens of a whole trajectory, its opening and the environment's messages included.
             step_timeout: seconds of one call of an environment.
             at_once: calls of environments that run at the same time.
             processes: environments that live at the same time, each in a process of its own, which is ended when a
                 call takes longer than ``step_timeout``. 0: threads of this process, which nothing can end.
-            budget: what is not finished at one of its limits ends by "abort".
+            budget: conversations that are unfinished at one of its limits end by "abort".
 
         Raises:
             ValueError: a limit that leaves no turn, a chat template that no conversation can go on with, environments
@@ -263,7 +256,7 @@ class Conversing(WithDecoder):
         session: Callable[[], Talker] = partial(Session, environment)
         if processes:
             session = self._environment_processes(environment, step_timeout).session
-            # The process keeps the limit; a thread only waits for that.
+            # The process keeps the limit; a thread only waits for the process.
             step_timeout += WAIT
         seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
         openings = [
@@ -287,7 +280,7 @@ class Conversing(WithDecoder):
         return [trajectories[start : start + sampling.n] for start in range(0, len(trajectories), sampling.n)]
 
     def _environment_processes(self, environment: EnvironmentFactory, limit: float) -> EnvironmentProcesses:
-        """What this factory's environments are forked from; the last one is kept, as its start takes seconds."""
+        """The processes of this factory's environments. The last ones are kept, as their start takes seconds."""
         if self._processes is None or not self._processes.serves(environment, limit):
             if self._processes is not None:
                 self._processes.close()
@@ -295,31 +288,29 @@ class Conversing(WithDecoder):
         return self._processes
 
 
-# The methods of a rollout worker that the rollout pump calls: rounds of a decoder whose rows stay between calls.
-
 NOTHING = Tokens([], [], None)
 
 
 class EngineDied(RuntimeError):
-    """The engine behind a worker is gone, and what it was drawing is unknown. The worker may be able to restart it."""
+    """The engine behind a worker is gone with the tokens that it was drawing. The worker may be able to restart it."""
 
 
 class Advancing(WithDecoder):
-    """What a worker with a decoder can do besides: draw for a while, and give back what is not finished.
+    """Rounds of a decoder whose rows stay between calls, for the rollout pump.
 
-    Weights change only when no row is left; then rows go in again with their tokens so far, so that what a version
-    draws is exactly its own.
+    Weights change only when no row is left. Then rows go in again with their tokens so far, so that each token is of
+    one version.
     """
 
     engine_errors: ClassVar[tuple[type[Exception], ...]] = ()
-    """What a step of the decoder raises when the engine behind it is gone."""
+    """Errors of a decoder's step that mean that the engine behind the decoder is gone."""
     _advancing: Decoder | None = None
     _advancing_version = -1
 
     @returns("local")
     @torch.no_grad()
     def advance(self, rows: Sequence[Row], sampling: SamplingParams, steps: int, exactly: bool = False) -> list[Ended]:
-        """Put ``rows`` in, then draw up to ``steps`` tokens for every row; those that ended.
+        """Put ``rows`` in, then draw up to ``steps`` tokens for every row; returns the rows that ended.
 
         A row's prompt is token ids. ``exactly``: an engine that draws on by itself stops every row after ``steps``.
 
@@ -353,7 +344,7 @@ class Advancing(WithDecoder):
 
     @returns("local")
     def withdraw(self, keys: Collection[Key]) -> list[Ended]:
-        """Take these rows out; unfinished, but for those that ended since the last look.
+        """Take these rows out; they are unfinished, but for those that ended since the last round.
 
         Rows of other workers may be among ``keys``.
         """
@@ -363,7 +354,7 @@ class Advancing(WithDecoder):
 
     @returns("local")
     def restart(self) -> None:
-        """Forget all rows, and start what they ran in again if that is gone. Its weights are the source's then."""
+        """Forget all rows, and start the engine again if it is gone. Its weights are the source's then."""
         self._advancing = None
 
 
@@ -371,13 +362,16 @@ def _ended(drawn: Drawn) -> Ended:
     return Ended(drawn.key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), _reason(drawn.reason))
 
 
-def _reason(of_decoder: str) -> str | None:
-    """A server draws between two commands: a row that is withdrawn may have ended, and must not be put in again."""
-    return None if of_decoder == "abort" else of_decoder
+def _reason(reason: str) -> str | None:
+    """The reason of an end; None for a row that was withdrawn unfinished.
+
+    A server draws between two commands, so that a row may have ended before ``withdraw``.
+    """
+    return None if reason == "abort" else reason
 
 
 def _has_stopped(row: Row, stop: Collection[int]) -> bool:
-    """Whether a row's last token is its end: older checkpoints have such rows of servers among the unfinished."""
+    """Whether a row's last token is a stop token: older checkpoints have such rows of servers among the unfinished."""
     turn = row.tokens[len(row.tokens) - row.said :]
     place = next((place for place, token in enumerate(turn) if token in stop), None)
     if place is not None and place + 1 < len(turn):

@@ -1,4 +1,4 @@
-"""The ledger: the truth about what was asked of a rollout and what came back; also as JSON for checkpoints."""
+"""The ledger: all prompts of a rollout with the states of their samples; also as JSON for checkpoints."""
 
 import base64
 import copy
@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-# The ledger: the truth about what was asked of a rollout and what came back.
-
 Key = tuple[int, int]
 """Number of the prompt, number of its sample."""
 FAILED = ("abort", "error")
-"""Reasons of an end that says nothing of the policy."""
+"""Reasons of an end that is no act of the policy."""
 
 
 class State(StrEnum):
@@ -24,24 +22,24 @@ class State(StrEnum):
     """
 
     ASKING = "asking"
-    """Its environment is to answer: a conversation alone, which begins so and goes from here to WAITING."""
+    """Its environment is to reply. A conversation alone: it begins here, and goes from here to WAITING."""
     WAITING = "waiting"
     """To be drawn, from the tokens so far."""
     RUNNING = "running"
     """An engine draws it."""
     REWARDING = "rewarding"
-    """Whole; its rewards are not known yet."""
+    """Complete; its rewards are not known yet."""
     READY = "ready"
     """Its rewards are known."""
     COMPARED = "compared"
-    """A greedy one: a step took its group, and its rewards were the baseline of the others."""
+    """Greedy: a step took its group, and its rewards were the baseline of the others."""
     TRAINED = "trained"
     DROPPED = "dropped"
-    """A step took its group, and it counted nothing there: ``reason`` says why."""
+    """A step took its group and left the sample out: ``reason`` says why."""
 
 
 class Tokens(NamedTuple):
-    """What one version of the weights drew in one go."""
+    """Tokens that one version of the weights drew in one go."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -51,7 +49,7 @@ class Tokens(NamedTuple):
 
 @dataclass
 class Turn:
-    """What an environment said, and how much the policy has drawn behind it."""
+    """A message of an environment, and how much the policy has drawn behind it."""
 
     messages: list[dict[str, Any]]
     reward: float | None
@@ -79,18 +77,18 @@ class Sample:
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(Version, tokens that it drew), in the order of the tokens; no two beside each other are of one version."""
     reason: str | None = None
-    """Why it ended: "stop", "length", "abort", "error"."""
+    """Why the sample ended: "stop", "length", "abort", "error"."""
     rewards: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    """That engines spent on it before ``since``."""
+    """Time that engines spent on the sample before ``since``."""
     since: float = 0.0
-    """When it went into the engine that draws it."""
+    """When the sample went into the engine that draws it."""
     turns: list[Turn] = field(default_factory=list)
-    """Of a conversation: what its environment said. ``tokens`` and the rest are those that the policy drew."""
+    """Turns of the environment in a conversation. ``tokens`` and the rest are those that the policy drew."""
     beginnings: int = 0
-    """How often it began anew. What an environment answers to an earlier beginning is not taken."""
+    """How often the sample began anew. Replies of an environment to an earlier beginning are dropped."""
     greedy: bool = False
-    """Of the most likely tokens; no step trains on it. Its rewards are a baseline of the group's other samples."""
+    """Whether the tokens are the most likely ones. No step trains on such a sample, a baseline of the others."""
 
     @property
     def versions(self) -> list[int]:
@@ -118,11 +116,11 @@ class Sample:
         return self.turns[-1].room - self.turns[-1].drawn if self.turns else limit - len(self.tokens)
 
     def left_at(self, now: float) -> None:
-        """The engine has given it back."""
+        """Count the time in an engine, which returned the sample."""
         self.seconds += now - self.since
 
     def append(self, drawn: Tokens, version: int) -> None:
-        """More tokens, of one version."""
+        """Add tokens of one version."""
         if not drawn.tokens:
             return
         if self.spans and self.spans[-1][0] == version:
@@ -146,7 +144,7 @@ class Group:
     prompt: Any
     samples: list[Sample]
     admitted: int
-    """The version that the rollout held when the prompt went in: no token is of an older one."""
+    """Version of the rollout's weights when the prompt went in: no token is of an older one."""
 
     def all_in(self, *states: State) -> bool:
         """Whether every sample is in one of the states."""
@@ -156,8 +154,8 @@ class Group:
 class Ledger:
     """Prompts in the order of the data, each with its samples, until a step has trained on them.
 
-    Every change is a method that names the states it goes from; a sample in another one is an AssertionError. That is
-    how a sample can be neither lost nor answered twice.
+    Every change is a method that names the state before; a sample in another state is an AssertionError. So no sample
+    can be lost or completed twice.
     """
 
     def __init__(self) -> None:
@@ -168,7 +166,7 @@ class Ledger:
         self.taken: set[int] = set()
         """Trained prompts behind the first untrained one."""
         self.finished: Counter[str] = Counter()
-        """How many samples were trained on, how many compared with, and how many dropped, by reason."""
+        """Counts of samples that were trained on, compared with, or dropped, the last by reason."""
 
     @property
     def head(self) -> int:
@@ -196,7 +194,7 @@ class Ledger:
     def open(
         self, prompt: Any, seeds: Sequence[int], version: int, state: State = State.WAITING, *, greedy: bool = False
     ) -> Group:
-        """Take in the next prompt, with one sample a seed. ``greedy``: the last of them is."""
+        """Take in the next prompt, with one sample a seed. ``greedy``: of the last sample."""
         group = Group(self.opened, prompt, [Sample(seed, state) for seed in seeds], version)
         group.samples[-1].greedy = greedy
         self.groups[group.number] = group
@@ -204,62 +202,62 @@ class Ledger:
         return group
 
     def submitted(self, key: Key, now: float) -> None:
-        """An engine has it."""
+        """Note that an engine has the sample."""
         sample = self._change(key, State.RUNNING, State.WAITING)
         sample.since = now
 
     def returned(self, key: Key, drawn: Tokens, version: int, now: float) -> None:
-        """The engine gave it back unfinished, with the tokens that it drew."""
+        """Take the sample back from an engine, unfinished, with the tokens that were drawn."""
         sample = self._change(key, State.WAITING, State.RUNNING)
         sample.append(drawn, version)
         sample.left_at(now)
 
     def lost(self, key: Key) -> None:
-        """The engine is gone: what it drew is unknown, and what it was given is still here."""
+        """Note that the engine is gone: its new tokens are lost, and the earlier ones are still here."""
         self._change(key, State.WAITING, State.RUNNING)
 
     def ended(self, key: Key, drawn: Tokens, version: int, reason: str) -> None:
-        """The last tokens, and why there are no more."""
+        """Take the last tokens, and the reason of the end."""
         sample = self._change(key, State.REWARDING, State.RUNNING)
         sample.append(drawn, version)
         sample.reason = reason
 
     def spoke(self, key: Key, drawn: Tokens, version: int, now: float) -> None:
-        """The policy has ended its turn."""
+        """Take the last tokens of a turn of the policy."""
         sample = self._change(key, State.ASKING, State.RUNNING)
         sample.append(drawn, version)
         sample.left_at(now)
 
     def told(self, key: Key, turn: Turn | None, reason: str | None) -> None:
-        """What the environment said. With a ``reason`` the conversation has ended; None for a turn: it failed."""
+        """Take the environment's turn, None if it failed. With a ``reason`` the conversation has ended."""
         sample = self._change(key, State.WAITING if reason is None else State.REWARDING, State.ASKING)
         sample.reason = reason
         if turn is not None:
             sample.turns.append(turn)
 
     def begin_again(self, key: Key) -> None:
-        """Forget what was said."""
+        """Begin the conversation anew, without its turns."""
         sample = self[key]
         assert sample.state in (State.WAITING, State.ASKING), f"sample {key} is {sample.state}"
         lasting: Any = {"seconds": sample.seconds, "greedy": sample.greedy}
-        again = Sample(sample.seed, State.ASKING, beginnings=sample.beginnings + 1, **lasting)
-        self.groups[key[0]].samples[key[1]] = again
+        fresh = Sample(sample.seed, State.ASKING, beginnings=sample.beginnings + 1, **lasting)
+        self.groups[key[0]].samples[key[1]] = fresh
 
     def aborted(self, key: Key) -> None:
-        """No engine is to go on with it."""
+        """End a sample with which no engine is to go on."""
         self._change(key, State.REWARDING, State.WAITING).reason = "abort"
 
     def full(self, key: Key) -> None:
-        """Nothing may be drawn any more."""
+        """End a sample that may have no more tokens."""
         self._change(key, State.REWARDING, State.WAITING).reason = "length"
 
     def scored(self, number: int, rewards: Sequence[dict[str, float]]) -> None:
-        """The rewards of each sample of a prompt."""
+        """Take the rewards of each sample of a prompt."""
         for place, (_, sample_rewards) in enumerate(zip(self.groups[number].samples, rewards, strict=True)):
             self._change((number, place), State.READY, State.REWARDING).rewards = dict(sample_rewards)
 
     def take(self, number: int) -> Group:
-        """A step trains on the prompt, which leaves the ledger."""
+        """Take a prompt out of the ledger, as a step trains on it."""
         for place, sample in enumerate(self.groups[number].samples):
             state = State.DROPPED if sample.reason in FAILED else State.TRAINED
             state = State.COMPARED if sample.greedy else state
@@ -277,15 +275,13 @@ class Ledger:
         return sample
 
 
-# A ledger as JSON: what a checkpoint holds of rollouts that are on their way.
-
 PLAIN = ("seed", "tokens", "logprobs", "reason", "rewards", "seconds")
 
 
 def saved(ledger: Ledger) -> dict[str, Any]:
-    """The ledger without its prompts. Floats come back from JSON bit for bit.
+    """The ledger without its prompts, as JSON for a checkpoint. Floats come back from JSON bit for bit.
 
-    What an engine draws right now is known up to where it was given to the engine: a resumed run draws the rest again.
+    A sample in an engine is saved with the tokens that it had before: a resumed run draws the rest again.
     """
     return {
         "opened": ledger.opened,
@@ -299,7 +295,7 @@ def saved(ledger: Ledger) -> dict[str, Any]:
 
 
 def loaded(state: dict[str, Any], prompt: Callable[[int], Any]) -> Ledger:
-    """The ledger of what ``saved`` gave; ``prompt``: of a number, called for every untrained one in order."""
+    """The ledger that ``saved`` turned into JSON. ``prompt(number)`` is called for every untrained prompt in order."""
     ledger = Ledger()
     ledger.opened, ledger.taken = state["opened"], set(state["taken"])
     ledger.finished = Counter(state["finished"])
@@ -335,7 +331,7 @@ def _of(saved: dict[str, Any]) -> Sample:
 
 
 def _packed(ids: Sequence[int]) -> str:
-    """Thousands of ids a token are as short as bytes in JSON can be."""
+    """Ids as base64: there may be thousands a token, and no text in JSON is shorter."""
     return base64.b64encode(array("i", ids).tobytes()).decode()
 
 

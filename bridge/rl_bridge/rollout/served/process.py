@@ -11,7 +11,7 @@ GRACE = 10.0
 
 
 class ServerDied(RuntimeError):
-    """The server's process ended, or never came to reply; the message has the end of its log."""
+    """The server's process ended, or never replied; the message has the end of its log."""
 
 
 class ServerProcess(Child):
@@ -20,16 +20,16 @@ class ServerProcess(Child):
     def __init__(
         self, command: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None, name: str = "server"
     ) -> None:
-        """Start ``command``. ``env``: all of its variables, if not those of this process. ``name``: in messages."""
+        """Start ``command``. ``env``: all of its variables; those of this process if None. ``name``: in messages."""
         self.name = name
         super().__init__(command, log=log, env=env, grace=GRACE, shared_memory=True)
 
     def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Until ``ready()``.
+        """Wait until ``ready()``.
 
         Raises:
             ServerDied: the process ended first.
-            TimeoutError: it did not come to that in ``seconds``.
+            TimeoutError: the process was not ready within ``seconds``, and was ended.
         """
         deadline = time.monotonic() + seconds
         while not ready():
@@ -40,11 +40,11 @@ class ServerProcess(Child):
                 raise TimeoutError(f"{self.name} did not reply within {seconds:g} s of its start; {self.tail()}")
 
     def death(self) -> ServerDied:
-        """How the process ended, with the end of its log; ends what is left of it."""
+        """End the rest of a dead process; returns the error with its exit status and the end of its log."""
         self.stop()
         return ServerDied(f"{self.name} (process {self.pid}) ended {self.how_it_ended()}; {self.tail()}")
 
     def unhealthy(self, why: str) -> ServerDied:
-        """A process that serves no more though it lives: it is ended."""
+        """End a process that lives but does not serve; returns the error with the end of its log."""
         self.stop()
         return ServerDied(f"{self.name} (process {self.pid}) {why}, and was ended; {self.tail()}")

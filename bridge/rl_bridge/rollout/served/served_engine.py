@@ -27,16 +27,20 @@ ABORTED = Completion([], [], None, [], "abort")
 
 
 class ServedEngine:
-    """Requests in, completions out; and ``EngineClient``, the methods that an update calls.
+    """Requests in, completions out; also an ``EngineClient``, with the methods that an update calls.
 
-    Each request is one entry of ``_running`` from ``submit`` until its completion is there. A server that dies takes
-    no entry with it: the next server gets all of them again, and late replies of a former one are dropped.
+    Each request is one entry of ``_running`` from ``submit`` until its completion is there. Entries outlive a server
+    that dies: the next server gets all of them again, and late replies of a former one are dropped.
     """
 
     def __init__(
         self, open_server: Callable[[Path], EngineServer], folder: Path, *, at_once: int, restarts: int
     ) -> None:
-        """``open_server(folder)`` starts one. ``at_once``: requests that it gets at a time; others wait here."""
+        """Start a server. ``open_server(folder)`` starts one on the weights in the folder.
+
+        ``at_once``: requests that a server gets at a time; others wait here. ``restarts``: deaths of servers one after
+        another, without a completion in between, that are survived.
+        """
         self._open, self._most = open_server, restarts
         self._current: tuple[Path, str, Path | None] = folder, "0", None
         """Proved: the weights' folder, their version, and the adapter's folder."""
@@ -65,7 +69,7 @@ class ServedEngine:
         limit: int,
         stop: frozenset[int],
     ) -> str:
-        """Put a request in; returns its name."""
+        """Send a request; returns its name."""
         name = str(next(self._names))
         with self._news:
             self._begin(Ask(name, tuple(tokens), sampling, seed, drawn, limit, stop))
@@ -106,8 +110,8 @@ class ServedEngine:
         while left := set(names) - completions.keys():
             completions |= self.take(left, 0.0)
             if left := left - completions.keys():
-                # A request that is on its way to the engine is not there to be aborted yet.
-                with contextlib.suppress(ServerDied):  # the next one gets the requests again, and lets them go
+                # A request that is on its way to the engine cannot be aborted there yet.
+                with contextlib.suppress(ServerDied):  # the next server gets the requests again, and aborts them
                     self.server.abort(left)
                 completions |= self.take(left, 0.2)
             if time.monotonic() > deadline:
@@ -140,7 +144,7 @@ class ServedEngine:
         return self.server.limits
 
     def pause(self) -> None:
-        """Running requests stay in the engine, without their keys and values."""
+        """Pause the engine. Running requests stay there, without their keys and values."""
         with self._news:
             self._unproved = {}
         self.server.pause(clear=True)
@@ -167,7 +171,7 @@ class ServedEngine:
         return self.server.version()
 
     def held(self, folder: Path, adapter: Path | None = None) -> Held:
-        """A comparison in every worker of the engine."""
+        """Compare the weights in every worker of the engine with those in the folder."""
         return self.server.held(folder, adapter)
 
     def reset_prefix_cache(self) -> bool:
@@ -175,7 +179,7 @@ class ServedEngine:
         return self.server.reset_prefix_cache()
 
     def generate(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
-        """Draw a probe's tokens; an engine that is paused is so again afterwards."""
+        """Draw a probe's tokens; an engine that is paused is paused again afterwards."""
         paused = self.is_paused()
         if paused:
             self.server.resume()
@@ -185,7 +189,7 @@ class ServedEngine:
         return drawn
 
     def resume(self) -> None:
-        """The weights are proved: completions drawn from them are given out."""
+        """Go on with proved weights: completions drawn from them are given out."""
         version = self.version()
         with self._news:
             if self._pending is not None:
@@ -244,7 +248,7 @@ class ServedEngine:
         self._futures[ask.name] = self._askers.submit(partial(self._draw, self.server, ask, attempt))
 
     def _draw(self, server: EngineServer, ask: Ask, attempt: object) -> None:
-        """In a thread of its own: one attempt at one request."""
+        """Make one attempt at a request, in a thread of its own."""
         completion, death, failure = None, None, None
         try:
             completion = server.draw(ask)
@@ -273,10 +277,8 @@ class ServedEngine:
             self._done[name] = completion
 
 
-# The ``Decoder`` of a served engine: rows that join and leave, each one request or, with stop texts, several.
-
 PIECE = 64
-"""Tokens of one request of a row that a text or a budget of tokens may end: what is drawn behind that is lost."""
+"""Tokens of one request of a row that a text or a budget of tokens may end: tokens behind that end are lost."""
 
 
 @dataclass
@@ -289,7 +291,7 @@ class _Row:
     text: CompletionText | None
     sampling: SamplingParams
     had: list[Completion] = field(default_factory=list)
-    """What the requests so far drew."""
+    """Completions of the requests so far."""
 
     @property
     def tokens(self) -> list[int]:
@@ -297,7 +299,7 @@ class _Row:
 
 
 class ServedDecoder(Decoder):
-    """Rows in a served engine, which decides itself what runs together."""
+    """Rows in a served engine, each one request or, with stop texts, several. The engine decides which run together."""
 
     def __init__(
         self,
@@ -348,13 +350,13 @@ class ServedDecoder(Decoder):
         return self._drawn(self._engine.take(self._rows, 0.02))
 
     def draw_in_rounds(self) -> None:
-        """From now on the engine draws in ``round`` alone, so that what is drawn depends on no time."""
+        """From now on the engine draws in ``round`` alone, so that tokens depend on no time."""
         self._in_rounds = True
 
     def round(self, tokens: int) -> Sequence[Drawn]:
-        """Draw up to ``tokens`` tokens of every row: the rows that ended.
+        """Draw up to ``tokens`` tokens of every row; returns the rows that ended.
 
-        In rounds it is exactly so many, or up to the row's end, and the engine has none of the rows afterwards.
+        After ``draw_in_rounds`` exactly so many, or up to the row's end, and the engine has no row afterwards.
         """
         if not self._in_rounds:
             return super().round(tokens)
@@ -367,7 +369,7 @@ class ServedDecoder(Decoder):
         return ended
 
     def count_tokens(self) -> None:
-        """Let ``unfinished_tokens`` be known while rows are drawn: piece by piece."""
+        """Keep ``unfinished_tokens`` up to date from now on, by requests of one piece."""
         self._pieces = True
 
     @property
@@ -376,7 +378,7 @@ class ServedDecoder(Decoder):
         return sum(len(row.tokens) for row in (*self._rows.values(), *self._paused))
 
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
-        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
+        """Take rows out unfinished, all or those of ``keys``, with the tokens that they have drawn since ``add``."""
         names = [name for name, row in self._rows.items() if keys is None or row.key in keys]
         out = [row for row in self._paused if keys is None or row.key in keys]
         self._paused = [row for row in self._paused if not (keys is None or row.key in keys)]
@@ -390,21 +392,21 @@ class ServedDecoder(Decoder):
             self._ask(row, PIECE if self._pieces else None)
 
     def _ask(self, row: _Row, most: int | None) -> None:
-        """The next request of a row, of at most so many tokens."""
-        had = row.tokens
-        limit = row.limit - len(had)
+        """Send the next request of a row, of at most ``most`` tokens."""
+        tokens = row.tokens
+        limit = row.limit - len(tokens)
         name = self._engine.submit(
-            (*row.prompt, *had),
+            (*row.prompt, *tokens),
             row.sampling,
             seed=row.seed,
-            drawn=row.drawn + len(had),
+            drawn=row.drawn + len(tokens),
             limit=limit if most is None else min(limit, most),
             stop=self._stop,
         )
         self._rows[name] = row
 
     def _drawn(self, completions: dict[str, Completion], *, leave: bool = False) -> list[Drawn]:
-        """Rows that have ended, or all: where a text is complete, up to and with the token that completed it."""
+        """Rows that have ended, or all to ``leave``. A complete text ends a row, with the token that completed it."""
         ended = []
         for name, completion in completions.items():
             row, reason = self._rows.pop(name), completion.reason
@@ -423,17 +425,17 @@ class ServedDecoder(Decoder):
 
 
 def _whole(row: _Row, reason: Literal["stop", "length", "abort"]) -> Drawn:
-    """A row that leaves, with what all its requests drew."""
+    """A row that leaves, with the tokens of all its requests."""
     parts = row.had
     allowed = [ids for part in parts for ids in part.allowed or ()]
     versions = [version for part in parts for version in part.versions or ()]
     logprobs = [value for part in parts for value in part.logprobs]
-    unsaid = any(part.tokens and part.versions is None for part in parts)
-    return Drawn(row.key, row.tokens, logprobs, allowed or None, reason, None if unsaid else versions)
+    unstamped = any(part.tokens and part.versions is None for part in parts)
+    return Drawn(row.key, row.tokens, logprobs, allowed or None, reason, None if unstamped else versions)
 
 
 def _first(completion: Completion, count: int) -> Completion:
-    """Its first ``count`` tokens, with what is known of them."""
+    """The first ``count`` tokens of a completion, with all that belongs to them."""
     allowed = None if completion.allowed is None else completion.allowed[:count]
     versions = None if completion.versions is None else completion.versions[:count]
     return Completion(completion.tokens[:count], completion.logprobs[:count], allowed, versions, completion.reason)

@@ -12,7 +12,7 @@ from rl_bridge.rollout.sampling import StopTexts, truncation
 
 
 class Requests(Protocol):
-    """What a decoder asks of an engine: ``LLMEngine`` has it, and so has ``InProcessEngine``."""
+    """The part of an engine that a decoder uses: ``LLMEngine`` and ``InProcessEngine`` have it."""
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> Any: ...
     def abort_request(self, request_ids: list[str]) -> None: ...
@@ -20,7 +20,7 @@ class Requests(Protocol):
 
 
 class Outbox:
-    """The finished requests of one engine, for the decoders that asked for them.
+    """Hands the finished requests of one engine to the decoders that made them.
 
     Decoders share the engine: a step of one draws for all. The requests of a decoder that nobody holds any more are
     aborted.
@@ -32,14 +32,14 @@ class Outbox:
         self._owners: dict[str, weakref.ref[VLLMDecoder]] = {}
 
     def add(self, owner: "VLLMDecoder", prompt: Sequence[int], params: Any) -> str:
-        """Put a request into the engine; its name there."""
+        """Put a request into the engine; returns its name there."""
         name = f"rl_fn-{next(self._numbers)}"
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
         self._owners[name] = weakref.ref(owner)
         return name
 
     def step(self) -> None:
-        """One step of the engine; what finished is given to its decoder."""
+        """Run one step of the engine; each decoder gets its finished requests."""
         if orphans := [name for name, owner in self._owners.items() if owner() is None]:
             self.abort(orphans)
         stopped = []
@@ -57,14 +57,14 @@ class Outbox:
                 owner.finished(output)
 
     def abort(self, names: Sequence[str]) -> None:
-        """Nothing more of these requests."""
+        """Abort these requests without their outputs."""
         self._engine.abort_request(list(names))
         for name in names:
             del self._owners[name]
             self.draws.forget(name)
 
     def tokens(self, names: Iterable[str]) -> int:
-        """Tokens that these requests have drawn, those that run."""
+        """Tokens that these requests have drawn, of those that run."""
         engine: Any = getattr(self._engine, "engine", self._engine)
         running = engine.engine_core.engine_core.scheduler.requests
         inside = engine.output_processor.external_req_ids
@@ -76,8 +76,8 @@ class Outbox:
         )
 
     def withdraw(self, names: Sequence[str]) -> list[Any]:
-        """Abort these requests: vLLM's outputs with what they have drawn. One that has ended is not among them."""
-        # LLMEngine throws the output of an aborted request away; one with a queue is given it, as AsyncLLM does.
+        """Abort these requests; returns vLLM's outputs with their tokens so far, without requests that have ended."""
+        # LLMEngine drops the output of an aborted request, unless the request has a queue, as AsyncLLM's have.
         engine: Any = getattr(self._engine, "engine", self._engine)
         processor = engine.output_processor
         drawn = _Box()
@@ -91,7 +91,7 @@ class Outbox:
 
 
 class _Box:
-    """Where aborted requests put their outputs."""
+    """A queue for the outputs of aborted requests."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
@@ -125,7 +125,7 @@ class VLLMDecoder(Decoder):
 
     @property
     def running(self) -> int:
-        """Rows that were added and have not been returned by ``step``: in the engine, or waiting there."""
+        """Rows that were added and have not been returned by ``step``: they run in the engine or wait there."""
         return len(self._keys) + len(self._ended)
 
     def add(
@@ -156,7 +156,7 @@ class VLLMDecoder(Decoder):
             self._said[name] = _Said(self._texts, tokens[len(tokens) - said :])
 
     def step(self) -> list[Drawn]:
-        """Draw a token for the rows that run; those that ended.
+        """Draw a token for the rows that run; returns the rows that ended.
 
         A row that fills the engine's ``max_model_len`` ends by "length" before its limit.
         """
@@ -171,7 +171,7 @@ class VLLMDecoder(Decoder):
         return self._outbox.tokens(self._keys)
 
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
-        """Take rows out unfinished, all or those of ``keys``, with what they have drawn since they were added."""
+        """Take rows out unfinished, all or those of ``keys``, with the tokens that they have drawn since ``add``."""
         names = [name for name, (key, _) in self._keys.items() if keys is None or key in keys]
         return [self._drawn(output, "abort") for output in self._outbox.withdraw(names)]
 
@@ -197,7 +197,7 @@ class VLLMDecoder(Decoder):
     def _drawn(self, output: Any, reason: Literal["stop", "length", "abort"]) -> Drawn:
         [completion] = output.outputs
         tokens, name = list(completion.token_ids), output.request_id
-        # The greedy choice has probability 1 in the distribution that is sampled; vLLM reports the model's own.
+        # The greedy choice has probability 1 in the sampled distribution; vLLM reports the model's probability.
         key, sampling = self._keys.pop(name)
         logprobs = [0.0] * len(tokens) if sampling.temperature == 0 else logprobs_of(completion, tokens)
         allowed = self._outbox.draws.take_allowed(name, len(tokens)) if truncation(sampling) else None
@@ -207,7 +207,7 @@ class VLLMDecoder(Decoder):
 
 
 class _Said:
-    """The text of one row of the engine."""
+    """The text of one row of the engine, which is searched for stop texts."""
 
     def __init__(self, texts: StopTexts, said: Sequence[int]) -> None:
         self._texts, self._before = texts, list(said)
@@ -228,9 +228,9 @@ class _Said:
         self._seen: list[int] = []
 
 
-def logprobs_of(made: Any, tokens: Sequence[int]) -> list[float]:
+def logprobs_of(completion: Any, tokens: Sequence[int]) -> list[float]:
     """The log-probability of each drawn token."""
-    flat = made.logprobs
+    flat = completion.logprobs
     firsts = flat.start_indices
     assert [flat.token_ids[first] for first in firsts] == list(tokens), "vLLM's first entry is the drawn token's"
     return [flat.logprobs[first] for first in firsts]
