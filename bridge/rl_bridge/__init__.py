@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rl_bridge.loop.groups import GroupBatch, Groups
     from rl_bridge.loop.rollout import Rollout
     from rl_bridge.loop.run import Run
-    from rl_bridge.loop.trained import AdamW, Critic, Policy, Reference, RewardModel
+    from rl_bridge.loop.trained import AdamW, Policy, Reference
+    from rl_bridge.loop.values import Critic, RewardModel
     from rl_bridge.modules.scoring import ScoringConfig
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.pipelines.rollout_options import RolloutOptions
@@ -61,7 +62,8 @@ _PLACES = {
     "loop.groups": ("GroupBatch", "Groups"),
     "loop.rollout": ("Rollout",),
     "loop.run": ("Run",),
-    "loop.trained": ("AdamW", "Critic", "Policy", "Reference", "RewardModel"),
+    "loop.trained": ("AdamW", "Policy", "Reference"),
+    "loop.values": ("Critic", "RewardModel"),
     "modules.scoring": ("ScoringConfig",),
     "parallel.config": ("ParallelConfig",),
     "pipelines.rollout_options": ("RolloutOptions",),

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from rl_bridge import current_executor
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.run import recorder
@@ -13,6 +14,19 @@ PROBLEMS = [(f"{a}+{b}=", a + b) for a in range(10, 14) for b in range(10, 14)]
 def no_curves(monkeypatch):
     """Drawing takes longer than a tiny run."""
     monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
+
+
+@pytest.fixture
+def ended():
+    """Run an example in this process, whose engines are then gone, however it ends."""
+
+    def run(example, *arguments, **options):
+        try:
+            example.main(*map(str, arguments), **options)
+        finally:
+            current_executor().stop()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -45,12 +45,12 @@ def words(model_folder, problems, output, name):
 
 
 @pytest.fixture
-def run_here(model_folder, problems, tmp_path, monkeypatch):
+def run_here(ended, model_folder, problems, tmp_path, monkeypatch):
     """Run the example in this process; the records of its folder."""
     monkeypatch.setattr(grpo, "reward", longer)
 
     def run(name, **changes):
-        grpo.main(str(model_folder), str(problems), name=name, output=tmp_path, **{**SIZES, **changes})
+        ended(grpo, model_folder, problems, name=name, output=tmp_path, **{**SIZES, **changes})
         return metrics(tmp_path / name)
 
     return run

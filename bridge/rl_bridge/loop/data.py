@@ -14,7 +14,7 @@ from rl_bridge.engines.engine import Engine
 from rl_bridge.models.pretrained import pretrained
 from rl_bridge.models.row_checks import check_rows, prompted
 from rl_bridge.models.source import ModelSource, PretrainedSource
-from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss, constants_of
+from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.pipelines import comparison, sft
 from rl_bridge.run.provenance import of_folder, of_rows
 from rl_bridge.run.run import Stateful
@@ -87,19 +87,18 @@ class NLL:
 
 
 def preference_loss(name: str = "dpo", **constants: Any) -> ComparisonLoss:
-    """A loss of ``rl_fn`` over compared completions by its name, with its constants: what a policy learns from.
+    """A loss of ``rl_fn`` over compared completions by its name, with constants in place of its defaults.
 
     ``rl-fn train preference --help`` lists the names; ``bradley_terry`` and ``plackett_luce`` train a reward model.
 
     >>> from rl_bridge import preference_loss
     >>> preference_loss("dpo", beta=0.2).constants
-    {'beta': 0.2, 'label_smoothing': 0.0}
+    {'beta': 0.2}
 
     Raises:
         ValueError: no such loss, or a constant that the loss does not take.
     """
-    loss = ComparisonLoss(name=name, constants=constants)
-    return ComparisonLoss(name=name, constants=constants_of(name) | dict(loss.constants))
+    return ComparisonLoss(name=name, constants=constants)
 
 
 class Rows:

@@ -105,8 +105,7 @@ class Groups:
         Raises:
             ValueError: the groups have not been scored.
         """
-        assert self.scored
-        tokens = collate(self.trajectories, self.pad_token)
+        tokens = collate(self.scored.trajectories, self.pad_token)
         return GroupBatch(groups=self, tokens=tokens._replace(old_logprobs=tokens.rollout_logprobs))
 
     def metrics(self) -> dict[str, float]:

@@ -52,8 +52,15 @@ def test_groups_have_rewards_once_they_are_scored(groups):
 
 
 def test_several_rewards_have_weights(groups):
-    rewards = [lambda completion, row: {"a": 1.0}, lambda completion, row: {"b": float(completion)}]
-    assert torch.equal(groups.score(rewards, (2.0, 0.5)).rewards, torch.tensor([[5.0, 5.5], [5.0, 5.5]]))
+    def one(completion, row):
+        return 1.0
+
+    def number(completion, row):
+        return float(completion)
+
+    scored = groups.score([one, number], (2.0, 0.5))
+    assert torch.equal(scored.rewards, torch.tensor([[5.0, 5.5], [5.0, 5.5]]))
+    assert scored.metrics()["reward/number"] == 6.5
 
 
 def test_advantages_compare_the_completions_of_a_prompt(groups):

@@ -1,0 +1,114 @@
+"""Models of a loop with a head of one number: a critic and a reward model, each over one engine."""
+
+from dataclasses import asdict
+from typing import Any
+
+import rl_fn
+from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update
+from rl_bridge.algorithms.policy_training import critic_update, shares_of
+from rl_bridge.data.comparisons import PairBatch
+from rl_bridge.engines import Mesh, NeedParallel
+from rl_bridge.functional import from_jax
+from rl_bridge.loop.data import Model
+from rl_bridge.loop.groups import GroupBatch
+from rl_bridge.loop.trained import MOMENTUM, AdamW, Metrics, Scored, selected
+from rl_bridge.models.source import ValueSource
+from rl_bridge.modules.comparison import ComparisonLoss
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.parallel.config import ParallelConfig
+
+
+class Critic(Scored):
+    """A model of values with the trunk of ``model`` and a head of zeros, trained by an objective's value loss.
+
+    >>> objective = rl_fn.recipes.ppo()  # doctest: +SKIP
+    >>> critic = Critic(model, objective, AdamW(3e-4))  # doctest: +SKIP
+    >>> batch = critic.score(groups.batch()).with_advantages(objective)  # doctest: +SKIP
+    >>> run.log(critic.update(batch), policy.update(batch), groups)  # doctest: +SKIP
+
+    Raises:
+        ValueError: the objective has no value loss.
+    """
+
+    kind = "critic"
+
+    def __init__(
+        self,
+        model: Model,
+        objective: rl_fn.Objective,
+        optimizer: AdamW,
+        *,
+        mesh: Mesh | None = None,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(model, mesh, parallel)
+        if objective.value is None:
+            raise ValueError(f"{objective.name} has no critic's loss: objective.replace(value=ValueLoss()) has one")
+        self.optimizer, self._denominator = optimizer, from_jax(objective.denominator)
+        source = ValueSource(model.source, pad_token=model.pad_token)
+        options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
+        self.engine = self.engines.critic(source, optimizer, objective, **options)
+
+    def score(self, batch: GroupBatch) -> GroupBatch:
+        """The batch with values of the state before each token."""
+        return batch.with_fields(old_values=self.engine.values(NeedParallel(batch.tokens)))
+
+    def update(self, batch: GroupBatch, *, updates: int = 1) -> Metrics:
+        """The optimiser's step on the returns: a completion teaches the critic whether or not it teaches the policy.
+
+        Raises:
+            ValueError: a batch without advantages.
+        """
+        _, counted = selected(batch)
+        metrics: dict[str, float] = {}
+        for minibatch, denominator, *_ in shares_of(batch.tokens, counted.any(1), counted, self._denominator, updates):
+            metrics |= critic_update(self.engine, minibatch, denominator)
+        return Metrics(metrics, batch.tokens)
+
+    def settings(self) -> dict[str, Any]:
+        """The optimiser besides."""
+        return super().settings() | {"optimizer": asdict(self.optimizer)}
+
+
+class RewardModel(Scored):
+    """A model that learns rewards of compared completions: the trunk of ``model`` with a head of zeros.
+
+    The rows come first: they choose the token that the model's tokenizer pads with.
+
+    >>> loss = preference_loss("bradley_terry")  # doctest: +SKIP
+    >>> rows = load_rows("pairs.jsonl", model, loss)  # doctest: +SKIP
+    >>> judge = RewardModel(model, loss, AdamW(1e-5))  # doctest: +SKIP
+    >>> judge.update(rows.batch(64))["accuracy"]  # doctest: +SKIP
+    >>> judge.save("judge")  # then groups.score("model:judge")  # doctest: +SKIP
+
+    Raises:
+        ValueError: a loss that trains a policy.
+    """
+
+    kind = "reward_model"
+
+    def __init__(
+        self,
+        model: Model,
+        loss: ComparisonLoss,
+        optimizer: AdamW,
+        *,
+        mesh: Mesh | None = None,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(model, mesh, parallel)
+        self.loss, self.optimizer = loss, optimizer
+        self.engines.trained = ValueSource(model.source, pad_token=model.pad_token)
+        self._statistics = BatchStatistics(loss, MOMENTUM)
+        options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
+        self.engine = self.engines.reward_model(optimizer, loss, **options)
+
+    def update(self, batch: PairBatch) -> Metrics:
+        """One step of the optimiser on a batch of comparisons."""
+        return Metrics(comparison_update(self.engine, self.loss, batch, self._statistics), batch)
+
+    def settings(self) -> dict[str, Any]:
+        """The loss and the optimiser besides."""
+        return super().settings() | {"loss": repr(self.loss), "optimizer": asdict(self.optimizer)}
