@@ -106,8 +106,8 @@ def _watched(
 ) -> int:
     """The exit status of the child, which is asked to end when the parent is gone; notes segments of shared memory."""
     # Not ``select``, which takes no descriptor above 1023: this one has the number that the parent gave.
-    ended = select.poll()
-    ended.register(control, select.POLLIN)
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
     deadline, looked = None, time.monotonic()
     while child.poll() is None:
         if segments is not None and time.monotonic() > looked + LOOK:
@@ -119,7 +119,7 @@ def _watched(
                 child.wait()
             time.sleep(0.02)
         # Other copies of the parent's end may be open in its forks.
-        elif ended.poll(50) or os.getppid() != parent:
+        elif poller.poll(50) or os.getppid() != parent:
             deadline = time.monotonic() + grace
             if child.stdin is None:
                 child.terminate()
