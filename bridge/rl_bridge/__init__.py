@@ -1,21 +1,78 @@
-"""rl_fn in PyTorch: trainers, engines, rollouts."""
+"""rl_fn in PyTorch: engines, rollouts, runs, and by name all that a training loop of your own needs.
 
+>>> from rl_bridge import AdamW, Policy, Reference, Rollout, Run, SamplingParams, init, load_model, load_rows
+
+Each name is loaded when first asked for, with torch; ``import rl_bridge`` alone loads neither torch nor vLLM.
+"""
+
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_bridge.data.trajectory import SamplingParams, Trajectory
+    from rl_bridge.engines import Mesh
     from rl_bridge.executors.session import current_executor, init
+    from rl_bridge.loop.data import NLL, Model, Rows, load_model, load_rows, preference_loss
+    from rl_bridge.loop.groups import GroupBatch, Groups
+    from rl_bridge.loop.rollout import Rollout
+    from rl_bridge.loop.run import Run
+    from rl_bridge.loop.trained import AdamW, Critic, Policy, Reference, RewardModel
+    from rl_bridge.modules.scoring import ScoringConfig
+    from rl_bridge.parallel.config import ParallelConfig
+    from rl_bridge.pipelines.rollout_options import RolloutOptions
+    from rl_bridge.rollout.vllm import VLLMOptions
 
 # JAX traces here and computes next to nothing; where it has a GPU it would take three quarters of it from torch.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-__all__ = ["current_executor", "init"]
+__all__ = [
+    "NLL",
+    "AdamW",
+    "Critic",
+    "GroupBatch",
+    "Groups",
+    "Mesh",
+    "Model",
+    "ParallelConfig",
+    "Policy",
+    "Reference",
+    "RewardModel",
+    "Rollout",
+    "RolloutOptions",
+    "Rows",
+    "Run",
+    "SamplingParams",
+    "ScoringConfig",
+    "Trajectory",
+    "VLLMOptions",
+    "current_executor",
+    "init",
+    "load_model",
+    "load_rows",
+    "preference_loss",
+]
+
+_PLACES = {
+    "data.trajectory": ("SamplingParams", "Trajectory"),
+    "engines": ("Mesh",),
+    "executors.session": ("current_executor", "init"),
+    "loop.data": ("NLL", "Model", "Rows", "load_model", "load_rows", "preference_loss"),
+    "loop.groups": ("GroupBatch", "Groups"),
+    "loop.rollout": ("Rollout",),
+    "loop.run": ("Run",),
+    "loop.trained": ("AdamW", "Critic", "Policy", "Reference", "RewardModel"),
+    "modules.scoring": ("ScoringConfig",),
+    "parallel.config": ("ParallelConfig",),
+    "pipelines.rollout_options": ("RolloutOptions",),
+    "rollout.vllm": ("VLLMOptions",),
+}
+"""Modules and the public names that lie in them."""
 
 
 def __getattr__(name: str) -> Any:
-    """``init`` and ``current_executor``, imported with torch when first asked for."""
-    if name in __all__:
-        from rl_bridge.executors import session
-
-        return getattr(session, name)
+    """A public name, imported with torch when first asked for."""
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A line of ``rl-fn train``'s table. Nothing of a trainer is loaded before it is asked for."""
+    """A line of ``rl-fn train``'s table. Nothing of a trainer is loaded before ``load``."""
 
     default: str
     """``module:name`` of a function that returns the default config, or of the config's class."""
     run: str
     """``module:name`` of the function (config, observers) that runs a config to its end and returns the summary.
 
-    ``summary["result"]`` is one sentence about it, and ``summary["seconds"]`` the time it took.
+    ``summary["result"]`` is one sentence about the run, and ``summary["seconds"]`` its time.
     """
     about: str
 
@@ -56,10 +56,10 @@ TRAINERS = {
 
 
 def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
-    """The config that a command line describes.
+    """The config of a command line.
 
     ``default``: a config, a function of the words that returns one, or its class. The options of the pipeline may stand
-    before and after the algorithm's sub-command. The process ends with status 2 for every option that cannot be.
+    before and after the algorithm's sub-command. The process ends with status 2 for a wrong option.
     """
     import tyro
 
@@ -70,7 +70,7 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     kind = default if isinstance(default, type) else type(default)
     helps = not {"-h", "--help"}.isdisjoint(words)
     options = options_of(default)
-    # Behind an option of several values the parser takes a misspelt recipe for one more value.
+    # tyro takes a misspelt recipe behind an option of several values for one more value.
     if not any(map(options.no_recipe, words)):
         try:
             return tyro.cli(kind, console_outputs=helps, **settings)
@@ -81,7 +81,7 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
         if phrases := options.unknown(words):
             say(f"rl-fn: error: {'; '.join(phrases)}", error=True)
             raise SystemExit(2)
-        return tyro.cli(kind, **settings)  # prints what is wrong with a value
+        return tyro.cli(kind, **settings)  # prints the error in a value
     finally:
         say(f"all options: {prog} --help", error=True)
 
@@ -106,7 +106,7 @@ def observers_of(options: "RunOptions") -> "list[Observer]":
 
 
 def load(place: str) -> Any:
-    """What ``module:name`` names."""
+    """The object that ``module:name`` names."""
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -114,26 +114,26 @@ def load(place: str) -> Any:
 OWN = ("seed", "name", "output", "resume", "resume-anyway")
 """Options of a trainer that the study sets itself."""
 _SHORT = {"lr": "learning-rate", "bs": "prompts-per-step", "epoch": "epochs", "wd": "weight-decay", "gpus": "mesh"}
-"""What other programs call an option."""
+"""Last part of an option's name in other programs → its name here."""
 
 
 @dataclass
 class TrainerOptions:
-    """Names as the command line has them, without the dashes in front."""
+    """The options of a trainer, by their names on the command line without the dashes in front."""
 
     kinds: dict[str, Any] = field(default_factory=dict)
     """Option → its type."""
     recipes: dict[str, dict[str, set[str]]] = field(default_factory=dict)
     """Option that takes a recipe → recipe → options that this recipe has. ``objective`` → ``gspo`` → …"""
     defaults: dict[str, str] = field(default_factory=dict)
-    """Option that takes a recipe → the recipe without a word."""
+    """Option that takes a recipe → its default recipe."""
 
     def of_recipe(self, name: str) -> tuple[str, set[str]] | None:
-        """(The option that takes recipes, the recipes that have this option); None for an option of all."""
+        """(The option that takes recipes, the recipes that have this option); None where it belongs to no recipe."""
         for holder, recipes in self.recipes.items():
-            having = {recipe for recipe, options in recipes.items() if name in options}
-            if having:
-                return holder, having
+            owners = {recipe for recipe, options in recipes.items() if name in options}
+            if owners:
+                return holder, owners
         return None
 
     def require(self, name: str) -> None:
@@ -152,39 +152,46 @@ class TrainerOptions:
 
     def near(self, name: str) -> list[str]:
         """Options with a name like this one."""
-        known = [*self.recipes, *self.kinds, *(o for r in self.recipes.values() for names in r.values() for o in names)]
+        names = dict.fromkeys([*self.recipes, *self._names()])
         head, dot, last = name.rpartition(".")
-        wanted = f"{head}{dot}{_SHORT.get(last, last)}"
-        return difflib.get_close_matches(wanted, dict.fromkeys(known), n=3, cutoff=0.5)
+        name_in_full = f"{head}{dot}{_SHORT.get(last, last)}"
+        return difflib.get_close_matches(name_in_full, names, n=3, cutoff=0.5)
+
+    def _names(self) -> list[str]:
+        """All options that take no recipe; those of recipes last."""
+        return [
+            *self.kinds,
+            *(name for recipes in self.recipes.values() for options in recipes.values() for name in options),
+        ]
 
     def no_recipe(self, word: str) -> bool:
-        """Whether a word of a command line has the form of a recipe, and there is none of that name."""
-        holder, colon, recipe = _dashed(word).partition(":")
+        """Whether a word of a command line has the form of a recipe but the name of none."""
+        holder, colon, recipe = dashed(word).partition(":")
         return bool(colon) and holder in self.recipes and recipe not in self.recipes[holder]
 
     def unknown(self, words: Sequence[str]) -> list[str]:
-        """A phrase for each of a command line's words that is no recipe and no option, or that of another recipe."""
-        known = {*self.kinds, *(o for r in self.recipes.values() for names in r.values() for o in names)}
-        taken = dict(self.defaults) | {
+        """Messages about words of a command line: unknown recipes and options, and options of another recipe."""
+        options = set(self._names())
+        chosen = dict(self.defaults) | {
             holder: recipe
-            for holder, colon, recipe in (_dashed(word).partition(":") for word in words)
+            for holder, colon, recipe in (dashed(word).partition(":") for word in words)
             if colon and recipe in self.recipes.get(holder, {})
         }
-        found = []
-        for word in map(_dashed, words):
+        phrases = []
+        for word in map(dashed, words):
             holder, _, recipe = word.partition(":")
             if self.no_recipe(word):
                 near = [f"{holder}:{name}" for name in difflib.get_close_matches(recipe, self.recipes[holder])]
-                found.append(_did_you_mean(word, near))
+                phrases.append(_did_you_mean(word, near))
             elif word.startswith("--"):
                 name = word[2:].partition("=")[0]
                 head, dot, last = name.rpartition(".")
-                if not known & {name, f"{head}{dot}{last.removeprefix('no-')}"} and name not in ("help", *OWN):
-                    found.append(_did_you_mean(f"--{name}", [f"--{near}" for near in self.near(name)]))
-                elif (of_recipe := self.of_recipe(name)) is not None and taken.get(of_recipe[0]) not in of_recipe[1]:
-                    able = ", ".join(f"{of_recipe[0]}:{recipe}" for recipe in sorted(of_recipe[1]))
-                    found.append(f"--{name} is of {able}; here it is {of_recipe[0]}:{taken.get(of_recipe[0])}")
-        return found
+                if not options & {name, f"{head}{dot}{last.removeprefix('no-')}"} and name not in ("help", *OWN):
+                    phrases.append(_did_you_mean(f"--{name}", [f"--{near}" for near in self.near(name)]))
+                elif (of_recipe := self.of_recipe(name)) is not None and chosen.get(of_recipe[0]) not in of_recipe[1]:
+                    owners = ", ".join(f"{of_recipe[0]}:{recipe}" for recipe in sorted(of_recipe[1]))
+                    phrases.append(f"--{name} is of {owners}; here it is {of_recipe[0]}:{chosen.get(of_recipe[0])}")
+        return phrases
 
 
 def _did_you_mean(word: str, near: Sequence[str]) -> str:
@@ -193,34 +200,34 @@ def _did_you_mean(word: str, near: Sequence[str]) -> str:
 
 def options_of(config: Any) -> TrainerOptions:
     """The options of a trainer by its config: an instance, or the class."""
-    found = TrainerOptions()
-    _walk(config if isinstance(config, type) else type(config), config, "", found)
-    return found
+    options = TrainerOptions()
+    _walk(config if isinstance(config, type) else type(config), config, "", options)
+    return options
 
 
-def _walk(kind: type, config: Any, prefix: str, found: TrainerOptions) -> None:
+def _walk(kind: type, config: Any, prefix: str, options: TrainerOptions) -> None:
     hints = typing.get_type_hints(kind, include_extras=True)
     for option in dataclasses.fields(kind):
         if not option.init:
             continue
-        name, hint = f"{prefix}{_dashed(option.name)}", hints[option.name]
+        name, hint = f"{prefix}{dashed(option.name)}", hints[option.name]
         value = None if isinstance(config, type) else getattr(config, option.name, None)
         if recipes := _recipes(hint):
-            found.recipes[name] = {}
+            options.recipes[name] = {}
             for recipe, holder in recipes.items():
                 inside = TrainerOptions()
                 _walk(holder, holder, f"{name}.", inside)
-                found.recipes[name][recipe] = set(inside.kinds)
-                if type(value) is holder or (value is None and _made(option, holder)):
-                    found.defaults[name] = recipe
+                options.recipes[name][recipe] = set(inside.kinds)
+                if type(value) is holder or (value is None and _begins_as(option, holder)):
+                    options.defaults[name] = recipe
         elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            _walk(hint, hint if value is None else value, f"{name}.", found)
+            _walk(hint, hint if value is None else value, f"{name}.", options)
         else:
-            found.kinds[name] = hint
+            options.kinds[name] = hint
 
 
-def _made(option: dataclasses.Field, holder: type) -> bool:
-    """Whether an option of a class begins as a ``holder``."""
+def _begins_as(option: dataclasses.Field, holder: type) -> bool:
+    """Whether an option's default is a ``holder``."""
     if option.default_factory is not dataclasses.MISSING:
         return option.default_factory is holder or type(option.default_factory()) is holder
     return type(option.default) is holder
@@ -228,14 +235,14 @@ def _made(option: dataclasses.Field, holder: type) -> bool:
 
 def _recipes(hint: Any) -> dict[str, type]:
     """Name → class, of a union of sub-commands; nothing for another type."""
-    found = {}
+    classes = {}
     for part in typing.get_args(hint):
-        names = [name for about in getattr(part, "__metadata__", ()) if (name := getattr(about, "name", None))]
+        names = [name for note in getattr(part, "__metadata__", ()) if (name := getattr(note, "name", None))]
         if names and dataclasses.is_dataclass(kind := typing.get_args(part)[0]):
-            found[_dashed(names[0])] = kind
-    return found
+            classes[dashed(names[0])] = kind
+    return classes
 
 
-def _dashed(name: str) -> str:
+def dashed(name: str) -> str:
     """A name as the command line has it."""
     return name.replace("_", "-")

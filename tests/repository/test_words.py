@@ -8,11 +8,9 @@ import pytest
 
 BRIDGE = Path(__file__).parents[2] / "bridge"
 UNREAD = (
-    *("rl_bridge/common/files.py", "rl_bridge/environments", "rl_bridge/pipelines", "rl_bridge/rewards"),
     *("rl_bridge/rollout/ahead/ledger.py", "rl_bridge/rollout/decoder.py", "rl_bridge/rollout/worker.py"),
     *("rl_bridge/rollout/served/process.py", "rl_bridge/rollout/served/served_engine.py"),
-    *("rl_bridge/rollout/served/watcher.py", "rl_bridge/rollout/vllm/vllm_decoder.py", "rl_bridge/run"),
-    *("rl_tools/export", "rl_tools/profile", "rl_tools/trainers.py", "rl_tools/tune"),
+    "rl_bridge/rollout/vllm/vllm_decoder.py",
 )
 """Files and rooms whose words are still to do. This list only shrinks."""
 OPENINGS = ("As", "Of", "What")

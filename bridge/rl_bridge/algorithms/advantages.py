@@ -62,11 +62,11 @@ def steps_of(trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: to
 # The inputs, by the fields that an objective names.
 
 
-class Inputs:
-    """Turns completions into advantages. Every input is of the weights before the step's first update."""
+class Advantages:
+    """Turns rewards of groups into advantages of tokens, by an objective."""
 
-    def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig, seed: int) -> None:
-        self._engines, self._objective, self._config, self._seed = engines, objective, config, seed
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
         self._needed, shape = objective.required_rollout_fields, objective.advantage.rewards_shape
         self._several, self._steps = shape == "*batch R G", shape == "*batch G S"
         fields = [(*part.required_fields, *getattr(part, "reads", ())) for part in parts_of(objective)]
@@ -76,27 +76,19 @@ class Inputs:
         penalty: Any = objective.reward_kl
         self._penalty = None if penalty is None else from_jax(penalty.estimate)
 
-    def scored(self, batch: TokenBatch, sampled: Sampled, step: int) -> TokenBatch:
-        """The batch with what does not depend on advantages: log-probabilities, values, what is correct, noise."""
-        engines, needed = self._engines, (*self._needed, *self._objective.required_batch_fields)
-        batch = batch._replace(old_logprobs=batch.rollout_logprobs)
-        if "old_logprobs" in needed and self._config.recompute_old_logprobs:
-            batch = batch._replace(old_logprobs=engines.policy.token_logprobs(NeedParallel(batch)))
-        if "ref_logprobs" in self._needed:
-            assert engines.reference is not None
-            batch = batch._replace(ref_logprobs=engines.reference.token_logprobs(NeedParallel(batch)))
-        if "teacher_logprobs" in needed:
-            assert engines.teacher is not None
-            batch = batch._replace(teacher_logprobs=engines.teacher.token_logprobs(NeedParallel(batch)))
-        if "values" in needed:
-            assert engines.critic is not None
-            batch = batch._replace(old_values=engines.critic.values(NeedParallel(batch)))
-        if "correct" in needed:
-            earned = sampled.earned.flatten() >= self._config.correct_reward
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of all that the advantages and the loss read."""
+        return (*self._needed, *self._objective.required_batch_fields)
+
+    def marked(self, batch: TokenBatch, sampled: Sampled, *, correct_reward: float, seed: int) -> TokenBatch:
+        """The batch with what is correct and the noise, where the objective reads them."""
+        if "correct" in self.fields:
+            earned = sampled.earned.flatten() >= correct_reward
             batch = batch._replace(correct=batch.mask & earned[:, None])
         if self._draws:
             # One number a token of the whole batch: micro-batches and workers do not change them.
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
+            generator = torch.Generator().manual_seed(seed)
             batch = batch._replace(noise=torch.rand(batch.mask.shape, generator=generator))
         return batch
 
@@ -147,6 +139,32 @@ class Inputs:
         nothing = torch.zeros(batch.mask.shape)
         inputs: Any = Batch(batch.old_logprobs, nothing, nothing, batch.mask, ref_logprobs=batch.ref_logprobs)  # type: ignore[arg-type]
         return {"reward_kl": float(self._penalty(inputs)[batch.mask].mean())}
+
+
+class Inputs(Advantages):
+    """The inputs of a step with its engines. Every input is of the weights before the step's first update."""
+
+    def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig, seed: int) -> None:
+        super().__init__(objective)
+        self._engines, self._config, self._seed = engines, config, seed
+
+    def scored(self, batch: TokenBatch, sampled: Sampled, step: int) -> TokenBatch:
+        """The batch with what does not depend on advantages: log-probabilities, values, what is correct, noise."""
+        engines, needed = self._engines, self.fields
+        batch = batch._replace(old_logprobs=batch.rollout_logprobs)
+        if "old_logprobs" in needed and self._config.recompute_old_logprobs:
+            batch = batch._replace(old_logprobs=engines.policy.token_logprobs(NeedParallel(batch)))
+        if "ref_logprobs" in self._needed:
+            assert engines.reference is not None
+            batch = batch._replace(ref_logprobs=engines.reference.token_logprobs(NeedParallel(batch)))
+        if "teacher_logprobs" in needed:
+            assert engines.teacher is not None
+            batch = batch._replace(teacher_logprobs=engines.teacher.token_logprobs(NeedParallel(batch)))
+        if "values" in needed:
+            assert engines.critic is not None
+            batch = batch._replace(old_values=engines.critic.values(NeedParallel(batch)))
+        seed = self._seed * 1_000_003 + step
+        return self.marked(batch, sampled, correct_reward=self._config.correct_reward, seed=seed)
 
 
 def parts_of(objective: Objective) -> list[PerToken]:

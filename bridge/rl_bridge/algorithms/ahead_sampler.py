@@ -47,13 +47,13 @@ class AheadSampler(Sampler):
     def __init__(
         self,
         rollout: InferenceEngine,
+        *,
         tokenizer: PreTrainedTokenizerBase,
         rewards: Rewards,
         stream: RowStream,
         objective: Objective,
         config: PolicyConfig,
         seed: int,
-        *,
         admission: Admission,
         pace: Pace,
         lazy: bool = False,
@@ -239,8 +239,15 @@ class AheadSampler(Sampler):
         request = Request(prompt.row["prompt"], self._id(group.number), place)
         trajectories = []
         for number, sample in enumerate(group.samples):
-            words = prompt.tokens, _as_drawn(sample), self._versions(sample), self._config.sampling.stop
-            trajectory = completed(self._tokenizer, request, number, *words)
+            trajectory = completed(
+                self._tokenizer,
+                request,
+                number,
+                prompt=prompt.tokens,
+                drawn=_as_drawn(sample),
+                version=self._versions(sample),
+                stop=self._config.sampling.stop,
+            )
             trajectories.append(replace(trajectory, row=prompt.row, rewards=sample.rewards))
         return trajectories
 

@@ -107,6 +107,16 @@ def accumulate(
     return {name: mean(value) for name, value in loss.metrics(learned, outputs, losses).items()}
 
 
+def comparison_update(
+    model: TrainEngine, loss: ComparisonLoss, batch: PairBatch, statistics: BatchStatistics
+) -> dict[str, float]:
+    """One update on a batch, and its metrics; the statistics move on."""
+    numbers = statistics.of(model, batch)
+    metrics = accumulate(model, loss, batch, numbers) | numbers | model.optimizer_step()
+    statistics.update(metrics)
+    return metrics
+
+
 def held_out_metrics(
     loss: ComparisonLoss, batch: PairBatch, outputs: torch.Tensor, statistics: Mapping[str, float]
 ) -> dict[str, float]:
@@ -168,9 +178,7 @@ def train_preference(
         if reference is not None:
             # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
             batch = batch._replace(ref_logprobs=reference.completion_logprobs(NeedParallel(batch)))
-        numbers = statistics.of(policy, batch)
-        metrics = accumulate(policy, loss, batch, numbers) | numbers | policy.optimizer_step()
-        statistics.update(metrics)
+        metrics = comparison_update(policy, loss, batch, statistics)
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             metrics |= evaluate()
         run.log(step, metrics, tokens=sum(batch.row_tokens()), batch=batch)

@@ -13,7 +13,7 @@ import torch
 import rl_fn
 from rl_bridge.common.terminal import given
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.engines import InferenceEngine, TrainEngine
+from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.run.options import require_used
@@ -312,16 +312,11 @@ def require_fit(engines: PolicyEngines, objective: Objective, config: PolicyConf
     """
     require_same_scoring(engines.policy, engines.reference, config.sampling)
     require_objective(objective, config)
-    name, parts = objective.name, engines.policy.mesh.data_parts
-    if objective.over_batch and parts > 1:
-        raise ValueError(
-            f"{name} reads statistics of the whole batch, which is split over {parts} "
-            f"workers ({engines.policy.mesh}): train it with replicate=1 and shard=1"
-        )
+    require_parts(objective, engines.policy.mesh)
     fields = (*objective.required_rollout_fields, *objective.required_batch_fields)
     for field, engine in (("values", "critic"), ("teacher_logprobs", "teacher"), ("ref_logprobs", "reference")):
         if field in fields and getattr(engines, engine) is None:
-            raise ValueError(f"{name} reads {field}: it needs a {engine}")
+            raise ValueError(f"{objective.name} reads {field}: it needs a {engine}")
 
 
 def require_objective(objective: Objective, config: PolicyConfig) -> None:
@@ -332,14 +327,47 @@ def require_objective(objective: Objective, config: PolicyConfig) -> None:
             over prompts.
     """
     name, rounds = objective.name, config.sampling_rounds
-    if config.responses_per_prompt < 2 and not isinstance(objective.advantage, ALONE):
-        raise ValueError(f"{name} compares completions of one prompt: a group needs responses_per_prompt ≥ 2")
+    require_group(objective, config.responses_per_prompt, "responses_per_prompt")
     if rounds > 1 and objective.dynamic_sampling is None:
         raise ValueError(f"sampling_rounds={rounds} refills what dynamic sampling leaves out: {name} has none")
     if config.critic_warmup and objective.value is None:
         raise ValueError(f"critic_warmup={config.critic_warmup}: {name} has no critic")
+    require_micro_batches(objective)
+
+
+def require_group(objective: Objective, n: int, option: str) -> None:
+    """Refuse groups of one completion where completions are compared. ``option``: the name of ``n``.
+
+    Raises:
+        ValueError: the objective compares the completions of a prompt, and there is one.
+    """
+    if n < 2 and not isinstance(objective.advantage, ALONE):
+        raise ValueError(f"{objective.name} compares completions of one prompt: a group needs {option} ≥ 2")
+
+
+def require_micro_batches(objective: Objective) -> None:
+    """Refuse an objective whose mean is over what a micro-batch does not hold.
+
+    Raises:
+        ValueError: a mean over prompts.
+    """
     if objective.aggregation.mode == "prompt-mean":
-        raise ValueError(f"{name}: a micro-batch holds rows of several prompts, so prompt-mean cannot be trained with")
+        raise ValueError(
+            f"{objective.name}: a micro-batch holds rows of several prompts, so prompt-mean cannot be trained with"
+        )
+
+
+def require_parts(objective: Objective, mesh: Mesh) -> None:
+    """Refuse statistics of the whole batch that is split over workers.
+
+    Raises:
+        ValueError: the objective reads such statistics, and each worker has a part of the rows.
+    """
+    if objective.over_batch and mesh.data_parts > 1:
+        raise ValueError(
+            f"{objective.name} reads statistics of the whole batch, which is split over {mesh.data_parts} "
+            f"workers ({mesh}): train it with replicate=1 and shard=1"
+        )
 
 
 def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sampling: SamplingOptions) -> None:

@@ -143,27 +143,55 @@ class Updates:
                 # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
                 minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
             marks = () if watched is None else (NeedParallel(watched[index]),)
-            totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
-            loss_metrics = over_counted(totals, denominator, tokens)
-            metrics |= {name: mean(value) for name, value in loss_metrics.items()} | policy.optimizer_step()
+            metrics |= policy_update(policy, minibatch, denominator, tokens, terms, *marks)
         return metrics
 
     def _update_critic(self, critic: TrainEngine, batch: TokenBatch, counted: torch.Tensor) -> dict[str, float]:
         """A completion teaches the critic whether or not it teaches the policy."""
         metrics: dict[str, Any] = {}
         for minibatch, denominator, *_ in self._shares(batch, counted.any(1), counted):
-            totals = critic.train_step(NeedParallel(minibatch), denominator)
-            update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
-            metrics |= {name: mean(value) for name, value in totals.items()} | update
+            metrics |= critic_update(critic, minibatch, denominator)
         return metrics
 
     def _shares(
         self, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor
     ) -> Iterator[tuple[TokenBatch, float, torch.Tensor, int]]:
         """Rows to compute, the loss's denominator, the rows' places, and the tokens that count."""
-        for index, rows, mask in minibatches_of(computed, counted, self._config.updates_per_step):
-            turns = None if batch.segment_ids is None else batch.segment_ids[rows]
-            yield batch.rows(index), float(self._denominator(mask, turns)), index, int(mask.sum())
+        return shares_of(batch, computed, counted, self._denominator, self._config.updates_per_step)
+
+
+def policy_update(
+    policy: TrainEngine,
+    minibatch: TokenBatch,
+    denominator: float,
+    tokens: int,
+    terms: Mapping[str, float],
+    *marks: NeedParallel,
+) -> dict[str, float]:
+    """One update of a policy on one of ``shares_of``, and its metrics. ``terms`` and ``marks``: of ``train_step``."""
+    totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
+    loss_metrics = over_counted(totals, denominator, tokens)
+    return {name: mean(value) for name, value in loss_metrics.items()} | policy.optimizer_step()
+
+
+def critic_update(critic: TrainEngine, minibatch: TokenBatch, denominator: float) -> dict[str, float]:
+    """One update of a critic on one of ``shares_of``, and its metrics."""
+    totals = critic.train_step(NeedParallel(minibatch), denominator)
+    update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
+    return {name: mean(value) for name, value in totals.items()} | update
+
+
+def shares_of(
+    batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor, denominator: Callable[..., Any], count: int
+) -> Iterator[tuple[TokenBatch, float, torch.Tensor, int]]:
+    """``count`` shares of a batch: rows to compute, the loss's denominator, the rows' places, tokens that count.
+
+    ``computed`` [N] and ``counted`` [N, L] are an objective's selection, ``denominator`` its function of tokens and
+    turns.
+    """
+    for index, rows, mask in minibatches_of(computed, counted, count):
+        turns = None if batch.segment_ids is None else batch.segment_ids[rows]
+        yield batch.rows(index), float(denominator(mask, turns)), index, int(mask.sum())
 
 
 def over_counted(totals: Mapping[str, Any], denominator: float, tokens: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, ScalarOptions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine
@@ -116,6 +116,37 @@ class Sampled:
         )
 
 
+def rewarded(
+    trajectories: list[Trajectory],
+    rewards: Rewards,
+    n: int,
+    *,
+    max_new_tokens: int,
+    scalar: ScalarOptions | None = None,
+    overlong_buffer: int | None = None,
+    greedy: torch.Tensor | None = None,
+) -> Sampled:
+    """Groups of ``n`` trajectories that have the rewards, and all that is computed from them.
+
+    ``max_new_tokens`` is the limit that ``overlong_buffer`` lies before. ``greedy`` [P]: rewards of greedy completions.
+    """
+    names = rewards.names
+    matrix = reward_matrix(trajectories, names, n)
+    earned = total = (ScalarOptions() if scalar is None else scalar).combine(matrix, rewards.weights)
+    if overlong_buffer is not None:
+        penalty = overlong(trajectories, n, max_length=max_new_tokens, buffer=overlong_buffer)
+        names, matrix, total = (*names, "overlong"), torch.cat([matrix, penalty[:, None]], 1), earned + penalty
+    return Sampled(
+        trajectories=trajectories,
+        names=names,
+        matrix=matrix,
+        earned=earned,
+        rewards=total,
+        greedy_rewards=greedy,
+        sampled_groups=len(total),
+    )
+
+
 class Sampler:
     """Makes the completions of a step. Its random numbers depend on the seed, the step and the prompt's place alone."""
 
@@ -184,22 +215,15 @@ class Sampler:
 
     def _sampled(self, trajectories: list[Trajectory], greedy: torch.Tensor | None = None) -> Sampled:
         """Groups with rewards of each trajectory, and all that is computed from them."""
-        config, n = self._config, self._config.responses_per_prompt
-        names = self.rewards.names
-        matrix = reward_matrix(trajectories, names, n)
-        earned = rewards = config.scalar.combine(matrix, self.rewards.weights)
-        if config.overlong_buffer is not None:
-            limit = config.sampling.max_new_tokens
-            penalty = overlong(trajectories, n, max_length=limit, buffer=config.overlong_buffer)
-            names, matrix, rewards = (*names, "overlong"), torch.cat([matrix, penalty[:, None]], 1), earned + penalty
-        return Sampled(
-            trajectories=trajectories,
-            names=names,
-            matrix=matrix,
-            earned=earned,
-            rewards=rewards,
-            greedy_rewards=greedy,
-            sampled_groups=len(rewards),
+        config = self._config
+        return rewarded(
+            trajectories,
+            self.rewards,
+            config.responses_per_prompt,
+            scalar=config.scalar,
+            overlong_buffer=config.overlong_buffer,
+            max_new_tokens=config.sampling.max_new_tokens,
+            greedy=greedy,
         )
 
     def _greedy_rewards(self, rows: Sequence[dict]) -> torch.Tensor:

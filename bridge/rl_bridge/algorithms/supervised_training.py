@@ -65,12 +65,17 @@ def train_sft(
     every = config.evaluate_every if isinstance(config, SFTConfig) else None
     for step in run.steps("sft", config.steps, state={"policy": policy, "stream": stream}):
         batch = supervised_batch(stream.take(config.rows_per_step), to_trajectory, pad_token_id)
-        totals = policy.train_step(NeedParallel(batch), float(batch.mask.sum()))
-        metrics = {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
+        metrics = supervised_update(policy, batch)
         if held_out is not None and every is not None and ((step + 1) % every == 0 or step + 1 == config.steps):
             metrics["held_out_nll"] = held_out_nll(policy, held_out)
         run.log(step, metrics, tokens=int(batch.lengths.sum()), batch=batch)
         phase_ended()
+
+
+def supervised_update(policy: TrainEngine, batch: TokenBatch) -> dict[str, float]:
+    """One update on the tokens that count, and its metrics."""
+    totals = policy.train_step(NeedParallel(batch), float(batch.mask.sum()))
+    return {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
 
 
 def held_out_nll(policy: TrainEngine, batch: TokenBatch) -> float:

@@ -1,4 +1,4 @@
-"""A log of JSON lines that is only added to: one way to write the file, and one to read what is whole in it."""
+"""A log of JSON lines that is only added to: one way to write the file, and one to read its whole lines."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class AppendLog:
             unlock_descriptor(descriptor)
 
     def cut(self, size: int) -> None:
-        """Keep the first ``size`` bytes alone: where a run goes on from a checkpoint."""
+        """Keep the first ``size`` bytes alone, such as those of a checkpoint from which a run goes on."""
         descriptor = self._locked()
         try:
             os.ftruncate(descriptor, size)
@@ -56,7 +56,7 @@ class AppendLog:
             unlock_descriptor(descriptor)
 
     def sync(self) -> int:
-        """Wait until the lines are on the disk: the size of the file in bytes."""
+        """Wait until the lines are on the disk; returns the size of the file in bytes."""
         os.fsync(self._open_descriptor)
         return os.fstat(self._open_descriptor).st_size
 
@@ -74,7 +74,7 @@ class AppendLog:
         self.close()
 
     def _locked(self) -> int:
-        """The file, whose lock this process has: nobody else is in the middle of a line."""
+        """Lock the file, so that nobody else is in the middle of a line; returns its descriptor."""
         lock_descriptor(self._open_descriptor, poll_interval=0.001)
         return self._open_descriptor
 
@@ -127,10 +127,10 @@ def parsed_or_none(line: bytes) -> dict[str, Any] | None:
 
 
 def _size_of_whole_lines(descriptor: int, size: int) -> int:
-    """Where the last line that has its end ends."""
+    """Bytes up to the end of the last whole line."""
     end = size
     while end > 0:
-        start = max(0, end - (1 if end == size else _CHUNK))  # almost always the last byte decides
+        start = max(0, end - (1 if end == size else _CHUNK))  # the last byte almost always ends a line
         place = os.pread(descriptor, end - start, start).rfind(b"\n")
         if place >= 0:
             return start + place + 1

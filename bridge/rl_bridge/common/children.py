@@ -1,7 +1,7 @@
 """A child process that does not outlive this one, however this one ends.
 
-Forks of a fork server are not started here, and live in the session of the server's guard: nothing of them is left
-either. The ranks of an engine of vLLM in this process are vLLM's own children.
+Forks of a fork server are not started here. They live in the session of the server's guard, and end with that session.
+The ranks of an engine of vLLM in this process are vLLM's own children.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ class Child:
 
         Args:
             command: the words.
-            log: what the command prints is appended to this file; else it is printed where this process prints.
-            env: all of the environment's variables; those of this process if None.
+            log: the command's output is appended to this file; else the output goes where that of this process goes.
+            env: all environment variables; those of this process if None.
             grace: seconds between the request to end and the kill.
             by_stdin: the request to end is the end of the command's standard input, and not SIGTERM.
             piped: the command's standard output is ``stdout``, which somebody must read to its end.
@@ -81,10 +81,10 @@ class Child:
                 received += part
             first, _, rest = received.partition(b"\n")
             self.pid = int(first or -1)
-            """Of the command; -1 if the command was not started."""
+            """Process id of the command; -1 if the command was not started."""
             words = (self._guard, self._control, rest, self._status, self._dead)
             threading.Thread(target=_watch, args=words, daemon=True, name=f"process {self.pid}").start()
-        except BaseException:  # Ctrl-C, or no more threads: nothing watches the guard
+        except BaseException:  # such as Ctrl-C, or no more threads: nothing watches the guard yet
             self._finalize.detach()
             guard.end_session(self._guard.pid)
             self._guard.wait()
@@ -92,7 +92,7 @@ class Child:
 
     @property
     def dead(self) -> threading.Event:
-        """Set as soon as the command and all that it started have ended."""
+        """Set as soon as the command and all processes that it started have ended."""
         return self._dead
 
     @property
@@ -102,7 +102,7 @@ class Child:
 
     @property
     def stdout(self) -> IO[bytes]:
-        """What a ``piped`` command prints."""
+        """The standard output of a ``piped`` command."""
         assert self._guard.stdout is not None
         return self._guard.stdout
 
@@ -118,13 +118,13 @@ class Child:
         if self.log is None:
             return ""
         text = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
-        cause = root_cause("\n".join(text[:-lines]))  # one in the end is seen there
-        first = "" if cause is None else f"the first error in its log: {cause}; "
-        return f"{first}the end of {self.log}:\n" + ("\n".join(text[-lines:]) or "(empty)")
+        cause = root_cause("\n".join(text[:-lines]))  # an error among the last lines is printed with them
+        beginning = "" if cause is None else f"the first error in its log: {cause}; "
+        return f"{beginning}the end of {self.log}:\n" + ("\n".join(text[-lines:]) or "(empty)")
 
     def request_end(self) -> None:
         """Ask the command to end, and return at once; the guard kills the command after the grace."""
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the guard has ended
             self._control.shutdown(socket.SHUT_WR)
 
     def stop(self) -> None:
@@ -136,7 +136,7 @@ class Child:
         _kill(self._guard.pid, self._dead)
 
     def leave(self) -> None:
-        """End the command no more with this object, but when this process has ended, which does not wait for that."""
+        """Let the command outlive this object; it ends when this process has ended, which does not wait for that."""
         self._finalize.detach()
 
 
@@ -159,7 +159,7 @@ def _watch(
     status: list[int],
     dead: threading.Event,
 ) -> None:
-    """In a thread: note how the command ended, as soon as it has."""
+    """Wait in a thread until the command has ended, and note its status."""
     with contextlib.suppress(ChildProcessError):  # the program ignores SIGCHLD
         # The guard is a zombie until its session has ended: no other process can have its id.
         os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
@@ -183,7 +183,7 @@ def _end(leader: int, control: socket.socket, dead: threading.Event, grace: floa
         with contextlib.suppress(OSError):
             control.shutdown(socket.SHUT_WR)
         dead.wait(grace + 5.0)
-    # A guard that was stopped is deaf.
+    # A guard that was stopped does not react.
     _kill(leader, dead)
 
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, folders that one process has at a time, or that end with it."""
+"""Files that are written whole or not at all, locks of files and folders, and folders that end with their process."""
 
 import contextlib
 import errno
@@ -110,19 +110,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# The lock of a file, and of the folder of a run or a study.
-
-NAME = ".lock"
-
-
 class InUse(Exception):
     """Another process, or another part of this one, has the lock; the message is who."""
 
 
 class Lock:
-    """Held from ``Lock(file)`` to ``release()``, or as a context manager. The file says who holds the lock.
+    """The lock of a file, from ``Lock(file)`` to ``release()``, or as a context manager. The file names the holder.
 
-    The operating system takes the lock back when its holder dies. A forked process does not have it.
+    The operating system takes the lock back when its holder dies. A forked process does not have the lock.
     """
 
     def __init__(self, file: Path, *, wait: float = 0.0) -> None:
@@ -134,7 +129,7 @@ class Lock:
         """
         self.process = os.getpid()
         """The process that took the lock."""
-        # Whatever thread releases the lock: it is the process's.
+        # Any thread may release the lock, which is the process's.
         self._lock = FileLock(file, wait, thread_local=False, on_acquired=self._say_who)
         try:
             self._lock.acquire()
@@ -149,9 +144,9 @@ class Lock:
 
     def _say_who(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(about).encode(), 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
     def __enter__(self) -> Self:
         return self
@@ -160,8 +155,19 @@ class Lock:
         self.release()
 
 
+def _holder(file: Path) -> str:
+    try:
+        holder = json.loads(file.read_text("utf-8"))
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, TypeError, KeyError):  # the moment between the lock and its note
+        return "another process"
+
+
+NAME = ".lock"
+
+
 class RunLock(Lock):
-    """One process a folder of a run or a study."""
+    """The lock of the folder of a run or a study."""
 
     def __init__(self, folder: Path) -> None:
         """Take the lock of a folder that exists.
@@ -176,24 +182,16 @@ class RunLock(Lock):
                 f"{folder} is in use by {holder}; stop that run first, or give this one another --name"
             ) from None
         except OSError as error:
-            if error.errno == errno.ELOOP:  # what it points to would be emptied
+            if error.errno == errno.ELOOP:  # the file behind the link would be emptied
                 raise ValueError(f"{folder / NAME} is a link; a run writes to its own files: remove it") from None
             raise
 
 
-def _holder(file: Path) -> str:
-    try:
-        about = json.loads(file.read_text("utf-8"))
-        return f"process {about['pid']} on {about['host']} since {about['since']}"
-    except (OSError, ValueError, TypeError, KeyError):  # the moment between the lock and its note
-        return "another process"
-
-
 def require_own_files(folder: Path) -> None:
-    """Refuse a folder in which anything but files and folders of its own lies: a run or a study writes to all of it.
+    """Refuse a folder with links or special files in it: a run or a study writes to everything in its folder.
 
-    The folder itself may be a link, for the user gives it. A file that lines are added to has no second name: its other
-    name is a copy that somebody keeps (``cp -al``).
+    The folder itself may be a link, as the user names it. A file that lines are added to may have no second name, which
+    would be somebody's copy (``cp -al``).
 
     Raises:
         ValueError: with the first such name.
@@ -215,8 +213,6 @@ def _is_added_to(path: Path) -> bool:
     return path.suffix in (".jsonl", ".log") or path.parent.name == "events"
 
 
-# Folders that end with their process: by ``close``, at its exit, or after a SIGKILL when another process makes one.
-
 KINDS = ("vllm", "served", "weights")
 """Checkpoints and logs of engines, checkpoints of servers, copies of weights."""
 IN_USE = "in_use"
@@ -224,9 +220,10 @@ IN_USE = "in_use"
 
 
 class TemporaryFolder:
-    """``rl_fn-KIND-…``, locked from the moment that it has this name, which ends with its process.
+    """The folder ``rl_fn-KIND-…``, which ends with its process, and is locked from the moment that it has this name.
 
-    ``close`` removes it (again: no effect), or the process's exit; after a SIGKILL the next process that makes one.
+    ``close`` removes the folder (again: no effect), or the process's exit; after a SIGKILL, the next process that makes
+    such a folder.
     """
 
     def __init__(self, kind: str, parent: Path | None = None, *, private: bool = True) -> None:
@@ -241,27 +238,27 @@ class TemporaryFolder:
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         sweep_folders(parent)
         name = f"rl_fn-{kind}-{os.getpid()}-{secrets.token_hex(4)}"
-        # Nobody sweeps a folder before it has its name, and then it is locked.
-        made = parent / f".{name}"
-        made.mkdir(mode=0o700 if private else 0o777)
-        lock = Lock(made / IN_USE)
-        self.path = made.rename(parent / name)
+        # Nobody sweeps a folder before it has its name, and by then the folder is locked.
+        hidden = parent / f".{name}"
+        hidden.mkdir(mode=0o700 if private else 0o777)
+        lock = Lock(hidden / IN_USE)
+        self.path = hidden.rename(parent / name)
         self.close = weakref.finalize(self, _remove_folder, self.path, lock)
 
 
 def sweep_folders(parent: Path) -> None:
     """Remove the folders of processes of this user that were killed."""
-    for folder in (found for kind in KINDS for found in parent.glob(f"rl_fn-{kind}-*")):
+    for folder in (path for kind in KINDS for path in parent.glob(f"rl_fn-{kind}-*")):
         with contextlib.suppress(OSError, InUse):  # its owner removes it just now, or lives
             if folder.lstat().st_uid == os.geteuid() and (folder / IN_USE).is_file():
                 _remove_folder(folder, Lock(folder / IN_USE))
 
 
 def _remove_folder(folder: Path, lock: Lock) -> None:
-    # What was forked from the owner leaves the folder. At the owner's exit filelock may have released the lock before.
+    # A fork of the owner leaves the folder alone. At the owner's exit filelock may have released the lock already.
     if lock.process != os.getpid():
         return
-    # The lock's file goes last: what a kill leaves in between can still be swept.
+    # The lock's file goes last: a folder that a kill leaves in between can still be swept.
     with contextlib.suppress(OSError):
         for inside in folder.iterdir():
             if inside.is_dir() and not inside.is_symlink():

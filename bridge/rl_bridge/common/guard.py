@@ -1,7 +1,7 @@
 """Runs a command until its end or the end of whoever started the guard: ``python -I -S guard.py OPTIONS COMMAND...``.
 
 The guard leads a session in which the command and all that the command starts live. So nothing of them is left, however
-the process that wanted the command ends. OPTIONS are the keyword arguments of ``main`` as JSON. The program imports the
+the process that started the guard ends. OPTIONS are the keyword arguments of ``main`` as JSON. The program imports the
 standard library alone, since a guard starts with every child process.
 """
 
@@ -51,7 +51,7 @@ def main(
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Another guard has the command. Whoever started this one sees that no status was written.
+            # Another guard has the command. The process that started this guard sees that no status was written.
             os.kill(os.getpid(), signal.SIGKILL)
     if cores:
         os.sched_setaffinity(0, cores)
@@ -83,7 +83,7 @@ def main(
 
 
 def end_session(leader: int) -> None:
-    """Kill all processes of a session, those in process groups of their own too; the process that does so last."""
+    """Kill all processes of a session, those in process groups of their own too; the calling process comes last."""
     killed = {leader}
     if leader != os.getpid():
         _kill_group(leader)
@@ -104,15 +104,18 @@ def _kill_group(leader: int) -> None:
 def _watched(
     child: "subprocess.Popen[bytes]", control: int, parent: int, grace: float, segments: set[str] | None
 ) -> int:
-    """The exit status of the child, which is asked to end when the parent is gone; notes segments of shared memory."""
+    """Wait for the child, and ask it to end when the parent is gone; returns its exit status.
+
+    ``segments`` gets the names of shared memory that the session has mapped.
+    """
     # Not ``select``, which takes no descriptor above 1023: this one has the number that the parent gave.
     poller = select.poll()
     poller.register(control, select.POLLIN)
-    deadline, looked = None, time.monotonic()
+    deadline, last_look = None, time.monotonic()
     while child.poll() is None:
-        if segments is not None and time.monotonic() > looked + LOOK:
+        if segments is not None and time.monotonic() > last_look + LOOK:
             segments |= _shared_memory()
-            looked = time.monotonic()
+            last_look = time.monotonic()
         if deadline is not None:
             if time.monotonic() > deadline:
                 child.kill()
@@ -147,7 +150,7 @@ def _tell(control: int, number: int) -> None:
 
 
 def _write(file: str, status: int) -> None:
-    """The status, whole or not at all."""
+    """Write the status, whole or not at all."""
     with open(f"{file}.tmp", "w") as stream:
         json.dump({"code": status}, stream)
         stream.flush()

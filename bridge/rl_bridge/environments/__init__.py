@@ -1,4 +1,4 @@
-"""What a policy talks to: tools, games, simulated users. ``rl_bridge.rollout.conversations`` lets the two talk."""
+"""Environments of a policy's conversations (``rl_bridge.rollout.conversations``): tools, games, simulated users."""
 
 from rl_bridge.environments.environment import Environment, EnvironmentFactory, Step
 from rl_bridge.environments.factories import Interact, load_environment

@@ -21,11 +21,9 @@ from rl_bridge.common.children import module_at_socket
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import EnvironmentFactory, Step
 
-# Calls of environments beside the sampler: many at once, each with a time limit.
-
 Work = Callable[[], Any | Awaitable[Any]]
 WAKE = -1
-"""The number of no call."""
+"""Number of a result that belongs to no call."""
 
 
 class Finished(NamedTuple):
@@ -37,14 +35,17 @@ class Finished(NamedTuple):
 
 
 class Steps(Protocol):
-    """Where environments' calls run. A scheduler of simulated time has the same two methods."""
+    """Runs calls of environments. A scheduler of simulated time has the same two methods."""
 
     def start(self, key: Hashable, work: Work) -> None:
         """Call ``work`` soon; ``finished`` tells its result under ``key``."""
         ...
 
     def finished(self, *, wait: bool, seconds: float | None = None) -> list[Finished]:
-        """What finished since the last call; with ``wait`` at least one, if any is under way, or for so long."""
+        """The calls that finished since ``finished`` was last asked.
+
+        With ``wait`` at least one, if any is under way, unless none finishes within ``seconds``.
+        """
         ...
 
 
@@ -54,10 +55,10 @@ class _Call(NamedTuple):
 
 
 class ThreadedSteps:
-    """Each call in a thread; coroutines in one event loop beside them.
+    """Runs each call in a thread, and coroutines in one event loop beside them.
 
-    A thread cannot be stopped: one that goes past its limit is left behind, its place is given to the next call, and
-    what it returns later counts for nothing.
+    A thread cannot be stopped. A thread that goes past its limit is left behind: its place is given to the next call,
+    and its result is dropped.
     """
 
     def __init__(self, *, limit: float, at_once: int = 64) -> None:
@@ -91,34 +92,34 @@ class ThreadedSteps:
                 self._loop = None
 
     def start(self, key: Hashable, work: Work, *, calls: int = 1) -> None:
-        """Call ``work`` in a thread of its own, in turn. It has the time of so many ``calls``."""
+        """Call ``work`` in a thread of its own, in turn. Its limit is that of ``calls`` calls together."""
         self._waiting.append((key, work, calls))
         self._begin()
 
     def wake(self) -> None:
-        """From any thread: let ``finished`` return, if only with nothing."""
+        """Let ``finished`` return, if only with nothing. Any thread may call this."""
         self._results.put((WAKE, None, None))
 
     def awaited(self, value: Any) -> Any:
-        """For a ``work`` of several calls: what one of them returned, or what that is a promise of."""
+        """The value, or its result if it is awaitable: for a ``work`` of several calls."""
         return self._awaited(value) if isawaitable(value) else value
 
     def finished(self, *, wait: bool, seconds: float | None = None) -> list[Finished]:
         """Results in the order they came; a call past its limit is a ``TimeoutError``."""
-        found: list[Finished] = []
+        results: list[Finished] = []
         until = float("inf") if seconds is None else time.monotonic() + seconds
         while True:
-            found += self._collect()
+            results += self._collect()
             self._begin()
             woken, self._woken = self._woken, False
-            if found or woken or not wait or not self._calls or time.monotonic() >= until:
-                return found
+            if results or woken or not wait or not self._calls or time.monotonic() >= until:
+                return results
             nearest = min(until, *(call.deadline for call in self._calls.values()))
             try:
                 result = self._results.get(timeout=max(0.0, nearest - time.monotonic()))
             except queue.Empty:
                 continue
-            found += self._take(*result)
+            results += self._take(*result)
 
     def _begin(self) -> None:
         while self._waiting and len(self._calls) < self._at_once:
@@ -131,14 +132,14 @@ class ThreadedSteps:
         value, failure = None, None
         try:
             value = self.awaited(work())
-        except BaseException as error:  # sys.exit() in an environment is its failure too
+        except BaseException as error:  # sys.exit() in an environment is a failure of the environment too.
             failure = error
         self._results.put((number, value, failure))
 
     def _awaited(self, value: Awaitable[Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(_coroutine(value), self._event_loop())
         try:
-            # ``finished`` gives the call up at its limit; this thread ends soon after.
+            # ``finished`` gives the call up at its limit. This thread ends soon after.
             return future.result(self._limit + 1)
         finally:
             future.cancel()
@@ -153,15 +154,15 @@ class ThreadedSteps:
             return self._loop
 
     def _collect(self) -> list[Finished]:
-        found: list[Finished] = []
+        results: list[Finished] = []
         while not self._results.empty():
-            found += self._take(*self._results.get())
+            results += self._take(*self._results.get())
         now = time.monotonic()
         for number, call in list(self._calls.items()):
             if call.deadline <= now:
                 del self._calls[number]
-                found.append(Finished(call.key, None, TimeoutError(f"took longer than {self._limit:g} s")))
-        return found
+                results.append(Finished(call.key, None, TimeoutError(f"took longer than {self._limit:g} s")))
+        return results
 
     def _take(self, number: int, value: Any, error: BaseException | None) -> list[Finished]:
         self._woken |= number == WAKE
@@ -170,7 +171,7 @@ class ThreadedSteps:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, then cancel what is left in it."""
+    """Run the loop until it is stopped, then cancel its remaining tasks."""
     loop.run_forever()
     loop.run_until_complete(_cancel_others())
     loop.close()
@@ -186,20 +187,19 @@ async def _cancel_others() -> None:
 async def _coroutine(value: Awaitable[Any]) -> Any:
     try:
         return await value
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop of all the others
+    except (SystemExit, KeyboardInterrupt) as error:  # These would end the event loop of all other calls.
         raise RuntimeError(f"the environment raised {error!r}") from error
 
-
-# Environments in a process each, which is ended when a call takes too long, whatever the environment is doing.
 
 START = 120.0
 """Seconds for Python to start and to load the environment, and for a fork to begin."""
 
 
 class EnvironmentProcesses:
-    """Makes sessions whose environments are processes, forked from one that has loaded the factory.
+    """Makes sessions with an environment in a process each, forked from a process that has loaded the factory.
 
-    Forking costs milliseconds. The process that is forked from lives as long as this object.
+    A process is ended when a call takes too long, whatever the environment is doing. Forking costs milliseconds. The
+    process that others are forked from lives as long as this object.
     """
 
     def __init__(self, factory: EnvironmentFactory, *, limit: float) -> None:
@@ -235,23 +235,23 @@ class EnvironmentProcesses:
         return ForkedSession(self._fork, self._limit)
 
     def close(self) -> None:
-        """End the process that others are forked from, and these with it."""
+        """End the process that others are forked from, and these others."""
         self._process.stop()
         self._control.close()
 
     def _fork(self) -> Connection:
-        ours, theirs = socket.socketpair()
-        with theirs, self._lock:
+        near, far = socket.socketpair()
+        with far, self._lock:
             try:
-                socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+                socket.send_fds(self._control, [b"\0"], [far.fileno()])
             except OSError as error:
-                ours.close()
+                near.close()
                 raise RuntimeError(f"the process that environments are forked from is gone: {error}") from error
-        return Connection(ours.detach())
+        return Connection(near.detach())
 
 
 class ForkedSession:
-    """As ``Session``, with the environment in another process."""
+    """A ``Session`` with the environment in another process."""
 
     def __init__(self, fork: Callable[[], Connection], limit: float) -> None:
         self._fork, self._limit = fork, limit
@@ -263,12 +263,12 @@ class ForkedSession:
     def reset(self, row: Mapping[str, Any]) -> Step:
         """The opening messages."""
         self._connection = self._fork()
-        # The limit is the environment's. A busy machine may take longer to begin a process.
+        # The limit is for the environment's code. A busy machine may take longer to begin a process.
         self._process = self._reply("reset", START)
         return self._ask("reset", dict(row))
 
     def step(self, messages: Sequence[Message]) -> Step:
-        """What the environment says to the conversation."""
+        """The environment's answer to the conversation."""
         return self._ask("step", [dict(message) for message in messages])
 
     @property
@@ -277,7 +277,7 @@ class ForkedSession:
         return None if self._connection is None or self._given_up else self._close
 
     def give_up(self) -> None:
-        """End the environment's process and all that it has started, while it is called."""
+        """End the environment's process and all that it has started, in the middle of a call."""
         self._given_up = True
         self._kill()
 
@@ -290,7 +290,7 @@ class ForkedSession:
     def _ask(self, method: str, *arguments: Any) -> Any:
         if self._connection is None:
             raise RuntimeError("the process of the environment was ended")
-        with contextlib.suppress(OSError):  # it ended: no reply says so
+        with contextlib.suppress(OSError):  # The process has ended: ``_reply`` finds that out.
             self._connection.send_bytes(pickle.dumps((method, *arguments)))
         error, value, self.tools = self._reply(method, self._limit)
         if error is not None:
@@ -314,7 +314,7 @@ class ForkedSession:
                 os.killpg(self._process, signal.SIGKILL)
 
     def _end(self, *, kill: bool = False) -> None:
-        """Close the connection, at which the process ends; one that does not listen is killed with all it started."""
+        """Close the connection, at which the process ends. ``kill``: end it and all that it has started by a signal."""
         if kill:
             self._kill()
         if self._connection is not None:
@@ -323,7 +323,7 @@ class ForkedSession:
 
 
 def _travelling(factory: EnvironmentFactory) -> bytes:
-    """What the other process makes the factory from."""
+    """The bytes from which the other process makes the factory."""
     try:
         return pickle.dumps((list(sys.path), pickle.dumps(factory)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

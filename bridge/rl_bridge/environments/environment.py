@@ -1,4 +1,4 @@
-"""The protocol of an environment, and one conversation's environment with everything checked that it returns."""
+"""The protocol of an environment, and one conversation's environment with every return value checked."""
 
 import copy
 import math
@@ -10,17 +10,15 @@ from typing import Any, Protocol
 from rl_bridge.common.user_files import the_users_code
 from rl_bridge.data.trajectory import Message
 
-# The protocol of an environment, and what one step of it says.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What an environment says to a turn of the policy. Without ``messages`` the conversation ends."""
+    """An environment's answer to a turn of the policy. Without ``messages`` the conversation ends."""
 
     messages: Sequence[Message] = ()
     """Follow the policy's turn; the policy then draws its next one."""
     reward: float | None = None
-    """Of the turn. None: this environment gives none, and the reward function sees the whole conversation."""
+    """Reward of the turn. None: this environment gives none, and the reward function sees the whole conversation."""
     done: bool = False
     """End here. ``messages`` are then kept as text alone."""
     state_id: int | None = None
@@ -44,13 +42,11 @@ class Environment(Protocol):
 
 
 EnvironmentFactory = Callable[[], Environment]
-"""Picklable: it travels to the rollout workers."""
-
-# One conversation's environment as the sampler uses it: whatever the user's class returns is checked here.
+"""Makes an environment. Picklable, as the rollout workers get it."""
 
 
 class Talker(Protocol):
-    """What a conversation needs of its environment, in this process or another."""
+    """One conversation's environment as the sampler uses it, in this process or another."""
 
     tools: tuple[Any, ...]
 
@@ -62,7 +58,10 @@ class Talker(Protocol):
 
 
 class Session:
-    """Makes the environment with the first call, so that a constructor that fails is this conversation's failure."""
+    """A ``Talker`` that checks every return value of the user's class.
+
+    The environment is made in ``reset``, so that a constructor that fails is this conversation's failure.
+    """
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         self._factory = factory
@@ -70,19 +69,19 @@ class Session:
         self.tools: tuple[Any, ...] = ()
 
     def reset(self, row: Mapping[str, Any]) -> Step | Awaitable[Step]:
-        """The opening messages. The environment gets a row of its own."""
+        """The opening messages. The environment gets a copy of the row."""
         with the_users_code():
             self._environment = self._factory()
             self.tools = tuple(getattr(self._environment, "tools", ()))
             return _then_checked(self._environment.reset(copy.deepcopy(dict(row))), "reset")
 
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
-        """What the environment says to the conversation; it gets messages of its own."""
+        """The environment's answer to the conversation, of which it gets a copy."""
         with the_users_code():
             return _then_checked(self._environment.step([dict(message) for message in messages]), "step")
 
     def give_up(self) -> None:
-        """While the environment is called, whose answer nobody waits for any more: nothing ends a thread."""
+        """Called while nobody waits any more for the environment's answer. Does nothing: a thread cannot be ended."""
 
     @property
     def closing(self) -> Callable[[], Any] | None:
@@ -110,8 +109,8 @@ def _checked(answer: Any, method: str) -> Step:
     """
     step = Step(messages=answer) if method == "reset" and isinstance(answer, list | tuple) else answer
     if not isinstance(step, Step):
-        wanted = "messages or a Step" if method == "reset" else "a Step"
-        raise TypeError(f"{method}() returned {answer!r}, expected {wanted}")
+        expected = "messages or a Step" if method == "reset" else "a Step"
+        raise TypeError(f"{method}() returned {answer!r}, expected {expected}")
     if not isinstance(step.messages, list | tuple) or not all(_is_message(message) for message in step.messages):
         raise TypeError(f"{method}() gave messages {step.messages!r}, expected a list of role and content, both text")
     if step.reward is not None and not (isinstance(step.reward, bool | int | float) and math.isfinite(step.reward)):

@@ -37,7 +37,7 @@ class Interact:
         return messages_of(row["prompt"])
 
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
-        """What the function answers."""
+        """The function's answer."""
         answer = self.interact(list(messages))
         return _awaited(answer) if isawaitable(answer) else Step(messages=answer)
 
@@ -50,7 +50,7 @@ async def _awaited(answer: Awaitable[Sequence[Message]]) -> Step:
 
 
 def message_action(text: str) -> Mapping[str, Any]:
-    """The action of an environment that is spoken to.
+    """The action of an environment that reads messages.
 
     >>> message_action("hello")
     {'message': 'hello'}
@@ -81,9 +81,9 @@ def observation_text(observation: Mapping[str, Any]) -> str:
     >>> observation_text({"board": [0, 1], "player": "x"})
     '{"board": [0, 1], "player": "x"}'
     """
-    said = {name: value for name, value in observation.items() if name != "metadata"}
-    texts = [value for value in said.values() if isinstance(value, str)]
-    return texts[0] if len(said) == len(texts) == 1 else json.dumps(said)
+    fields = {name: value for name, value in observation.items() if name != "metadata"}
+    texts = [value for value in fields.values() if isinstance(value, str)]
+    return texts[0] if len(fields) == len(texts) == 1 else json.dumps(fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +96,11 @@ class OpenEnv:
     url: str
     """``http://HOST:PORT`` or ``ws://HOST:PORT``."""
     action: Callable[[str], Mapping[str, Any]] = message_action
-    """What the policy said → the fields of the server's action. ValueError tells the policy what is wrong with it."""
+    """The policy's text → the fields of the server's action. The policy reads the text of a ValueError."""
     observe: Callable[[Mapping[str, Any]], str] = observation_text
-    """The server's observation → what the policy reads."""
+    """The server's observation → the text that the policy reads."""
     role: str = "user"
-    """Of the observations."""
+    """Role of the observations' messages."""
     timeout: float = 60.0
     """Seconds for an answer of the server."""
 
@@ -114,7 +114,7 @@ class OpenEnv:
         return OpenEnvSession(self)
 
     def require_client(self) -> None:
-        """Raise ModuleNotFoundError where OpenEnv is not installed: before a run begins."""
+        """Raise ModuleNotFoundError where OpenEnv is not installed. Comes before a run begins."""
         if importlib.util.find_spec("openenv") is None:
             raise ModuleNotFoundError("an OpenEnv server needs its client: pip install openenv-core")
 
@@ -127,7 +127,10 @@ class OpenEnvSession:
         self._client: Any = None
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """The row's ``prompt``, if it has one, and the first observation. Its ``reset`` is what the server's gets."""
+        """The row's ``prompt``, if it has one, and the first observation.
+
+        The server's reset gets the row's ``reset``.
+        """
         from openenv.core import GenericEnvClient  # type: ignore[import-not-found]
 
         options = self._options
@@ -136,16 +139,16 @@ class OpenEnvSession:
         )
         await self._client.connect()
         result = await self._client.reset(**row.get("reset", {}))
-        prompt, seen = messages_of(row.get("prompt", ())), options.observe(result.observation)
-        if prompt and prompt[-1]["role"] == options.role:  # templates may refuse two messages of one role in a row
-            return [*prompt[:-1], {"role": options.role, "content": f"{prompt[-1]['content']}\n{seen}"}]
-        return [*prompt, {"role": options.role, "content": seen}]
+        prompt, observation = messages_of(row.get("prompt", ())), options.observe(result.observation)
+        if prompt and prompt[-1]["role"] == options.role:  # Templates may refuse two messages of one role in a row.
+            return [*prompt[:-1], {"role": options.role, "content": f"{prompt[-1]['content']}\n{observation}"}]
+        return [*prompt, {"role": options.role, "content": observation}]
 
     async def step(self, messages: Sequence[Message]) -> Step:
-        """The server's observation of what the policy said last.
+        """The server's observation after the policy's last message.
 
-        Words that are no action (``action`` raises ValueError) are answered so, without a reward: the policy's fault,
-        which it can learn from, is no failure of the environment.
+        A text that is no action (``action`` raises ValueError) gets the error as its answer, and the reward 0: the
+        policy can learn from its fault, and the environment has not failed.
         """
         options = self._options
         try:
@@ -153,9 +156,9 @@ class OpenEnvSession:
         except ValueError as error:
             return Step(messages=[{"role": options.role, "content": f"no action: {error}"}], reward=0.0)
         result = await self._client.step(action)
-        seen = {"role": options.role, "content": options.observe(result.observation)}
+        observation = {"role": options.role, "content": options.observe(result.observation)}
         reward = None if result.reward is None else float(result.reward)
-        return Step(messages=[seen], reward=reward, done=bool(result.done))
+        return Step(messages=[observation], reward=reward, done=bool(result.done))
 
     async def close(self) -> None:
         """End the session."""
@@ -163,12 +166,9 @@ class OpenEnvSession:
             await self._client.close()
 
 
-# ``FILE.py:Name``, or a server's address → a factory of environments.
-
-
 @dataclass(frozen=True)
 class FileFactory:
-    """Makes the environment that a file names. It travels by the file's path, which every worker must see."""
+    """Makes the environment ``name`` of a file. It is pickled by the file's path, which every worker must see."""
 
     path: str
     name: str
@@ -180,7 +180,7 @@ class FileFactory:
         return self._make[self.name]()
 
     def load(self) -> None:
-        """Load the file, unless this was done here before.
+        """Load the file, unless this process has done so before.
 
         Raises:
             FileNotFoundError: no such file.
@@ -190,12 +190,12 @@ class FileFactory:
             self._make[self.name] = _factory(Path(self.path), self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What was loaded stays in its process."""
+        """Pickle the path and the name alone: the loaded factory stays in its process."""
         return FileFactory, (self.path, self.name)
 
 
 def load_environment(source: str) -> FileFactory | OpenEnv:
-    """The environments of ``FILE.py:Name``, loaded here once to see that they can be; or of an OpenEnv server's URL.
+    """The factory of ``FILE.py:Name``, which is loaded here once to refuse a bad file; or of an OpenEnv server's URL.
 
     ``Name`` is a class with ``reset`` and ``step`` that is made without arguments, a function without parameters that
     returns such an environment, or RL2's function of the messages. The file may import its neighbours.
@@ -218,26 +218,23 @@ def load_environment(source: str) -> FileFactory | OpenEnv:
 
 
 def _factory(path: Path, name: str) -> Any:
-    found: Any = getattr(load_file(path, "environment"), name, None)
-    if inspect.isclass(found):
-        lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
-        if lacking:
-            raise ValueError(f"{path}: class {name} has no method {' and no method '.join(lacking)}")
-        if needed := _needed(found):
-            raise ValueError(f"{path}: {name} is made without arguments, and asks for {', '.join(needed)}")
-        return found
-    if not callable(found):
+    value: Any = getattr(load_file(path, "environment"), name, None)
+    if not callable(value):
         raise ValueError(f"{path} has no class or function {name!r}")
-    function: Any = found
-    needed = _needed(function)
+    methods = ("reset", "step") if inspect.isclass(value) else ()
+    if lacking := [method for method in methods if not callable(getattr(value, method, None))]:
+        raise ValueError(f"{path}: class {name} has no method {' and no method '.join(lacking)}")
+    needed = _needed(value)
     if not needed:
-        return function
+        return value
+    if inspect.isclass(value):
+        raise ValueError(f"{path}: {name} is made without arguments, and asks for {', '.join(needed)}")
     if len(needed) > 1:
         raise ValueError(
             f"{path}: an environment's function takes the messages, or nothing and returns an environment; "
             f"{name} asks for {', '.join(needed)}"
         )
-    return partial(Interact, function)
+    return partial(Interact, value)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

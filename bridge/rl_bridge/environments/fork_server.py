@@ -23,12 +23,12 @@ def serve(control: socket.socket) -> None:
         sys.path[:] = path
         factory = pickle.loads(factory)
         if isinstance(factory, FileFactory):
-            factory.load()  # once, not in every child
+            factory.load()  # Once, not in every child.
     except Exception as error:
         connection.send_bytes(pickle.dumps(_portable(error)))
         return
     connection.send_bytes(pickle.dumps(None))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a child ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody reads how a child ended.
     while True:
         data, files, *_ = socket.recv_fds(control, 1, 1)
         if not data:
@@ -41,14 +41,14 @@ def serve(control: socket.socket) -> None:
 
 
 def _converse(connection: Connection, factory: Any) -> None:
-    """Answer calls of one environment; end with all that it has started."""
+    """Answer calls of one environment; at the end, kill this process and all that the environment has started."""
     # The session stays that of the guard, which ends an environment that loops when the driver is gone.
     os.setpgrp()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # Python's own generator sees to that itself
+        sys.modules["numpy"].random.seed()  # Python's own generator reseeds itself after a fork.
     session = Session(factory)
-    with contextlib.suppress(EOFError, OSError), asyncio.Runner() as runner:  # the conversation is over
+    with contextlib.suppress(EOFError, OSError), asyncio.Runner() as runner:  # The conversation is over.
         connection.send_bytes(pickle.dumps(os.getpid()))
         while True:
             method, *arguments = pickle.loads(connection.recv_bytes())
@@ -65,7 +65,7 @@ def _answer(session: Session, method: str, arguments: list[Any], runner: asyncio
         if isawaitable(value):
             value = runner.run(_awaited(value))
         return pickle.dumps((None, value, session.tools))
-    except BaseException as error:  # sys.exit() in an environment is its failure too
+    except BaseException as error:  # sys.exit() in an environment is a failure of the environment too.
         return pickle.dumps((_portable(error), None, ()))
 
 
@@ -74,7 +74,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The exception itself, or its words where it cannot travel."""
+    """The exception itself, or a RuntimeError with its text where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -83,5 +83,5 @@ def _portable(error: BaseException) -> BaseException:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError):  # the run is over
+    with contextlib.suppress(EOFError):  # The run is over.
         serve(socket.socket(fileno=int(sys.argv[1])))

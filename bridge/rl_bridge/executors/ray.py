@@ -95,7 +95,14 @@ class RayExecutor(RemoteExecutor):
                 # Longer than a call, whose deadline says more than a collective's.
                 wait = min(timeout, 1e6) + 60
                 references[index] = actor.serve.remote(
-                    index, address, listener.key, gpu, wait, self._start_timeout, self._debug, sys.path
+                    index,
+                    address,
+                    key=listener.key,
+                    gpu=gpu,
+                    group_timeout=wait,
+                    start_timeout=self._start_timeout,
+                    debug=self._debug,
+                    path=sys.path,
                 )
 
             def check() -> None:
@@ -186,6 +193,7 @@ class _Actor:
         self,
         slot: int,
         address: Address,
+        *,
         key: bytes,
         gpu: bool,
         group_timeout: float,

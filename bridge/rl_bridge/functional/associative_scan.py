@@ -21,13 +21,14 @@ associative_scan_p.def_abstract_eval(lambda *avals, **_: list(avals))
 
 
 def bind(
-    original: Callable[..., Any],
-    scope: Any,
-    thread: int,
     fn: Callable[..., Any],
     elems: Any,
     reverse: bool = False,
     axis: int = 0,
+    *,
+    original: Callable[..., Any],
+    scope: Any,
+    thread: int,
     **options: Any,
 ) -> Any:
     """jax.lax.associative_scan as one equation in `thread`, where the axis' size is a symbol; JAX's own elsewhere."""

@@ -112,7 +112,9 @@ def _questions_answered(kind: Any, scope: Any, verdicts: Verdicts) -> Iterator[N
         for name, relation in _RELATIONS.items():
             setattr(kind, name, _comparison(originals[name], kind, scope, relation, verdicts))
         kind.__index__, kind.__rmul__ = _refuse_number, repeated
-        jax.lax.associative_scan = functools.partial(associative_scan.bind, scan, scope, threading.get_ident())
+        jax.lax.associative_scan = functools.partial(
+            associative_scan.bind, original=scan, scope=scope, thread=threading.get_ident()
+        )
         yield
     finally:
         for name, original in originals.items():

@@ -42,27 +42,25 @@ from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.provenance import of_rows
 from rl_bridge.run.run import Observer, open_run
 
-# The options of a loss of comparisons: one class a loss, made from its signature, and a sub-command each.
-
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLossOptions:
-    """A subclass has the constants of one loss."""
+    """Options of a loss of comparisons. A subclass has the constants of one loss."""
 
     loss: str = field(default="", init=False)
 
     def build(self) -> ComparisonLoss:
         """The loss with these constants."""
         shared = {option.name for option in fields(PreferenceLossOptions)}
-        given = {option.name: getattr(self, option.name) for option in fields(self)}
-        constants = {name: value for name, value in given.items() if name not in shared}
-        others = {name: value for name, value in given.items() if name in shared and name != "loss"}
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        constants = {name: value for name, value in values.items() if name not in shared}
+        others = {name: value for name, value in values.items() if name in shared and name != "loss"}
         return ComparisonLoss(name=self.loss, constants=constants, **others)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLossOptions(RewardLossOptions):
-    """What every loss of a policy takes."""
+    """Options that every loss of a policy takes. A subclass has the constants of one loss besides."""
 
     average: bool | None = None
     """The loss reads mean log-probabilities per token, not sums. None is the loss's own way."""
@@ -91,7 +89,7 @@ def _options(name: str, base: type[RewardLossOptions]) -> type[RewardLossOptions
 
 
 LOSSES = {name: _options(name, PreferenceLossOptions) for name in PREFERENCE_LOSSES}
-"""Of policies."""
+"""Losses of policies."""
 REWARD_MODEL_LOSSES = {name: _options(name, RewardLossOptions) for name in REWARD_LOSSES}
 
 
@@ -101,14 +99,14 @@ def loss_options(name: str, **options: Any) -> RewardLossOptions:
     >>> loss_options("simpo", gamma=0.5).build().constants
     {'beta': 2.0, 'gamma': 0.5}
     """
-    known = LOSSES | REWARD_MODEL_LOSSES
-    if name not in known:
-        raise ValueError(f"unknown loss {name!r}; there is: {', '.join(sorted(known))}")
-    return known[name](**options)
+    losses = LOSSES | REWARD_MODEL_LOSSES
+    if name not in losses:
+        raise ValueError(f"unknown loss {name!r}; there is: {', '.join(sorted(losses))}")
+    return losses[name](**options)
 
 
 def _choice(losses: dict[str, type[RewardLossOptions]]) -> Any:
-    """A sub-command each: loss:dpo."""
+    """The type of an option with a sub-command for each loss: loss:dpo."""
     return Union[  # noqa: UP007
         tuple(
             Annotated[options, tyro.conf.subcommand(name, description=(options.__doc__ or "").partition("\n")[0])]
@@ -123,8 +121,6 @@ if TYPE_CHECKING:
 else:
     PreferenceLoss = _choice(LOSSES)
     RewardLoss = _choice(REWARD_MODEL_LOSSES)
-
-# What the pipelines that learn from comparisons share: their rows, and the examples made of them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +173,13 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     """
     parts = load_comparisons(options)
     source, tokenizer = load_model_for(options, [row for part in parts for row in part])
-    examples, held_out = (encoded(options, source, tokenizer, part, loss) for part in parts)
+    reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "max_length": options.max_length}
+    examples, held_out = (encoded(source, tokenizer, part, loss, **reading) for part in parts)
     assert isinstance(tokenizer.pad_token_id, int)
     return ComparisonData(
         source=source,
         tokenizer=tokenizer,
-        templated=options.apply_chat_template and any(_has_roles(row) for part in parts for row in part),
+        templated=options.apply_chat_template and any(has_roles(row) for part in parts for row in part),
         pad_token_id=tokenizer.pad_token_id,
         examples=examples,
         held_out=held_out,
@@ -190,7 +187,8 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     )
 
 
-def _has_roles(row: Comparison) -> bool:
+def has_roles(row: Comparison) -> bool:
+    """Whether any text of the row is a conversation."""
     return not all(isinstance(text, str) for text in (row.prompt, *row.completions))
 
 
@@ -222,7 +220,7 @@ def addition() -> list[Comparison]:
 def fingerprints_of(
     options: ComparisonOptions, train: Sequence[Comparison], held_out: Sequence[Comparison]
 ) -> dict[str, str]:
-    """Of the rows, wherever they were read from, of the model and of the chat template."""
+    """Fingerprints of the rows, of the model and of the chat template. The place of a row does not count."""
     parts = ([{**vars(row), "where": ""} for row in rows] for rows in (train, held_out))
     return {"data": of_rows(*parts)} | options.fingerprints()
 
@@ -239,42 +237,54 @@ def load_model_for(
 
 
 def encoded(
-    options: ComparisonOptions,
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Comparison],
     loss: ComparisonLoss,
+    *,
+    apply_chat_template: bool = True,
+    max_length: int | None = None,
 ) -> list[Example]:
     """The rows as the loss reads them, without those that are too long.
 
     Raises:
         ValueError: all rows are too long; or as ``examples_of`` and ``check_rows`` do.
     """
-    # A reward is read where a classifier of transformers reads it: at the end of what the template writes.
+    # A reward is read at the end of the template's text, where a classifier of transformers reads.
     to_end = loss.name in REWARD_LOSSES
-    encode = partial(encode_completion, tokenizer, apply_chat_template=options.apply_chat_template, to_end=to_end)
+    encode = partial(encode_completion, tokenizer, apply_chat_template=apply_chat_template, to_end=to_end)
     examples = examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)
-    longest = math.inf if options.max_length is None else options.max_length
-    kept = [example for example in examples if max(len(t.tokens) for t in example.completions) <= longest]
-    if not kept:
+    longest = math.inf if max_length is None else max_length
+    short = [example for example in examples if max(len(t.tokens) for t in example.completions) <= longest]
+    if not short:
         raise ValueError(f"all {len(examples)} comparisons are longer than max_length={longest} tokens")
-    read = [{**t.row, "trajectory": t} for example in kept for t in example.completions]
-    check_rows(source, tokenizer, read, lambda row: (row["trajectory"].messages, row["trajectory"].tokens))
-    return kept
+    completions = [{**t.row, "trajectory": t} for example in short for t in example.completions]
+    check_rows(source, tokenizer, completions, lambda row: (row["trajectory"].messages, row["trajectory"].tokens))
+    return short
 
 
-def accuracy_of(found: Mapping[str, float]) -> str:
+def pad_of_rewards(
+    source: ModelSource, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, templated: bool
+) -> int:
+    """The pad token of a reward model on these examples; the tokenizer is made one that such a model is read with.
+
+    ``templated``: whether the chat template has rendered any of the rows.
+    """
+    pad = pad_with_no_end(tokenizer, source, (t.tokens for example in examples for t in example.completions))
+    if not templated:
+        tokenizer.chat_template = None  # whoever reads the folder is to render what was trained on
+    return pad
+
+
+def accuracy_of(metrics: Mapping[str, float]) -> str:
     """One sentence about held-out comparisons."""
-    accuracy, low, high = (found[f"held_out_accuracy{end}"] for end in ("", "_low", "_high"))
+    accuracy, low, high = (metrics[f"held_out_accuracy{end}"] for end in ("", "_low", "_high"))
     return f"held-out accuracy {accuracy:.2f} (95 % interval {low:.2f} … {high:.2f})"
-
-
-# Learning from preferences from a config: data, model, reference, training, evaluation, results.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePipeline(ComparisonOptions):
-    """Everything a run depends on. The policy starts from ``model``, which is the reference too."""
+    """Learning from preferences. The policy starts from ``model``, which is the reference too."""
 
     name: str = field(default="preference", metadata=MAY_CHANGE)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, beta2=0.999)
@@ -288,8 +298,7 @@ class PreferencePipeline(ComparisonOptions):
         super().__post_init__()
         self.require_steps(self.preference, "preference")
         if not self.loss.build().needs_reference:
-            without = f"with loss:{self.loss.loss}, which has no reference"
-            require_used(self, ("cache_reference",), without)
+            require_used(self, ("cache_reference",), f"with loss:{self.loss.loss}, which has no reference")
         if self.offload == "phases" and not self.cache_reference:
             raise ValueError("offload phases needs cache_reference: else policy and reference compute in every step")
 
@@ -345,12 +354,9 @@ def run_preference(pipeline: PreferencePipeline, observers: Sequence[Observer] =
     return summary
 
 
-# A reward model from a config: data, model, training, evaluation, results.
-
-
 @dataclass(frozen=True, kw_only=True)
 class RewardModelPipeline(ComparisonOptions):
-    """Everything a run depends on. The trunk is that of ``model``; the head of one number starts at zero."""
+    """A reward model. Its trunk is that of ``model``; its head of one number starts at zero."""
 
     name: str = field(default="reward-model", metadata=MAY_CHANGE)
     reward_model: RewardModelConfig = RewardModelConfig()
@@ -369,10 +375,7 @@ def run_reward_model(pipeline: RewardModelPipeline, observers: Sequence[Observer
     prepare_processes(pipeline, executor)
     loss = pipeline.loss.build()
     data = load_data(pipeline, loss)
-    read = (t.tokens for example in (*data.examples, *data.held_out) for t in example.completions)
-    pad = pad_with_no_end(data.tokenizer, data.source, read)
-    if not data.templated:
-        data.tokenizer.chat_template = None  # whoever reads the folder is to render what was trained on
+    pad = pad_of_rewards(data.source, data.tokenizer, [*data.examples, *data.held_out], templated=data.templated)
     source = ValueSource(data.source, pad_token=pad)
     config = replace(pipeline.reward_model, steps=pipeline.steps_for(len(data.examples), pipeline.reward_model))
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), source)
@@ -383,12 +386,12 @@ def run_reward_model(pipeline: RewardModelPipeline, observers: Sequence[Observer
         evaluate = partial(evaluate_reward_model, model, loss, batch_of(data.held_out, pad))
         stream = RowStream(data.examples, seed=pipeline.seed)
         train_reward_model(run, model, stream, loss, config, evaluate=evaluate, pad_token_id=pad)
-        found = evaluate()
+        after = evaluate()
         best = run.load_best({"model": model})
         save_pretrained(run.folder / "model", model, data.tokenizer)
         summary = {
-            "result": accuracy_of(found),
-            "after": found,
+            "result": accuracy_of(after),
+            "after": after,
             "best_loss": best,
             "steps": config.steps,
             "loss": {"name": loss.name, **loss.constants},

@@ -1,4 +1,4 @@
-"""Options of an objective: a class an algorithm, the terms that all share, controllers of their coefficients."""
+"""Options of an objective: a class an algorithm, terms that all algorithms share, controllers of coefficients."""
 
 import inspect
 import typing
@@ -14,16 +14,14 @@ from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, constrai
 from rl_bridge.common.terminal import given
 from rl_fn import Objective, components
 
-# Options of the terms that every objective can have: KL penalty, entropy bonus, correction, aggregation.
-
 Level = Literal["token", "sequence"]
 
 
 class TermOptions:
-    """Options of one term. What is None is the recipe's."""
+    """Options of one term. None stands for the recipe's value."""
 
     def given(self) -> dict[str, Any]:
-        """The options that were given."""
+        """Name → value of the options that are not None."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in values.items() if value is not None}
 
@@ -35,7 +33,7 @@ class KLOptions(TermOptions):
     coef: float | None = None
     """β. 0 takes the penalty away."""
     estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] | None = None
-    """Of the KL per token; with + it has the gradient of k2. In the reward k1 is the default."""
+    """Estimator of the KL per token; with + it has the gradient of k2. In the reward k1 is the default."""
     place: Literal["loss", "reward"] | None = None
     """The penalty is a term of the loss, or taken off the reward token by token (of π_old). None is the recipe's."""
 
@@ -44,7 +42,7 @@ class KLOptions(TermOptions):
         return {name: value for name, value in super().given().items() if name != "place"}
 
     def replaced(self, objective: rl_fn.Objective) -> rl_fn.Objective:
-        """The objective with its penalty where it belongs."""
+        """The objective with its penalty in the loss or in the reward."""
         place = self.place or ("reward" if objective.reward_kl is not None else "loss")
         own = objective.kl if objective.reward_kl is None else objective.reward_kl
         if place == "loss":
@@ -85,13 +83,13 @@ class CorrectionOptions(TermOptions):
     """A weight for each token, or for each completion."""
 
     def component(self, correction: Any) -> Any:
-        """The weights, times the recipe's own ``correction`` (M2PO's mask); their defaults for what is not given."""
+        """The weights, times the recipe's own ``correction`` (M2PO's mask)."""
         kinds = {"tis": (components.TIS, {"cap", "level"}), "icepop": (components.IcePop, {"low", "high", "level"})}
         constants = {name: value for name, value in self.given().items() if name != "kind"}
         kind, takes = kinds.get(self.kind or "none", (None, set()))
         if not constants.keys() <= takes:
-            given = ", ".join(sorted(constants.keys() - takes))
-            raise ValueError(f"--objective.correction.kind {self.kind} does not take {given}")
+            others = ", ".join(sorted(constants.keys() - takes))
+            raise ValueError(f"--objective.correction.kind {self.kind} does not take {others}")
         if kind is None or correction is None:
             return None if kind is None else kind(**constants)
         return components.Product((correction, kind(**constants)))
@@ -109,12 +107,12 @@ class AggregationOptions(TermOptions):
     def component(self, aggregation: components.Aggregation) -> components.Aggregation:
         """The term in place of the recipe's."""
         length = None if self.mode else aggregation.max_completion_length
-        kept = {"mode": aggregation.mode, "max_completion_length": length}
-        return components.Aggregation(**{**kept, **self.given()})
+        constants = {"mode": aggregation.mode, "max_completion_length": length}
+        return components.Aggregation(**{**constants, **self.given()})
 
 
 def with_terms(objective: rl_fn.Objective, terms: dict[str, TermOptions]) -> rl_fn.Objective:
-    """The objective with each of the ``terms`` of which something is given in place of its own."""
+    """The objective with each of the ``terms`` that has an option in place of the objective's own."""
     for name, options in terms.items():
         if options == type(options)():
             continue
@@ -125,12 +123,9 @@ def with_terms(objective: rl_fn.Objective, terms: dict[str, TermOptions]) -> rl_
     return objective
 
 
-# The options of an objective: one class an algorithm, made from its recipe, and the terms that all of them share.
-
-
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOptions:
-    """What every algorithm takes. A subclass has the constants of one recipe besides."""
+    """Options that every algorithm takes. A subclass has the constants of one recipe besides."""
 
     kl: KLOptions = KLOptions()
     entropy: EntropyOptions = EntropyOptions()
@@ -172,7 +167,7 @@ class ObjectiveOptions:
 
 
 def _option_type(annotation: Any) -> Any:
-    """The type of an option on the command line: of what a recipe takes, arrays cannot be written there."""
+    """The type of an option on the command line, where no array can be written."""
     choices = typing.get_args(annotation) or (annotation,)
     optional = type(None) in choices
     if typing.get_origin(annotation) is Literal or annotation in (bool, int, str):
@@ -204,7 +199,7 @@ def _options(algorithm: str) -> type[ObjectiveOptions]:
 
 
 ALGORITHMS = {name: _options(name) for name in rl_fn.recipes.__all__}
-# What is pickled is found again by its name in this module.
+# Unpickling looks up a class by its name in this module.
 globals().update({options.__name__: options for options in ALGORITHMS.values()})
 
 
@@ -226,7 +221,7 @@ def _first_line(options: type[ObjectiveOptions]) -> str:
 if TYPE_CHECKING:
     Algorithm = ObjectiveOptions
 else:
-    # A sub-command each: objective:gspo.
+    # Each algorithm is a sub-command: objective:gspo.
     Algorithm = Union[  # noqa: UP007
         tuple(
             Annotated[options, tyro.conf.subcommand(name, description=_first_line(options))]
@@ -234,43 +229,52 @@ else:
         )
     ]
 
-# Options of the controllers that set a coefficient from step to step: of the KL penalty, of the entropy bonus.
+# Controllers of coefficients.
 
 Kind = Literal["fixed", "linear", "exponential", "pid", "scheduled", "adaptive", "constraint"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlOptions:
-    """A controller of ``rl_fn.control`` and its constants. It begins at the coefficient of its term."""
+    """A controller of ``rl_fn.control`` and its constants. A controller begins at the coefficient of its term."""
 
     kind: Kind | None = None
     """linear (Ziegler's), exponential, pid: hold a KL at target. adaptive: hold an entropy at target. constraint: a
     Lagrange multiplier keeps a KL below target, an entropy above. scheduled: from the start to end."""
     target: float | None = None
-    """In nats a token."""
+    """Target of the KL or of the entropy, in nats a token."""
     low: float | None = None
+    """Lower bound of the coefficient."""
     high: float | None = None
-    """Bounds of the coefficient."""
+    """Upper bound of the coefficient."""
     horizon: float | None = None
+    """linear: completions until a clipped error has changed the coefficient by its size."""
     clip: float | None = None
-    """Of linear: completions until a clipped error has changed the coefficient by its size; the bound of the error."""
+    """linear: bound of the error."""
     up: float | None = None
+    """exponential: factor for a KL above target."""
     down: float | None = None
-    """Of exponential: factors for too much and too little."""
+    """exponential: factor for a KL below target."""
     kp: float | None = None
+    """pid: gain of the error."""
     ki: float | None = None
+    """pid: gain of the error's sum."""
     kd: float | None = None
-    """Gains of pid."""
+    """pid: gain of the error's change."""
     step: float | None = None
-    """Of adaptive: how much the coefficient changes."""
+    """adaptive: change of the coefficient."""
     lr: float | None = None
+    """constraint: step of the multiplier."""
     penalty: float | None = None
-    """Of constraint: step of the multiplier; weight of the quadratic penalty."""
+    """constraint: weight of the quadratic penalty."""
     schedule: Literal["cosine", "linear", "exponential", "warmup_cosine"] | None = None
+    """scheduled: form of the curve."""
     end: float | None = None
+    """scheduled: last value."""
     steps: int | None = None
+    """scheduled: steps from the first value to the last."""
     warmup: int | None = None
-    """Of scheduled: its form, its last value, its steps, those of the warm-up."""
+    """scheduled: steps of the warm-up."""
 
     def controller(self, term: Literal["KL", "entropy"], coef: Any, samples: int) -> rl_fn.Controller:
         """The controller of a term that begins at ``coef``; ``samples`` completions are one step.
@@ -279,11 +283,11 @@ class ControlOptions:
             ValueError: the kind is not one for this term, an option that the kind does not take, or lacks.
         """
         make, takes = self._function(term, samples)
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
-        given = {name: value for name, value in given.items() if value is not None}
-        if other := given.keys() - takes.keys():
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind"}
+        values = {name: value for name, value in values.items() if value is not None}
+        if other := values.keys() - takes.keys():
             raise ValueError(f"{term} control of kind {self.kind} does not take {', '.join(sorted(other))}")
-        constants = {takes[name]: value for name, value in given.items()}
+        constants = {takes[name]: value for name, value in values.items()}
         if coef and "coef" in takes:
             constants[takes["coef"]] = float(coef)
         try:
@@ -293,7 +297,7 @@ class ControlOptions:
         return make(**constants)
 
     def _function(self, term: str, samples: int) -> tuple[Callable[..., rl_fn.Controller], dict[str, str]]:
-        """A function, and which of the options it takes under which name."""
+        """The function of the kind, and option → parameter of that function."""
         both = {
             "scheduled": (rl_fn.scheduled_kl, {"schedule": "kind", "coef": "start"}),
             "constraint": (
@@ -311,17 +315,17 @@ class ControlOptions:
         if self.kind not in kinds:
             raise ValueError(f"{term} control of kind {self.kind}: there are {', '.join(sorted(kinds))}")
         function, names = kinds[self.kind]
-        taken = {"coef", *(f.name for f in fields(self))} & inspect.signature(function).parameters.keys()
-        return function, {name: name for name in taken - {"kind", "start", "samples"}} | names
+        options = {"coef", *(f.name for f in fields(self))} & inspect.signature(function).parameters.keys()
+        return function, {name: name for name in options - {"kind", "start", "samples"}} | names
 
 
 def controlled(
     objective: Objective, kl: ControlOptions, entropy: ControlOptions, samples: int
 ) -> tuple[Objective, Coefficients]:
-    """The objective with the terms that are controlled, and their controllers.
+    """The objective with the controlled terms, and their controllers.
 
-    A KL penalty that the objective does not have is k3, in the loss. A term's coefficient is where its controller
-    begins; 0 leaves that to the controller.
+    An objective without a KL penalty gets k3, in the loss. A controller begins at its term's coefficient; with a
+    coefficient of 0, at the controller's own start.
 
     Raises:
         ValueError: see ``ControlOptions.controller``.

@@ -1,4 +1,4 @@
-"""Where a pipeline's engines live: options of the command line, and the engines themselves, one function each."""
+"""The processes and engines of a pipeline: options of the command line, and a method for each engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,12 +73,12 @@ class PlacementOptions:
     executor: Literal["auto", "local", "torchrun", "ray"] = field(default="auto", metadata=MAY_CHANGE)
     """auto: the ranks of a torchrun job where there is one, else this process."""
     workers: int | None = field(default=None, metadata=MAY_CHANGE)
-    """Processes that Ray starts; elsewhere there are as many as there are."""
+    """Processes that Ray starts. Another executor starts none: this must be the number that it has, or None."""
     mesh: MeshOptions = field(default=MeshOptions(), metadata=MAY_CHANGE)
 
     def start(self) -> Executor:
-        """The executor of the run. Under torchrun it is made in rank 0 alone: the other ranks serve until it ends."""
-        remarks()  # of a run that ended before it had a record
+        """The executor of the run. Under torchrun only rank 0 gets one: the other ranks serve until the run ends."""
+        remarks()  # Forgets the remarks of a run that ended before it had a record.
         if self.executor == "auto" and self.workers is None:
             return current_executor()
         return init(None if self.executor == "auto" else self.executor, workers=self.workers)
@@ -88,7 +88,7 @@ AnEngine = TypeVar("AnEngine", bound=Engine)
 
 
 def set_threads(host: Host, threads: int) -> None:
-    """CPU threads of a worker's process."""
+    """Set the CPU threads of a worker's process."""
     torch.set_num_threads(threads)
 
 
@@ -106,33 +106,33 @@ class Engines:
         trained: ModelSource | None = None,
         take_turns: bool = False,
     ) -> None:
-        """``mesh`` is of the trainers: policy, reference and warm start. ``run``: its name, in those of the engines.
+        """``mesh`` is of the trainers: policy, reference and warm start. The engines' names begin with ``run``.
 
-        ``trained`` is the source of what is trained, where that has adapters or frozen parameters: the rollout and the
-        reference are of the plain ``source``, and get adapters merged. ``take_turns``: an engine that does not work
-        waits in host memory.
+        ``trained`` is the source of the trained models, where these have adapters or frozen parameters: the rollout
+        and the reference are of the plain ``source``, and get adapters merged. ``take_turns``: an engine that does not
+        work waits in host memory.
         """
         self._run, self.trained = run, source if trained is None else trained
         self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
         self.rollout_workers: int | None = None
-        """Slots that the rollout has to itself. None: it is in every slot, and so is all else."""
-        self._made: list[Engine] = []
+        """Slots that the rollout has to itself. None: every slot has the rollout and all other engines."""
+        self._engines: list[Engine] = []
         self.notes: list[str] = []
-        """Of the engines made so far: where rows lie otherwise than asked for, and why."""
+        """Notes of the engines made so far: where rows lie otherwise than asked for, and why."""
         self.tell: Callable[[str], None] = tell
-        """Gets each of the notes once."""
+        """Called once with each of the notes."""
         self._turns = Turns() if take_turns else None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for engine in self._made:
+        for engine in self._engines:
             if engine.slots:
                 engine.release()
 
     def serve(self, run: Run) -> None:
-        """Make the engines of this run, which gets their notes: before it there is nothing to make."""
+        """Name the engines after this run, and give it their notes. Comes before the first engine is made."""
         self._run, self.tell = run.folder.name, run.note
 
     def supervised(self, optimizer: OptimizerConfig, *, updates: int, scoring: ScoringConfig) -> TrainEngine:
@@ -193,11 +193,14 @@ class Engines:
         return self._train("critic", ValueModule, source, optimizer, objective, updates=updates, scoring=scoring)
 
     def rollout(self, tokenizer: PreTrainedTokenizerBase, options: RolloutOptions | None = None) -> InferenceEngine:
-        """A copy of the model in every slot, or in those that are its own. It comes before what is not to be there."""
+        """The engine of the rollouts: a copy of the model in every slot, or in the rollout's own.
+
+        Comes before the engines that are to keep away from these slots.
+        """
         options = RolloutOptions() if options is None else options
         factory = options.factory(self.source, tokenizer, sleep=self._turns is not None)
         engine = InferenceEngine(factory, executor=self.executor, name=f"{self._run}/rollout")
-        self._made.append(engine.build(mesh=Mesh(replicate=self.rollout_workers or len(self.executor.slots))))
+        self._engines.append(engine.build(mesh=Mesh(replicate=self.rollout_workers or len(self.executor.slots))))
         if all(slot.device.startswith("cuda") for slot in self.executor.slots):
             engine.cuda()
         return self._taking_turns(engine)
@@ -205,8 +208,8 @@ class Engines:
     def _train(self, name: str, module: type[Scorer], *args: object, **options: object) -> TrainEngine:
         factory = partial(module, *args, **options, parallel=self.parallel)  # type: ignore[arg-type]
         engine = TrainEngine(factory, executor=self.executor, name=f"{self._run}/{name}")
-        alone = [made for made in self._made if self.rollout_workers and isinstance(made, InferenceEngine)]
-        self._made.append(engine.build(mesh=self.mesh, not_colocate_with=alone))
+        alone = [other for other in self._engines if self.rollout_workers and isinstance(other, InferenceEngine)]
+        self._engines.append(engine.build(mesh=self.mesh, not_colocate_with=alone))
         for note in engine.call("notes"):
             if note not in self.notes:
                 self.notes.append(note)

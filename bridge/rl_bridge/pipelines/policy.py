@@ -46,8 +46,6 @@ from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.provenance import of_rows
 from rl_bridge.run.run import Observer, Run, open_run
 
-# The models beside the policy: where its critic and its teacher come from.
-
 
 @dataclass(frozen=True, kw_only=True)
 class CriticOptions:
@@ -61,7 +59,7 @@ class CriticOptions:
 def critic_source(
     options: CriticOptions, source: ModelSource, warm: Path | None, tokenizer: PreTrainedTokenizerBase
 ) -> ModelSource:
-    """Where the critic comes from; ``warm`` is the policy after its warm start, where there was one."""
+    """The source of the critic; ``warm`` is the policy's folder after its warm start, where there was one."""
     if options.model is not None:
         return PretrainedValueSource(options.model)
     trunk = source if warm is None else PretrainedSource(str(warm))
@@ -82,32 +80,29 @@ def require_critic(options: CriticOptions) -> None:
 
 
 def teacher_source(name: str, tokenizer: PreTrainedTokenizerBase) -> ModelSource:
-    """Where the teacher comes from.
+    """The source of the teacher.
 
     Raises:
         ValueError: no such model, or its vocabulary is not the policy's: its probabilities would be of other tokens.
     """
-    source, its_own = pretrained(name)
-    # Tokens that the teacher has besides are never asked about.
-    if other := tokenizer.get_vocab().items() - its_own.get_vocab().items():
-        example = min(other, key=lambda pair: pair[1])
+    source, teacher_tokenizer = pretrained(name)
+    # No completion has a token that only the teacher knows.
+    if missing := tokenizer.get_vocab().items() - teacher_tokenizer.get_vocab().items():
+        example = min(missing, key=lambda pair: pair[1])
         raise ValueError(f"the teacher {name!r} has another vocabulary than the policy: it has no token {example}")
     return source
 
 
-# GRPO post-training from a config: data, model, warm start, reinforcement learning, evaluation, results.
-
-
 @dataclass(frozen=True, kw_only=True)
 class PolicyPipeline(TrainingOptions, EnvironmentOptions):
-    """Everything a run depends on. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
+    """GRPO post-training. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
 
     policy: PolicyConfig
     objective: Algorithm = field(default_factory=ALGORITHMS["dapo"])
     kl_control: ControlOptions = ControlOptions()
-    """What sets the coefficient of the KL penalty from step to step."""
+    """Controller of the KL penalty's coefficient, from step to step."""
     entropy_control: ControlOptions = ControlOptions()
-    """What sets the coefficient of the entropy bonus from step to step."""
+    """Controller of the entropy bonus's coefficient, from step to step."""
     critic: CriticOptions = CriticOptions()
     teacher: str | None = None
     """Model that on-policy distillation learns from: a folder or hub id with the vocabulary of ``model``."""
@@ -123,10 +118,10 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     fused_loss: bool = False
     """The head computes each logit once in an update, not twice: for losses in which no token reads another one."""
     track_kl: bool = True
-    """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass. It is
-    of the completions that an update computes, which without a KL or entropy term are those with an advantage."""
+    """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass. The KL
+    is of the completions in an update: without a KL or entropy term, completions with an advantage."""
     samples_every: int = field(default=10, metadata=MAY_CHANGE)
-    """Steps from one line of completions.jsonl to the next, 0 for none: what ``rl-fn report`` shows of each token."""
+    """Steps from one line of completions.jsonl, which ``rl-fn report`` shows, to the next. 0: no line."""
     samples_kept: int = field(default=4, metadata=MAY_CHANGE)
     """Completions of each such step that are kept."""
 
@@ -174,20 +169,20 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
             raise ValueError(f"{objective.name} learns from a teacher: give --teacher MODEL")
 
     def objective_and_coefficients(self) -> tuple[rl_fn.Objective, Coefficients]:
-        """The objective with its terms, and what sets their coefficients from step to step."""
+        """The objective with its terms, and the controllers of their coefficients."""
         return controlled(self.objective.build(), self.kl_control, self.entropy_control, self.completions)
 
     def models(self) -> dict[str, str | None]:
-        """The critic's and the teacher's besides."""
+        """Role → folder or hub id, with the critic's and the teacher's."""
         return super().models() | {"critic's model": self.critic.model, "teacher": self.teacher}
 
     def fingerprints(self) -> dict[str, str]:
-        """The environment's besides."""
+        """Fingerprints that a resumed run compares, with the environment's."""
         return super().fingerprints() | self.environment_fingerprint()
 
     @property
     def completions(self) -> int:
-        """Of one step."""
+        """Completions of one step."""
         return self.policy.prompts_per_step * self.policy.responses_per_prompt
 
     def scoring(self, temperature: float | None = None) -> ScoringConfig:
@@ -220,7 +215,7 @@ def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> 
 
 
 def prepare(pipeline: PolicyPipeline, executor: Executor) -> rl_fn.Objective:
-    """Threads and seeds of the processes, and the objective: what comes before a model is made."""
+    """Set threads and seeds of the processes, and return the objective. Comes before a model is made."""
     prepare_processes(pipeline, executor)
     objective, _ = pipeline.objective_and_coefficients()
     if pipeline.fused_loss:
@@ -244,7 +239,6 @@ def train_and_evaluate(
     rewards = reward if isinstance(reward, Rewards) else load(reward)
     rewards.try_on(train_rows, tokenizer)
     environment = pipeline.environments()
-    # What the rows and the reward are, wherever their files lie now.
     fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
     rollout_workers = pipeline.asynchronous.rollout_workers
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)
@@ -253,7 +247,8 @@ def train_and_evaluate(
     teacher = None if pipeline.teacher is None else teacher_source(pipeline.teacher, tokenizer)
     if objective.value is not None:
         require_critic(pipeline.critic)
-    pipeline.rollout.factory(source, tokenizer, sleep=pipeline.offload == "phases")  # refuses what cannot be here
+    # Refuses a backend that cannot be here, before a run begins.
+    pipeline.rollout.factory(source, tokenizer, sleep=pipeline.offload == "phases")
     with closing(rewards), engines, open_run(pipeline, fingerprints, executor, observers) as run:
         engines.serve(run)
         run.keep_best("held_out")
@@ -285,7 +280,7 @@ def train_and_evaluate(
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyStages:
-    """The stages of a run that trains a policy, in the order of the methods, and what these share."""
+    """The stages of a run that trains a policy, in the order of the methods, and the parts that the stages share."""
 
     pipeline: PolicyPipeline
     run: Run
@@ -300,9 +295,9 @@ class PolicyStages:
     objective: rl_fn.Objective
 
     def warm_start(self) -> TrainEngine:
-        """The engine of the supervised steps after these, with its weights in the rollout."""
+        """The supervised steps: their engine, whose weights the rollout has too."""
         pipeline, options = self.pipeline, self.pipeline.sft
-        # Supervision has the data's own distribution for a target, which has no temperature.
+        # The target of supervision is the data's own distribution, which has no temperature.
         supervised = self.engines.supervised(options.optimizer, updates=options.steps, scoring=pipeline.scoring(1.0))
         train_sft(
             self.run,
@@ -351,11 +346,17 @@ class PolicyStages:
     def sampler(self) -> Sampler:
         """The sampler of each step's completions, or the one that runs ahead of training."""
         pipeline, rollout = self.pipeline, self.rollout
-        parts = self.rewards, self.stream, self.objective, pipeline.policy, pipeline.seed
+        parts: dict[str, Any] = {
+            "rewards": self.rewards,
+            "stream": self.stream,
+            "objective": self.objective,
+            "config": pipeline.policy,
+            "seed": pipeline.seed,
+        }
         if not pipeline.asynchronous.on:
-            return Sampler(pipeline.complete(rollout, self.environment, pipeline.rollout.budget()), *parts)
+            return Sampler(pipeline.complete(rollout, self.environment, pipeline.rollout.budget()), **parts)
         talking = pipeline.talking(self.environment, self.source, self.tokenizer, pipeline.policy.sampling)
-        return pipeline.asynchronous.sampler(rollout, self.tokenizer, *parts, talking)
+        return pipeline.asynchronous.sampler(rollout, tokenizer=self.tokenizer, talking=talking, **parts)
 
     def learn(self, models: PolicyEngines, sampler: Sampler, coefficients: Coefficients) -> None:
         """Reinforcement learning, with the Pareto front of several rewards drawn at its end."""
@@ -384,7 +385,7 @@ class PolicyStages:
 
     def evaluated_after(self, policy: TrainEngine) -> dict[str, dict[str, Any]]:
         """The evaluation of the trained policy."""
-        policy.sync_weights(self.rollout)  # a run resumed after its last step has made none
+        policy.sync_weights(self.rollout)  # A run that is resumed after its last step has synchronised no weights.
         return self._evaluate_both()
 
     def export(self, policy: TrainEngine) -> None:
@@ -439,7 +440,7 @@ class PolicyStages:
 
     @property
     def _scale(self) -> str:
-        """The default reward is 1 or 0; the mean of another one is no accuracy."""
+        """The name of a mean reward: accuracy for the default reward, which is 1 or 0."""
         return "reward" if self.pipeline.reward or self.pipeline.environment else "accuracy"
 
     @property
@@ -449,7 +450,7 @@ class PolicyStages:
 
 def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]]) -> None:
     """samples.json: some held-out completions of each evaluation, to read."""
-    samples = {when: {how: found["samples"] for how, found in both.items()} for when, both in evaluations.items()}
+    samples = {when: {how: metrics["samples"] for how, metrics in both.items()} for when, both in evaluations.items()}
     write_json(folder / "samples.json", samples)
 
 
@@ -459,11 +460,11 @@ def evaluate_both(
     """Completions of held-out prompts, greedy and at the temperature of training."""
     options: dict[str, Any] = {"scalar": config.scalar, "seed": seed}
     temperatures = {"sampled": config.sampling.temperature, "greedy": 0.0}
-    found = {
+    metrics = {
         name: evaluate(complete, rows, rewards, config.sampling, temperature=temperature, **options)
         for name, temperature in temperatures.items()
     }
-    return {"greedy": found["greedy"], "sampled": found["sampled"]}
+    return {"greedy": metrics["greedy"], "sampled": metrics["sampled"]}
 
 
 def rows_of(pipeline: PolicyPipeline) -> tuple[list[dict], list[dict]]:

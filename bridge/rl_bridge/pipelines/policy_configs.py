@@ -10,27 +10,41 @@ from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline
 
 EXPORTED = ("model", "best", "warm_start")
-"""Folders that a run exports: its own name says more."""
+"""Names of the folders that a run exports: the name of the run's own folder says more."""
 
 
 def policy(words: Sequence[str] = ()) -> PolicyPipeline:
-    """What ``rl-fn train policy`` begins with: ``pretrained`` where the words of the command name a model, else the
-    quickstart.
+    """The config that ``rl-fn train policy`` begins with, by the words of the command.
+
+    ``pretrained_config`` where they name a model, else ``quickstart``.
 
     >>> policy(["--model", "org/Small-1B", "--data", "problems.jsonl"]).name
     'Small-1B-problems'
     """
-    model = _given(words, "--model")
+    model = _value_of("--model", words)
     if model is None:
         return quickstart()
-    return pretrained_config(model, _given(words, "--data"), adapters=_given(words, "--lora.rank") not in (None, "0"))
+    adapters = _value_of("--lora.rank", words) not in (None, "0")
+    return pretrained_config(model, _value_of("--data", words), adapters=adapters)
+
+
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    """The last value of an option among the words of a command."""
+    value = None
+    for place, word in enumerate(words):
+        if word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+        elif word == option and place + 1 < len(words):
+            value = words[place + 1]
+    return value
 
 
 def pretrained_config(model: str, data: str | None = None, *, adapters: bool = False) -> PolicyPipeline:
-    """GRPO of a user's model: no supervised steps, completions of up to 512 tokens, a rate that keeps what it knows.
+    """GRPO of a user's model: no supervised steps, completions of up to 512 tokens, a low learning rate.
 
-    The learning rate is DAPO's (Yu et al., 2025) and TRL's, 1e-6 after a warm-up; of ``adapters`` ten times that, as
-    LoRA's best rates are about ten times those of all weights (Schulman et al., LoRA Without Regret, 2025).
+    The learning rate is DAPO's (Yu et al., 2025) and TRL's, 1e-6 after a warm-up. With ``adapters`` the rate is ten
+    times as high, as LoRA's best rates are about ten times those of all weights (Schulman et al., LoRA Without Regret,
+    2025).
     """
     return PolicyPipeline(
         name=_name_of(model, data),
@@ -49,22 +63,11 @@ def pretrained_config(model: str, data: str | None = None, *, adapters: bool = F
     )
 
 
-def _given(words: Sequence[str], option: str) -> str | None:
-    """The value of an option among the words of a command, the last one."""
-    found = None
-    for place, word in enumerate(words):
-        if word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-        elif word == option and place + 1 < len(words):
-            found = words[place + 1]
-    return found
-
-
 def _name_of(model: str, data: str | None) -> str:
-    """Of a run, from what it learns with: runs/first/model and problems.jsonl are first-problems."""
+    """The name of a run, by its model and data: runs/first/model and problems.jsonl make first-problems."""
     folder = Path(model)
-    of_model = folder.parent.name if folder.name in EXPORTED and folder.parent.name else folder.name
-    parts = [of_model, "" if data is None else Path(data.partition("@")[0]).stem]
+    model_name = folder.parent.name if folder.name in EXPORTED and folder.parent.name else folder.name
+    parts = [model_name, "" if data is None else Path(data.partition("@")[0]).stem]
     return "-".join(filter(None, parts)).strip(".")[:100] or "policy"
 
 
@@ -90,7 +93,7 @@ def quickstart() -> PolicyPipeline:
             responses_per_prompt=4,
             sampling=SamplingOptions(max_new_tokens=5),
         ),
-        # Five times this rate learns more slowly: the noise of a group's advantage undoes what it teaches.
+        # Five times this rate learns more slowly: the advantages of a group are too noisy for that.
         optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup=10, final=0.2, beta2=0.99),
         objective=objective_options("dapo"),
     )

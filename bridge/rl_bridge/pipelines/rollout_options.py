@@ -34,8 +34,6 @@ from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_fn import Objective
 
-# Which engine draws the completions of a run.
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
@@ -45,20 +43,20 @@ class RolloutOptions:
     """in_process: transformers' own model, on any device. vllm: an engine of vLLM in each worker (docs/rollouts.md).
     vllm_server: a server process of vLLM beside each worker, started again if it dies."""
     precision: Precision = "fp32"
-    """Of the linear layers of an in_process rollout; vllm has ``--rollout.vllm.precision``."""
+    """Precision of the linear layers of an in_process rollout; vllm has ``--rollout.vllm.precision``."""
     vllm: VLLMOptions = VLLMOptions()
-    """Of an engine of vLLM."""
+    """Options of an engine of vLLM."""
     step_seconds: float | None = None
-    """Seconds for the completions of a training step (a round of them, with ``--policy.sampling-rounds``). What is
-    unfinished then is aborted and does not count. Time is not reproducible, so neither is such a run."""
+    """Seconds for the completions of a training step (a round of them, with ``--policy.sampling-rounds``). Completions
+    that are unfinished then are aborted and do not count. Such a run is not reproducible, as time is not."""
     step_tokens: int | None = None
-    """Tokens that the policy draws in a training step; each worker has an equal share. What is unfinished then is
-    aborted likewise."""
+    """Tokens that the policy draws in a training step; each worker has an equal share. Completions that are unfinished
+    then are aborted likewise."""
     request_seconds: float | None = None
     """Seconds for one completion, or one conversation from its opening. The completions of a step begin together."""
 
     def __post_init__(self) -> None:
-        """Refuse options that nothing reads, and limits that leave nothing."""
+        """Refuse options that nothing reads, and limits that leave no token."""
         self.budget()
         if self.backend != "in_process" and self.precision != "fp32":
             raise ValueError(f"an engine of vLLM has --rollout.vllm.precision, got precision {self.precision}")
@@ -116,12 +114,9 @@ def _served_rollout(source: ModelSource, tokenizer: PreTrainedTokenizerBase, opt
     return ServedRollout(source, tokenizer, options)
 
 
-# Options of a run whose policy talks to environments.
-
-
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentOptions(RewardOptions):
-    """Where the answers to the policy's turns come from. Without ``environment`` a completion is one turn."""
+    """The environment that the policy talks to. Without ``environment`` a completion is one turn."""
 
     environment: str | None = field(default=None, metadata=MAY_CHANGE)
     """``FILE.py:Name`` of a class with reset and step, or of RL2's ``interact(messages)``; or the address of an OpenEnv
@@ -159,7 +154,7 @@ class EnvironmentOptions(RewardOptions):
         return load(("environment",), weights=self.reward_weights)
 
     def environments(self) -> EnvironmentFactory | None:
-        """What makes them.
+        """The factory of the environments; None: there are none.
 
         Raises:
             FileNotFoundError: there is no such environment file.
@@ -170,7 +165,7 @@ class EnvironmentOptions(RewardOptions):
     def complete(
         self, rollout: InferenceEngine, environment: EnvironmentFactory | None, budget: Mapping[str, Any] | None = None
     ) -> Complete:
-        """How the trajectories of rows are made. ``budget``: limits of a call, as the engine's methods have them."""
+        """The function that makes trajectories of rows. ``budget``: limits of a call, by the engine's names."""
         if environment is None:
             return completions(rollout, **(budget or {}))
         limits: dict[str, Any] = {
@@ -202,14 +197,14 @@ class EnvironmentOptions(RewardOptions):
             limits=Limits(
                 max_turns=self.max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=self.max_trajectory_tokens
             ),
-            # The trainer's thread uses the other one.
+            # The trainer's thread uses ``tokenizer``.
             template=TurnTemplate(copy.deepcopy(tokenizer), stops),
             step_timeout=self.environment_timeout,
             processes=self.environment_processes,
         )
 
     def environment_fingerprint(self) -> dict[str, str]:
-        """Of the environment's file and what it imports, which a resumed run compares."""
+        """The fingerprint of the environment's file and its imports, which a resumed run compares."""
         if self.environment is None:
             return {}
         file, _, name = self.environment.rpartition(":")
@@ -218,34 +213,32 @@ class EnvironmentOptions(RewardOptions):
         return {"environment": hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:16]}
 
 
-# Options of rollouts that run ahead of training, and the sampler that they make.
-
-
 @dataclass(frozen=True, kw_only=True)
 class AsynchronousOptions:
     """How far rollouts run ahead of training, and when they take new weights."""
 
     max_staleness: int = 0
-    """Training steps between the weights that drew a token and those that train on it, at most. 0: a step begins with
-    its rollout. 1: one step ahead."""
+    """Training steps, at most, between the weights that drew a token and the weights that train on the token. 0: a step
+    begins with its rollout. 1: one step ahead."""
     partial: bool = False
-    """Completions go on across an update, each token with the version that drew it. Else each is of one version."""
+    """Completions go on across an update, each token with the version that drew it. Else a completion is of one
+    version."""
     deterministic: bool = True
-    """The same tokens are drawn by the same versions in every run, whatever takes how long. Else the rollout takes new
-    weights when there are any."""
+    """The same tokens are drawn by the same versions in every run, however long each part takes. Else the rollout takes
+    new weights when there are any."""
     tokens_beside: int | None = None
     """Tokens of each completion drawn beside one training step, of deterministic partial rollouts."""
     round_tokens: int = 8
     """Tokens of each completion from one look at the trainer to the next."""
     window: int = 1
-    """A step may pass over unfinished prompts, and take its own from so many. 1: in the order of the data."""
+    """Prompts among which a step may choose its own, passing over unfinished ones. 1: in the order of the data."""
     request_seconds: float | None = field(default=None, metadata=MAY_CHANGE)
-    """Seconds in the engine after which a completion is aborted. It does not count then."""
+    """Seconds in the engine after which a completion is aborted. An aborted completion does not count."""
     rollout_workers: int | None = field(default=None, metadata=MAY_CHANGE)
     """Workers that draw and do not train, so that both happen at once. None: all workers do both, in turns."""
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse options that do not go together."""
         counts = (self.tokens_beside, self.round_tokens, self.rollout_workers)
         if self.max_staleness < 0 or any(count is not None and count < 1 for count in counts):
             raise ValueError(
@@ -297,6 +290,7 @@ class AsynchronousOptions:
     def sampler(
         self,
         rollout: InferenceEngine,
+        *,
         tokenizer: PreTrainedTokenizerBase,
         rewards: Rewards,
         stream: RowStream,
@@ -305,8 +299,17 @@ class AsynchronousOptions:
         seed: int,
         talking: Talking | None = None,
     ) -> AheadSampler:
-        """What makes the completions of each step, or with ``talking`` the conversations."""
-        admission, pace = self.admission(config), self.pace(config.sampling.max_new_tokens)
-        lazy = not (self.partial or self.deterministic)
-        parts = rollout, tokenizer, rewards, stream, objective, config, seed
-        return AheadSampler(*parts, admission=admission, pace=pace, lazy=lazy, talking=talking)
+        """The sampler of each step's completions, or with ``talking`` of its conversations."""
+        return AheadSampler(
+            rollout,
+            tokenizer=tokenizer,
+            rewards=rewards,
+            stream=stream,
+            objective=objective,
+            config=config,
+            seed=seed,
+            admission=self.admission(config),
+            pace=self.pace(config.sampling.max_new_tokens),
+            lazy=not (self.partial or self.deterministic),
+            talking=talking,
+        )

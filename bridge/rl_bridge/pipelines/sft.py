@@ -56,6 +56,10 @@ class SFTPipeline(TrainingOptions):
         """Updates for so many rows: ``sft.steps``, or what the epochs take, the last one rounded up."""
         return self.sft.steps if self.epochs is None else math.ceil(self.epochs * rows / self.sft.rows_per_step)
 
+    def reading(self) -> dict[str, Any]:
+        """How rows become tokens: arguments of ``encoded``."""
+        return {"apply_chat_template": self.apply_chat_template, "max_length": self.max_length}
+
 
 def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
@@ -63,8 +67,8 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
     train_rows, held_rows = load_rows(pipeline, (), supervised_row)
     prepare_processes(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_rows])
-    train, left_out = encoded(pipeline, source, tokenizer, train_rows)
-    held_out, held_left_out = encoded(pipeline, source, tokenizer, held_rows)
+    train, left_out = encoded(source, tokenizer, train_rows, **pipeline.reading())
+    held_out, held_left_out = encoded(source, tokenizer, held_rows, **pipeline.reading())
     config = replace(pipeline.sft, steps=pipeline.steps_for(len(train)))
     mesh = pipeline.mesh.of(len(executor.slots))
     engines = pipeline.engines(executor, mesh, source)
@@ -103,25 +107,30 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
 
 
 def encoded(
-    pipeline: SFTPipeline, source: ModelSource, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict],
+    *,
+    apply_chat_template: bool = True,
+    max_length: int | None = None,
 ) -> tuple[list[Trajectory], int]:
-    """The rows as tokens, once for the whole run, and how many are left out for their length.
+    """The rows as tokens, once for the whole run, and the number of rows that are left out for their length.
 
     Raises:
         ValueError: rows that cannot be encoded or that the model cannot read, the first few of them; or none is short
             enough.
     """
-    made: list[Trajectory] = []
-    bad: list[str] = []
+    trajectories: list[Trajectory] = []
+    refusals: list[str] = []
     for row in rows:
         try:
-            made.append(encode_row(tokenizer, row, apply_chat_template=pipeline.apply_chat_template))
+            trajectories.append(encode_row(tokenizer, row, apply_chat_template=apply_chat_template))
         except ValueError as error:
-            bad.append(f"{row.get('_where', 'a row')}: {error}")
-    refuse(bad, len(rows))
-    kept = [t for t in made if pipeline.max_length is None or len(t.tokens) <= pipeline.max_length]
-    if not kept:
-        raise ValueError(f"all of {len(rows)} rows are longer than max_length {pipeline.max_length}")
-    read = iter(kept)
-    check_rows(source, tokenizer, [t.row for t in kept], lambda _: ((t := next(read)).messages, t.tokens))
-    return kept, len(rows) - len(kept)
+            refusals.append(f"{row.get('_where', 'a row')}: {error}")
+    refuse(refusals, len(rows))
+    short = [t for t in trajectories if max_length is None or len(t.tokens) <= max_length]
+    if not short:
+        raise ValueError(f"all of {len(rows)} rows are longer than max_length {max_length}")
+    in_order = iter(short)
+    check_rows(source, tokenizer, [t.row for t in short], lambda _: ((t := next(in_order)).messages, t.tokens))
+    return short, len(rows) - len(short)

@@ -1,4 +1,4 @@
-"""What every training pipeline shares: the options, and how rows, model and processes are made from them."""
+"""Options of every training pipeline, and the rows, model and processes that they make."""
 
 import os
 import platform
@@ -41,7 +41,7 @@ class LoRAOptions:
     """The adapters' scale is alpha / rank. None is twice the rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Ends of module names, as q_proj, and of weights with their module, as experts.down_proj. all-linear is every
-    linear layer but the output embeddings and what chooses the experts of a mixture."""
+    linear layer but the output embeddings and the router of a mixture of experts."""
     use_rslora: bool = False
     """The scale is alpha / √rank."""
 
@@ -93,9 +93,9 @@ class TrainingOptions(RunOptions, PlacementOptions):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the trainer's matrix products."""
     activations: Activations = "keep"
-    """What a layer keeps for its backward pass: keep: all. selective: results of matrix products and attention, the
-    rest is computed again. every_other: every second layer keeps its inputs alone, and is computed again. full: every
-    layer. offload: all, in host memory. offload_inputs: full, with the inputs in host memory."""
+    """Activations that a layer keeps for its backward pass. keep: all. selective: results of matrix products and
+    attention, the rest is computed again. every_other: every second layer keeps its inputs alone, and is computed
+    again. full: every layer. offload: all, in host memory. offload_inputs: full, with the inputs in host memory."""
     gradient_checkpointing: bool = False
     """The same as ``activations`` full."""
     offload: Literal["none", "phases", "always"] = "none"
@@ -138,16 +138,19 @@ class TrainingOptions(RunOptions, PlacementOptions):
         )
 
     def models(self) -> dict[str, str | None]:
-        """Folders or hub ids of the models that the run begins with, by what they are to it."""
+        """Role → folder or hub id, of the models that the run begins with."""
         return {"model": self.model}
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the models' files and of the chat template's text, wherever they lie now: a resumed run compares them."""
-        named = {what: name for what, name in self.models().items() if name is not None}
-        found = {what: of_folder(PretrainedSource(name).folder(), tell) for what, name in named.items()}
+        """Fingerprints of the models' files and of the chat template's text, which a resumed run compares.
+
+        The place of a file does not count.
+        """
+        names = {role: name for role, name in self.models().items() if name is not None}
+        fingerprints = {role: of_folder(PretrainedSource(name).folder(), tell) for role, name in names.items()}
         if self.chat_template is not None:
-            found["chat template"] = of_rows([{"text": read_template(self.chat_template)}])
-        return found
+            fingerprints["chat template"] = of_rows([{"text": read_template(self.chat_template)}])
+        return fingerprints
 
     def parallel(self) -> ParallelConfig:
         """Recomputation and offloading of the trained models."""
@@ -155,19 +158,19 @@ class TrainingOptions(RunOptions, PlacementOptions):
         return ParallelConfig(activations=activations, cpu_offload=self.offload == "always")
 
     def trained(self, source: ModelSource) -> ModelSource:
-        """What of a model is trained: adapters in it or all of it, without the frozen parameters.
+        """The model with its trained part: adapters in it or all of it, without the frozen parameters.
 
         Raises:
             ValueError: a target module or a freeze pattern that the model does not have.
         """
         adapted = self.lora.of(source, self.seed)
-        chosen = FreezingSource(adapted, self.freeze) if self.freeze else adapted
+        trained = FreezingSource(adapted, self.freeze) if self.freeze else adapted
         with torch.device("meta"):
-            chosen.empty()  # what is wrong shows before workers are made
-        return chosen
+            trained.empty()  # A name that the model does not have is refused before workers are made.
+        return trained
 
     def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str = "") -> Engines:
-        """What makes the engines of a run, with these options."""
+        """The maker of a run's engines, with these options."""
         trained, turns = self.trained(source), self.offload == "phases"
         return Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, take_turns=turns)
 
@@ -184,9 +187,14 @@ def load_rows(
         rows = read_rows(options.data, fields=fields, check=check)
     if options.eval_data is not None:
         held_out = read_rows(options.eval_data, fields=fields, check=check)
-        remark_on_shared(map(_said, rows), map(_said, held_out))
+        remark_on_shared(map(_without_place, rows), map(_without_place, held_out))
         return rows, held_out
     return split(options, rows)
+
+
+def _without_place(row: Mapping[str, Any]) -> str:
+    """The row as text, without the place where it was read."""
+    return repr({name: value for name, value in row.items() if name != "_where"})
 
 
 def split(options: TrainingOptions, rows: Sequence[dict]) -> tuple[list[dict], list[dict]]:
@@ -214,18 +222,13 @@ def split(options: TrainingOptions, rows: Sequence[dict]) -> tuple[list[dict], l
 
 def remark_on_shared(trained: Iterable[str], held_out: Iterable[str]) -> None:
     """Count the rows of --eval-data that are trained on."""
-    known, rows = set(trained), list(held_out)
-    if both := sum(row in known for row in rows):
+    trained_rows, rows = set(trained), list(held_out)
+    if both := sum(row in trained_rows for row in rows):
         remark(f"{both} of {len(rows)} rows of --eval-data are rows of --data: they are no held-out rows")
 
 
-def _said(row: Mapping[str, Any]) -> str:
-    """The row without its place."""
-    return repr({name: value for name, value in row.items() if name != "_where"})
-
-
 def load_model(options: TrainingOptions, rows: Sequence[dict]) -> tuple[ModelSource, PreTrainedTokenizerBase]:
-    """The model as it is loaded, without adapters, and its tokenizer; ``rows`` are all that a new model must spell.
+    """The loaded model, without adapters, and its tokenizer. A new model's tokenizer can spell all of ``rows``.
 
     The tokenizer has the options' chat template, if there is one.
     """
@@ -238,7 +241,7 @@ def load_model(options: TrainingOptions, rows: Sequence[dict]) -> tuple[ModelSou
 
 
 def prepare_processes(options: TrainingOptions, executor: Executor) -> None:
-    """Threads of all processes, and the seed of this one: what comes before a model is made."""
+    """Set the threads of all processes and the seed of this one. Comes before a model is made."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
         threads = {slot.index: (options.threads,) for slot in executor.slots}
@@ -247,26 +250,26 @@ def prepare_processes(options: TrainingOptions, executor: Executor) -> None:
 
 
 def parameters_of(source: ModelSource) -> int:
-    """How many numbers the model has; tied ones count once."""
+    """Numbers that the model has; tied ones count once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in source.empty().parameters())
 
 
 def trainable_parameters_of(source: ModelSource) -> int:
-    """How many of them are trained."""
+    """Numbers of the model that are trained; tied ones count once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in source.empty().parameters() if parameter.requires_grad)
 
 
 def seed_everything(seed: int) -> None:
-    """Every global generator: what a user's model or reward samples from is reproducible too."""
+    """Seed every global generator: a user's model or reward may sample from any of them."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def versions() -> dict[str, str]:
-    """What the result was made with."""
+    """Versions of Python and of the packages that make a result."""
     packages = ("rl-fn", "jax", "torch", "transformers", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 

@@ -1,4 +1,4 @@
-"""A reward function: from the user's file, called as its parameters want, every value checked."""
+"""A reward function: loaded from the user's file, called in the form that its parameters show, every value checked."""
 
 import asyncio
 import copy
@@ -14,8 +14,6 @@ from typing import Any, Literal, get_args
 from rl_bridge.common.user_files import load_file, the_users_code
 from rl_bridge.data.trajectory import Trajectory
 
-# What is wrong with a reward, with its name and the row.
-
 
 class RewardError(ValueError):
     """A reward that raises, hangs, dies or returns no finite number."""
@@ -30,7 +28,7 @@ class RowFailed(Exception):
         self.place = place
 
 
-# How a reward function wants to be called: read off its parameters, or said by the user.
+# The protocol of a reward function: read off its parameters, or said by the user.
 
 Reward = Callable[..., Any]
 """A user's reward function, of any of the protocols."""
@@ -57,11 +55,11 @@ def protocol_of(function: Reward, name: str) -> Protocol:
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a function written in C, there may be none
+    except (TypeError, ValueError):  # A function written in C may have no signature.
         signature = None
-    found = None if signature is None else _shown(signature)
-    if signature is not None and found is not None and _takes(signature, found):
-        return found
+    protocol = None if signature is None else _shown(signature)
+    if signature is not None and protocol is not None and _takes(signature, protocol):
+        return protocol
     code = getattr(function, "__code__", None)
     where = "" if code is None else f"{code.co_filename}: "
     has = "has parameters that cannot be read" if signature is None else f"is {name}{signature}"
@@ -72,7 +70,7 @@ def protocol_of(function: Reward, name: str) -> Protocol:
 
 
 def _takes(signature: inspect.Signature, protocol: Protocol) -> bool:
-    """Whether a call of the protocol fits. Which columns TRL's keywords may name shows with the first row."""
+    """Whether a call of the protocol fits. The columns among TRL's keywords show with the first row only."""
     try:
         if protocol == "trl":
             signature.bind_partial(completions=None)
@@ -103,23 +101,22 @@ def _shown(signature: inspect.Signature) -> Protocol | None:
 
 
 def calls(function: Reward, protocol: Protocol, trajectories: Sequence[Trajectory]) -> Iterator[Any]:
-    """What the function returns: of a batch one value, else one for each trajectory in turn.
+    """The function's return values: one for a batch, else one for each trajectory in turn.
 
     The function gets copies, so that it cannot change the rows that the run goes on with. Coroutines run together.
     """
     copied = [replace(t, row=copy.deepcopy(dict(t.row)), messages=copy.deepcopy(t.messages)) for t in trajectories]
-    asked = (
-        [_trl(function, copied)] if protocol == "trl" else [] if protocol == "batch" else map(_ONE[protocol], copied)
-    )
     if protocol == "batch":
-        asked = [((copied,), {})]
+        arguments = [((copied,), {})]
+    else:
+        arguments = [_trl(function, copied)] if protocol == "trl" else map(_ONE[protocol], copied)
     if _is_async(function):
-        for value in _finished([function(*args, **kwargs) for args, kwargs in asked]):
+        for value in _finished([function(*args, **kwargs) for args, kwargs in arguments]):
             if isinstance(value, BaseException):
                 raise value
             yield value
     else:
-        for args, kwargs in asked:
+        for args, kwargs in arguments:
             yield function(*args, **kwargs)
 
 
@@ -138,25 +135,25 @@ def _verl(trajectory: Trajectory) -> Arguments:
     row = trajectory.row
     rule = row.get("reward_model")
     truth = rule.get("ground_truth") if isinstance(rule, Mapping) else row.get("answer")
-    named = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info")}
-    return (), {**named, "solution_str": trajectory.completion, "ground_truth": truth}
+    columns = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info")}
+    return (), {**columns, "solution_str": trajectory.completion, "ground_truth": truth}
 
 
 def _trl(function: Reward, trajectories: Sequence[Trajectory]) -> Arguments:
     """Every column as a list. Behind a prompt of messages, the completion is messages too."""
     rows = [t.row for t in trajectories]
-    said = [
+    completions = [
         [{"role": "assistant", "content": t.completion}] if _is_chat(t.row.get("prompt")) else t.completion
         for t in trajectories
     ]
     columns = {name for row in rows for name in row} - _NOT_COLUMNS
-    given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in sorted(columns)}
-    given |= {"prompts": [row.get("prompt") for row in rows], "completions": said}
-    given |= {"completion_ids": [list(t.sampled_tokens) for t in trajectories], "trainer_state": None}
+    keywords: dict[str, Any] = {name: [row.get(name) for row in rows] for name in sorted(columns)}
+    keywords |= {"prompts": [row.get("prompt") for row in rows], "completions": completions}
+    keywords |= {"completion_ids": [list(t.sampled_tokens) for t in trajectories], "trainer_state": None}
     parameters = inspect.signature(function).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        given = {p.name: given[p.name] for p in parameters if p.name in given}
-    return (), given
+        keywords = {p.name: keywords[p.name] for p in parameters if p.name in keywords}
+    return (), keywords
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -177,23 +174,23 @@ def _finished(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     async def together() -> list[Any]:
         return await asyncio.gather(*coroutines, return_exceptions=True)
 
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(_outcome(together)), name="rewards", daemon=True)
+    outcomes: list[Any] = []
+    thread = threading.Thread(target=lambda: outcomes.append(_outcome(together)), name="rewards", daemon=True)
     thread.start()
     thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    if isinstance(outcomes[0], BaseException):
+        raise outcomes[0]
+    return outcomes[0]
 
 
 def _outcome(run: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     try:
         return asyncio.run(run())
-    except BaseException as error:  # as sys.exit() inside a coroutine: raised again where the reward was asked
+    except BaseException as error:  # sys.exit() inside a coroutine, too: the caller's thread raises the error again.
         return error
 
 
-# One reward function asked about trajectories: every value is checked, every error names the reward and the row.
+# Checked values.
 
 FLOAT32 = 3.4028234663852886e38
 """Rewards become float32 tensors: a larger one would be infinite."""
@@ -201,7 +198,10 @@ Values = dict[str, float]
 
 
 class Asked:
-    """A function under a name. A function that returns a dictionary gives several rewards, by its keys."""
+    """A reward function under a name, with its values checked. Every error names the reward and the row.
+
+    A function that returns a dictionary gives several rewards, by its keys.
+    """
 
     def __init__(
         self,
@@ -212,9 +212,9 @@ class Asked:
         title: str | None = None,
         apart: bool = False,
     ) -> None:
-        """``protocol`` None: what the function's parameters show. ``title``: its name in messages, else its own.
+        """``protocol`` None: the parameters show it. ``title``: the function's name in messages, else its own.
 
-        ``apart``: a function of lists looks at each trajectory by itself, as any other does.
+        ``apart``: a function of lists looks at each trajectory by itself, as other functions do.
         """
         self.name, self.function = name, function
         self.title = title or getattr(function, "__name__", None) or name
@@ -225,7 +225,7 @@ class Asked:
         """The values of each trajectory by name, in order.
 
         Raises:
-            RewardError: the function raises, exits, or returns what is no finite number, or not one a trajectory.
+            RewardError: the function raises, exits, or does not return one finite number a trajectory.
         """
         results = calls(self.function, self.protocol, trajectories)
         whole = self.protocol in OF_LISTS
@@ -235,30 +235,31 @@ class Asked:
                     value = next(results)
             except RowFailed as error:
                 failed = trajectories[error.place]
-                raise RewardError(f"{self.on(failed)} failed: {error}{said(failed)}") from error
+                raise RewardError(f"{self.on(failed)} failed: {error}{with_completion(failed)}") from error
             except (KeyboardInterrupt, GeneratorExit):
                 raise
             except BaseException as error:
                 where = self.on_all(trajectories) if whole else self.on(trajectory)
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                raise RewardError(f"{where} raised {reason}{'' if whole else said(trajectory)}") from error
+                end = "" if whole else with_completion(trajectory)
+                raise RewardError(f"{where} raised {reason}{end}") from error
             if whole:
                 yield from self._of_batch(value, trajectories)
             else:
                 yield self._values(value, trajectory)
 
     def close(self) -> None:
-        """Close what the function holds, if it can be closed."""
+        """Close the function, if it has a ``close``."""
         close = getattr(self.function, "close", None)
         if callable(close):
             close()
 
     def on(self, trajectory: Trajectory) -> str:
-        """How an error message begins."""
+        """The beginning of an error message about a trajectory."""
         return f"reward {self.title} on {trajectory.row.get('_where', 'a row')}"
 
     def on_all(self, trajectories: Sequence[Trajectory]) -> str:
-        """The same of a whole batch."""
+        """The beginning of an error message about a whole batch."""
         if len(trajectories) == 1:
             return self.on(trajectories[0])
         last = trajectories[-1].row.get("_where", "a row")
@@ -285,9 +286,10 @@ class Asked:
 
     def _values(self, value: Any, trajectory: Trajectory) -> Values:
         if isinstance(value, Mapping) and self.protocol == "verl":
-            value = value.get("score")  # the rest is for its log
+            value = value.get("score")  # The rest is for verl's log.
         if isinstance(value, Mapping) and not value:
-            raise RewardError(f"{self.on(trajectory)} returned {{}}, expected a number a name{said(trajectory)}")
+            end = with_completion(trajectory)
+            raise RewardError(f"{self.on(trajectory)} returned {{}}, expected a number a name{end}")
         if isinstance(value, Mapping):
             return {str(name): self._number(one, trajectory) for name, one in value.items()}
         return {self.name: self._number(value, trajectory)}
@@ -300,24 +302,22 @@ class Asked:
             if abs(plain) <= FLOAT32:
                 return float(plain)
             expected += f" up to {FLOAT32:.4g}, which float32 can hold"
-        raise RewardError(f"{self.on(trajectory)} returned {short(value)}, expected {expected}{said(trajectory)}")
+        end = with_completion(trajectory)
+        raise RewardError(f"{self.on(trajectory)} returned {short(value)}, expected {expected}{end}")
 
 
-def said(trajectory: Trajectory) -> str:
-    """How an error message ends: with the completion."""
+def with_completion(trajectory: Trajectory) -> str:
+    """The end of an error message: the completion."""
     return f"; completion {short(trajectory.completion)}"
 
 
 def short(value: Any, characters: int = 300) -> str:
-    """What an error message prints of a value."""
+    """The first characters of a value's ``repr``, for an error message."""
     try:
         text = repr(value)
-    except Exception as error:  # the user's own class
+    except Exception as error:  # The ``repr`` of a user's class may raise.
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"
-
-
-# A reward function from the user's file.
 
 
 def load_reward(source: str) -> Callable[..., Any]:

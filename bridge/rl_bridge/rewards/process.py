@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 from rl_bridge.common.children import Child, module_at_socket
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.rewards.function import OF_LISTS, Protocol, RewardError, Values, said
+from rl_bridge.rewards.function import OF_LISTS, Protocol, RewardError, Values, with_completion
 
 START = 60.0
 """Seconds for Python to start and to import the function's file, beside the time limit of a call."""
@@ -22,9 +22,10 @@ class _Process(NamedTuple):
 
 
 class AskedElsewhere:
-    """As ``Asked``, with a limit of ``seconds`` for each result. A function that hangs or dies takes nothing with it.
+    """``Asked`` in a process of its own, with a limit of ``seconds`` for each result.
 
-    The process begins with ``begin`` or the first call, and begins anew after it was ended.
+    A function that hangs or dies takes no other process with it. The process begins with ``begin`` or the first call,
+    and begins anew after its end.
     """
 
     def __init__(self, name: str, source: str | Callable[..., Any], protocol: Protocol | None, seconds: float) -> None:
@@ -48,11 +49,11 @@ class AskedElsewhere:
 
     @property
     def apart(self) -> bool:
-        """As of ``Asked``; False before the process has said what the function's parameters show."""
+        """``Asked.apart``; False before the process has sent the protocol that the function's parameters show."""
         return self._protocol is not None and self._protocol not in OF_LISTS
 
     def begin(self) -> Self:
-        """Load the function in its process, and see what is wrong with it.
+        """Load the function in its process, so that a function that cannot be loaded shows here.
 
         Raises:
             FileNotFoundError, ValueError: as ``load_reward`` does, and for parameters that show no protocol.
@@ -73,7 +74,7 @@ class AskedElsewhere:
         try:
             try:
                 process.connection.send_bytes(pickle.dumps(tuple(trajectories)))
-            except OSError:  # it was gone since the batch before
+            except OSError:  # The process has ended since the batch before.
                 raise self._ended(process, trajectories[0]) from None
             for trajectory in trajectories:
                 kind, value = self._next(process, self.seconds, trajectory)
@@ -83,7 +84,7 @@ class AskedElsewhere:
         except RewardError:
             raise
         except BaseException:
-            self.close()  # results that nobody waits for would be taken for those of the next call
+            self.close()  # Results that nobody waits for would be taken for results of the next call.
             raise
 
     def close(self) -> None:
@@ -109,7 +110,9 @@ class AskedElsewhere:
         if not process.connection.poll(seconds):
             self.close()
             if trajectory is not None:
-                raise RewardError(f"{self._on(trajectory)} did not end within {seconds:g} s{said(trajectory)}")
+                raise RewardError(
+                    f"{self._on(trajectory)} did not end within {seconds:g} s{with_completion(trajectory)}"
+                )
             limits = f"{START:g} s to start and the limit of {self.seconds:g} s"
             raise RewardError(f"{self._on(None)} could not be loaded within {seconds:g} s ({limits}){self._source}")
         try:
@@ -118,9 +121,9 @@ class AskedElsewhere:
             raise self._ended(process, trajectory) from None
 
     def _ended(self, process: _Process, trajectory: Trajectory | None) -> RewardError:
-        how = process.child.how_it_ended()
+        how, end = process.child.how_it_ended(), with_completion(trajectory) if trajectory else ""
         self.close()
-        return RewardError(f"{self._on(trajectory)} ended its process {how}{said(trajectory) if trajectory else ''}")
+        return RewardError(f"{self._on(trajectory)} ended its process {how}{end}")
 
     def _on(self, trajectory: Trajectory | None) -> str:
         return f"reward {self.title}" + (f" on {trajectory.row.get('_where', 'a row')}" if trajectory else "")

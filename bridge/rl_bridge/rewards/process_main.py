@@ -1,4 +1,4 @@
-"""The process that a reward function runs in: loads it, and scores what arrives."""
+"""The process that a reward function runs in: loads the function, and scores the trajectories that arrive."""
 
 import contextlib
 import pickle
@@ -9,24 +9,24 @@ from rl_bridge.rewards.function import Asked, RewardError, load_reward
 
 
 def serve(connection: Connection) -> None:
-    """Until the other end is closed."""
+    """Score batches until the other end is closed."""
     name, source, protocol, path = pickle.loads(connection.recv_bytes())
     sys.path[:] = path
     try:
-        asked = Asked(name, load_reward(source) if isinstance(source, str) else source, protocol)
+        reward = Asked(name, load_reward(source) if isinstance(source, str) else source, protocol)
     except (ValueError, FileNotFoundError) as error:
         connection.send_bytes(pickle.dumps(("error", error)))
         return
-    connection.send_bytes(pickle.dumps(("ready", asked.protocol)))
+    connection.send_bytes(pickle.dumps(("ready", reward.protocol)))
     while True:
         trajectories = pickle.loads(connection.recv_bytes())
         try:
-            for values in asked.score(trajectories):
+            for values in reward.score(trajectories):
                 connection.send_bytes(pickle.dumps(("values", values)))
         except RewardError as error:
             connection.send_bytes(pickle.dumps(("error", str(error))))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError):  # the run is over
+    with contextlib.suppress(EOFError):  # The run is over.
         serve(Connection(int(sys.argv[1])))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# A line a minute about a reward that has not answered: a run that waits must not look like one that trains.
+# A run that waits for a reward must not look like one that trains.
 
 logger = logging.getLogger(__name__)
 EVERY = 60.0
@@ -25,18 +25,18 @@ EVERY = 60.0
 
 @contextmanager
 def watched(awaited: Callable[[], str]) -> Iterator[Callable[[], None]]:
-    """While the block runs, warn of what is ``awaited``; the block calls what it gets with each result.
+    """While the block runs, warn of the ``awaited`` result. The block gets a function to call with each result.
 
-    Nothing is ended: how long a reward may take, the user says (``reward_timeout``).
+    No reward is ended here: the user's ``reward_timeout`` says how long one may take.
     """
     over, last = threading.Event(), [time.monotonic()]
 
     def watch() -> None:
-        said = last[0]
-        while not over.wait(max(0.0, max(said, last[0]) + EVERY - time.monotonic())):
+        warned = last[0]
+        while not over.wait(max(0.0, max(warned, last[0]) + EVERY - time.monotonic())):
             since = time.monotonic() - last[0]
-            if since >= EVERY and time.monotonic() - said >= EVERY:
-                said = time.monotonic()
+            if since >= EVERY and time.monotonic() - warned >= EVERY:
+                warned = time.monotonic()
                 logger.warning("waiting for %s, for %.0f s now", awaited(), since)
 
     def result() -> None:
@@ -49,9 +49,6 @@ def watched(awaited: Callable[[], str]) -> Iterator[Callable[[], None]]:
     finally:
         over.set()
         thread.join()
-
-
-# ``Rewards``: every named reward of a run, asked about a batch of trajectories.
 
 
 class NamedReward(Protocol):
@@ -69,7 +66,7 @@ class NamedReward(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is held: a process, connections."""
+        """Close the reward's process and connections."""
         ...
 
 
@@ -82,7 +79,7 @@ class Rewards:
     def __init__(
         self, rewards: Sequence[NamedReward], weights: Sequence[float] = (), *, fingerprint: Callable[[], str] = str
     ) -> None:
-        """``weights`` in the order of the names; none are all 1. ``fingerprint``: of what the rewards are made of."""
+        """``weights`` in the order of the names; none are all 1. ``fingerprint``: of the rewards' files and names."""
         self._rewards = tuple(rewards)
         self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
         self._tried = False
@@ -95,12 +92,12 @@ class Rewards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of every reward, in the order of the weights."""
+        """Names of all rewards, in the order of the weights."""
         return tuple(name for names in self._names for name in names)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """One a name. Raises ValueError where other numbers were given than there are names."""
+        """One weight a name. Raises ValueError where there are more or fewer weights than names."""
         if self._weights and len(self._weights) != len(self.names):
             raise ValueError(f"there are {len(self._weights)} weights {self._weights} for the rewards {self.names}")
         return self._weights or (1.0,) * len(self.names)
@@ -127,21 +124,21 @@ class Rewards:
             return self._score(trajectories)
 
     def _score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        found: list[dict[str, float]] = [{} for _ in trajectories]
+        results: list[dict[str, float]] = [{} for _ in trajectories]
         for place, reward in enumerate(self._rewards if trajectories else ()):
-            for trajectory, mine, values in zip(trajectories, found, _awaited(reward, trajectories), strict=True):
-                if not self._tried and mine is found[0]:
+            for trajectory, rewards, values in zip(trajectories, results, _awaited(reward, trajectories), strict=True):
+                if not self._tried and rewards is results[0]:
                     self._names[place] = tuple(values)
                 if tuple(values) != self._names[place]:
                     raise RewardError(
                         f"reward {reward.name} on {trajectory.row.get('_where', 'a row')} returned the rewards "
                         f"{sorted(values)}, before they were {sorted(self._names[place])}"
                     )
-                mine |= values
+                rewards |= values
         if trajectories and not self._tried:
             self._tried = True
             self._check()
-        return [replace(trajectory, rewards=mine) for trajectory, mine in zip(trajectories, found, strict=True)]
+        return [replace(trajectory, rewards=rewards) for trajectory, rewards in zip(trajectories, results, strict=True)]
 
     def total(self, rewards: Mapping[str, float]) -> float:
         """The weighted sum of a trajectory's rewards.
@@ -155,8 +152,7 @@ class Rewards:
     def try_on(self, rows: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         """Ask every reward about a few of ``rows``, with the row's answer and with nothing as the completion.
 
-        What is wrong with a reward shows here, before a model is made or warmed up. The tokens of the trial are
-        made up.
+        A reward that fails shows here, before a model is made or warmed up. The tokens of the trial are made up.
 
         Raises:
             RewardError: as ``score`` does.
@@ -166,7 +162,7 @@ class Rewards:
         self._check()
 
     def close(self) -> None:
-        """End what the rewards have started."""
+        """Close every reward."""
         for reward in self._rewards:
             reward.close()
 
@@ -179,7 +175,7 @@ class Rewards:
 
 
 def _awaited(reward: NamedReward, trajectories: Sequence[Trajectory]) -> Iterator[dict[str, float]]:
-    """What the reward gives; a warning a minute while it gives nothing."""
+    """The reward's values, with a warning a minute while none comes."""
     done = 0
 
     def awaited() -> str:
@@ -214,6 +210,6 @@ def _trials(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None")
     trials = []
     for text in dict.fromkeys([str(row.get("answer", "")), ""]):
         messages = (*messages_of(prompt), {"role": "assistant", "content": text})
-        # Any token: a tokenizer need not know the characters of an answer that nobody imitates.
+        # Any token will do: the tokenizer need not know the characters of the answer.
         trials.append(single_turn(ids, ids[-1:], row=row, messages=messages))
     return trials

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Many requests of a reward to one server, several at a time.
-
 Item = TypeVar("Item")
 
 
@@ -35,47 +33,47 @@ class Server(http.Server):
     largest: int | None = 1 << 26
 
     def each(self, ask: Callable[[Item, threading.Event], float], items: Sequence[Item]) -> list[float]:
-        """``ask`` of every item, several at a time, with what tells it that nobody waits; the results in order.
+        """The results of ``ask`` for every item, in order, several items at a time.
+
+        ``ask`` also gets an event, which is set when nobody waits for its result.
 
         Raises:
-            RowFailed: the first item, in their order, that got no reply. The others that wait are not asked any more.
-                Neither this nor an interrupt waits for a request that is under way.
+            RowFailed: the first item, in their order, that got no reply. Items that wait are not asked about any more.
+                Neither this error nor an interrupt waits for a request that is under way.
         """
         stop = threading.Event()
         with Askers(self.concurrency, "reward request") as askers:
             futures = [askers.submit(partial(ask, item, stop)) for item in items]
-            found = []
+            results = []
             try:
                 for place, future in enumerate(futures):
                     try:
-                        found.append(future.result())
+                        results.append(future.result())
                     except NoReply as error:
                         raise RowFailed(place, str(error)) from error
             finally:
                 stop.set()
-        return found
+        return results
 
-
-# Models that score over HTTP: a judge that writes its score (OpenAI's chat completions), and a reward model.
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """A reward of a whole batch: one chat completion a trajectory, whose text holds the score.
+    """A reward of a whole batch: one chat completion (OpenAI's protocol) a trajectory, whose text holds the score.
 
-    ``template`` is what the judge reads: ``{prompt}``, ``{completion}`` and the row's columns, as ``{answer}``, are
-    filled in; other braces stay. ``score`` is a regular expression with one group, the number; the last match counts.
+    The judge reads ``template`` with ``{prompt}``, ``{completion}`` and the row's columns, as ``{answer}``, filled in;
+    other braces stay. ``score`` is a regular expression with one group, the number; the last match counts.
     """
 
     url: str
-    """Of the server, as http://localhost:8000/v1; /chat/completions follows."""
+    """Address of the server, as http://localhost:8000/v1; /chat/completions follows."""
     model: str
     template: str
     score: str = r"\[\[(-?\d+(?:\.\d+)?)\]\]"
     maximum: float = 1.0
-    """The judge's number is divided by it; a number below 0 or above it is no score."""
+    """Divisor of the judge's number. A number below 0 or above ``maximum`` is no score."""
     system: str = ""
     temperature: float = 0.0
     max_tokens: int | None = None
@@ -114,7 +112,7 @@ class Judge:
 
     @classmethod
     def of_file(cls, path: Path) -> Self:
-        """From a TOML file with these fields.
+        """The judge of a TOML file with these fields.
 
         Raises:
             FileNotFoundError: no such file.
@@ -176,13 +174,13 @@ class Judge:
             text = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise NoReply(f"{scrubbed_text(server.url)} replied with no chat completion: {short(reply)}") from None
-        found = re.findall(self.score, text or "")
+        scores = re.findall(self.score, text or "")
         reason = f"has no score {self.score!r}"
         try:
-            # A completion that talks a judge into a larger number gains nothing by it.
-            if 0 <= float(found[-1]) <= self.maximum:
-                return float(found[-1]) / self.maximum
-            reason = f"has the score {found[-1]}, which is not from 0 to maximum = {self.maximum:g}"
+            # A completion that talks a judge into a larger number gains nothing.
+            if 0 <= float(scores[-1]) <= self.maximum:
+                return float(scores[-1]) / self.maximum
+            reason = f"has the score {scores[-1]}, which is not from 0 to maximum = {self.maximum:g}"
         except (IndexError, ValueError):
             pass
         if self.missing is None:
@@ -194,8 +192,8 @@ class Judge:
 class RemoteRewardModel:
     """A reward of a whole batch: a server that scores several conversations at once.
 
-    It is sent ``{"messages": [[…]], "query": […], "prompts": […], "labels": […]}``, as OpenRLHF's servers are, and
-    replies ``{"rewards": […]}``, one number each.
+    The server gets ``{"messages": [[…]], "query": […], "prompts": […], "labels": […]}``, as OpenRLHF's servers do, and
+    replies ``{"rewards": […]}``, one number a conversation.
     """
 
     server: Server
@@ -213,7 +211,7 @@ class RemoteRewardModel:
         Raises:
             RowFailed: the first trajectory of a request that got none.
         """
-        found: list[float] = []
+        scores: list[float] = []
         url = scrubbed_text(self.server.url)
         for start in range(0, len(trajectories), self.batch):
             part = trajectories[start : start + self.batch]
@@ -227,12 +225,12 @@ class RemoteRewardModel:
                 raise RowFailed(start, str(error)) from error
             if len(rewards) != len(part):
                 raise RowFailed(start, f"{url} replied {len(rewards)} rewards for {len(part)} completions")
-            found += rewards
-        return found
+            scores += rewards
+        return scores
 
 
 def prompt_text(trajectory: Trajectory) -> str:
-    """What stands before the completion, as text: a single message without its role."""
+    """The messages before the completion, as text: a single message without its role."""
     before = trajectory.messages[:-1]
     if len(before) == 1:
         return str(before[0]["content"])
@@ -246,22 +244,21 @@ def _list_of(reply: Any, url: str) -> list[Any]:
     return rewards
 
 
-# A reward model in this process: a trained folder, which reads conversations with its own tokenizer.
-
 MICRO_BATCH_TOKENS = 16384
-"""Of one forward pass, unless a program says otherwise."""
+"""Tokens of one forward pass, unless a program says otherwise."""
 
 
 class RewardModel:
     """A reward of a whole batch: the number that a ``*ForSequenceClassification`` of one label gives a conversation.
 
-    It is transformers' own number, whoever trained the model: of the conversation up to the assistant's last message,
-    as the model's chat template renders it to its end, read at the last token that is not the padding of config.json.
-    Contents are concatenated, each turn with its end token, where the tokenizer has no template.
+    The number is transformers' own, whoever trained the model. Its input is the conversation up to the assistant's last
+    message, as the model's chat template renders a conversation to its end; it is read at the last token that is not
+    the padding of config.json. Contents are concatenated, each turn with its end token, where the tokenizer has no
+    template.
     """
 
     def __init__(self, name: str, *, micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> None:
-        """``name``: a folder or hub id. What is wrong with it shows here; the weights are read when first needed.
+        """``name``: a folder or hub id. A model that does not fit is refused here; weights are read when first needed.
 
         Raises:
             ValueError: there is no such model, or it has another head.
@@ -296,14 +293,14 @@ class RewardModel:
         model, pad = self._loaded(), self._tokenizer.pad_token_id
         assert isinstance(pad, int)
         batch = collate([self._encoded(t, place) for place, t in enumerate(trajectories)], pad)
-        found = torch.zeros(len(trajectories))
+        rewards = torch.zeros(len(trajectories))
         with torch.no_grad():
             for part in micro_batches(batch, self._tokens):
                 inside = part.batch.to(model.device)
                 values = token_values(model, inside.tokens)
                 last = scored_places(model, inside.tokens, inside.lengths)
-                found[part.places] = values.gather(1, last[:, None])[:, 0].cpu()
-        return found.tolist()
+                rewards[part.places] = values.gather(1, last[:, None])[:, 0].cpu()
+        return rewards.tolist()
 
     def close(self) -> None:
         """Give the weights' memory back."""

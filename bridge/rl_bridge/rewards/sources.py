@@ -1,4 +1,4 @@
-"""Rewards from what the command line or a program names, with those that need no file."""
+"""Rewards by the names that the command line or a program gives, and the rewards that need no file."""
 
 import hashlib
 import re
@@ -17,8 +17,6 @@ from rl_bridge.rewards.scoring_models import Judge, RemoteRewardModel, RewardMod
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.provenance import of_folder, of_function
 
-# Rewards that compare a completion with the row.
-
 
 def exact_match(completion: str, row: Mapping[str, Any]) -> float:
     """1 if the completion is the row's ``answer``, surrounding white space aside, else 0.
@@ -31,18 +29,15 @@ def exact_match(completion: str, row: Mapping[str, Any]) -> float:
     return float(completion.strip() == str(row["answer"]).strip())
 
 
-# The reward that an environment gave, as one of a run's rewards.
-
-
 class EnvironmentReward:
-    """What the environment gave over all turns of a trajectory; 0 where it has not come so far.
+    """The reward that an environment gave over all turns of a trajectory; 0 where it gave none so far.
 
     An environment may give its reward at the end alone: a conversation that fails, or whose turns or tokens run out
     before, has none.
     """
 
     apart = False
-    """Whether an environment gives rewards is seen in a whole call."""
+    """Only a whole call shows whether the environment gives rewards."""
 
     def __init__(self, name: str = "environment") -> None:
         self.name = name
@@ -57,9 +52,9 @@ class EnvironmentReward:
         """
         # Without a request's id a trajectory is a trial that no environment has seen.
         without = [t for t in trajectories if t.request_id and "environment" not in t.rewards]
-        given = any(t.turn_rewards or t.rewards.get("environment") for t in trajectories)
-        self._gives |= given
-        if without and not given and (not self._gives or any(t.finish_reason == "stop" for t in without)):
+        gives_now = any(t.turn_rewards or t.rewards.get("environment") for t in trajectories)
+        self._gives |= gives_now
+        if without and not gives_now and (not self._gives or any(t.finish_reason == "stop" for t in without)):
             where = without[0].row.get("_where", "a row")
             raise RewardError(
                 f"reward environment on {where}: the environment gave none; its steps say reward=…, or another "
@@ -69,19 +64,17 @@ class EnvironmentReward:
             yield {self.name: trajectory.rewards.get("environment", 0.0)}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no process and no connection."""
 
-
-# Rewards from what the command line or a program names.
 
 Source = str | Reward
 NO_FILES = ("http", "https", "judge", "model")
-"""What stands before the colon of a reward that is no function of a file."""
+"""Words before the colon of a reward that is no function of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
-    """What the completions of a run are scored by."""
+    """Rewards of a run's completions."""
 
     reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
     """``FILE.py:function``, ``model:FOLDER`` (a trained reward model), ``judge:FILE.toml`` (a model that judges over
@@ -89,14 +82,14 @@ class RewardOptions:
     ``right=a.py:right style=judge:style.toml``. ``environment`` is the conversation's own. None compares the completion
     with the row's ``answer`` (``exact``)."""
     reward_weights: tuple[float, ...] = ()
-    """One a reward, in the order of their names; none are all 1."""
+    """One weight a reward, in the order of their names; none are all 1."""
     reward_protocol: Protocol | None = None
-    """How the functions are called, where their parameters do not show it."""
+    """Protocol of the functions' calls, where their parameters do not show one."""
     reward_timeout: float | None = field(default=None, metadata=MAY_CHANGE)
     """Seconds for one result of a reward function, which then runs in a process of its own."""
 
     def __post_init__(self) -> None:
-        """Refuse what is for functions where there are none."""
+        """Refuse options for functions where no reward is a function."""
         if self.reward_timeout is not None and not self.reward_timeout > 0:
             raise ValueError(f"reward_timeout must be > 0 seconds, got {self.reward_timeout}")
         kinds = [str(source).partition(":")[0] for _, source in map(named, self.reward)]
@@ -117,7 +110,7 @@ def load(
     protocol: Protocol | None = None,
     timeout: float | None = None,
 ) -> Rewards:
-    """The rewards that ``sources`` name: as ``RewardOptions.reward``, or functions; ``NAME=SOURCE`` gives a name.
+    """The rewards of ``sources``: functions, or texts as ``RewardOptions.reward`` has them, with ``NAME=`` before them.
 
     ``timeout`` is in seconds for one result of a function, which then runs in a process that can be ended.
 
@@ -128,15 +121,15 @@ def load(
         FileNotFoundError: no such file.
         ValueError: a source of another form, a file that cannot be loaded, two rewards of one name.
     """
-    given = [sources] if isinstance(sources, str) or callable(sources) else list(sources) or ["exact"]
-    loaded, marks = [], []
-    for source in given:
+    listed = [sources] if isinstance(sources, str) or callable(sources) else list(sources) or ["exact"]
+    pairs = []
+    for source in listed:
         name, rest = named(source)
-        name = name or ("reward" if len(given) == 1 and rest != "environment" else _own_name(rest))
-        loaded.append(_load(name, rest, protocol, timeout))
-        marks.append((name, rest))
+        pairs.append((name or ("reward" if len(listed) == 1 and rest != "environment" else _own_name(rest)), rest))
     return Rewards(
-        loaded, weights, fingerprint=lambda: repr(([(name, _fingerprint(rest)) for name, rest in marks], protocol))
+        [_load(name, rest, protocol, timeout) for name, rest in pairs],
+        weights,
+        fingerprint=lambda: repr(([(name, _fingerprint(rest)) for name, rest in pairs], protocol)),
     )
 
 
@@ -167,30 +160,30 @@ def _load(name: str, source: Source, protocol: Protocol | None, timeout: float |
         if kind == "model":
             return Asked(name, RewardModel(rest), "batch", title=name)
         if timeout is not None:
-            # A file that hangs or ends its process when it is loaded does so there alone.
+            # A file that hangs or ends its process while it is loaded harms no other process.
             return AskedElsewhere(name, source, protocol, timeout).begin()
         with watched(lambda: f"{source} to be loaded"):
             return Asked(name, load_reward(source), protocol)
-    # What its parameters do not show is said before a process is made.
+    # Parameters that show no protocol are refused before a process is made.
     here = Asked(name, source, protocol, apart=isinstance(source, Judge))
     return here if timeout is None else AskedElsewhere(name, source, here.protocol, timeout)
 
 
 def _remote(source: str) -> RemoteRewardModel:
-    """The server of an address; what stands behind # are its limits, which are not sent: #timeout=5&retries=0."""
+    """The server of an address. Behind the # stand limits, which are not sent: #timeout=5&retries=0."""
     url, _, words = source.partition("#")
     kinds = {"timeout": float, "wait": float, "retries": int, "concurrency": int, "batch": int}
-    given: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
     for word in filter(None, words.split("&")):
         option, _, value = word.partition("=")
         try:
-            given[option] = kinds[option](value)
+            limits[option] = kinds[option](value)
         except (KeyError, ValueError):
             raise ValueError(
                 f"behind the # of a reward's address stand {', '.join(kinds)}, as #timeout=5&retries=0, got {word!r}"
             ) from None
-    batch = {"batch": given.pop("batch")} if "batch" in given else {}
-    return RemoteRewardModel(server=Server(url=url, **given), **batch)
+    batch = {"batch": limits.pop("batch")} if "batch" in limits else {}
+    return RemoteRewardModel(server=Server(url=url, **limits), **batch)
 
 
 def reward_models(sources: Sequence[Source]) -> list[str]:
@@ -204,7 +197,7 @@ def reward_models(sources: Sequence[Source]) -> list[str]:
 
 
 def named(source: Source) -> tuple[str, Source]:
-    """The name that a source was given, or nothing, and the source."""
+    """(The name before the source's ``=``, or nothing; the source behind it)."""
     match = re.fullmatch(r"([A-Za-z_]\w*)=(.+)", source, re.DOTALL) if isinstance(source, str) else None
     return ("", source) if match is None else (match[1], match[2])
 
@@ -219,7 +212,7 @@ def _own_name(source: Source) -> str:
 
 
 def _fingerprint(source: Source) -> str:
-    """Of what the source is, wherever it lies now: changed where a value of it may."""
+    """A fingerprint of the source's content: another one where a value may be another. Its place does not count."""
     if not isinstance(source, str):
         return of_function(source)
     kind, _, rest = source.partition(":")

@@ -28,6 +28,7 @@ def completed(
     tokenizer: PreTrainedTokenizerBase,
     request: Request,
     sample: int,
+    *,
     prompt: Sequence[int],
     drawn: Drawn,
     version: int | Sequence[int],
@@ -206,8 +207,9 @@ class Completions:
                 f"the weights changed from version {self._version} to {self._worker.weights_version()} while "
                 "completions were drawn"
             )
-        versions = self._version if drawn.versions is None else drawn.versions
-        return completed(self._tokenizer, request, number, prompt, drawn, versions, self._sampling.stop)
+        version = self._version if drawn.versions is None else drawn.versions
+        stop = self._sampling.stop
+        return completed(self._tokenizer, request, number, prompt=prompt, drawn=drawn, version=version, stop=stop)
 
 
 # The method ``converse`` of a rollout worker: its decoder, the environments' threads, and the conversations.

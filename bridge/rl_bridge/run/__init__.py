@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, events, curves, checkpoints."""
+"""A run and its folder: metrics, events, curves, checkpoints."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __all__ = ["Run", "Stopped"]
 
 
 def __getattr__(name: str) -> Any:
-    """``Run`` and ``Stopped``, imported with torch when first asked for: an exporter's process does without."""
+    """``Run`` and ``Stopped``, imported with torch at their first use: an exporter's process needs no torch."""
     if name in __all__:
         from rl_bridge.run import run
 

@@ -1,4 +1,4 @@
-"""How a run takes its folder: locked, swept, compared with what it was begun with."""
+"""The folder of a run: locked, swept, its options and fingerprints compared with those of the checkpoint."""
 
 import dataclasses
 import json
@@ -16,8 +16,6 @@ from rl_bridge.run.options import MAY_CHANGE
 from rl_bridge.run.provenance import write_provenance
 from rl_bridge.run.recorder import Recorder
 
-# What two configs differ in, by the names of the options.
-
 _ABSENT = "no such option"
 
 
@@ -28,16 +26,16 @@ def options_of(config: Any, prefix: str = "") -> dict[str, Any]:
     >>> options_of(OptimizerConfig(learning_rate=0.1))["learning_rate"]
     0.1
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for option in dataclasses.fields(config):
         value = getattr(config, option.name)
         if option.metadata.get("resume") == MAY_CHANGE["resume"]:
             continue
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            found |= options_of(value, f"{prefix}{option.name}.")
+            options |= options_of(value, f"{prefix}{option.name}.")
         else:
-            found[prefix + option.name] = json.loads(json.dumps(value, default=str))
-    return found
+            options[prefix + option.name] = json.loads(json.dumps(value, default=str))
+    return options
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -60,21 +58,18 @@ def _text(value: Any) -> str:
     return _ABSENT if value is _ABSENT else json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
-# How a run takes its folder: locked, swept, compared with what it was begun with.
-
-
 @dataclass(frozen=True)
 class Opened:
-    """A folder that this process has."""
+    """A run's folder, locked by this process."""
 
     lock: RunLock
     recorder: Recorder
     path: Path | None
     """The checkpoint to go on from."""
     state: dict[str, Any] | None
-    """The driver's state in it."""
+    """The driver's state in that checkpoint."""
     identity: dict[str, Any]
-    """What the next checkpoints say about the run: its options and fingerprints."""
+    """Options and fingerprints of the run, which the next checkpoints have."""
 
 
 def begin_or_resume(
@@ -86,7 +81,7 @@ def begin_or_resume(
     resume: bool,
     anyway: bool,
 ) -> Opened:
-    """Make the folder of a new run, or find out where an old one goes on. ``anyway`` resumes with other options too.
+    """Make the folder of a new run, or find the checkpoint of an old one. ``anyway`` resumes with other options too.
 
     Raises:
         ValueError: see ``Run``.
@@ -98,13 +93,13 @@ def begin_or_resume(
     elif not _is_run(folder):
         raise ValueError(f"{folder} has no checkpoint to resume from: there is no such run")
     require_own_files(folder)
-    held = RunLock(folder)
+    lock = RunLock(folder)
     try:
-        if new:  # another process may have had the lock a moment ago
+        if new:  # Another process may have had the lock a moment ago.
             _require_empty(folder)
-        return _open(folder, config, checkpointer, fingerprints, held, resume=resume or anyway, anyway=anyway)
+        return _open(folder, config, checkpointer, fingerprints, lock, resume=resume or anyway, anyway=anyway)
     except BaseException:
-        held.release()
+        lock.release()
         raise
 
 
@@ -113,7 +108,7 @@ def _open(
     config: Any,
     checkpointer: Checkpointer,
     fingerprints: Mapping[str, str],
-    held: RunLock,
+    lock: RunLock,
     *,
     resume: bool,
     anyway: bool,
@@ -129,7 +124,7 @@ def _open(
         )
     if path is None and resume:
         tell(f"{folder} was stopped before its first checkpoint: it begins with the first step")
-    # Only now is anything in the folder changed.
+    # All refusals are above: the folder of a refused run stays as it is.
     sweep(folder)
     step_folders.sweep(folder / "checkpoints")
     recorder = Recorder(folder, None if state is None else state["record"], again=resume, repair=anyway)
@@ -144,7 +139,7 @@ def _open(
     except BaseException:
         recorder.close()
         raise
-    return Opened(held, recorder, path, state, identity)
+    return Opened(lock, recorder, path, state, identity)
 
 
 def _changes(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
@@ -163,7 +158,7 @@ def _require_empty(folder: Path) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a run was begun here, were it killed the moment after its folder was made."""
+    """Whether a run was begun here. An empty folder is that of a run that was killed right after it was made."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}

@@ -16,16 +16,13 @@ OBSERVED = ("trackers", "system_every", "memory")
 """Options that observers read, and the run itself does not."""
 
 FLOAT32 = 3.4028234663852886e38
-"""What is computed with is float32: a larger number would be infinite."""
-
-
+"""The largest float32, in which a run computes: a larger number would be infinite."""
 WHOLE = 2**63 - 1
-"""What counts and positions are held in has 64 bits."""
+"""The largest count or position, which has 64 bits."""
 
 
 def require_finite(options: Any) -> None:
-    """Refuse options that are not a number, infinite, or more than 64 bits hold, wherever they stand: in tuples, in the
-    options of a part.
+    """Refuse numbers that are NaN, infinite, or larger than 64 bits hold: in tuples and in the options of a part, too.
 
     Raises:
         ValueError: with the option's name on the command line and its value.
@@ -56,7 +53,7 @@ def _numbers(value: Any, name: str, kind: type) -> Iterator[tuple[str, Any]]:
 def require_used(options: Any, names: Sequence[str], without: str, *, part: str = "") -> None:
     """Refuse options that nothing would read, unless they have their default values.
 
-    ``without``: what is lacking, or is given and takes their place. ``part``: where the options stand in a run's.
+    ``without``: the words of the message that say why nothing reads them. ``part``: their place in a run's options.
 
     Raises:
         ValueError: with the option's name on the command line, its value and ``without``.
@@ -67,12 +64,11 @@ def require_used(options: Any, names: Sequence[str], without: str, *, part: str 
             default = option.default if option.default_factory is MISSING else option.default_factory()
             if value != default:
                 full = f"{part}.{option.name}" if part else option.name
-                if is_dataclass(value):  # a part: of its options, the first that was given
+                if is_dataclass(value):  # The message has the first option of the part that was given.
                     inner = [inside.name for inside in fields(value)]
-                    changed = (name for name in inner if getattr(value, name) != getattr(default, name, None))
-                    for name in changed:
-                        full, value = f"{full}.{name}", getattr(value, name)
-                        break
+                    changed = [name for name in inner if getattr(value, name) != getattr(default, name, None)]
+                    if changed:
+                        full, value = f"{full}.{changed[0]}", getattr(value, changed[0])
                 raise ValueError(f"--{full.replace('_', '-')} {shown(value)} has no effect {without}")
 
 
@@ -83,10 +79,10 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Where a run lies, and how its checkpoints are made."""
+    """Options of every run: its folder, its checkpoints, its observers."""
 
     name: str = field(default="run", metadata=MAY_CHANGE)
-    """Of the run's folder. A name that is taken gets a number behind it."""
+    """Name of the run's folder. A name that is taken gets a number behind it."""
     output: Path = field(default=Path("runs"), metadata=MAY_CHANGE)
     """The folder of all runs."""
     resume: bool = field(default=False, metadata=MAY_CHANGE)
@@ -96,7 +92,7 @@ class RunOptions:
     checkpoint_every: int = field(default=50, metadata=MAY_CHANGE)
     """Steps from one checkpoint to the next."""
     keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE)
-    """How many of the newest stay. The best one stays besides."""
+    """Number of the newest checkpoints that stay. The best one stays besides."""
     stop_after_skips: int = field(default=3, metadata=MAY_CHANGE)
     """Steps in a row with a loss or gradient that is not finite after which the run stops."""
 
@@ -123,7 +119,6 @@ class RunOptions:
         for option in ("checkpoint_every", "keep_checkpoints", "stop_after_skips"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}")
-
         if self.system_every < 0:
             raise ValueError(f"system_every must not be negative, got {self.system_every}")
         for tracker in self.tracker_names():
@@ -133,14 +128,14 @@ class RunOptions:
             require_used(self, ("tracker_output", "tracker_project"), "without --trackers")
 
     def tracker_names(self) -> list[str]:
-        """Of ``trackers``, each once; a comma separates as a space does."""
+        """The names in ``trackers``, each once; a comma separates as a space does."""
         return list(dict.fromkeys(name for words in self.trackers for name in words.split(",") if name))
 
     def folder(self) -> Path:
-        """Of the run to resume; else made here: ``output/name``, or the first of ``name-2``, ``name-3``, … that can be.
+        """The folder of the run to resume; else a new one, made here.
 
-        Of several starts at one moment each gets its own. It is absolute: who changes the working directory later moves
-        nothing.
+        A new folder is ``output/name``, or the first of ``name-2``, ``name-3``, … that does not exist. Runs that start
+        at one moment get a folder each. The path is absolute: a later change of the working directory moves nothing.
         """
         folder, number = self.output.absolute() / self.name, 1
         if self.resume or self.resume_anyway:

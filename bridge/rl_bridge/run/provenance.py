@@ -1,5 +1,6 @@
-"""Where a run comes from: command, commit, versions, environment, hashes of data and rewards; without secrets."""
+"""Origin of a run: command, commit, versions, environment, hashes of data and rewards; without secrets."""
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -19,17 +20,17 @@ from rl_bridge.common.append_log import AppendLog, read_log
 from rl_bridge.common.scrubbing import scrubbed, scrubbed_text, scrubbed_words
 from rl_bridge.common.user_files import content_of
 
-# Short hashes of what a run depends on besides its options: rows of data, models, the source of a reward.
+# Fingerprints of a run's data, models and rewards.
 
 PLACE = "_where"
-"""The key of a row that says where the row came from; every other one can be read by a reward."""
+"""The key of a row that says where the row came from. Every other key can be read by a reward."""
 _CHUNK = 1 << 22
 _known: dict[tuple[str, int, int, int], str] = {}
-"""(path, inode, size, time of the last change) → hash: policy, reference and critic may be of one folder."""
+"""(path, inode, size, time of the last change) → hash. Policy, reference and critic may be of one folder."""
 
 
 def of_rows(*groups: Iterable[Mapping[str, Any]]) -> str:
-    """Of rows of data in their order. Where a row came from does not count.
+    """The fingerprint of rows of data in their order. The place that a row came from does not count.
 
     >>> of_rows([{"prompt": "1+1=", "_where": "a.jsonl, row 1"}]) == of_rows([{"prompt": "1+1="}])
     True
@@ -44,17 +45,17 @@ def of_rows(*groups: Iterable[Mapping[str, Any]]) -> str:
 
 
 def of_folder(folder: Path, tell: Callable[[str], None] | None = None) -> str:
-    """Of the files of a model's folder by their names: configuration, tokenizer, templates, every byte of the weights.
+    """The fingerprint of a model's folder: configuration, tokenizer, templates, every byte of the weights.
 
-    A file of the hub's cache is named by its content, and is not read. ``tell`` gets a line before many bytes are.
+    A file of the hub's cache is named by its content, and is not read. ``tell`` gets a line before many bytes are read.
     """
     files = [file for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")) if _counts(file)]
     unread = sum(file.stat().st_size for file in files if not _is_blob(file))
     if tell is not None and unread > 1 << 30:
         tell(f"reading {unread / 1e9:.1f} GB of {folder} once: a resumed run is to have the same weights")
-    with ThreadPoolExecutor(8) as pool:  # hashing leaves the interpreter to others
+    with ThreadPoolExecutor(8) as pool:  # Hashing leaves the interpreter to other threads.
         hashes = pool.map(_of_file, files)
-        lines = sorted(f"{file.relative_to(folder)} {found}" for file, found in zip(files, hashes, strict=True))
+        lines = sorted(f"{file.relative_to(folder)} {digest}" for file, digest in zip(files, hashes, strict=True))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -81,18 +82,21 @@ def _of_file(file: Path) -> str:
 
 
 def of_function(function: Callable[..., Any]) -> str:
-    """Of a function's name and its file, with the modules that this imports. One of this library: of its name alone."""
+    """The fingerprint of a function: its name and its file, with the modules that this file imports.
+
+    For a function of this library the name alone.
+    """
     # An object that is called has the source of its class.
-    named: Any = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
-    name = f"{named.__module__}.{named.__qualname__}"
-    if named.__module__.split(".")[0] in ("rl_bridge", "rl_fn", "builtins"):
+    definition: Any = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    name = f"{definition.__module__}.{definition.__qualname__}"
+    if definition.__module__.split(".")[0] in ("rl_bridge", "rl_fn", "builtins"):
         return name
-    file = inspect.getsourcefile(named)
+    file = inspect.getsourcefile(definition)
     content = content_of(Path(file)) if file is not None and Path(file).is_file() else ""
-    return f"{named.__qualname__}:{content[:16]}"
+    return f"{definition.__qualname__}:{content[:16]}"
 
 
-# Where a run comes from, a line an attempt: command, commit, data, versions, environment; without secrets.
+# provenance.jsonl, a line an attempt.
 
 PROVENANCE = "provenance.jsonl"
 LIMIT = 10.0
@@ -109,7 +113,7 @@ TRANSFORMERS_OFFLINE VLLM_ALLREDUCE_USE_SYMM_MEM VLLM_ATTENTION_BACKEND VLLM_BAT
 VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_USE_V1 VLLM_WORKER_MULTIPROC_METHOD WORLD_SIZE
 XLA_FLAGS XLA_PYTHON_CLIENT_ALLOCATOR XLA_PYTHON_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_PREALLOCATE
 """
-"""Variables that change what a run computes or how fast, by their whole names: a prefix lets keys of services in."""
+"""Variables that change a run's numbers or its speed, by their whole names: a prefix would let keys of services in."""
 _ENVIRONMENT = frozenset(_NAMES.split())
 
 
@@ -137,17 +141,15 @@ def provenance() -> dict[str, Any]:
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    versions = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def git_state(folder: str) -> dict[str, Any] | None:
-    """Commit, branch, remote, and of changes that are not committed the hash; None outside a repository.
+    """Commit, branch, remote, and the hash of changes that are not committed; None outside a repository.
 
     ``diff_sha256`` is of ``git diff HEAD``: the same changes have the same hash. ``untracked`` counts new files.
     """
@@ -170,7 +172,7 @@ def git_state(folder: str) -> dict[str, Any] | None:
 
 
 def _git(folder: str, *words: str) -> bytes | None:
-    """What git prints; None where there is no git or no repository, or where git takes longer than ``LIMIT``."""
+    """The output of git; None where there is no git or no repository, or where git takes longer than ``LIMIT``."""
     try:
         done = subprocess.run(
             ["git", "-C", folder, *words],

@@ -20,10 +20,10 @@ from rl_bridge.common.statistics import running_mean
 from rl_bridge.common.terminal import tell
 from rl_bridge.run.records import METRICS, last_attempt, read_records, repaired
 
-# Steps with an update that was skipped because a loss or a gradient was not finite: counted, kept, the cause named.
+# Updates that are skipped, because a loss or a gradient is not finite.
 
 KEPT = 5
-"""Batches of a run that stay on the disk, the newest."""
+"""Number of the newest batches of a run that stay on the disk."""
 WHOSE = {"critic_skipped": "the critic", "skipped": "the trained model"}
 """Entry of a step's record → the model of which an update was skipped."""
 
@@ -38,9 +38,10 @@ def whose(record: Mapping[str, Any]) -> list[str]:
 
 
 class Skips:
-    """``folder`` gets the batch of each skipped step, ``step-N-0.safetensors``.
+    """Counts skipped steps. ``folder`` gets the batch of each, ``step-N-0.safetensors``.
 
-    What is no tensor is JSON in the file's metadata, under ``about``, with stage, step and the models that skipped.
+    Values that are no tensors are JSON in the file's metadata, under ``about``, with stage, step and the models that
+    skipped.
     """
 
     def __init__(self, folder: Path, limit: int, state: Mapping[str, Any] | None = None) -> None:
@@ -48,7 +49,7 @@ class Skips:
         self._folder, self._limit = folder, limit
         self._state: dict[str, Any] = {"total": 0, "in_row": 0, "last": -2, "models": []} | dict(state or {})
         if state:
-            # A run that was stopped for its skips gets all of them again.
+            # A run that was stopped for its skips may have as many again.
             self._state["in_row"] = 0
 
     @property
@@ -57,11 +58,11 @@ class Skips:
         return self._state["total"]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint remembers."""
+        """The state for a checkpoint."""
         return dict(self._state)
 
     def add(self, number: int, models: Sequence[str], batch: Any, about: Mapping[str, Any]) -> None:
-        """Count the step with record ``number``, of which these ``models`` skipped an update, and keep its batch."""
+        """Count the step with record ``number``, in which these ``models`` skipped an update, and keep its batch."""
         state = self._state
         in_row = state["in_row"] if number == state["last"] + 1 else 0
         state["models"] = sorted({*models, *(state["models"] if in_row else ())})
@@ -92,27 +93,24 @@ class Skips:
 
 
 def _take_apart(batch: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Put a batch's tensors into ``tensors`` by their names; returns what is no tensor."""
+    """Put a batch's tensors into ``tensors`` by their names; returns the values that are no tensors."""
     parts = batch._asdict() if hasattr(batch, "_asdict") else batch if isinstance(batch, dict) else None
     if isinstance(batch, torch.Tensor):
         tensors[name or "batch"] = batch.detach().cpu().clone().contiguous()
         return {}
     if parts is None:
         return {} if batch is None else {name: batch}
-    found: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for key, value in parts.items():
-        found |= _take_apart(value, f"{name}.{key}" if name else str(key), tensors)
-    return found
-
-
-# TensorBoard events.
+        others |= _take_apart(value, f"{name}.{key}" if name else str(key), tensors)
+    return others
 
 
 class EventLog:
-    """Scalars under ``stage/name``, against the number of the record."""
+    """TensorBoard events: scalars under ``stage/name``, against the number of the record."""
 
     def __init__(self, folder: Path, *, purge_step: int | None) -> None:
-        """``purge_step``: a resumed run takes back what was recorded from there on."""
+        """``purge_step``: a resumed run takes back the events of this record and of all later ones."""
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def write(self, record: Mapping[str, Any], number: int) -> None:
@@ -130,8 +128,6 @@ class EventLog:
         """Flush and close."""
         self._writer.close()
 
-
-# Learning curves of a run as one PNG.
 
 PANELS = (
     "reward",
@@ -151,9 +147,9 @@ PANELS = (
 def draw_curves(
     records: Sequence[Mapping[str, Any]], path: Path, *, title: str, levels: Mapping[str, float] | None = None
 ) -> None:
-    """A panel a metric that occurs in ``records``, a colour a stage, against the record's time in seconds.
+    """Draw learning curves as one PNG: a panel a metric of ``PANELS``, a colour a stage, against seconds.
 
-    ``levels`` are dashed lines: the value of a metric before the stage that the run is about.
+    ``levels`` are dashed lines: metric → its value before the stage that the run is about.
     """
     panels = [name for name in PANELS if any(name in record for record in records)]
     if not panels:
@@ -182,7 +178,7 @@ def draw_curves(
 
 
 def _curve(axis: Any, points: np.ndarray, colour: str, label: str) -> None:
-    """The raw points faintly, their running mean boldly, as the report has them."""
+    """Draw the raw points faintly and their running mean boldly, as the report does."""
     smooth = running_mean(points[:, 1].tolist())
     if smooth is not None:
         axis.plot(points[:, 0], points[:, 1], color=colour, alpha=0.25, linewidth=0.8)
@@ -192,17 +188,17 @@ def _curve(axis: Any, points: np.ndarray, colour: str, label: str) -> None:
 
 
 class Recorder:
-    """Appends records. What a checkpoint remembers of it is ``position``: a resumed run cuts off what came after."""
+    """The record of a run. A checkpoint remembers its ``position``: a resumed run cuts off later lines."""
 
     def __init__(
         self, folder: Path, position: Mapping[str, Any] | None = None, *, again: bool = False, repair: bool = False
     ) -> None:
-        """``position``: where a resumed run goes on; None is the beginning, of a run begun ``again`` too.
+        """``position``: the end of a resumed run's records. None: the beginning, of a run begun ``again`` too.
 
-        ``repair``: leave out records that are damaged, instead of an error.
+        ``repair``: leave out damaged records, instead of an error.
 
         Raises:
-            ValueError: the records up to ``position`` are not those that were written.
+            ValueError: the records up to ``position`` are damaged.
         """
         self.folder = folder
         file = folder / METRICS
@@ -223,11 +219,11 @@ class Recorder:
 
     @property
     def logged(self) -> int:
-        """How many steps were recorded."""
+        """Number of the recorded steps."""
         return self._logged
 
     def position(self) -> dict[str, int]:
-        """Where the record ends now. Up to there it is on the disk."""
+        """The present end of the record, which is on the disk up to there."""
         return {"metrics_bytes": self._metrics.sync(), "logged": self._logged, "crc32": self._crc}
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -268,11 +264,11 @@ class Recorder:
                 self._give_up_events(error)
 
     def _give_up_events(self, error: OSError) -> None:
-        """TensorBoard's events are a copy of metrics.jsonl: a run that has its record goes on without them."""
+        """Go on without TensorBoard's events, which are a copy of metrics.jsonl."""
         self._events_failed = True
         tell(f"no more TensorBoard events: {error}; to catch up: `rl-fn export {self.folder} --to tensorboard`")
 
 
 def without_secrets(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with its texts scrubbed; its names are metrics', and stay."""
+    """The record with its texts scrubbed; its keys, which are names of metrics, stay."""
     return {name: scrubbed(value) if isinstance(value, str | list) else value for name, value in record.items()}

@@ -1,4 +1,4 @@
-"""metrics.jsonl as a file: read, checked, and cut down to what is whole."""
+"""metrics.jsonl as a file: read, checked, and cut down to its whole lines."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ METRICS = "metrics.jsonl"
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """The records of a run's steps, in order; lines that are no step's are left out, and so is a torn last one.
+    """The records of a run's steps, in order; other lines are left out, and so is a torn last one.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -26,8 +26,8 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 def last_attempt(file: Path) -> int:
     """The number of the session that wrote the last whole line; 0 if there is none."""
     records = map(parsed_or_none, reversed(whole_lines(file)))
-    found = (record["attempt"] for record in records if record and "attempt" in record)
-    return int(next(found, 0))
+    attempts = (record["attempt"] for record in records if record and "attempt" in record)
+    return int(next(attempts, 0))
 
 
 def repaired(
@@ -35,11 +35,11 @@ def repaired(
 ) -> tuple[int, int]:
     """(Bytes, CRC-32) of the records up to a checkpoint's ``position``.
 
-    Where they are not what was written, ``repair`` keeps the damaged file as ``metrics.jsonl.damaged`` and goes on with
-    the lines that can be read.
+    Where the file has been damaged since, ``repair`` keeps it as ``metrics.jsonl.damaged`` and goes on with the lines
+    that can be read.
 
     Raises:
-        ValueError: they are not what was written, and are not to be repaired.
+        ValueError: the records are damaged, and are not to be repaired.
     """
     size, crc32 = position["metrics_bytes"], position["crc32"]
     content = file.read_bytes() if file.exists() else b""

@@ -20,11 +20,12 @@ from rl_bridge.run.folder import Opened, begin_or_resume
 from rl_bridge.run.options import OBSERVED, RunOptions, require_used
 from rl_bridge.run.recorder import Recorder, Skips, whose
 
-# Which step of a run was the best, by a metric of its record.
-
 
 class Best:
-    """``record``: how many records there were when the best one was written, which numbers its checkpoint."""
+    """The best step of a run, by a metric of its record.
+
+    ``record``: the number of records up to the best one, which is the number of its checkpoint.
+    """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         """``state``: of a resumed run."""
@@ -41,11 +42,11 @@ class Best:
         return self._state["value"]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint remembers."""
+        """The state for a checkpoint."""
         return dict(self._state)
 
     def watch(self, metric: str, mode: Literal["max", "min"]) -> None:
-        """Look at a metric from now on. Another one than before begins without a best value."""
+        """Compare this metric from now on. Another metric than before begins without a best value."""
         if mode not in ("max", "min"):
             raise ValueError(f"mode is 'max' or 'min', got {mode!r}")
         if (metric, mode) != (self._state["metric"], self._state["mode"]):
@@ -68,14 +69,11 @@ class Best:
         return () if self.record is None else (self.record,)
 
 
-# Objects that a run calls while it goes on: trackers, profilers, what a user wants to know of each step.
-
-
 class Observer(Protocol):
-    """An object that a run calls: a subclass has the methods that it needs.
+    """An object that a run calls, as trackers and profilers are: a subclass has the methods that it needs.
 
     An observer that raises in ``metrics``, ``recorded`` or ``ended`` ends no run: its error is told once and kept in
-    the record, and of the rest of the run it gets ``ended`` alone. An error in ``started`` is the run's.
+    the record, and ``ended`` is the only method that is still called. An error in ``started`` is the run's.
 
     >>> import tempfile
     >>> class Rewards(Observer):
@@ -107,7 +105,7 @@ class Observer(Protocol):
         """A step's metrics were recorded, with its ``stage``, ``step`` and ``seconds``."""
 
     def ended(self, error: BaseException | None) -> None:
-        """The record and the last checkpoint are on the disk. ``error``: what ended the run before its end."""
+        """The record and the last checkpoint are on the disk. ``error``: the error that ended the run early."""
 
 
 class Observers:
@@ -132,11 +130,11 @@ class Observers:
         return metrics
 
     def recorded(self, record: Mapping[str, Any]) -> None:
-        """Hand a record out."""
+        """Give a record to each."""
         self._each(self._active, lambda observer: observer.recorded(record), self._note)
 
     def end(self, error: BaseException | None) -> None:
-        """End with each that was begun with, also where its start failed."""
+        """End each whose ``started`` was called, also where that failed."""
         self._each(self._started, lambda observer: observer.ended(error), tell)
 
     @staticmethod
@@ -151,24 +149,22 @@ class Observers:
                 note(f"{type(observer).__name__} failed, and the run goes on without it: {message}")
 
 
-# One run in one folder: steps that are logged, shown, checkpointed, stopped by a signal and taken up again.
-
 SHOWN = {"reward": "reward", "nll": "nll", "loss": "loss", "accuracy": "accuracy", "kl": "KL", "entropy": "entropy"}
 SHOWN |= {"clip_fraction": "clip"}
 NARROW = 120
-"""Columns below which the progress line has no bar: its numbers say more."""
+"""Columns below which the progress line has numbers and no bar."""
 NARROW_BAR, NARROW_BAR_TAKES = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]", 38
 
 
 class Stateful(Protocol):
-    """What a checkpoint saves of the driver: data streams have this pair. Engines save themselves."""
+    """A part of the driver that a checkpoint saves, as a data stream. Engines save themselves."""
 
     def checkpoint_state(self) -> dict[str, Any]: ...
     def load_checkpoint_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Run:
-    """Use as a context manager. ``steps`` is the loop, ``log`` its record, ``cached_result`` what is computed once.
+    """Use as a context manager. ``steps`` is the loop, ``log`` its record, ``cached_result`` for one-time results.
 
     A ``Recorder`` writes the record, a ``Checkpointer`` the checkpoints. One process at a time has a run's folder.
     """
@@ -189,11 +185,11 @@ class Run:
     ) -> None:
         """``resume`` goes on from the newest whole checkpoint, or begins again if the run was killed before its first.
 
-        A new run's folder is empty or does not exist yet. ``fingerprints``: name → hash of what the run depends on
-        besides its options, such as its data. ``resume_anyway`` resumes with other options and fingerprints too, and
-        without records that are damaged. ``keep``: newest checkpoints that stay. ``stop_after_skips``: see ``log``.
-        ``executor``: where the run's engines are, for observers that measure there. ``observers``: called while the run
-        goes on.
+        A new run's folder is empty or does not exist yet. ``fingerprints``: name → hash of an input of the run that is
+        no option, such as its data. ``resume_anyway`` resumes with other options and fingerprints too, and without
+        damaged records. ``keep``: number of the newest checkpoints that stay. ``stop_after_skips``: see ``log``.
+        ``executor``: the place of the run's engines, for observers that measure there. ``observers``: called while the
+        run goes on.
 
         Raises:
             ValueError: another process has the folder, there is nothing to resume, or the checkpoint was made with
@@ -257,8 +253,8 @@ class Run:
     def steps(self, stage: str, total: int, *, state: Mapping[str, Engine | Stateful]) -> Iterator[int]:
         """The steps 0 … total − 1 of a stage that are still to be done.
 
-        A checkpoint holds the ``state`` of everything named. A stage that the resumed checkpoint has behind it yields
-        nothing; the one it was made in takes its state back and goes on with the next step.
+        A checkpoint holds the ``state`` of everything named. A stage that ended before the resumed checkpoint yields
+        nothing; the checkpoint's own stage takes its state back and goes on with the next step.
 
         Raises:
             ValueError: the engines' hosts do not share the run's folder.
@@ -301,7 +297,7 @@ class Run:
                 self._checkpointer.wait()
                 raise Stopped(f"stopped after step {done} of {total} of {stage}", self.folder.name, stop)
         self._bar.close()
-        # A checkpoint of the next stage remembers that this one is behind it.
+        # A checkpoint of the next stage remembers that this one has ended.
         self._finished = [*self._finished, stage]
 
     def log(self, step: int, metrics: Mapping[str, float], *, tokens: int | None = None, batch: Any = None) -> None:
@@ -309,8 +305,8 @@ class Run:
 
         A record with ``skipped`` or ``critic_skipped`` counts as a skipped step: an update's loss or gradient was not
         finite. After ``stop_after_skips`` such steps in a row the run writes a checkpoint and stops with
-        FloatingPointError. ``batch``: kept as a file in the run's folder if the step was skipped, the last few of a
-        run. ``tokens``: how many went through the trainer in this step.
+        FloatingPointError. ``batch``: kept as a file in the run's folder if the step was skipped; the last few of a run
+        stay. ``tokens``: number of tokens that went through the trainer in this step.
         """
         record = {**metrics, **self._observers.metrics(self._recorder.logged)}
         if tokens is not None:
@@ -326,14 +322,14 @@ class Run:
         self._observers.recorded(record)
         self._best.see(record, self._recorder.logged)
         if self._bar is not None:
-            shown = {label: f"{record[name]:.3f}" for name, label in SHOWN.items() if name in record}
-            shown |= {"skipped": str(self._skips.total)} if self._skips.total else {}
+            entries = {label: f"{record[name]:.3f}" for name, label in SHOWN.items() if name in record}
+            entries |= {"skipped": str(self._skips.total)} if self._skips.total else {}
             if "tokens_per_second" in record:
-                shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
-            self._bar.set_postfix(fitting(shown, self._room), refresh=False)
+                entries["tok/s"] = f"{record['tokens_per_second']:.0f}"
+            self._bar.set_postfix(fitting(entries, self._room), refresh=False)
 
     def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
-        """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
+        """Never remove the checkpoint of the step whose record has the best ``metric`` so far."""
         self._best.watch(metric, mode)
 
     def load_best(self, engines: Mapping[str, Engine]) -> float | None:
@@ -366,7 +362,7 @@ class Run:
     def cached_result(self, name: str, compute: Callable[[], Any]) -> Any:
         """A result that is computed once in a run's life. Its checkpoints keep it."""
         if name not in self._cached:
-            # As JSON has it: a checkpoint is read back without unpickling arbitrary classes.
+            # JSON's types alone: a checkpoint is read back without unpickling arbitrary classes.
             self._cached[name] = json.loads(json.dumps(compute(), default=str))
         return self._cached[name]
 
@@ -403,7 +399,7 @@ class Run:
         saved = driver["state"]
         if saved.keys() != others.keys():
             raise ValueError(f"{path} has the states of {sorted(saved)}, this run has {sorted(others)}")
-        # Before the engines: other data than the checkpoint was made on is found out sooner.
+        # Before the engines, whose loading takes longer: other data is refused at once.
         for name, holder in others.items():
             try:
                 holder.load_checkpoint_state(saved[name])
@@ -420,7 +416,7 @@ class Run:
             self._recorder.note({"step": self._recorder.logged, "meshes": moved})
 
     def _version(self) -> int | None:
-        """Of the weights of the engine that this stage updates."""
+        """Version of the weights of the engine that this stage updates."""
         return None if self._updated is None else self._updated.call("weights_version")
 
     def _how_to_go_on(self) -> str:
@@ -429,19 +425,19 @@ class Run:
         return f"{'no checkpoint was written yet' if path is None else f'the newest checkpoint is {path}'}; {again}"
 
 
-def fitting(shown: Mapping[str, str], room: int) -> dict[str, str]:
-    """The entries that fit into so many characters, from the first one on; a line that is cut off says something else.
+def fitting(entries: Mapping[str, str], room: int) -> dict[str, str]:
+    """The first entries that fit into ``room`` characters. A number that is cut off would be another number.
 
     >>> fitting({"reward": "0.641", "KL": "0.141", "entropy": "0.301"}, 24)
     {'reward': '0.641', 'KL': '0.141'}
     """
-    found: dict[str, str] = {}
-    for name, value in shown.items():
+    first: dict[str, str] = {}
+    for name, value in entries.items():
         room -= len(f"{name}={value}, ")
         if room < 0:
             break
-        found[name] = value
-    return found
+        first[name] = value
+    return first
 
 
 def open_run(
@@ -449,7 +445,7 @@ def open_run(
 ) -> Run:
     """The run of a pipeline in a folder of its own, with the options that all pipelines share.
 
-    What was remarked about its inputs is in its record.
+    The remarks about its inputs are in its record.
 
     Raises:
         ValueError: besides what ``Run`` raises: options that none of the observers reads.
@@ -484,5 +480,5 @@ def _meshes(engines: Mapping[str, Engine]) -> dict[str, str]:
 
 def _updated(state: Mapping[str, Engine | Stateful]) -> Engine | None:
     """The first engine with an optimiser and a version."""
-    wanted = {"optimizer_step", "weights_version"}
-    return next((engine for engine in _split(state)[0].values() if wanted <= engine.methods.keys()), None)
+    methods = {"optimizer_step", "weights_version"}
+    return next((engine for engine in _split(state)[0].values() if methods <= engine.methods.keys()), None)

@@ -114,14 +114,15 @@ def _carry(host: Host, job: Job, peers: Peers, sender: Sender | None, taker: Tak
         copy_within(job.buckets, sender, taker, job.parts or {}, share=job.share)
     elif job.transport == "file":
         assert job.folder is not None
-        carry_in_files(job.folder, job.version, peers, root, job.buckets, sender, taker)
+        carry_in_files(job.folder, job.version, peers, writer=root, buckets=job.buckets, sender=sender, taker=taker)
     elif job.transport == "shared_memory":
         row = job.writers.index(host.slot) if host.slot in job.writers else None
         carry(SharedMemory(peers, root, job.buckets, len(job.writers), row), job.buckets, sender, taker)
     else:
         reached = tuple(sorted({root, *job.target_slots}))
         group = host.group(reached, purpose=_PURPOSE) if host.slot in reached else None
-        carry(Broadcast(group, reached, root, peers, job.buckets, host.device), job.buckets, sender, taker)
+        way = Broadcast(group, reached, root=root, peers=peers, buckets=job.buckets, device=host.device)
+        carry(way, job.buckets, sender, taker)
 
 
 def _conclude(

@@ -1,4 +1,4 @@
-"""One export of one run to one place: what is new is sent; after a cut, everything again."""
+"""One export of one run to one place: new records are sent; after a cut, all records again."""
 
 import hashlib
 import itertools
@@ -30,52 +30,48 @@ from rl_tools.export.exporter import (
     exporter_of,
 )
 
-# The model that a run made: its files, their checksums, the version of the weights.
-
 MODEL = "model"
 
 
 def artifact_of(folder: Path, *, copied: bool) -> Artifact | None:
-    """The model of the run in ``folder``; None before the run has ended or where it makes none."""
-    made = folder / MODEL
-    if not (folder / "summary.json").exists() or not made.is_dir():
+    """The model of the run in ``folder``, with checksums and version; None before the run's end or without a model."""
+    model = folder / MODEL
+    if not (folder / "summary.json").exists() or not model.is_dir():
         return None
     files = [
-        {"path": path.relative_to(made).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in sorted(made.rglob("*"))
+        {"path": path.relative_to(model).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(model.rglob("*"))
         if path.is_file()
     ]
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    return Artifact(made, _version(folder / METRICS), digest, files, copied)
+    return Artifact(model, _version(folder / METRICS), digest, files, copied)
 
 
 def sha256_of(file: Path) -> str:
-    """Of a file's bytes."""
+    """Checksum of a file's bytes."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _version(file: Path) -> int | None:
-    """Of the weights in the last record that has one."""
+    """Version of the weights in the last record that has one."""
     for record in reversed(read_log(file)):
         if (version := record.get("weights_version")) is not None:
             return int(version)
     return None
 
 
-# How much of a run an exporter has sent, beside the run; one exporter at a time.
-
 FOLDER = "exports"
 
 
 class Cursor:
-    """Use as a context manager: the lock is held inside.
+    """How much of a run an exporter has sent; a file in the run's folder, and a context manager that holds its lock.
 
     ``state`` is None before the first export. A cursor that cannot be read counts as none: everything is sent again.
     """
 
     def __init__(self, run: Path, name: str, destination: str, *, wait: float = 0.0) -> None:
-        """``destination``: each has a cursor of its own. ``wait``: seconds for another exporter to end."""
+        """``destination``: each has its own cursor. ``wait``: seconds for another exporter to end."""
         digest = hashlib.sha256(destination.encode()).hexdigest()[:8]
         self.file = run / FOLDER / f"{name}-{digest}.json"
         self._lock, self._wait, self._name = self.file.with_suffix(".lock"), wait, name
@@ -103,21 +99,21 @@ class Cursor:
         self._held.release()
 
     def write(self, state: dict[str, Any]) -> None:
-        """Remember, whole or not at all."""
+        """Write the state, whole or not at all."""
         self.state = state
         write_json(self.file, state)
 
 
 def key_of(run: Path) -> str:
-    """What a run is called in every store, made once: a folder that was moved keeps it."""
+    """The key of a run in every store, made once: a folder that was moved keeps its key."""
     file = run / FOLDER / "key"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
-        # Part of file names and of ids, where libraries take few characters.
+        # The key is part of file names and ids, where libraries take few characters.
         name = re.sub(r"[^\w.-]+", "-", scrubbed(run.resolve().name))
-        made = f"{name}-{hashlib.sha256(f'{run.resolve()} {time.time_ns()}'.encode()).hexdigest()[:8]}"
+        key = f"{name}-{hashlib.sha256(f'{run.resolve()} {time.time_ns()}'.encode()).hexdigest()[:8]}"
         temporary = file.with_name(f".key.{os.getpid()}")
-        temporary.write_text(made, "utf-8")
+        temporary.write_text(key, "utf-8")
         try:
             os.link(temporary, file)
         except FileExistsError:
@@ -127,16 +123,14 @@ def key_of(run: Path) -> str:
     return file.read_text("utf-8")
 
 
-# One export of one run to one place: what is new is sent; after a cut, everything again.
-
 PATIENCE = 10.0
-"""Seconds that an export waits for another one of the same run, such as that of a run which has just ended."""
+"""Seconds that an export waits for another one of the same run, such as the live export of a run that just ended."""
 Target = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What is exported and where to. An export sends what is new; the same export again changes nothing."""
+    """Source and destination of an export. An export sends new records; the same export again changes nothing."""
 
     to: Target
     output: Path = Path("exported")
@@ -144,19 +138,19 @@ class ExportOptions:
     project: str = "rl-fn"
     """The project, where the other program has projects; the experiment in MLflow."""
     artifacts: Literal["manifest", "files"] = "manifest"
-    """Of the run's model: names, sizes and checksums of its files, or the files too."""
+    """Parts of the run's model: names, sizes and checksums of its files, or the files too."""
     again: bool = False
-    """Take back what was exported and send everything again."""
+    """Take back all that was exported and send everything again."""
 
 
 class Session:
-    """Use as a context manager; ``catch_up`` sends what is new and may be called at any time."""
+    """An export as a context manager; ``catch_up`` sends new records and may be called at any time."""
 
     def __init__(self, folder: Path, options: ExportOptions, *, wait: float = 0.0) -> None:
         """``wait``: seconds for another process that exports the same run to the same place.
 
         Raises:
-            ValueError: there is no run, or what an export would write to is a link.
+            ValueError: there is no run, or a file that an export would write to is a link.
         """
         if not (folder / METRICS).is_file():
             raise ValueError(f"{folder} has no {METRICS}: it is not a run's folder")
@@ -168,7 +162,7 @@ class Session:
         self._cursor = Cursor(folder, options.to, f"{output}\n{options.project}", wait=wait)
         self._sent = 0
         self._resting = False
-        """The store has everything, and is not opened before there is more: it would have to be written anew."""
+        """The store has everything. It is opened when there is more: it has to be written anew then."""
 
     def __enter__(self) -> Self:
         self._cursor.__enter__()
@@ -205,7 +199,7 @@ class Session:
         return self._tails["metrics"].rows
 
     def catch_up(self) -> int:
-        """Send what is new; returns how many records that were."""
+        """Send new records; returns how many there were."""
         before = self._sent
         try:
             self._send()
@@ -217,13 +211,13 @@ class Session:
 
     def send_artifact(self) -> None:
         """Send the model that the run has made, unless the store has this one already."""
-        found = artifact_of(self._folder, copied=self._options.artifacts == "files")
-        if found is not None and self._memory.get("artifact") != [found.sha256, found.copied]:
+        artifact = artifact_of(self._folder, copied=self._options.artifacts == "files")
+        if artifact is not None and self._memory.get("artifact") != [artifact.sha256, artifact.copied]:
             if self._resting:
                 self._open(anew=True)
                 self._send()
-            self._exporter.artifact(found)
-            self._memory["artifact"] = [found.sha256, found.copied]
+            self._exporter.artifact(artifact)
+            self._memory["artifact"] = [artifact.sha256, artifact.copied]
             self._remember()
 
     def _begin(self, state: Mapping[str, Any] | None, *, again: bool) -> None:
@@ -247,7 +241,7 @@ class Session:
             self._open(anew=not unchanged)
 
     def _open(self, *, anew: bool) -> None:
-        """Be ready for rows. ``anew``: from the first one on."""
+        """Open the store for rows. ``anew``: from the first row on."""
         self._resting = False
         if anew:
             self._tails = {name: Tail(name) for name in STREAMS}
@@ -272,7 +266,7 @@ class Session:
 
 
 def about_of(folder: Path) -> About:
-    """What is exported of a run besides its rows, without secrets."""
+    """Name, config and provenance of a run, without secrets."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     return About(
         key=key_of(folder),
@@ -283,7 +277,7 @@ def about_of(folder: Path) -> About:
 
 
 def export(folder: Path, options: ExportOptions) -> tuple[int, int]:
-    """Send what is new of the run in ``folder``; returns (records in the store, records that were new to it).
+    """Send new records of the run in ``folder``; returns (records in the store, records that were new to it).
 
     Raises:
         ValueError: there is no run, a record is damaged, or another process exports it to the same place.

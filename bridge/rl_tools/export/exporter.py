@@ -1,4 +1,4 @@
-"""What an exporter is: one run in the store of one library, made of the rows of files that are appended to."""
+"""The interface of exporters: one run in the store of one library, made of the rows of files that are appended to."""
 
 import enum
 import importlib
@@ -14,12 +14,10 @@ from rl_bridge.run.options import TRACKERS
 from rl_bridge.run.records import METRICS
 from rl_tools.export.system import SYSTEM
 
-# Lines of a file that is appended to, as rows for an exporter: whole lines alone, and never one twice.
-
 STREAMS = {"metrics": METRICS, "system": SYSTEM}
 """Name of a stream → its file in the run's folder."""
 _ABOUT = ("stage", "step", "run", "attempt", "time", "weights_version", "optimizer_step", "seconds")
-"""What of a record is no metric: what it is about, and clocks."""
+"""Fields of a record that are no metrics: its subject, and clocks."""
 CHUNK = 500
 """Rows that are sent together."""
 
@@ -29,24 +27,27 @@ class Row:
     """One line as numbers. Not a number and infinity are numbers here."""
 
     number: int
-    """Of the row in its stream, from 0."""
+    """Place of the row in its stream, from 0."""
     time: float
     """Seconds since 1970, when it was recorded."""
     metrics: Mapping[str, float]
     """``stage/name`` → value, or ``system/name`` → value."""
     clocks: Mapping[str, float]
-    """step, weights_version, tokens (trained on so far), seconds (of training): what a curve can be drawn against."""
+    """step, weights_version, tokens (trained on so far), seconds (of training): axes of a curve."""
     identity: str
-    """Of the line's bytes and its place: the same line has the same one."""
+    """Made of the line's bytes and its place: the same line has the same identity."""
 
 
 class Cut(Exception):
-    """A file no longer begins with what was read from it."""
+    """A file no longer begins with the bytes that were read from it."""
 
 
 @dataclass
 class Tail:
-    """How far a file was read. ``size`` and ``crc32`` say what was there; ``rows`` and ``tokens`` count it."""
+    """How far a file was read: whole lines alone, and never one twice.
+
+    ``size`` and ``crc32`` are those of the bytes that were read; ``rows`` and ``tokens`` count them.
+    """
 
     stream: str
     size: int = 0
@@ -56,11 +57,11 @@ class Tail:
     _last: bytes = field(default=b"", repr=False)
 
     def state(self) -> dict[str, int]:
-        """What a cursor remembers."""
+        """The part that a cursor stores."""
         return {"size": self.size, "crc32": self.crc32, "rows": self.rows, "tokens": self.tokens}
 
     def begins(self, folder: Path) -> bool:
-        """Whether the file still begins with what was read, by its checksum."""
+        """Whether the file still begins with the bytes that were read, by their checksum."""
         file = folder / STREAMS[self.stream]
         if not self.size:
             return True
@@ -72,7 +73,7 @@ class Tail:
         return zlib.crc32(content) == self.crc32
 
     def read(self, folder: Path) -> Iterator[Row]:
-        """The rows of whole lines that were appended since; a caller that stops early goes on where it stopped.
+        """The rows of whole lines that were appended since the last call. A caller may stop early and go on later.
 
         Raises:
             Cut: the file was cut, and perhaps written to again.
@@ -83,7 +84,7 @@ class Tail:
             return
         with file.open("rb") as stream:
             stream.seek(self.size - len(self._last))
-            # A line has its time and its attempt: after a cut another one stands here.
+            # A line has its time and its attempt: after a cut the line here is another one.
             if stream.read(len(self._last)) != self._last:
                 raise Cut(f"{file} no longer begins with the {self.size} bytes that were exported")
             while (line := stream.readline()).endswith(b"\n"):
@@ -115,23 +116,20 @@ def _numbers(record: Mapping[str, Any], without: tuple[str, ...]) -> Iterator[tu
             yield scrubbed_text(name, hidden), float(value)
 
 
-# What an exporter is: one run in the store of one library.
-
-
 class GoesOn(enum.Enum):
-    """When a new process may add to what another one sent. Otherwise all of the run is taken back and sent again."""
+    """When a new process may add to another one's rows. Otherwise all of the run is taken back and sent again."""
 
     ALWAYS = "always"
     """Sending a row twice changes nothing."""
     AFTER_CLOSE = "after close"
-    """The other process must have closed the store: nobody knows what a killed one had sent."""
+    """The other process must have closed the store: nobody knows which rows a killed one had sent."""
     NEVER = "never"
-    """The store is one file that one process writes: it is left alone until there is something new."""
+    """The store is one file that one process writes: the file is left alone until there are new rows."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What is exported of a run besides its rows; scrubbed."""
+    """Name, config and provenance of a run; scrubbed."""
 
     key: str
     """The same for one run's folder and another for every other, whatever their names."""
@@ -164,7 +162,7 @@ class Artifact:
 
     folder: Path
     version: int | None
-    """Of the weights: how many updates made them."""
+    """Version of the weights: how many updates made them."""
     sha256: str
     files: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     """path, bytes, sha256 of each."""
@@ -172,12 +170,12 @@ class Artifact:
     """Whether the store gets the files too, and not their names and checksums alone."""
 
     def manifest(self) -> dict[str, Any]:
-        """As JSON."""
+        """Version, checksum and files as JSON."""
         return {"version": self.version, "sha256": self.sha256, "files": [dict(file) for file in self.files]}
 
 
 class Exporter(Protocol):
-    """Made with (about, place, memory): ``memory`` is a dict of JSON that the next exporter of this run gets back.
+    """One run in a store. Made with (about, place, memory): the run's next exporter gets the dict ``memory`` back.
 
     Calls come in this order: ``clear`` where it is needed, ``open``, any number of ``send`` and ``artifact``, and
     ``close``, after an error too.
@@ -190,23 +188,23 @@ class Exporter(Protocol):
         ...
 
     def clear(self) -> None:
-        """Take back everything of this run; nothing happens if there is nothing."""
+        """Take back everything of this run; no effect where the store has nothing."""
         ...
 
     def open(self) -> None:
-        """Be ready for rows; config and provenance are in the store."""
+        """Open the store for rows, with config and provenance in it."""
         ...
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Rows of one stream; on return they are the library's own responsibility, or in the store."""
+        """Send rows of one stream; on return they are the library's own responsibility, or in the store."""
         ...
 
     def artifact(self, artifact: Artifact) -> None:
-        """The run's model."""
+        """Send the run's model."""
         ...
 
     def close(self, ended: bool) -> None:
-        """Everything is in the store. ``ended``: the run came to its end."""
+        """Put everything into the store, and close it. ``ended``: the run came to its end."""
         ...
 
 
@@ -229,10 +227,10 @@ def library(name: str) -> Any:
 
 
 def _flat(value: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    options: list[tuple[str, Any]] = []
     for name, part in value.items():
         if isinstance(part, Mapping):
-            found += _flat(part, f"{prefix}{name}.")
+            options += _flat(part, f"{prefix}{name}.")
         else:
-            found.append((prefix + name, part if isinstance(part, str | int | float | None) else str(part)))
-    return found
+            options.append((prefix + name, part if isinstance(part, str | int | float | None) else str(part)))
+    return options

@@ -20,7 +20,7 @@ from rl_tools.export.live_process import Limits
 PATIENCE = 15.0
 """Seconds that a run which has ended waits for its exporters together."""
 MARGIN = 5.0
-"""Seconds that an exporter which is not done has to say so, after its limit and before it is killed."""
+"""Seconds that an exporter which is not done has for its message, after its limit and before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def live_export(names: Sequence[str], output: Path, project: str, system_every: 
     """Exports to these trackers.
 
     Raises:
-        ModuleNotFoundError: one of them is not installed, which is found out before the run begins.
+        ModuleNotFoundError: one of them is not installed.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -48,7 +48,7 @@ def live_export(names: Sequence[str], output: Path, project: str, system_every: 
 
 
 class Exporters(Observer):
-    """Processes beside a run. The run's steps never wait for them: they read what the run writes to its folder."""
+    """Processes beside a run. The run's steps never wait for them: they read the files in the run's folder."""
 
     serves = ("trackers", "system_every")
 
@@ -66,9 +66,9 @@ class Exporters(Observer):
             words = ["-m", "rl_tools.export.system", str(os.getpid()), str(run.folder), str(live.system_every)]
             self._sampler = Child([sys.executable, *words], log=self._log("system"), grace=5.0)
         for options in live.exports:
-            given = json.dumps({**dataclasses.asdict(options), "output": str(options.output.resolve())})
+            options_json = json.dumps({**dataclasses.asdict(options), "output": str(options.output.resolve())})
             limits = json.dumps(dataclasses.asdict(live.limits))
-            words = ["-m", "rl_tools.export.live_process", str(run.folder), given, limits]
+            words = ["-m", "rl_tools.export.live_process", str(run.folder), options_json, limits]
             process = Child(
                 [sys.executable, *words],
                 log=self._log(options.to),
@@ -84,7 +84,7 @@ class Exporters(Observer):
             self._processes.append((options, process, listener))
 
     def ended(self, error: BaseException | None) -> None:
-        """Tell the processes that the run has ended, and wait for them a little; who is not done then goes on alone.
+        """Tell the processes that the run has ended, and wait for them a little; later ones go on alone.
 
         An exporter that hangs ends itself (``Limits.end``).
         """
@@ -108,30 +108,30 @@ class Exporters(Observer):
             timer.cancel()
 
     def _log(self, name: str) -> Path:
-        """What a process and its library print, the ends of several attempts one after another."""
+        """File for the output of a process and its library, one attempt after another."""
         path = self._folder / FOLDER / f"{name}.log"
         path.parent.mkdir(exist_ok=True)
         return path
 
     def _listen(self, options: ExportOptions, process: Child) -> None:
-        """Print what the exporter says, and its end where that was no good one, once; in a thread of its own."""
-        said = False
+        """Print the exporter's messages, or its exit status if it failed without one; in a thread of its own."""
+        heard = False
         with process.stdout as lines:
             for line in lines:
                 self._told.add(options.to)
                 tell(f"{options.to} gets no metrics: {line.decode().strip()}; to catch up: {self._again(options)}")
-                said = True
+                heard = True
         process.dead.wait()
         status = process.status
-        if status and not said:
+        if status and not heard:
             how = f"signal {-status}" if status < 0 else f"status {status}"
             tell(f"{options.to} gets no metrics: its exporter ended with {how}; to catch up: {self._again(options)}")
 
     def _again(self, options: ExportOptions) -> str:
         default = ExportOptions(to=options.to)
-        given = "".join(
+        flags = "".join(
             f" --{name} {getattr(options, name)}"
             for name in ("output", "project", "artifacts")
             if getattr(options, name) != getattr(default, name)
         )
-        return f"`rl-fn export {self._folder} --to {options.to}{given}`"
+        return f"`rl-fn export {self._folder} --to {options.to}{flags}`"

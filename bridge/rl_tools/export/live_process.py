@@ -1,7 +1,7 @@
 """The process that exports a run while it goes on: ``python -m rl_tools.export.live_process``.
 
-The end of its standard input is the trainer's end, however that came. What the trainer is to print goes to the first
-standard output, a line each; what libraries print goes to a log file.
+The end of its standard input is the trainer's end, of whatever kind. Messages for the trainer to print go to the first
+standard output, a line each; the output of libraries goes to a log file.
 """
 
 import json
@@ -26,11 +26,11 @@ class Limits:
     every: float = 1.0
     """Between two looks at the record."""
     hang: float = 60.0
-    """Without an answer of the library, until the trainer's terminal says so."""
+    """Without a reply of the library, until the trainer's terminal has a message."""
     retry: float = 30.0
     """After a failure; the next time twice as long, at most ten minutes."""
     end: float = 30.0
-    """For what is left when the trainer has ended; then this process ends itself."""
+    """For the remaining rows when the trainer has ended; then this process ends itself."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Live:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> int:
-        """Exit status 0 if everything was sent."""
+        """Export until the trainer has ended; returns exit status 0 if everything was sent."""
         threading.Thread(target=self._watch, daemon=True).start()
         pause = self.limits.retry
         while True:
@@ -62,7 +62,7 @@ class Live:
                     return 1
             finally:
                 self._busy_since = None
-            # Once more when the trainer ends, be it at once.
+            # The trainer's end cuts the pause short: the last try comes at once.
             self._ended.wait(pause)
             pause = min(2 * pause, 600.0)
 
@@ -81,7 +81,7 @@ class Live:
             self._busy_since = time.monotonic()
 
     def _watch(self) -> None:
-        """Notice the trainer's end, and a library that does not answer; a library that hangs does not stop this."""
+        """Notice the trainer's end and a library that does not reply. A hanging library does not stop this thread."""
         while True:
             readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0.5)
             if readable and not os.read(sys.stdin.fileno(), 1):
@@ -96,7 +96,7 @@ class Live:
         os._exit(1)
 
     def _tell(self, text: str) -> None:
-        """Once: what comes later is in the log file."""
+        """Send one message to the trainer, the first; later ones are in the log file alone."""
         if self._told:
             return
         self._told = True
@@ -109,7 +109,7 @@ class Live:
 
 
 def main(words: list[str]) -> int:
-    """``words``: the run's folder, options and limits as JSON."""
+    """Export a run. ``words``: the run's folder, options and limits as JSON."""
     folder, options, limits = Path(words[0]), json.loads(words[1]), json.loads(words[2])
     options["output"] = Path(options["output"])
     # A library's own lines do not come between the trainer's.

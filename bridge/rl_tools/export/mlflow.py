@@ -15,9 +15,9 @@ MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 6000
 
 
 class RunExporter:
-    """Points lie at the record's number; every clock is a metric too, ``clock/tokens``: a chart can be drawn over it.
+    """A run in MLflow, whose points lie at the record's number. Every clock is a metric too: ``clock/tokens``.
 
-    A store in a database keeps a point (name, step, time, value) once, however often it is sent.
+    A store in a database keeps a point (name, step, time, value) once, however often the point is sent.
     """
 
     def __init__(self, about: About, place: Place, memory: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ class RunExporter:
     @property
     def _client(self) -> Any:
         if self._opened is None:
-            # Said before the import: the library sends usage data of its own otherwise.
+            # Set before the import: the library sends usage data of its own otherwise.
             os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
             self._place.output.mkdir(parents=True, exist_ok=True)
             with warnings.catch_warnings():
@@ -40,8 +40,8 @@ class RunExporter:
 
     def has(self, rows: int) -> bool:
         """Whether the run is there, is not deleted, and has a point for each row."""
-        found = [run for run in self._runs() if run.info.run_id == self._memory.get("run")]
-        return bool(found) and (rows == 0 or found[0].data.metrics.get("clock/step", -1.0) >= rows - 1)
+        matches = [run for run in self._runs() if run.info.run_id == self._memory.get("run")]
+        return bool(matches) and (rows == 0 or matches[0].data.metrics.get("clock/step", -1.0) >= rows - 1)
 
     def clear(self) -> None:
         """Delete every run with this key: points cannot be taken back one by one."""
@@ -50,7 +50,7 @@ class RunExporter:
         self._memory.pop("run", None)
 
     def open(self) -> None:
-        """Make the run, with its options as parameters and where it comes from as tags."""
+        """Make the run, with its options as parameters and its provenance as tags."""
         if "run" in self._memory:
             return
         experiment = self._experiment()
@@ -59,8 +59,8 @@ class RunExporter:
             experiment = self._client.create_experiment(self._place.project, artifact_location=artifacts)
         provenance = self._about.provenance
         begun = round(provenance[0]["time"] * 1000) if provenance else None
-        made = self._client.create_run(experiment, start_time=begun, run_name=self._about.name, tags=self._tags())
-        self._memory["run"] = made.info.run_id
+        run = self._client.create_run(experiment, start_time=begun, run_name=self._about.name, tags=self._tags())
+        self._memory["run"] = run.info.run_id
         entities = library("mlflow.entities")
         params = [entities.Param(_name(k), str(v)[:LONGEST]) for k, v in self._about.options().items()]
         for start in range(0, len(params), MOST_PARAMS):
@@ -68,7 +68,7 @@ class RunExporter:
         self._client.log_dict(self._memory["run"], {"attempts": list(provenance)}, "provenance.json")
 
     def send(self, rows: Sequence[Row]) -> None:
-        """All points of the rows, in calls of at most MLflow's limit."""
+        """Send all points of the rows, in calls of at most MLflow's limit."""
         metric = library("mlflow.entities").Metric
         points = []
         for row in rows:
@@ -79,7 +79,7 @@ class RunExporter:
             self._client.log_batch(self._memory["run"], metrics=points[start : start + MOST_METRICS])
 
     def artifact(self, artifact: Artifact) -> None:
-        """The manifest as ``model/manifest.json``, version and checksum as tags, and the files if they are wanted."""
+        """Send the manifest as ``model/manifest.json``, version and checksum as tags, and the files on request."""
         run = self._memory["run"]
         self._client.log_dict(run, artifact.manifest(), "model/manifest.json")
         self._client.set_tag(run, "rl_fn.model.sha256", artifact.sha256)
@@ -88,13 +88,13 @@ class RunExporter:
             self._client.log_artifacts(run, str(artifact.folder), "model")
 
     def close(self, ended: bool) -> None:
-        """A run that came to its end is finished; another one is still running, for all that MLflow knows."""
+        """Mark a run that came to its end as finished; any other one stays running in MLflow."""
         if ended and "run" in self._memory:
             self._client.set_terminated(self._memory["run"], "FINISHED")
 
     def _experiment(self) -> str | None:
-        found = self._client.get_experiment_by_name(self._place.project)
-        return None if found is None else found.experiment_id
+        experiment = self._client.get_experiment_by_name(self._place.project)
+        return None if experiment is None else experiment.experiment_id
 
     def _runs(self) -> list[Any]:
         experiment = self._experiment()
@@ -120,7 +120,7 @@ class RunExporter:
 
 
 def _name(name: str) -> str:
-    """With MLflow's characters.
+    """A name in MLflow's characters.
 
     >>> _name("policy/reward[exact]")
     'policy/reward_exact_'

@@ -1,4 +1,4 @@
-"""What the machine does while a run goes on: a process of its own appends a line every few seconds to system.jsonl."""
+"""Samples of the machine while a run goes on: a process of its own appends a line every few seconds to system.jsonl."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ SYSTEM = "system.jsonl"
 _GPU = ("utilization.gpu", "memory.used", "memory.total", "power.draw", "temperature.gpu")
 _GPU_NAMES = ("percent", "memory_mib", "memory_total_mib", "watts", "celsius")
 LIMIT = 5.0
-"""Seconds for nvidia-smi's answer."""
+"""Seconds for nvidia-smi's reply."""
 
 
 class Sampler:
@@ -39,14 +39,14 @@ class Sampler:
         machine = psutil.virtual_memory()
         before, self._at = self._at, time.monotonic()
         seconds, resident = self._cpu_seconds()
-        found = {
+        numbers = {
             "cpu_percent": psutil.cpu_percent(None),
             "run_cores": seconds / max(self._at - before, 1e-3),
             "run_memory_bytes": float(resident),
             "memory_used_bytes": float(machine.total - machine.available),
             "memory_percent": machine.percent,
         }
-        return found | (self._gpu() if self._gpus else {})
+        return numbers | (self._gpu() if self._gpus else {})
 
     def _cpu_seconds(self) -> tuple[float, int]:
         """(CPU seconds since the last call, bytes) of the process and its children, not of this one and its guard."""
@@ -76,24 +76,24 @@ class Sampler:
                 check=True,
             )
         except (FileNotFoundError, subprocess.SubprocessError):
-            # No GPU, or none that answers: the rest of the sample is worth having.
+            # No GPU, or no reply: the rest of the sample is worth having.
             self._gpus = False
             return {}
         return gpu_numbers(done.stdout)
 
 
 def gpu_numbers(text: str) -> dict[str, float]:
-    """nvidia-smi's lines, one a GPU, as numbers by name; what a GPU does not tell is left out.
+    """nvidia-smi's lines, one a GPU, as numbers by name; fields without a number are left out.
 
     >>> gpu_numbers("93, 1024, 81559, 310.25, [N/A]")
     {'gpu0_percent': 93.0, 'gpu0_memory_mib': 1024.0, 'gpu0_memory_total_mib': 81559.0, 'gpu0_watts': 310.25}
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for number, line in enumerate(text.strip().splitlines()):
         for name, word in zip(_GPU_NAMES, line.split(","), strict=True):
             if word.strip().replace(".", "", 1).isdigit():
-                found[f"gpu{number}_{name}"] = float(word)
-    return found
+                numbers[f"gpu{number}_{name}"] = float(word)
+    return numbers
 
 
 def main(words: list[str]) -> int:

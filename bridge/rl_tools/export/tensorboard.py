@@ -10,7 +10,10 @@ from rl_tools.export.exporter import About, Artifact, GoesOn, Place, Row, librar
 
 
 class RunExporter:
-    """``OUTPUT/KEY/CLOCK``: TensorBoard shows each as a run. Seconds of training are milliseconds: a step is whole."""
+    """Event files in ``OUTPUT/KEY/CLOCK``. TensorBoard shows each folder as a run.
+
+    Seconds of training are milliseconds, as steps are whole numbers.
+    """
 
     goes_on = GoesOn.AFTER_CLOSE
 
@@ -22,10 +25,10 @@ class RunExporter:
         self._summary: Any = None
 
     def has(self, rows: int) -> bool:
-        """Whether the files are as long as they were."""
+        """Whether the files are as long as this exporter left them."""
         sizes: dict[str, int] = self._memory.get("sizes", {})
-        there = {name: self._folder / name for name in sizes}
-        return bool(sizes) and all(path.exists() and path.stat().st_size == sizes[name] for name, path in there.items())
+        paths = {name: self._folder / name for name in sizes}
+        return bool(sizes) and all(path.exists() and path.stat().st_size == sizes[name] for name, path in paths.items())
 
     def clear(self) -> None:
         """Remove the run's folder."""
@@ -34,7 +37,7 @@ class RunExporter:
         self._memory.pop("sizes", None)
 
     def open(self) -> None:
-        """Import the library, and write config and provenance where nothing is yet."""
+        """Import the library, and write config and provenance where there are no files yet."""
         self._event = library("tensorboard.compat.proto.event_pb2").Event
         self._summary = library("tensorboard.compat.proto.summary_pb2").Summary
         if not self._memory.get("sizes"):
@@ -44,7 +47,7 @@ class RunExporter:
             self._keep_sizes()
 
     def send(self, rows: Sequence[Row]) -> None:
-        """An event a row and clock."""
+        """Write an event for each row and clock."""
         for row in rows:
             values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
             for clock, position in _positions(row.clocks).items():
@@ -52,7 +55,7 @@ class RunExporter:
         self._keep_sizes()
 
     def artifact(self, artifact: Artifact) -> None:
-        """The manifest as a text; event files hold no models."""
+        """Write the manifest as a text; event files hold no models."""
         self._text("model", artifact.manifest())
         self._keep_sizes()
 
@@ -94,8 +97,8 @@ class RunExporter:
                 info.hparams[name].number_value = value
             else:
                 info.hparams[name].string_value = str(value)
-        made = metadata.create_summary_metadata(data.HParamsPluginData(session_start_info=info))
-        value = self._summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=made, tensor=metadata.NULL_TENSOR)
+        summary = metadata.create_summary_metadata(data.HParamsPluginData(session_start_info=info))
+        value = self._summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=summary, tensor=metadata.NULL_TENSOR)
         self._write("step", self._event(wall_time=time.time(), summary=self._summary(value=[value])))
 
     def _keep_sizes(self) -> None:
@@ -106,5 +109,5 @@ class RunExporter:
 
 
 def _positions(clocks: Mapping[str, float]) -> dict[str, int]:
-    found = {name: int(value) for name, value in clocks.items() if name != "seconds"}
-    return found | ({"milliseconds": round(clocks["seconds"] * 1000)} if "seconds" in clocks else {})
+    positions = {name: int(value) for name, value in clocks.items() if name != "seconds"}
+    return positions | ({"milliseconds": round(clocks["seconds"] * 1000)} if "seconds" in clocks else {})

@@ -10,9 +10,9 @@ from rl_tools.export.exporter import About, Artifact, GoesOn, Place, Row, librar
 
 
 class RunExporter:
-    """Rows go to trackio's own storage at once, each with an id: a row that is sent again is left out there.
+    """A run in trackio. Rows go to trackio's own storage at once, each with an id: storage leaves out a repeated row.
 
-    ``trackio.log`` would put them into a queue, and a killed process would lose what was in it.
+    ``trackio.log`` would put rows into a queue, and a killed process would lose them.
     """
 
     goes_on = GoesOn.ALWAYS
@@ -55,7 +55,7 @@ class RunExporter:
         self._storage.init_db(self._project)
 
     def send(self, rows: Sequence[Row]) -> None:
-        """One transaction. System metrics have no step in trackio, their time alone."""
+        """Write rows in one transaction. System metrics have no step in trackio, their time alone."""
         system = [row for row in rows if "step" not in row.clocks]
         steps = [row for row in rows if "step" in row.clocks]
         if steps:
@@ -72,12 +72,12 @@ class RunExporter:
             self._storage.bulk_log_system(**self._columns(system), metrics_list=[dict(row.metrics) for row in system])
 
     def artifact(self, artifact: Artifact) -> None:
-        """Checksum, version and files in the run's config; trackio gets no copy of the files."""
+        """Write checksum, version and names of files to the run's config; trackio gets no copy of the files."""
         self._memory["model"] = artifact.manifest()
         self._write_config()
 
     def close(self, ended: bool) -> None:
-        """Everything is in the database already; its config is the last attempt's."""
+        """Write the last attempt's config; everything else is in the database already."""
         self._write_config()
 
     def _config(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class RunExporter:
         return {**self._about.options(), "rl_fn": {**provenance, **model}}
 
     def _write_config(self) -> None:
-        """Storage takes a config along with rows: the first one again, which it leaves out."""
+        """Send the config with the first row again: storage takes a config with rows alone, and leaves this row out."""
         if "first" in self._memory:
             now = datetime.now(UTC).isoformat()
             about = {"project": self._project, "run": self._name, "run_id": self._id, "timestamps": [now], "steps": [0]}

@@ -11,14 +11,15 @@ from typing import Any
 
 from rl_tools.export.exporter import About, Artifact, GoesOn, Place, Row, library
 
-# What an offline run's file holds: W&B's writer says nothing when the disk is full.
-
 BLOCK, HEADER = 32768, 7
 WHOLE, LAST = 1, 4
 
 
 def records(file: Path) -> Iterator[bytes]:
-    """Whole records of a ``.wandb`` file, LevelDB's log format; a torn one at its end is left out."""
+    """Whole records of a ``.wandb`` file, LevelDB's log format; a torn one at its end is left out.
+
+    Records are counted because W&B's writer reports no error when the disk is full.
+    """
     data, place, parts = file.read_bytes(), HEADER, b""
     while place + HEADER <= len(data):
         left = BLOCK - place % BLOCK
@@ -33,19 +34,17 @@ def records(file: Path) -> Iterator[bytes]:
             parts = b""
 
 
-# Weights & Biases: an offline run in the output's folder, for ``wandb sync``; or live, with ``WANDB_MODE=online``.
-
 PATIENCE = 10.0
 """Seconds for an offline run's file to be whole after the run's end."""
 FLUSH, GROWTH = 1.0, 3.0
-"""Seconds between two writes of W&B to that file; seconds that a write which is late is waited for."""
+"""Seconds between two writes of W&B to that file; seconds of patience with a late write."""
 
 
 class RunExporter:
-    """Rows have clocks of their own (``clock/step``, ``clock/tokens`` …) and no step of W&B's, which may not go back.
+    """A run in W&B. Rows have their own clocks (``clock/step``, ``clock/tokens`` …): a step of W&B's may not go back.
 
-    An offline run is one file that one process writes: another process writes it anew. What was taken back from a
-    server keeps its id there for ever, so the run goes on under the next one.
+    An offline run is one file that one process writes: another process writes the file anew. A run that was taken back
+    from a server keeps its id there for ever, so this run goes on under the next id.
     """
 
     def __init__(self, about: About, place: Place, memory: dict[str, Any]) -> None:
@@ -54,7 +53,7 @@ class RunExporter:
         self.goes_on = GoesOn.NEVER if self._mode == "offline" else GoesOn.AFTER_CLOSE
         self._run: Any = None
         self._logged = 0
-        # The offline run's file when it last grew, and since when a row waits to be in it.
+        # Size of the offline run's file when it last grew, and the time since which a row waits to be in the file.
         self._size, self._stuck = 0, False
         self._unwritten_since: float | None = None
 
@@ -64,7 +63,7 @@ class RunExporter:
         return self._about.key if generation == 1 else f"{self._about.key}-{generation}"
 
     def has(self, rows: int) -> bool:
-        """Told by the offline run's file. A server is not asked: the cursor says what was sent."""
+        """Whether the offline run's file has the rows. A server is not asked: the cursor counts sent rows."""
         return self._mode != "offline" or (bool(self._folders()) and self._kept() >= rows)
 
     def clear(self) -> None:
@@ -112,13 +111,13 @@ class RunExporter:
             reinit="create_new",
             settings=settings,
         )
-        # Not synchronised: a row of the machine's numbers has no step, and none is made up for it.
+        # Without step_sync, as a row of the machine's numbers has no step.
         self._run.define_metric("clock/*")
         self._run.define_metric("*", step_metric="clock/step", step_sync=False)
         self._run.define_metric("system/*", step_metric="clock/sample", step_sync=False)
 
     def send(self, rows: Sequence[Row]) -> None:
-        """A row of history each.
+        """Log a row of history for each row.
 
         Raises:
             OSError: earlier rows do not get into the file of an offline run.
@@ -133,33 +132,33 @@ class RunExporter:
             self._unwritten_since = time.monotonic()
 
     def artifact(self, artifact: Artifact) -> None:
-        """An artifact of type ``model`` with the manifest, and with the files if they are wanted."""
+        """Log an artifact of type ``model`` with the manifest, and with the files if they are asked for."""
         wandb = library("wandb")
-        made = wandb.Artifact(f"{self._about.key}-model", type="model", metadata=artifact.manifest())
+        model = wandb.Artifact(f"{self._about.key}-model", type="model", metadata=artifact.manifest())
         if artifact.copied:
-            made.add_dir(str(artifact.folder))
-        self._run.log_artifact(made)
+            model.add_dir(str(artifact.folder))
+        self._run.log_artifact(model)
 
     def close(self, ended: bool) -> None:
         """Wait until the library has written, or sent, everything.
 
         Raises:
-            OSError: the file of an offline run has not all of the rows.
+            OSError: the file of an offline run lacks rows.
         """
         if self._run is None:
             return
         self._run.finish(exit_code=0)
         if self._mode != "offline" or self._stuck:
             return
-        # The library's own process writes on after finish(), and is silent about a file that it could not write.
+        # The library's own process writes on after finish(), and reports no error of writing.
         deadline = time.monotonic() + PATIENCE
-        while (kept := self._kept()) != self._logged and time.monotonic() < deadline:
+        while (written := self._kept()) != self._logged and time.monotonic() < deadline:
             time.sleep(0.05)
-        if kept != self._logged:
-            raise OSError(f"W&B wrote {kept} of {self._logged} rows to {self._place.output}; is the disk full?")
+        if written != self._logged:
+            raise OSError(f"W&B wrote {written} of {self._logged} rows to {self._place.output}; is the disk full?")
 
     def _await_growth(self) -> None:
-        """W&B's own process is silent about a file that cannot grow: such a file is found while the run goes on."""
+        """Raise while the run goes on if the file cannot grow; W&B's own process reports no such error."""
         deadline = time.monotonic() + GROWTH
         while self._unwritten_since is not None and (size := self._bytes()) == self._size:
             if time.monotonic() < self._unwritten_since + 2 * FLUSH:

@@ -116,7 +116,7 @@ def _read(pipeline: Supervision) -> tuple[ModelSource, list[Trajectory], int, in
     if isinstance(pipeline, SFTPipeline):
         parts = load_rows(pipeline, (), supervised_row)
         source, tokenizer = load_model(pipeline, [row for part in parts for row in part])
-        train, held_out = (encoded(pipeline, source, tokenizer, part)[0] for part in parts)
+        train, held_out = (encoded(source, tokenizer, part, **pipeline.reading())[0] for part in parts)
         return source, [*train, *held_out], len(held_out), 1
     data = load_data(pipeline, pipeline.loss.build())
     examples = [*data.examples, *data.held_out]

@@ -1,8 +1,9 @@
 """Live bytes of tensors, allocation by allocation: by component, with the peak and the line that made it.
 
-Every operation of the thread is seen. A storage counts from the operation that made it until nothing refers to it: what
-autograd saves and what views share is counted once, as long as it lives. What a kernel allocates inside is not seen.
-Activations that were offloaded are a component of their own, which the sum leaves out: it is the device's.
+Every operation of the thread is seen. A storage counts from the operation that made it until nothing refers to the
+storage: a tensor that autograd saves and tensors that share a storage count once, as long as they live. Memory that a
+kernel allocates inside is not seen. Activations that were offloaded are a component of their own, which the sum leaves
+out: the sum is the device's.
 """
 
 import functools
@@ -23,19 +24,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-# Where an allocation came from: the component of the run that it belongs to, and the line of the step.
-
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 HEAD, CACHE, TRANSFER, CHECKPOINT, OTHER = "head", "kv_cache", "transfer", "checkpoint", "other"
 OFFLOADED, SERVER, REWARD = "offloaded", "server", "reward"
 COMPONENTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, HEAD, CACHE, TRANSFER, CHECKPOINT, OTHER)
 COMPONENTS += (SERVER, REWARD, OFFLOADED)
-"""Of a run's memory. ``head``: logits and what else the head computes with; ``transfer``: buffers of a sync;
+"""Components of a run's memory. ``head``: logits and other tensors of the head; ``transfer``: buffers of a sync;
 ``server``: weights, keys and values of a server's process beside the worker, ``reward``: weights of reward models in
 the driver's process, which a plan knows and no meter;
-``offloaded``: what waits in host memory, which sums and peaks of a device leave out."""
+``offloaded``: tensors that wait in host memory, which sums and peaks of a device leave out."""
 
-# The innermost frame that one of these knows decides; a pair also names the function.
+# (Part of a file's path, name of a function or "" for all, component): the innermost frame with an entry decides.
 _OF_CODE = (
     ("torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_reduce", GRADIENTS),
     ("torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "", WEIGHTS),
@@ -59,43 +58,46 @@ _LINES = ("/rl_bridge/", "/rl_kernels/", "/modeling_")
 
 
 class Place(NamedTuple):
-    """``line`` is ``file:line function``; in a backward pass the operation that is differentiated follows."""
+    """Component and line of an allocation.
+
+    ``line`` is ``file:line function``; in a backward pass the operation that is differentiated follows.
+    """
 
     component: str
     line: str
 
 
-class _Known(NamedTuple):
+class _Facts(NamedTuple):
     component: str | None
     own: bool
     line: str | None
 
 
-_known: dict[CodeType, _Known] = {}
+_facts_by_code: dict[CodeType, _Facts] = {}
 
 
-def _about(code: CodeType) -> _Known:
-    """What the file and the name of a function say; looked up once a function."""
-    found = _known.get(code)
-    if found is None:
+def _facts_of(code: CodeType) -> _Facts:
+    """Component and path that the file and the name of a function tell; looked up once a function."""
+    facts = _facts_by_code.get(code)
+    if facts is None:
         file, name = code.co_filename.replace("\\", "/"), code.co_name
         own = any(part in file for part in _OWN)
         component = next((c for part, of, c in _OF_CODE if part in file and of in ("", name)), None)
-        short = next((file[file.rindex(part) + 1 :] for part in _LINES if part in file), None)
-        found = _known[code] = _Known(None if own else component, own, None if own else short)
-    return found
+        path = next((file[file.rindex(part) + 1 :] for part in _LINES if part in file), None)
+        facts = _facts_by_code[code] = _Facts(None if own else component, own, None if own else path)
+    return facts
 
 
 def place_of(frame: FrameType | None = None) -> Place:
-    """The place of what is being allocated, by the stack of the calling thread."""
+    """The place of the present allocation, by the stack of the calling thread."""
     frame = sys._getframe(1) if frame is None else frame
     component = line = None
     while frame is not None and (component is None or line is None):
-        about = _about(frame.f_code)
-        if about.component is not None and component is None:
-            component = about.component
-        if about.line is not None and line is None:
-            line = f"{about.line}:{frame.f_lineno} {frame.f_code.co_name}"
+        facts = _facts_of(frame.f_code)
+        if facts.component is not None and component is None:
+            component = facts.component
+        if facts.line is not None and line is None:
+            line = f"{facts.line}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     node = torch._C._current_autograd_node()
     if node is not None:
@@ -104,24 +106,21 @@ def place_of(frame: FrameType | None = None) -> Place:
     return Place(component or OTHER, line or "outside of rl_bridge")
 
 
-# Storages that change their size without an operation, which no dispatch mode sees: ``UntypedStorage.resize_``.
-
-
 class Watcher(Protocol):
-    """Is told of storages that were resized in its thread."""
+    """Gets the storages that ``UntypedStorage.resize_`` resizes in its thread, which no dispatch mode sees."""
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Of the storage with its new size, and the bytes that it had before."""
+        """Take in a storage with its new size. ``before``: the bytes that the storage had."""
         ...
 
 
 _lock = threading.Lock()
 _watchers: dict[int, list[Watcher]] = {}
-"""By thread, as dispatch modes are: each may stand there more than once."""
+"""Thread → its watchers. A watcher may stand there more than once, as a dispatch mode may be entered again."""
 
 
 def watch_resizes(watcher: Watcher) -> None:
-    """Begin to tell the watcher. torch's method is exchanged while anyone watches, and at no other time."""
+    """Begin to call the watcher. torch's method is replaced while anyone watches, and at no other time."""
     with _lock:
         if not _watchers:
             torch.UntypedStorage.resize_ = _resize  # pyright: ignore[reportAttributeAccessIssue]
@@ -129,7 +128,7 @@ def watch_resizes(watcher: Watcher) -> None:
 
 
 def unwatch_resizes(watcher: Watcher) -> None:
-    """End what the last ``watch_resizes`` of this watcher in this thread began."""
+    """Undo the last ``watch_resizes`` of this watcher in this thread."""
     with _lock:
         here = _watchers[threading.get_ident()]
         here.reverse()
@@ -144,16 +143,13 @@ def unwatch_resizes(watcher: Watcher) -> None:
 def _resize(storage: torch.UntypedStorage, size: int) -> Any:
     before = storage.nbytes()
     resized = torch._C.StorageBase.resize_(storage, size)  # pyright: ignore[reportAttributeAccessIssue]
-    for watcher in {id(one): one for one in _watchers.get(threading.get_ident(), ())}.values():
+    for watcher in {id(watcher): watcher for watcher in _watchers.get(threading.get_ident(), ())}.values():
         watcher.resized(storage, before)
     return resized
 
 
-# Live bytes of tensors, allocation by allocation: by component, with the peak and the line that made it.
-
-
 class Peak(NamedTuple):
-    """The most bytes that lived at once, what they were, and the line that allocated the last of them."""
+    """The most bytes that lived at once, their components, and the line that allocated the last of them."""
 
     bytes: int
     components: dict[str, int]
@@ -168,7 +164,7 @@ class _Entry:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts while it is entered. What was there before counts once it is shown to ``watch`` or ``track``.
+    """Counts while the mode is entered. Earlier tensors count once ``watch`` or ``track`` gets them.
 
     >>> with LiveBytes() as live:
     ...     x = torch.zeros(256)
@@ -188,12 +184,12 @@ class LiveBytes(TorchDispatchMode):
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count what it made."""
+        """Run the operation and count the storages that it made."""
         if DTensor in types:
-            return NotImplemented  # its own dispatch comes back here with the local parts and what it makes on the way
+            return NotImplemented  # DTensor's own dispatch calls this mode with local parts and intermediate tensors
         inside = OPDEFS.get(func._schema.name)
         if inside is not None:
-            # Of a custom operation written in Python every operation inside is seen, as its memory lives there.
+            # A custom operation written in Python allocates in the operations inside, so that each of them is seen.
             with self:
                 out = inside._init_fn(*args, **(kwargs or {}))
         elif _is_composite(func):
@@ -213,7 +209,7 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Count a storage that had ``before`` bytes with its new size: FSDP2 frees gathered weights so."""
+        """Count a storage that had ``before`` bytes with its new size: FSDP2 frees gathered weights by resizing."""
         entry = self._entries.get(storage._cdata)
         if entry is not None:
             change, entry.bytes = storage.nbytes() - entry.bytes, storage.nbytes()
@@ -222,11 +218,11 @@ class LiveBytes(TorchDispatchMode):
             self._add(storage._cdata, storage.nbytes(), storage, place_of())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation itself."""
+        """Run the operation itself; a subclass may run another."""
         return func(*args, **kwargs)
 
     def track(self, tensor: torch.Tensor, component: str) -> None:
-        """Count a tensor that is there already, or say what one that counts is."""
+        """Count a tensor that is there already, or change the component of one that counts."""
         for part in _parts(tensor):
             key, size, holder = _storage(part)
             entry = self._entries.get(key)
@@ -238,7 +234,7 @@ class LiveBytes(TorchDispatchMode):
                 self._change(component, entry.bytes)
 
     def watch(self, module: torch.nn.Module, component: str = WEIGHTS) -> None:
-        """Count a module's parameters and buffers, and know its gradients when they come."""
+        """Count a module's parameters and buffers, and its gradients from when they are there."""
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta or _is_fake(tensor):
                 self.track(tensor.detach(), component)
@@ -251,23 +247,23 @@ class LiveBytes(TorchDispatchMode):
             self.track(parameter.grad, GRADIENTS)
 
     def forget(self) -> None:
-        """Take the hooks of ``watch`` off again."""
+        """Remove the hooks of ``watch``."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def by_line(self) -> Counter[str]:
         """Bytes that live now, by the line that allocated them."""
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for entry in list(self._entries.values()):
-            found[entry.line] += entry.bytes
-        return found
+            sizes[entry.line] += entry.bytes
+        return sizes
 
     def peak(self) -> Peak:
-        """Since the last ``reset``."""
+        """The peak since the last ``reset``."""
         return self._peak
 
     def reset(self) -> None:
-        """Begin a new peak with what lives now."""
+        """Begin a new peak with the bytes that live now."""
         self._peak = Peak(self.bytes, dict(self.components), "")
 
     @contextmanager
@@ -278,28 +274,28 @@ class LiveBytes(TorchDispatchMode):
         if name not in peaks or peaks[name].bytes < self._peak.bytes:
             peaks[name] = self._peak
 
-    def _see(self, out: Any, given: Any) -> None:
+    def _see(self, out: Any, inputs: Any) -> None:
         if isinstance(out, torch.Tensor):
-            self._count(out, given)
+            self._count(out, inputs)
         elif isinstance(out, (tuple, list)):
-            for one in out:
-                self._see(one, given)
+            for part in out:
+                self._see(part, inputs)
 
-    def _count(self, tensor: torch.Tensor, given: Any) -> None:
+    def _count(self, tensor: torch.Tensor, inputs: Any) -> None:
         for part in _parts(tensor):
             if part.is_meta and not _is_fake(part):
                 continue
             key, size, holder = _storage(part)
             entry = self._entries.get(key)
             if entry is None:
-                if size and not _is_given(key, given):
+                if size and not _is_input(key, inputs):
                     self._add(key, size, holder, place_of())
             elif entry.bytes != size:
                 self._change(entry.component, size - entry.bytes)
                 entry.bytes = size
 
     def _add(self, key: int, size: int, holder: Any, place: Place) -> None:
-        # The storage's own object is kept by the storage, so that its end is the storage's.
+        # A storage keeps its Python object, so that both end together.
         reference = weakref.ref(holder, lambda _: self._remove(key))
         self._entries[key] = _Entry(size, place, reference)
         self._change(place.component, size, place.line)
@@ -322,23 +318,23 @@ class LiveBytes(TorchDispatchMode):
 def _is_composite(func: Any) -> bool:
     """Whether the operation is a sequence of others, which reaches a mode whole inside a custom operation."""
     if func.namespace != "aten" or func.has_kernel_for_dispatch_key(DispatchKey.CPU):
-        return False  # such as silu_backward, which has a sequence for other devices, and a kernel of its own here
+        return False  # such as silu_backward, which is a sequence on other devices and has a kernel on a CPU
     return func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor of tensors consists of, such as the local shard of a DTensor."""
+    """The parts of a tensor of tensors, such as the local shard of a DTensor."""
     if isinstance(tensor, DTensor):
         yield from _parts(tensor._local_tensor)
-    elif isinstance(tensor, AsyncCollectiveTensor):  # what is on its way; the wrapper has no memory
+    elif isinstance(tensor, AsyncCollectiveTensor):  # a wrapper without memory, of a tensor that is on its way
         yield from _parts(tensor.elem)
     else:
         yield tensor
 
 
-def _is_given(key: int, given: Any) -> bool:
-    """Whether an operation was given the storage, and so did not make it: a view of what was there before."""
-    tensors = [x for x in tree_iter(given) if isinstance(x, torch.Tensor)]
+def _is_input(key: int, inputs: Any) -> bool:
+    """Whether the storage is that of an operation's input, so that the operation returned a view and made none."""
+    tensors = [x for x in tree_iter(inputs) if isinstance(x, torch.Tensor)]
     return any(_storage(part)[0] == key for x in tensors for part in _parts(x))
 
 
@@ -347,9 +343,9 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int, Any]:
-    """A number that is the storage's own while it lives, its bytes, and the object to hold a weak reference to."""
+    """(Key of the storage, unique while the storage lives; its bytes; the object to hold a weak reference to)."""
     if tensor.is_mkldnn:
-        # oneDNN's own layout has no storage that torch knows; its size is about that of the numbers.
+        # oneDNN's own layout has no storage that torch knows. Its size is about that of the numbers.
         return id(tensor), tensor.numel() * tensor.element_size(), tensor
     storage = tensor.untyped_storage()
     return storage._cdata, storage.nbytes(), storage

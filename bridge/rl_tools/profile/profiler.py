@@ -36,21 +36,19 @@ from rl_bridge.run.run import Observer, Run
 from rl_tools.profile.live_bytes import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, LiveBytes, Peak
 from rl_tools.profile.timeline import draw_memory, growth, shown_bytes
 
-# What measures a call in a worker's process: live tensors on a CPU, the allocator's own numbers on a GPU.
-
 POINTS = 48
-"""Of a call's timeline, at most."""
+"""Most points of a call's timeline."""
 
 
 class Meter(Protocol):
-    """Measures calls one after another."""
+    """Measures calls one after another in a worker's process."""
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Know a model's weights and gradients."""
+        """Know a model's weights and gradients from now on."""
         ...
 
     def call(self) -> Any:
-        """A context that measures what runs in it."""
+        """A context that measures the call inside."""
         ...
 
     def now(self) -> int:
@@ -58,7 +56,7 @@ class Meter(Protocol):
         ...
 
     def peak(self) -> Peak:
-        """Of the last call."""
+        """The peak of the last call."""
         ...
 
     def timeline(self) -> list[tuple[float, dict[str, int]]]:
@@ -97,7 +95,7 @@ class _Timed(LiveBytes):
 
 
 class LiveMeter:
-    """Counts every allocation of the calls."""
+    """Counts every allocation of the calls, for a CPU."""
 
     def __init__(self) -> None:
         self._live = _Timed()
@@ -108,7 +106,7 @@ class LiveMeter:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Measure what runs here."""
+        """Measure the call inside."""
         self._live.begin()
         with self._live:
             yield
@@ -119,11 +117,11 @@ class LiveMeter:
         return self._live.bytes
 
     def peak(self) -> Peak:
-        """Of the last call."""
+        """The peak of the last call."""
         return self._live.peak()
 
     def timeline(self) -> list[tuple[float, dict[str, int]]]:
-        """Of the last call."""
+        """Points of the last call, at most ``POINTS``."""
         return self._live.points
 
     def by_line(self) -> Counter[str]:
@@ -146,7 +144,7 @@ class AllocatorMeter:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Measure what runs here."""
+        """Measure the call inside."""
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
@@ -157,8 +155,8 @@ class AllocatorMeter:
         traces = history["device_traces"]
         self._events = traces[self._device.index or 0]
         most = torch.cuda.max_memory_allocated(self._device)
-        known = self._components()
-        parts = {**known, ACTIVATIONS: max(0, most - sum(known.values()))}
+        components = self._components()
+        parts = {**components, ACTIVATIONS: max(0, most - sum(components.values()))}
         self._peak = Peak(most, parts, line_of_peak(before, self._events))
 
     def now(self) -> int:
@@ -166,25 +164,25 @@ class AllocatorMeter:
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> Peak:
-        """Of the last call."""
+        """The peak of the last call."""
         return self._peak
 
     def timeline(self) -> list[tuple[float, dict[str, int]]]:
-        """The allocator tells no components over time."""
+        """No points: the allocator has no components over time."""
         return []
 
     def by_line(self) -> Counter[str]:
-        """Of the last call's allocations that still live."""
+        """Bytes by line, of the last call's allocations that still live."""
         living: dict[int, tuple[str, int]] = {}
         for event in self._events:
             if event["action"] == "alloc":
                 living[event["addr"]] = _line(event["frames"]), event["size"]
             elif event["action"] == "free_completed":
                 living.pop(event["addr"], None)
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for line, size in living.values():
-            found[line] += size
-        return found
+            sizes[line] += size
+        return sizes
 
     def _components(self) -> dict[str, int]:
         sizes = {WEIGHTS: 0, GRADIENTS: 0, OPTIMIZER: 0}
@@ -194,8 +192,8 @@ class AllocatorMeter:
                 sizes[GRADIENTS] += 0 if tensor.grad is None else _bytes_on(tensor.grad, self._device)
             optimizer = getattr(model, "optimizer", None)
             for state in [] if optimizer is None else optimizer.state.values():
-                held = [value for value in state.values() if isinstance(value, torch.Tensor)]
-                sizes[OPTIMIZER] += sum(_bytes_on(value, self._device) for value in held)
+                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+                sizes[OPTIMIZER] += sum(_bytes_on(value, self._device) for value in tensors)
         return sizes
 
 
@@ -233,7 +231,7 @@ def _bytes_on(tensor: torch.Tensor, device: torch.device) -> int:
 
 
 def meter_of(device: torch.device) -> Meter:
-    """What fits the device."""
+    """The meter that fits the device."""
     return AllocatorMeter(device) if device.type == "cuda" else LiveMeter()
 
 
@@ -242,10 +240,8 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-# Memory while a run goes on: a line of memory.jsonl for each call of a worker, leaks found, a figure.
-
 LOOKED_AT, SKIPPED = 64, 2
-"""Last steps that a leak is looked for in, and first steps that make what stays."""
+"""Last steps that are searched for a leak, and first steps that are left out, as they make lasting tensors."""
 _METHODS = {"token_logprobs": "scoring", "values": "scoring", "scores": "scoring", "train_step": "update"}
 _METHODS |= {"optimizer_step": "update", "nll": "scoring", "pair_scores": "scoring"}
 _METHODS |= {"completion_logprobs": "scoring", "completion_rewards": "scoring", "backward_through": "update"}
@@ -254,7 +250,7 @@ _FUNCTIONS = {"transfer": "sync", "stage": "checkpoint", "build_worker": "build"
 
 
 class SlotProfiler:
-    """Of one worker's process: it runs the functions of its host, and measures around them."""
+    """Runs the functions of a host in one worker's process, and measures them."""
 
     def __init__(self, host: Host, file: Path, meter: Meter) -> None:
         self._host, self._file, self._meter = host, file, meter
@@ -290,20 +286,20 @@ class SlotProfiler:
         return result
 
     def end_of_step(self, step: int) -> dict[str, Any]:
-        """Close a step: its peak, what lives, and how that grows if it is a leak."""
+        """Close a step; returns its peak, its live bytes and, if they leak, their growth and its line."""
         self._ends.append(self._meter.now())
         self._lines.append(self._meter.by_line())
         self._ends, self._lines = self._ends[-LOOKED_AT - SKIPPED :], self._lines[-LOOKED_AT - SKIPPED :]
         self._write(end_of_step=True)
         self._step = step + 1
-        found: dict[str, Any] = {"memory_peak": float(self._most), "memory_live": float(self._ends[-1])}
+        numbers: dict[str, Any] = {"memory_peak": float(self._most), "memory_live": float(self._ends[-1])}
         self._most = 0
-        grown = growth(self._ends[SKIPPED:])
-        if grown is not None:
-            more = self._lines[-1] - self._lines[SKIPPED]
-            line = more.most_common(1)[0][0] if more else "unknown lines"
-            found |= {"memory_growth": grown.per_step, "line": line}
-        return found
+        leak = growth(self._ends[SKIPPED:])
+        if leak is not None:
+            growth_by_line = self._lines[-1] - self._lines[SKIPPED]
+            line = growth_by_line.most_common(1)[0][0] if growth_by_line else "unknown lines"
+            numbers |= {"memory_growth": leak.per_step, "line": line}
+        return numbers
 
     def _watch(self) -> None:
         for worker in self._host.workers.values():
@@ -363,7 +359,7 @@ class MemoryProfiler(Observer):
         self._in_slots(install, run.folder)
 
     def metrics(self, number: int) -> dict[str, float]:
-        """The most bytes of the step, those that live after it, and how they grow if that is a leak."""
+        """The peak of the step, the bytes that live after the step and, if they leak, their growth."""
         slots = self._in_slots(mark, number)
         numbers = {name: max(slot[name] for slot in slots) for name in ("memory_peak", "memory_live")}
         if leaks := [slot for slot in slots if "memory_growth" in slot]:
@@ -376,7 +372,7 @@ class MemoryProfiler(Observer):
         return numbers
 
     def ended(self, error: BaseException | None) -> None:
-        """Draw the figure, and measure no more."""
+        """Draw the figure, and stop measuring."""
         if self._executor is None:
             return
         if (self._run.folder / "memory.jsonl").is_file():

@@ -13,28 +13,28 @@ from rl_bridge.common.files import replacing
 from rl_bridge.common.plots import Figure
 from rl_tools.profile.live_bytes import COMPONENTS
 
-# Bytes as people write and read them.
-
 _UNITS = {"": 1, "B": 1} | {f"{prefix}iB": 1 << (10 * n) for n, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)}
 
 
 def parse_bytes(text: str) -> int:
-    """
+    """Bytes from an amount as people write it.
+
     >>> parse_bytes("24GiB"), parse_bytes("1.5 MB"), parse_bytes("512")
     (25769803776, 1500000, 512)
 
     Raises:
         ValueError: no positive number, or another unit than B, kB, MB, GB, TB, KiB, MiB, GiB, TiB.
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2] not in _UNITS or not float(found[1]) > 0:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS or not float(match[1]) > 0:
         raise ValueError(f"{text!r} is no amount of memory: write it like 24GiB, with one of {', '.join(_UNITS)[4:]}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def shown_bytes(size: int) -> str:
-    """
+    """Bytes as people read them.
+
     >>> shown_bytes(25769803776), shown_bytes(-1536), shown_bytes(0)
     ('24.0 GiB', '-1.5 KiB', '0 B')
     """
@@ -46,16 +46,18 @@ def shown_bytes(size: int) -> str:
     return f"{sign}{amount:.1f} TiB"
 
 
-# Whether memory grows from step to step: a sign test, and a slope that single jumps do not move.
-
 SURE = 1e-4
 """The chance that a run which only fluctuates is called a leak, at one look."""
 LEAST = 0.002
-"""Growth over the steps looked at, as a share of what is there, below which nothing is said."""
+"""The smallest growth over the steps that is reported, as a share of the bytes that live."""
 
 
 class Growth(NamedTuple):
-    """``per_step``: the median of the slopes of all pairs of steps; ``chance``: of so many rises without a leak."""
+    """Growth of memory, in bytes.
+
+    ``per_step``: the median of the slopes of all pairs of steps, which single jumps do not move. ``chance``: the
+    probability of so many rises without a leak, of a sign test.
+    """
 
     per_step: float
     steps: int
@@ -63,7 +65,7 @@ class Growth(NamedTuple):
 
 
 def growth(sizes: Sequence[float]) -> Growth | None:
-    """How ``sizes``, of the ends of steps, grow; None where that is no leak.
+    """The growth of ``sizes``, of the ends of steps; None where there is no leak.
 
     A change from step to step is a rise or a fall, and one of 0 is neither. Without a leak rises are at most as likely
     as falls. A checkpoint's buffers or a cache that is made once is one rise.
@@ -85,13 +87,11 @@ def growth(sizes: Sequence[float]) -> Growth | None:
     return Growth(slope, len(sizes), chance)
 
 
-# The memory timeline of a run's last whole step, and of the ends of all steps, as one PNG.
-
 MIB = 1 << 20
 
 
 def draw_memory(lines: Path, path: Path) -> None:
-    """Draw memory.jsonl: components stacked over a step, phases named below; bytes and peaks from step to step."""
+    """Draw memory.jsonl: components stacked over the last whole step, with phases; bytes and peaks of all steps."""
     records = read_log(lines)
     ends = [record for record in records if record.get("end_of_step")]
     step = ends[-1]["step"] if ends else 0
@@ -102,9 +102,9 @@ def draw_memory(lines: Path, path: Path) -> None:
     names = [name for name in COMPONENTS if any(part.get(name) for part in parts)]
     if times:
         above.stackplot(times, [[part.get(name, 0) / MIB for part in parts] for name in names], labels=names)
-        for at, phase in marks:
-            above.axvline(at, color="black", linewidth=0.5, alpha=0.4)
-            above.annotate(phase, (at, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=6)
+        for seconds, phase in marks:
+            above.axvline(seconds, color="black", linewidth=0.5, alpha=0.4)
+            above.annotate(phase, (seconds, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=6)
         above.legend(fontsize=7, loc="upper left")
     above.set(title=f"live tensors of step {step}", xlabel="seconds of the step's calls", ylabel="MiB")
     peaks: dict[int, int] = {}
@@ -112,8 +112,9 @@ def draw_memory(lines: Path, path: Path) -> None:
         if "peak" in record:
             peaks[record["step"]] = max(peaks.get(record["step"], 0), record["peak"])
     below.plot(list(peaks), [size / MIB for size in peaks.values()], label="peak of the step")
-    below.plot([r["step"] for r in ends], [r["bytes"] / MIB for r in ends], label="after the step")
-    below.plot([r["step"] for r in ends], [r["rss"] / MIB for r in ends], label="of the process (RSS)", linestyle=":")
+    steps = [end["step"] for end in ends]
+    below.plot(steps, [end["bytes"] / MIB for end in ends], label="after the step")
+    below.plot(steps, [end["rss"] / MIB for end in ends], label="of the process (RSS)", linestyle=":")
     below.set(xlabel="step", ylabel="MiB")
     below.legend(fontsize=7)
     with replacing(path) as temporary:
@@ -121,7 +122,7 @@ def draw_memory(lines: Path, path: Path) -> None:
 
 
 def _joined(calls: list[dict[str, Any]]) -> tuple[list[float], list[dict[str, int]], list[tuple[float, str]]]:
-    """The calls' timelines one behind another, and where a phase begins."""
+    """(Times, components at each, beginnings of phases) of the calls' timelines one behind another."""
     times: list[float] = []
     parts: list[dict[str, int]] = []
     marks: list[tuple[float, str]] = []
@@ -130,8 +131,8 @@ def _joined(calls: list[dict[str, Any]]) -> tuple[list[float], list[dict[str, in
         if call["phase"] != last:
             marks.append((start, call["phase"]))
             last = call["phase"]
-        for at, components in call["timeline"]:
-            times.append(start + at)
+        for seconds, components in call["timeline"]:
+            times.append(start + seconds)
             parts.append(components)
         start += call["seconds"]
     return times, parts, marks

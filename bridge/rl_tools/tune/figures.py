@@ -14,34 +14,34 @@ Report = Mapping[str, Any]
 GREY = "0.6"
 
 
-def draw(found: Report, folder: Path) -> list[Path]:
+def draw(report: Report, folder: Path) -> list[Path]:
     """Write ``history.png``, ``slices.png`` … as far as there is something to show; returns the files."""
     files = []
     for name, figure in FIGURES.items():
         file = folder / f"{name}.png"
         with spared(str(file)):
-            made = figure(found)
-            if made is not None:
+            drawing = figure(report)
+            if drawing is not None:
                 with replacing(file) as temporary:
-                    made.savefig(temporary, format="png", dpi=110)
+                    drawing.savefig(temporary, format="png", dpi=110)
                 files.append(file)
     return files
 
 
-def complete(found: Report) -> list[dict[str, Any]]:
+def complete(report: Report) -> list[dict[str, Any]]:
     """Trials with values."""
-    return [trial for trial in found["trials"] if trial["status"] == "complete"]
+    return [trial for trial in report["trials"] if trial["status"] == "complete"]
 
 
-def history(found: Report) -> Figure | None:
+def history(report: Report) -> Figure | None:
     """Each trial with its interval, and the best so far, against the number of the trial."""
-    trials, goal = complete(found), found["study"]["goals"][0]
+    trials, goal = complete(report), report["study"]["goals"][0]
     if not trials:
         return None
     figure, axis = _one_panel()
-    kept = [trial for trial in trials if trial["feasible"]]
+    feasible = [trial for trial in trials if trial["feasible"]]
     for part, colour, label in (
-        (kept, "C0", "trial, 95 % interval over seeds"),
+        (feasible, "C0", "trial, 95 % interval over seeds"),
         ([t for t in trials if not t["feasible"]], GREY, "a constraint is broken"),
     ):
         values = [trial["values"][goal["name"]] for trial in part]
@@ -51,11 +51,11 @@ def history(found: Report) -> Figure | None:
             ends = np.abs(np.array([[value["low"], value["high"]] for value in values], np.float64).T - means)
             numbers = [trial["number"] for trial in part]
             axis.errorbar(numbers, means, yerr=ends, fmt="o", color=colour, markersize=4, capsize=2, label=label)
-    if kept:
+    if feasible:
         best = np.maximum if goal["maximize"] else np.minimum
-        so_far = best.accumulate([trial["values"][goal["name"]]["mean"] for trial in kept])
-        axis.step([trial["number"] for trial in kept], so_far, where="post", color="C1", label="best so far")
-    stopped = [trial["number"] for trial in found["trials"] if trial["status"] in ("failed", "pruned")]
+        so_far = best.accumulate([trial["values"][goal["name"]]["mean"] for trial in feasible])
+        axis.step([trial["number"] for trial in feasible], so_far, where="post", color="C1", label="best so far")
+    stopped = [trial["number"] for trial in report["trials"] if trial["status"] in ("failed", "pruned")]
     if stopped:
         place = axis.get_xaxis_transform()
         axis.plot(stopped, [0.02] * len(stopped), "x", color=GREY, transform=place, label="failed or pruned")
@@ -64,9 +64,9 @@ def history(found: Report) -> Figure | None:
     return figure
 
 
-def slices(found: Report) -> Figure | None:
+def slices(report: Report) -> Figure | None:
     """A panel a parameter: the first goal against its value."""
-    space, trials, goal = found["study"]["space"], complete(found), found["study"]["goals"][0]["name"]
+    space, trials, goal = report["study"]["space"], complete(report), report["study"]["goals"][0]["name"]
     if isinstance(space, str) or not trials:
         return None
     columns = min(3, len(space))
@@ -75,15 +75,15 @@ def slices(found: Report) -> Figure | None:
     axes = np.atleast_1d(figure.subplots(rows, columns, sharey=True)).reshape(-1)
     for axis, parameter in zip(axes, space, strict=False):
         name, domain = parameter["name"], parameter["domain"]
-        having = [trial for trial in trials if name in trial["assignment"]]
-        values = [trial["assignment"][name] for trial in having]
+        with_parameter = [trial for trial in trials if name in trial["assignment"]]
+        values = [trial["assignment"][name] for trial in with_parameter]
         if domain["kind"] == "Choice":
             axis.set_xticks(range(len(domain["values"])), domain["values"], fontsize=7)
             values = [domain["values"].index(value) for value in values]
         elif domain["log"]:
             axis.set_xscale("log")
-        means = [trial["values"][goal]["mean"] for trial in having]
-        axis.scatter(values, means, c=[trial["number"] for trial in having], cmap="viridis", s=18)
+        means = [trial["values"][goal]["mean"] for trial in with_parameter]
+        axis.scatter(values, means, c=[trial["number"] for trial in with_parameter], cmap="viridis", s=18)
         axis.set_xlabel(name, fontsize=8)
         axis.grid(alpha=0.3)
     for axis in axes[len(space) :]:
@@ -92,9 +92,9 @@ def slices(found: Report) -> Figure | None:
     return figure
 
 
-def parallel_coordinates(found: Report) -> Figure | None:
+def parallel_coordinates(report: Report) -> Figure | None:
     """A line a trial over all parameters; the colour is the first goal."""
-    space, trials, goal = found["study"]["space"], complete(found), found["study"]["goals"][0]["name"]
+    space, trials, goal = report["study"]["space"], complete(report), report["study"]["goals"][0]["name"]
     if isinstance(space, str) or not trials:
         return None
     figure, axis = _one_panel(width=max(6.4, 1.8 * (len(space) + 1)))
@@ -103,8 +103,8 @@ def parallel_coordinates(found: Report) -> Figure | None:
     for trial, mean in sorted(zip(trials, means, strict=True), key=lambda pair: pair[1]):
         share = (mean - means.min()) / span
         heights = [position(parameter, trial["assignment"]) for parameter in space]
-        shown = [np.nan if height < 0 else height for height in heights]
-        axis.plot(range(len(space) + 1), [*shown, share], color=colormaps["viridis"](share), alpha=0.7, marker=".")
+        visible = [np.nan if height < 0 else height for height in heights]
+        axis.plot(range(len(space) + 1), [*visible, share], color=colormaps["viridis"](share), alpha=0.7, marker=".")
     names = [parameter["name"] for parameter in space]
     axis.set_xticks(range(len(space) + 1), [*names, goal], fontsize=7)
     for column, parameter in enumerate(space):
@@ -115,9 +115,9 @@ def parallel_coordinates(found: Report) -> Figure | None:
     return figure
 
 
-def importance(found: Report) -> Figure | None:
+def importance(report: Report) -> Figure | None:
     """Bars of the parameters' shares."""
-    shares = found["importance"]["shares"]
+    shares = report["importance"]["shares"]
     if not shares:
         return None
     figure, axis = _one_panel()
@@ -126,9 +126,9 @@ def importance(found: Report) -> Figure | None:
     return figure
 
 
-def front(found: Report) -> Figure | None:
+def front(report: Report) -> Figure | None:
     """The first two goals of all trials, with those that no other dominates."""
-    goals, trials = found["study"]["goals"], complete(found)
+    goals, trials = report["study"]["goals"], complete(report)
     if len(goals) < 2 or not trials:
         return None
     names = [goal["name"] for goal in goals[:2]]

@@ -1,4 +1,4 @@
-"""What a study is about: goals, constraints, their values in a run's record; and which trial is hopeless early."""
+"""Goals and constraints of a study, their values in a run's record, and the trials that are stopped early."""
 
 import difflib
 import math
@@ -11,8 +11,6 @@ import numpy as np
 
 from rl_bridge.common.statistics import LEAST, student
 from rl_bridge.common.terminal import given
-
-# What a study is about: goals, constraints, and their values in a run's record.
 
 REDUCTIONS = ("last", "best", "mean", "sum", "max", "min")
 Points = dict[int, float]
@@ -37,11 +35,11 @@ class Goal:
 
     @property
     def name(self) -> str:
-        """As it was written."""
+        """The goal in the words of the command line."""
         return self.metric if self.reduction == "last" else f"{self.metric}:{self.reduction}"
 
     def loss(self, value: float) -> float:
-        """The value, or its negative: what is minimised."""
+        """The value to minimise: ``value``, or its negative for a goal that is maximised."""
         return -value if self.maximize else value
 
     def reduced(self, values: Sequence[float]) -> float:
@@ -72,7 +70,7 @@ class Constraint:
 
     @property
     def text(self) -> str:
-        """As it was written."""
+        """The constraint in the words of the command line."""
         return f"{self.goal.name}{'>=' if self.goal.maximize else '<='}{self.bound:g}"
 
     def violation(self, value: float) -> float:
@@ -86,10 +84,10 @@ def parse_constraint(text: str) -> Constraint:
     >>> parse_constraint("kl:max <= 0.1").text
     'kl:max<=0.1'
     """
-    found = re.fullmatch(r"\s*([^<>=\s]+)\s*(<=|>=)\s*(\S+)\s*", text)
-    if found is None:
+    match = re.fullmatch(r"\s*([^<>=\s]+)\s*(<=|>=)\s*(\S+)\s*", text)
+    if match is None:
         raise ValueError(f"{text!r} is no constraint: 'kl<=0.1', 'entropy:min>=0.2'")
-    metric, sign, bound = found.groups()
+    metric, sign, bound = match.groups()
     try:
         return Constraint(parse_goal(metric, maximize=sign == ">="), float(bound))
     except ValueError as error:
@@ -102,8 +100,8 @@ class MissingGoal(ValueError):
 
 def history(records: Sequence[Mapping[str, Any]], metric: str) -> Points:
     """Step → value, of the last stage that has the metric."""
-    having = [r for r in records if isinstance(r.get(metric), int | float)]
-    return {r["step"]: float(r[metric]) for r in having if r["stage"] == having[-1]["stage"]}
+    measured = [record for record in records if isinstance(record.get(metric), int | float)]
+    return {record["step"]: float(record[metric]) for record in measured if record["stage"] == measured[-1]["stage"]}
 
 
 def value_of(goal: Goal, records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> float:
@@ -114,16 +112,16 @@ def value_of(goal: Goal, records: Sequence[Mapping[str, Any]], summary: Mapping[
         ValueError: it is not finite.
     """
     if goal.metric == "tokens":
-        values = [float(sum(r.get("trained_tokens", 0) for r in records))]
+        values = [float(sum(record.get("trained_tokens", 0) for record in records))]
     elif goal.metric == "seconds":
         values = [float(summary["seconds"])]
     else:
         values = list(history(records, goal.metric).values()) or _of_summary(goal.metric, summary)
     if not values:
-        known = sorted({name for r in records for name, value in r.items() if isinstance(value, float)})
-        near = difflib.get_close_matches(goal.metric, [*known, *summary, "tokens", "seconds"], n=3, cutoff=0.5)
+        metrics = sorted({name for record in records for name, value in record.items() if isinstance(value, float)})
+        near = difflib.get_close_matches(goal.metric, [*metrics, *summary, "tokens", "seconds"], n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        raise MissingGoal(f"no record and no summary has {goal.metric}{hint} Records have {', '.join(known)}")
+        raise MissingGoal(f"no record and no summary has {goal.metric}{hint} Records have {', '.join(metrics)}")
     value = goal.reduced(values)
     if not math.isfinite(value):
         raise ValueError(f"{goal.name} is {value}")
@@ -147,13 +145,11 @@ def front(rows: Sequence[Sequence[float]], maximize: Sequence[bool]) -> list[boo
 
 
 def volume(rows: Sequence[Sequence[float]], reference: Sequence[float], maximize: Sequence[bool]) -> float:
-    """How much of the space of goals the rows dominate, down to a reference."""
+    """Volume of the space of goals that the rows dominate, down to a reference."""
     from rl_fn import hypervolume
 
     return hypervolume(np.asarray(rows, np.float64).reshape(len(rows), len(reference)), reference, maximize=maximize)
 
-
-# Which trial is hopeless before its end: pairs of equal seed and step against the incumbent; successive halving.
 
 Curves = Mapping[int, Points]
 """Seed → step → loss of one trial."""
@@ -163,7 +159,7 @@ WRONG = 0.05
 
 @dataclass(frozen=True)
 class Pruning:
-    """How trials are stopped early."""
+    """How trials are stopped early: by pairs of equal seed and step against the incumbent, or by successive halving."""
 
     kind: Literal["none", "paired", "asha"] = "none"
     least_steps: int = 1
@@ -191,8 +187,8 @@ class Pruning:
     ) -> str | None:
         """Why a trial should stop; None if it may go on.
 
-        ``others``: the curves of the other trials. ``steps``: seed → steps that the trial has made, which are more than
-        its curve has when not each step is measured.
+        ``others``: the curves of the other trials. ``steps``: seed → steps that the trial has made. They are more than
+        the points of its curve where not each step is measured.
         """
         if self.kind == "paired" and incumbent is not None:
             return self._paired(trial, incumbent, others)
@@ -201,10 +197,10 @@ class Pruning:
     def _paired(self, trial: Curves, incumbent: Curves, others: Mapping[int, Curves]) -> str | None:
         """The trial is worse than the incumbent by more than chance, in the later half of what both have.
 
-        Each seed is one number, the mean of its differences: what follows one another in a run is not independent. The
-        looks are at fixed counts of evaluations, each twice the one before, and share ``WRONG`` as 1/2, 1/4, …; the
-        incumbent is the best of several, which one looks like by chance, so that each share is divided by how many
-        could be it. Both are sums of probabilities: they bound the equal trials that are stopped.
+        Each seed is one number, the mean of its differences: successive values of a run are not independent. The
+        looks are at fixed counts of evaluations, each twice the one before, and share ``WRONG`` as 1/2, 1/4, …. The
+        incumbent is the best of several trials and may be so by chance: each share is divided by the number of trials
+        that could be the incumbent. Both are sums of probabilities: they bound the equal trials that are stopped.
         """
         seeds = [seed for seed in incumbent if seed in trial]
         if len(seeds) < max(LEAST, len(incumbent)):
@@ -219,7 +215,7 @@ class Pruning:
                     for seed, steps in zip(seeds, late, strict=True)
                 ]
             )
-            # One side of an interval with that much on both.
+            # One end of an interval that has this probability on both sides.
             mean, low, high = student(differences, level=1 - WRONG * 0.5**look / rivals)
             if low > self.margin:
                 return f"worse than the best trial by {mean:.4g} [{low:.4g}, {high:.4g}] over {len(seeds)} seeds"
@@ -227,10 +223,10 @@ class Pruning:
 
     def _looks(self, common: list[list[int]]) -> Iterator[int]:
         """Counts of evaluations that every seed has: the least that may decide, and each twice the one before."""
-        there, count = min(map(len, common)), self.pairs
-        while count <= there and min(steps[count - 1] for steps in common) + 1 < self.least_steps:
+        shared, count = min(map(len, common)), self.pairs
+        while count <= shared and min(steps[count - 1] for steps in common) + 1 < self.least_steps:
             count += 1
-        while count <= there:
+        while count <= shared:
             yield count
             count *= 2
 
@@ -243,14 +239,14 @@ class Pruning:
             rung = self.rung(min(max(points, default=-1) + 1, steps[seed] - 1))
             if rung is None:
                 continue
-            mine = at_rung(points, rung)
-            theirs = [at_rung(curves[seed], rung) for curves in others.values() if reached(curves.get(seed), rung)]
-            if mine is None or len(theirs) + 1 < self.factor:
+            loss = at_rung(points, rung)
+            rivals = [at_rung(curves[seed], rung) for curves in others.values() if reached(curves.get(seed), rung)]
+            if loss is None or len(rivals) + 1 < self.factor:
                 continue
-            better = sum(value is not None and value < mine for value in theirs)
-            kept = math.ceil((len(theirs) + 1) / self.factor)
-            if better >= kept:
-                return f"{better} of {len(theirs)} trials are better after {rung} steps, and {kept} go on"
+            better = sum(rival is not None and rival < loss for rival in rivals)
+            survivors = math.ceil((len(rivals) + 1) / self.factor)
+            if better >= survivors:
+                return f"{better} of {len(rivals)} trials are better after {rung} steps, and {survivors} go on"
         return None
 
     def rung(self, steps: int) -> int | None:

@@ -8,7 +8,7 @@ import numpy as np
 from rl_tools.tune.journal import library
 
 LEAST = 8
-"""Complete trials below which nothing is said."""
+"""The fewest complete trials of which shares are computed."""
 METHOD = "PED-ANOVA (Optuna): how far the best tenth of the trials lies from all of them, as shares"
 
 
@@ -33,12 +33,11 @@ def importance(
     values = [trial["values"][name]["mean"] for trial in complete]
     if min(values) == max(values):
         return {"shares": {}, "method": METHOD, "reason": f"{name} is the same in all trials"}
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize" if goals[0]["maximize"] else "minimize")
     domains = {parameter["name"]: _distribution(optuna.distributions, parameter["domain"]) for parameter in space}
     for trial, value in zip(complete, values, strict=True):
-        of_trial = {name: domains[name] for name in trial["assignment"]}
-        study.add_trial(optuna.trial.create_trial(params=trial["assignment"], distributions=of_trial, value=value))
+        distributions = {name: domains[name] for name in trial["assignment"]}
+        study.add_trial(optuna.trial.create_trial(params=trial["assignment"], distributions=distributions, value=value))
     shares = optuna.importance.get_param_importances(study)
     ranked = sorted(shares.items(), key=lambda pair: -pair[1])
     return {"shares": {name: round(float(share), 4) for name, share in ranked}, "method": METHOD, "reason": ""}

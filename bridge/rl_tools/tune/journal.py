@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 from rl_bridge.common.files import sync_folder
 from rl_tools.tune.space import Assignment
 
-# A study's journal: Optuna's records, a line each, and among them the study's events, each on the disk before anything
-# follows from it.
-
 JOURNAL, STUDY, EVENT = "journal.jsonl", "tune", "event "
 ATTRIBUTE = 2
 """Optuna's number of a record that sets an attribute of a study."""
@@ -22,23 +19,26 @@ Event = dict[str, Any]
 
 
 def library(name: str) -> Any:
-    """A module of the extra ``tune``.
+    """A module of the extra ``tune``. Optuna tells errors alone.
 
     Raises:
         ModuleNotFoundError: it is not installed; the message says what to install.
     """
     try:
-        return importlib.import_module(name)
+        module: Any = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is not installed: pip install '.[tune]'") from error
+    if name == "optuna":
+        module.logging.set_verbosity(module.logging.ERROR)
+    return module
 
 
 class Journal:
-    """Optuna's journal file with the study's events as attributes of the study.
+    """Optuna's journal file, a record a line, with the study's events as attributes of the study.
 
-    What a sampler writes into ``storage`` stands before the event that follows from it. Lines behind the last event, of
-    which a kill can leave any part, are cut off: of those nothing had happened yet, and Optuna's trials and the events
-    always tell the same.
+    Each event is on the disk before anything follows from the event. The records that a sampler writes into ``storage``
+    stand before the event that follows from them. Lines behind the last event are cut off, as a kill can leave any part
+    of them: nothing had followed from them yet, and Optuna's trials and the events always agree.
     """
 
     def __init__(self, file: Path, goals: int = 1) -> None:
@@ -54,7 +54,7 @@ class Journal:
         os.fsync(descriptor)
         os.close(descriptor)
         sync_folder(file.parent)
-        # The study's own lock is held, and a lock of Optuna's outlives a kill by half a minute.
+        # The study has a lock of its own. A lock of Optuna's would outlive a kill by half a minute.
         backend = optuna.storages.journal.JournalFileBackend(str(file), lock_obj=_NoLock())
         self.storage = optuna.storages.JournalStorage(backend)
         if not self.events:
@@ -121,8 +121,6 @@ def _checksum(event: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(event).encode())
 
 
-# What a journal says: trials, their repetitions, and where each stands. Nothing else is remembered of a study.
-
 ENDED = ("complete", "failed", "pruned", "left out")
 
 
@@ -134,13 +132,13 @@ class Key(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the run's folder and of the log."""
+        """Name of the run's folder and of the log."""
         return f"trial-{self.trial:04d}-seed-{self.seed}"
 
 
 @dataclass
 class Repetition:
-    """``status``: waiting, running, or one of ENDED."""
+    """State of a repetition. ``status``: waiting, running, or one of ``ENDED``."""
 
     status: str = "waiting"
     slot: int | None = None
@@ -156,13 +154,13 @@ class Repetition:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the repetition has ended for good."""
         return self.status in ENDED
 
 
 @dataclass
 class Trial:
-    """``told`` is the event that ended it."""
+    """A trial with its repetitions by their seeds. ``told`` is the event that ended it."""
 
     number: int
     assignment: Assignment
@@ -171,7 +169,7 @@ class Trial:
 
 
 class State:
-    """The events of a journal, folded."""
+    """The events of a journal, folded: trials, their repetitions and the status of each. A study has no other state."""
 
     def __init__(self, seeds: int) -> None:
         """``seeds``: repetitions of a trial."""
@@ -179,16 +177,16 @@ class State:
         self.trials: list[Trial] = []
 
     def fold(self, event: Event) -> None:
-        """Take an event in."""
+        """Apply the next event."""
         match event["kind"]:
             case "asked":
                 assert event["trial"] == len(self.trials), "trials are asked for in order, once each"
-                made = {seed: Repetition() for seed in range(self.seeds)}
-                self.trials.append(Trial(event["trial"], event["assignment"], made))
+                repetitions = {seed: Repetition() for seed in range(self.seeds)}
+                self.trials.append(Trial(event["trial"], event["assignment"], repetitions))
             case "started":
-                one = self.repetition(event)
-                one.status, one.slot, one.started = "running", event["slot"], event["time"]
-                one.attempts += 1
+                repetition = self.repetition(event)
+                repetition.status, repetition.slot, repetition.started = "running", event["slot"], event["time"]
+                repetition.attempts += 1
             case "stopping":
                 self.repetition(event).stopping = {"status": event["status"], "reason": event["reason"]}
             case "ended":
@@ -199,26 +197,26 @@ class State:
                 self.trials[event["trial"]].told = event
 
     def _end(self, event: Event) -> None:
-        one = self.repetition(event)
-        assert not one.over, f"{event} ends what has ended"
-        one.seconds += event.get("seconds", 0.0)
-        one.slot = None
+        repetition = self.repetition(event)
+        assert not repetition.over, f"{event} ends what has ended"
+        repetition.seconds += event.get("seconds", 0.0)
+        repetition.slot = None
         if event["status"] == "interrupted":
-            one.status = "waiting"
-            one.interruptions += event["counts"]
+            repetition.status = "waiting"
+            repetition.interruptions += event["counts"]
         else:
-            one.status, one.reason, one.values = event["status"], event["reason"], event["values"]
+            repetition.status, repetition.reason, repetition.values = event["status"], event["reason"], event["values"]
 
     def repetition(self, key: Event | Key) -> Repetition:
         """The repetition that a key or an event is about."""
         trial, seed = key if isinstance(key, Key) else (key["trial"], key["seed"])
         return self.trials[trial].repetitions[seed]
 
-    def those(self, *statuses: str) -> list[tuple[Key, Repetition]]:
-        """Repetitions in one of these states, in order."""
+    def with_status(self, *statuses: str) -> list[tuple[Key, Repetition]]:
+        """Repetitions with one of these statuses, in order."""
         return [
-            (Key(trial.number, seed), one)
+            (Key(trial.number, seed), repetition)
             for trial in self.trials
-            for seed, one in trial.repetitions.items()
-            if one.status in statuses
+            for seed, repetition in trial.repetitions.items()
+            if repetition.status in statuses
         ]

@@ -1,4 +1,4 @@
-"""What proposes the next trial: Optuna's samplers, a grid, or a user's function."""
+"""Samplers, which propose the trials of a study: Optuna's, a grid, or a user's function."""
 
 import importlib
 import itertools
@@ -14,12 +14,10 @@ from rl_bridge.common.user_files import load_file
 from rl_tools.tune.journal import STUDY, Event, library
 from rl_tools.tune.space import Assignment, Choice, Parameter, Space, Value
 
-# The interface of all samplers.
-
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a trial. Every loss is minimised: of a goal that is maximised it is the negative value.
+    """The result of a trial. Every loss is minimised: a goal that is maximised has its negative value as loss.
 
     ``losses`` is None where there is nothing to compare. ``violations``: how far each constraint is broken, ≤ 0 where
     it holds.
@@ -40,39 +38,37 @@ class Result:
         return self.status != "failed" and self.losses is not None and self.feasible
 
 
-def result_of(told: Event) -> Result:
-    """What a sampler hears of a trial's end."""
-    losses = None if told["losses"] is None else tuple(told["losses"])
-    return Result(told["status"], losses, tuple(told["violations"]))
+def result_of(event: Event) -> Result:
+    """The result that a sampler gets at a trial's end, from the event ``told``."""
+    losses = None if event["losses"] is None else tuple(event["losses"])
+    return Result(event["status"], losses, tuple(event["violations"]))
 
 
 class Sampler(Protocol):
-    """Proposes trials. Its memory is the study's journal, so that a study that goes on is given the same proposals.
+    """Proposes trials. Its memory is the study's journal, so that a study that goes on gets the same proposals.
 
-    Records that ``ask`` and ``tell`` write there hold as soon as the study has written the event behind them.
+    Records that ``ask`` and ``tell`` write to the journal hold as soon as the study has written the event behind them.
     """
 
     def ask(self, number: int) -> Assignment | None:
         """The assignment of trial ``number``; None if there is nothing left to try."""
 
     def tell(self, number: int, result: Result) -> None:
-        """What became of a trial."""
+        """Take in the result of a trial."""
 
-
-# Optuna's samplers.
 
 SAMPLERS = ("random", "grid", "tpe", "gp", "cma-es")
 STARTUP = {"tpe": 10, "gp": 10, "cma-es": 1}
 """Trials that Optuna draws at random before a sampler learns; the others never learn."""
 GONE = {"skopt": ("scikit-optimize", "gp"), "bayes": ("bayesian-optimization", "gp"), "hyperopt": ("Hyperopt", "tpe")}
-"""Name that a study had → (the library, the sampler of Optuna that does the same)."""
+"""Name of a sampler that was removed → (its library, the sampler of Optuna that does the same)."""
 
 
 class OptunaSampler:
     """A sampler by its name over Optuna's study, in a journal's ``storage`` or in memory.
 
-    Each trial is proposed by a sampler of its own, whose seed is of the study's seed and the trial's number. All that
-    it knows is in the study, so that a tuner which goes on proposes what the first one would have.
+    Each trial has a sampler of its own, seeded by the study's seed and the trial's number. All that the sampler knows
+    is in the study, so that a tuner which goes on proposes the same trials as the first one would have.
     """
 
     def __init__(
@@ -98,19 +94,20 @@ class OptunaSampler:
             ModuleNotFoundError: its library is not installed; the message says what to install.
         """
         if name in GONE:
-            gone, instead = GONE[name]
-            raise ValueError(f"the sampler {name} of {gone} is gone: give --sampler {instead}, which is Optuna's")
+            library_name, replacement = GONE[name]
+            raise ValueError(
+                f"the sampler {name} of {library_name} is gone: give --sampler {replacement}, which is Optuna's"
+            )
         if name not in SAMPLERS:
             raise ValueError(f"unknown sampler {name!r}; there is {', '.join(SAMPLERS)}")
         if name == "cma-es" and goals > 1:
-            able = ", ".join(other for other in SAMPLERS if other != name)
-            raise ValueError(f"the sampler {name} takes one goal, got {goals}; of several goals learn {able}")
+            others = ", ".join(other for other in SAMPLERS if other != name)
+            raise ValueError(f"the sampler {name} takes one goal, got {goals}; of several goals learn {others}")
         if startup is not None and startup < 1:
             raise ValueError(f"startup must be at least 1, got {startup}")
         self._optuna = optuna = library("optuna")
         if name == "cma-es":
             library("cmaes")
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._name, self._space, self._seed = name, space, seed
         most = max(STARTUP.values()) if trials is None else max(3, trials // 4)
         self._startup = min(STARTUP.get(name, 0), most) if startup is None else startup
@@ -157,17 +154,17 @@ class OptunaSampler:
             )
 
     def tell(self, number: int, result: Result) -> None:
-        """Failures, pruned trials and constraints are told as such."""
-        # What proposed a trial has no part in its end.
+        """Tell Optuna the losses and constraints of a trial, or that it failed or was pruned."""
+        # The sampler that proposed the trial has no part in its end.
         self._study.sampler = self._optuna.samplers.RandomSampler()
         trial = self._optuna.trial.Trial(self._study, self._study.trials[number]._trial_id)
-        # CMA-ES knows no constraints.
-        known = result.status != "complete" or self._name != "cma-es" or result.feasible
+        # CMA-ES knows no constraints: a trial that breaks one has failed.
+        comparable = result.status != "complete" or self._name != "cma-es" or result.feasible
         for index, violation in enumerate(result.violations):
             trial.set_constraint(str(index), violation)
         if result.status == "pruned" and result.losses is not None and len(self._study.directions) == 1:
             trial.report(result.losses[0], step=0)
-        state = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}[result.status] if known else "FAIL"
+        state = {"complete": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}[result.status] if comparable else "FAIL"
         losses = list(result.losses) if state == "COMPLETE" and result.losses is not None else None
         self._study.tell(trial, losses, state=self._optuna.trial.TrialState[state])
 
@@ -185,7 +182,7 @@ def grid_of(space: Space, seed: int, points: int) -> list[Assignment]:
     """All choices, and ``points`` values at equal distances of each range, in an order that the seed shuffles.
 
     A grid that is not run to its end has then been tried evenly. Optuna's own grid has no logarithms, and repeats
-    combinations that differ only in what does not apply.
+    combinations that differ only in parameters that do not apply.
     """
     names = [parameter.name for parameter in space]
     values = [parameter.domain.points(points) for parameter in space]
@@ -194,18 +191,16 @@ def grid_of(space: Space, seed: int, points: int) -> list[Assignment]:
     return [distinct[i] for i in np.random.default_rng(seed).permutation(len(distinct))]
 
 
-# A user's function that proposes: ``module:function`` or ``FILE.py:function``.
-
 Propose = Callable[[int, list[dict[str, Any]]], Mapping[str, Value] | None]
 """``propose(number, told)``: options and values of trial ``number``, or None at the end.
 
-``told``: of each earlier trial that ended, in the order of their ends, ``{"trial", "assignment", "status", "losses",
-"violations"}``. A function whose result depends on nothing else makes a study that can go on after a kill.
+``told``: ``{"trial", "assignment", "status", "losses", "violations"}`` of each earlier trial that ended, in the order
+of their ends. A function whose result depends on nothing else makes a study that can go on after a kill.
 """
 
 
 class FunctionSampler:
-    """``events``: the journal's. ``check`` looks at every proposal: the trainer's own options."""
+    """A user's function as a sampler. ``events``: the journal's. ``check`` gets every proposal and may raise."""
 
     def __init__(
         self,
@@ -216,15 +211,16 @@ class FunctionSampler:
         self._propose, self._events, self._check = propose, events, check
 
     def ask(self, number: int) -> Assignment | None:
-        """What the function proposes.
+        """The function's proposal.
 
         Raises:
             TypeError: neither a mapping nor None.
         """
         assignments = {event["trial"]: event["assignment"] for event in self._events if event["kind"] == "asked"}
-        told = [(event["trial"], result_of(event)) for event in self._events if event["kind"] == "told"]
+        results = [(event["trial"], result_of(event)) for event in self._events if event["kind"] == "told"]
         proposed = self._propose(
-            number, [{"trial": trial, "assignment": dict(assignments[trial])} | vars(result) for trial, result in told]
+            number,
+            [{"trial": trial, "assignment": dict(assignments[trial])} | vars(result) for trial, result in results],
         )
         if proposed is None:
             return None
@@ -235,11 +231,11 @@ class FunctionSampler:
         return values
 
     def tell(self, number: int, result: Result) -> None:
-        """The journal's event is what the next call is given."""
+        """No effect: the next proposal is made from the journal's events."""
 
 
 def load_function(place: str) -> Propose:
-    """The function that ``place`` names.
+    """The function that ``place`` names: ``module:function`` or ``FILE.py:function``.
 
     Raises:
         ValueError: there is no such module or function.
@@ -251,7 +247,7 @@ def load_function(place: str) -> Propose:
         holder = load_file(Path(module), "proposal") if module.endswith(".py") else importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"there is no module {module}: {error}") from error
-    found: Any = getattr(holder, name, None)
-    if not callable(found):
+    function: Any = getattr(holder, name, None)
+    if not callable(function):
         raise ValueError(f"{module} has no function {name}")
-    return cast(Propose, found)
+    return cast(Propose, function)

@@ -1,4 +1,4 @@
-"""What happens next in a study: a state machine over a journal, a sampler and processes that it is given."""
+"""The scheduler of a study: a state machine over a journal, a sampler and processes that it is given."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from rl_tools.tune.space import Assignment
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study does. ``slots``: processes at a time. ``time_limit``: seconds of a process, None for no limit.
+    """Goals, size and limits of a study.
 
-    ``retries``: how often a repetition goes on whose process something outside of the study killed. ``confirm``: seeds
-    that no trial had, with which the best trial runs again at the end.
+    ``slots``: processes at a time. ``time_limit``: seconds of a process, None for no limit. ``retries``: how often a
+    repetition goes on whose process something outside of the study killed. ``confirm``: how many seeds that no trial
+    had the best trial gets at the end.
     """
 
     goals: tuple[Goal, ...]
@@ -71,7 +72,7 @@ class Processes(Protocol):
         ...
 
     def ended(self) -> list[Exit]:
-        """What has ended since the last call."""
+        """The processes that ended since the last call."""
         ...
 
     def recover(self, key: Key) -> Exit | None:
@@ -100,10 +101,10 @@ class Records(Protocol):
 
 
 class Scheduler:
-    """``write`` puts an event on the disk. It is called before anything follows from the event.
+    """Runs a study, by ``step`` again and again until this returns True.
 
-    ``step`` is called again and again until it returns True. A scheduler that is made with the events of an earlier one
-    goes on where that was killed.
+    ``write`` puts an event on the disk, before anything follows from the event. A scheduler that is made with the
+    events of an earlier one goes on where the earlier one was killed.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Scheduler:
         records: Records,
         write: Callable[[Event], None],
         events: Sequence[Event] = (),
+        *,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.plan, self.state = plan, State(plan.seeds)
@@ -126,14 +128,14 @@ class Scheduler:
             self.state.fold(event)
 
     def recover(self, now: float) -> None:
-        """Find out what became of the processes that an earlier tuner left running."""
-        for key, _ in self.state.those("running"):
-            found = self._processes.recover(key)
+        """Record how the processes ended that an earlier tuner left running."""
+        for key, _ in self.state.with_status("running"):
+            ended = self._processes.recover(key)
             # A guard whose tuner is gone ends its process by a signal.
-            self._end(found or Exit(key, -9), now, ours=found is None or found.signal is not None)
+            self._end(ended or Exit(key, -9), now, ours=ended is None or ended.signal is not None)
 
     def step(self, now: float) -> bool:
-        """Take in what has ended, stop what has to stop, start what can start; True at the end of the study."""
+        """Record ended processes, stop late and hopeless ones, start waiting ones; True at the end of the study."""
         for ended in self._processes.ended():
             self._end(ended, now, ours=self._closing)
         if not self._closing:
@@ -144,20 +146,20 @@ class Scheduler:
                 self._leave_out(trial)
                 self._tell(trial)
         if self._closing:
-            return not self.state.those("running")
+            return not self.state.with_status("running")
         self._fill(now)
-        return not self.state.those("running", "waiting")
+        return not self.state.with_status("running", "waiting")
 
     def close(self) -> None:
         """Stop all processes; ``step`` returns True when they are gone."""
         self._closing = True
-        for key, _ in self.state.those("running"):
+        for key, _ in self.state.with_status("running"):
             self._processes.stop(key)
 
     def incumbent(self) -> Trial | None:
         """The best complete trial by the first goal; of those in which the constraints hold."""
-        told = [t for t in self.state.trials if t.told is not None and result_of(t.told).usable]
-        complete = [t for t in told if t.told is not None and t.told["status"] == "complete"]
+        usable = [t for t in self.state.trials if t.told is not None and result_of(t.told).usable]
+        complete = [t for t in usable if t.told is not None and t.told["status"] == "complete"]
         return min(complete, key=lambda t: t.told["losses"][0] if t.told else 0.0, default=None)
 
     def _record(self, **event: Any) -> Event:
@@ -167,8 +169,8 @@ class Scheduler:
 
     def _end(self, ended: Exit, now: float, *, ours: bool) -> None:
         """``ours``: the study stopped the process, or nobody knows why it ended."""
-        one = self.state.repetition(ended.key)
-        about = {"kind": "ended", **ended.key._asdict(), "seconds": round(max(now - one.started, 0.0), 3)}
+        repetition = self.state.repetition(ended.key)
+        about = {"kind": "ended", **ended.key._asdict(), "seconds": round(max(now - repetition.started, 0.0), 3)}
         about |= {"time": round(now, 3), "exit": ended.code, "values": {}}
         if self._records.finished(ended.key):
             try:
@@ -176,17 +178,17 @@ class Scheduler:
             except ValueError as error:
                 about |= {"status": "failed", "reason": str(error)}
                 # Where no run had the goal so far, the next one will hardly have it: its name is wrong.
-                if isinstance(error, MissingGoal) and not self.state.those("complete"):
+                if isinstance(error, MissingGoal) and not self.state.with_status("complete"):
                     self.missing = str(error)
                     self.close()
-        elif one.stopping is not None:
-            about |= one.stopping
+        elif repetition.stopping is not None:
+            about |= repetition.stopping
         elif ours:
             about |= {"status": "interrupted", "reason": "the tuner ended", "counts": 0}
-        elif ended.signal is not None and one.interruptions < self.plan.retries:
+        elif ended.signal is not None and repetition.interruptions < self.plan.retries:
             about |= {"status": "interrupted", "reason": f"killed by signal {ended.signal}", "counts": 1}
         elif ended.signal is not None:
-            times = one.interruptions + 1
+            times = repetition.interruptions + 1
             about |= {"status": "failed", "reason": f"killed by signal {ended.signal}, {times} times"}
         else:
             without = "ended without a summary" if ended.code == 0 else f"exit status {ended.code}"
@@ -200,9 +202,9 @@ class Scheduler:
         self._processes.stop(key)
 
     def _limit(self, now: float) -> None:
-        for key, one in self.state.those("running"):
+        for key, repetition in self.state.with_status("running"):
             limit = self.plan.time_limit
-            if limit is not None and one.stopping is None and now - one.started > limit:
+            if limit is not None and repetition.stopping is None and now - repetition.started > limit:
                 self._stop(key, "failed", f"had not ended after {limit:g} s")
 
     def _prune(self) -> None:
@@ -211,8 +213,8 @@ class Scheduler:
         best, curves = self.incumbent(), None
         running = dict.fromkeys(
             key.trial
-            for key, one in self.state.those("running")
-            if one.stopping is None and self.state.trials[key.trial].told is None
+            for key, repetition in self.state.with_status("running")
+            if repetition.stopping is None and self.state.trials[key.trial].told is None
         )
         for number in running:
             if curves is None:
@@ -221,47 +223,51 @@ class Scheduler:
             incumbent = None if best is None else curves[best.number]
             steps = {seed: self._records.steps(Key(number, seed)) for seed in curves[number]}
             if (reason := self.plan.pruning.verdict(curves[number], incumbent, others, steps)) is not None:
-                for key, one in self.state.those("running"):
-                    if key.trial == number and one.stopping is None:
+                for key, repetition in self.state.with_status("running"):
+                    if key.trial == number and repetition.stopping is None:
                         self._stop(key, "pruned", reason)
 
     def _curves(self, trial: Trial) -> dict[int, Points]:
-        """Of the seeds that every trial has."""
-        started = [seed for seed, one in trial.repetitions.items() if one.attempts and seed < self.plan.seeds]
+        """Seed → curve, of the seeds that every trial has."""
+        started = [
+            seed for seed, repetition in trial.repetitions.items() if repetition.attempts and seed < self.plan.seeds
+        ]
         return {seed: self._records.curve(Key(trial.number, seed)) for seed in started}
 
     def _leave_out(self, trial: Trial) -> None:
         """One failed or pruned repetition decides about its trial: the others are not worth their time."""
-        decided = next((one for one in trial.repetitions.values() if one.status in ("failed", "pruned")), None)
+        decided = next(
+            (repetition for repetition in trial.repetitions.values() if repetition.status in ("failed", "pruned")), None
+        )
         if decided is None:
             return
         why = {"status": "left out", "reason": f"another seed {decided.status}"}
-        for seed, one in trial.repetitions.items():
+        for seed, repetition in trial.repetitions.items():
             key = Key(trial.number, seed)
-            if one.status == "waiting":
+            if repetition.status == "waiting":
                 self._record(kind="ended", **key._asdict(), values={}, **why)
-            elif one.status == "running" and one.stopping is None and not self._closing:
+            elif repetition.status == "running" and repetition.stopping is None and not self._closing:
                 self._stop(key, **why)
 
     def _tell(self, trial: Trial) -> None:
-        ones = list(trial.repetitions.values())
-        if not all(one.over for one in ones):
+        repetitions = list(trial.repetitions.values())
+        if not all(repetition.over for repetition in repetitions):
             return
-        statuses = [one.status for one in ones]
+        statuses = [repetition.status for repetition in repetitions]
         status = next((s for s in ("failed", "pruned") if s in statuses), "complete")
         event: Event = {"kind": "told", "trial": trial.number, "status": status, "losses": None, "violations": []}
-        event["reason"] = next((one.reason for one in ones if one.status == status), "")
+        event["reason"] = next((repetition.reason for repetition in repetitions if repetition.status == status), "")
         if status == "complete":
-            each = {name: [one.values[name] for one in ones] for name in ones[0].values}
-            found = {name: over_seeds(values) for name, values in each.items()}
-            mean = {name: band["mean"] for name, band in found.items()}
-            event["values"] = {name: {**band, "seeds": each[name]} for name, band in found.items()}
+            by_goal = {name: [repetition.values[name] for repetition in repetitions] for name in repetitions[0].values}
+            bands = {name: over_seeds(values) for name, values in by_goal.items()}
+            mean = {name: band["mean"] for name, band in bands.items()}
+            event["values"] = {name: {**band, "seeds": by_goal[name]} for name, band in bands.items()}
             event["losses"] = [goal.loss(mean[goal.name]) for goal in self.plan.goals]
             event["violations"] = [c.violation(mean[c.goal.name]) for c in self.plan.constraints]
         elif status == "pruned":
             last = [points[max(points)] for points in self._curves(trial).values() if points]
             event["losses"] = [sum(last) / len(last)] if last else None
-        # What the sampler writes holds with the event behind it, or not at all.
+        # The records that the sampler writes hold with the event behind them, or not at all.
         self._sampler.tell(trial.number, result_of(event))
         self._record(**event)
 
@@ -271,14 +277,14 @@ class Scheduler:
         ended = self._exhausted or len(self.state.trials) >= self.plan.trials
         if best is None or not ended or any(trial.told is None for trial in self.state.trials):
             return
-        wanted = range(self.plan.seeds, self.plan.seeds + self.plan.confirm)
-        if fresh := [seed for seed in wanted if seed not in best.repetitions]:
+        seeds = range(self.plan.seeds, self.plan.seeds + self.plan.confirm)
+        if fresh := [seed for seed in seeds if seed not in best.repetitions]:
             self._record(kind="confirming", trial=best.number, seeds=fresh)
 
     def _fill(self, now: float) -> None:
-        used = {one.slot for _, one in self.state.those("running")}
+        used = {repetition.slot for _, repetition in self.state.with_status("running")}
         for slot in (slot for slot in range(self.plan.slots) if slot not in used):
-            waiting = self.state.those("waiting")
+            waiting = self.state.with_status("waiting")
             if not waiting and not self._exhausted and len(self.state.trials) < self.plan.trials:
                 number = len(self.state.trials)
                 assignment = self._sampler.ask(number)
@@ -286,10 +292,10 @@ class Scheduler:
                     self._exhausted = True
                 else:
                     self._record(kind="asked", trial=number, assignment=dict(assignment))
-                    waiting = self.state.those("waiting")
+                    waiting = self.state.with_status("waiting")
             if not waiting:
                 self._confirm()
-                waiting = self.state.those("waiting")
+                waiting = self.state.with_status("waiting")
             if not waiting:
                 return
             key = waiting[0][0]

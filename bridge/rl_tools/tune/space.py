@@ -1,4 +1,7 @@
-"""The search space: ranges, choices, conditions, and the options of a training command that they are read for."""
+"""The search space: ranges, choices, conditions; read for the options of a training command, and written as its words.
+
+An option that belongs to some recipes applies with these recipes only.
+"""
 
 import difflib
 import math
@@ -7,9 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rl_tools.trainers import TrainerOptions, _dashed
-
-# The search space: ranges, choices, and parameters that apply only with some choice.
+from rl_tools.trainers import TrainerOptions, dashed
 
 Value = float | int | str
 Assignment = dict[str, Value]
@@ -39,7 +40,7 @@ class Interval:
             raise ValueError(f"a range of integers ends with integers, got {self.low:g}..{self.high:g}")
 
     def at(self, share: float) -> Value:
-        """The value at a share from 0 to 1 of the range, with six digits: what the trial's command line has."""
+        """The value at a share from 0 to 1 of the range, with six digits as in the trial's command line."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         value = low + (high - low) * share
         return self.rounded(math.exp(value) if self.log else value)
@@ -63,7 +64,7 @@ class Choice:
     values: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what leaves no choice."""
+        """Refuse values that leave no choice."""
         if len(self.values) < 2 or len(set(self.values)) < len(self.values) or "" in self.values:
             raise ValueError(f"a choice has two different values or more, got {','.join(self.values)!r}")
 
@@ -74,7 +75,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Parameter:
-    """``when``: (another parameter, the values of it with which this one applies); None always applies."""
+    """A named domain. ``when``: (another parameter, its values with which this one applies); None always applies."""
 
     name: str
     domain: Interval | Choice
@@ -88,17 +89,17 @@ class Space:
     parameters: tuple[Parameter, ...]
 
     def __post_init__(self) -> None:
-        """Refuse nothing to search, names that are there twice, and conditions on what is not a choice before."""
-        seen: dict[str, Parameter] = {}
+        """Refuse an empty space, names that are there twice, and conditions on anything but an earlier choice."""
+        earlier: dict[str, Parameter] = {}
         for parameter in self.parameters:
-            if parameter.name in seen:
+            if parameter.name in earlier:
                 raise ValueError(f"{parameter.name} is there twice")
             if parameter.when is not None:
-                other = seen.get(parameter.when[0])
+                other = earlier.get(parameter.when[0])
                 if other is None or not isinstance(other.domain, Choice):
                     raise ValueError(f"{parameter.name} depends on {parameter.when[0]}, which is no choice before it")
-            seen[parameter.name] = parameter
-        if not seen:
+            earlier[parameter.name] = parameter
+        if not earlier:
             raise ValueError("there is nothing to search: give a --space.OPTION DOMAIN")
 
     def __iter__(self) -> Iterator[Parameter]:
@@ -110,14 +111,14 @@ class Space:
 
     def active(self, values: Mapping[str, Value]) -> Assignment:
         """The values without those of parameters that do not apply."""
-        kept: Assignment = {}
+        active: Assignment = {}
         for parameter in self.parameters:
-            if self.applies(parameter, kept):
-                kept[parameter.name] = values[parameter.name]
-        return kept
+            if self.applies(parameter, active):
+                active[parameter.name] = values[parameter.name]
+        return active
 
     def described(self) -> list[dict[str, Any]]:
-        """As JSON has the space."""
+        """The space as JSON."""
         return [asdict(p) | {"domain": {"kind": type(p.domain).__name__} | asdict(p.domain)} for p in self.parameters]
 
 
@@ -137,20 +138,18 @@ def parse_domain(text: str, *, whole: bool = False) -> Interval | Choice:
     Raises:
         ValueError: neither a range nor a choice.
     """
-    found = _RANGE.fullmatch(text)
-    if found is None:
+    match = _RANGE.fullmatch(text)
+    if match is None:
         if ".." in text or text.startswith(("log:", "int:")):
             raise ValueError(f"{text!r} is no range: log:1e-5..1e-3, int:1..8, 0.5..1")
         return Choice(tuple(text.split(",")))
-    kinds, low, high = found.groups()
+    kinds, low, high = match.groups()
     try:
         ends = float(low), float(high)
     except ValueError:
         raise ValueError(f"{text!r} is no range: its ends are numbers") from None
     return Interval(*ends, log="log:" in kinds, whole=whole or "int:" in kinds)
 
-
-# The options of a training command: which there are, with which recipe each applies, and what a trial's words are.
 
 JOINT = "+"
 """``a+b`` with the values ``1+2,3+4`` sets two options together."""
@@ -165,12 +164,12 @@ def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequenc
         ValueError: an unknown name, a domain that cannot be, an option that is fixed besides.
     """
     parameters: list[Parameter] = []
-    fixed_names = {word[2:].partition("=")[0] for word in map(_dashed, fixed) if word.startswith("--")}
-    fixed_recipes = dict(_dashed(word).split(":", 1) for word in fixed if word.split(":", 1)[0] in options.recipes)
-    # Recipes first: what applies to one of them alone stands behind.
+    fixed_names = {word[2:].partition("=")[0] for word in map(dashed, fixed) if word.startswith("--")}
+    fixed_recipes = dict(dashed(word).split(":", 1) for word in fixed if word.split(":", 1)[0] in options.recipes)
+    # Recipes first: an option that applies with some of them stands behind them.
     ordered = sorted(words, key=lambda word: _plain(word)[0] not in options.recipes)
     recipes = [word for word in ordered if word in options.recipes]
-    searched = {word: _dashed(words[word]).split(",") for word in recipes}
+    searched = {word: dashed(words[word]).split(",") for word in recipes}
     for word in ordered:
         name, recipe = _plain(word)
         for part in name.split(JOINT):
@@ -179,7 +178,7 @@ def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequenc
                 raise ValueError(f"--{part} is fixed and searched: give it once")
         whole = JOINT not in name and options.kinds.get(name) is int
         try:
-            domain = parse_domain(_dashed(words[word]) if name in options.recipes else words[word], whole=whole)
+            domain = parse_domain(dashed(words[word]) if name in options.recipes else words[word], whole=whole)
         except ValueError as error:
             raise ValueError(f"--space.{word}: {error}") from None
         if JOINT in name:
@@ -205,11 +204,11 @@ def _require_joint(word: str, name: str, domain: Any) -> None:
         raise ValueError(f"--space.{word}: give choices of {parts + 1} values, as 1{JOINT}2,3{JOINT}4")
 
 
-def _require_recipes(name: str, domain: Any, known: Iterable[str]) -> None:
+def _require_recipes(name: str, domain: Any, recipes: Iterable[str]) -> None:
     values = domain.values if isinstance(domain, Choice) else [str(domain)]
     for value in values:
-        if value not in known:
-            near = difflib.get_close_matches(value, known, n=3, cutoff=0.4)
+        if value not in recipes:
+            near = difflib.get_close_matches(value, recipes, n=3, cutoff=0.4)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ValueError(f"--space.{name}: there is no {name}:{value}{hint}")
 
@@ -224,16 +223,16 @@ def _condition(
     of_recipe = options.of_recipe(name)
     if of_recipe is None:
         return None
-    holder, having = of_recipe
+    holder, owners = of_recipe
     if recipe is not None:
-        if recipe not in having:
-            raise ValueError(f"{holder}:{recipe} has no option --{name}; {', '.join(sorted(having))} have it")
-        having = {recipe}
+        if recipe not in owners:
+            raise ValueError(f"{holder}:{recipe} has no option --{name}; {', '.join(sorted(owners))} have it")
+        owners = {recipe}
     offered = searched.get(holder) or [fixed.get(holder) or options.defaults[holder]]
-    able = tuple(value for value in offered if value in having)
-    if not able:
-        raise ValueError(f"--{name} is of {', '.join(sorted(having))}; here {holder} is {', '.join(offered)}")
-    return (holder, able) if holder in searched and len(able) < len(offered) else None
+    applicable = tuple(value for value in offered if value in owners)
+    if not applicable:
+        raise ValueError(f"--{name} is of {', '.join(sorted(owners))}; here {holder} is {', '.join(offered)}")
+    return (holder, applicable) if holder in searched and len(applicable) < len(offered) else None
 
 
 def words_of(assignment: Assignment, options: TrainerOptions, fixed: Sequence[str]) -> list[str]:
@@ -262,8 +261,8 @@ def written(value: Value) -> str:
 def corners(space: Space) -> list[Assignment]:
     """Assignments that have every end of every range and every choice in them, few of them."""
     count = max([2, *(len(p.domain.values) for p in space if isinstance(p.domain, Choice))])
-    found = []
+    assignments = []
     for i in range(count):
         row = {p.name: (v := p.domain.points(2))[i % len(v)] for p in space}
-        found.append(space.active(row))
-    return found
+        assignments.append(space.active(row))
+    return assignments

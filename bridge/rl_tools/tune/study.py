@@ -22,11 +22,9 @@ from rl_tools.tune.samplers import Sampler
 from rl_tools.tune.scheduler import Exit, Plan, Scheduler
 from rl_tools.tune.space import Assignment
 
-# The run folders of a study, read for its goals.
-
 
 class RunRecords:
-    """``runs``: the folder of all run folders."""
+    """The run folders of a study, read for its goals. ``runs``: the folder of all of them."""
 
     def __init__(self, runs: Path, plan: Plan) -> None:
         self._runs, self._plan = runs, plan
@@ -58,7 +56,7 @@ class RunRecords:
         return max((record["step"] + 1 for record in records if record["stage"] == stage), default=0)
 
     def records(self, key: Key) -> list[dict[str, Any]]:
-        """Of the run's steps so far. A line that is being written is left for the next call."""
+        """Records of the run's steps so far. A line that is being written is left for the next call."""
         file = self._runs / key.name / METRICS
         if not file.exists():
             return []
@@ -67,8 +65,6 @@ class RunRecords:
             self._read[key] = size, read_records(file)
         return self._read[key][1]
 
-
-# The processes of a study: each repetition with its own session, run folder, log, device and exit status.
 
 LAST_LINES = 3
 LOGS, RUNS = "logs", "runs"
@@ -107,11 +103,14 @@ def places(slots: int, *, devices: Sequence[str] = (), pin: bool = False) -> lis
 
 
 Command = Callable[[Key, Assignment, Path, bool], list[str]]
-"""``command(key, assignment, runs, resume)``: what a process runs. Its run folder is ``runs / key.name``."""
+"""``command(key, assignment, runs, resume)``: a process's command line. Its run folder is ``runs / key.name``."""
 
 
 class TrialProcesses:
-    """``folder``: of the study. ``grace``: seconds from SIGTERM to SIGKILL."""
+    """The processes of a study: each repetition has its own session, run folder, log, device and exit status.
+
+    ``folder``: of the study. ``grace``: seconds from SIGTERM to SIGKILL.
+    """
 
     def __init__(self, folder: Path, command: Command, at: Sequence[Place], *, grace: float = 60.0) -> None:
         self._folder, self._command, self._places, self._grace = folder, command, at, grace
@@ -120,7 +119,7 @@ class TrialProcesses:
             (folder / name).mkdir(exist_ok=True)
 
     def start(self, key: Key, assignment: Assignment, slot: int) -> None:
-        """Start a process under a guard. A run folder that is there is gone on with."""
+        """Start a process under a guard. A run that has a folder is resumed."""
         runs, place = self._folder / RUNS, self._places[slot]
         resume = (runs / key.name).exists()
         self._file(key, "exit").unlink(missing_ok=True)
@@ -142,17 +141,17 @@ class TrialProcesses:
             self._running[key].request_end()
 
     def ended(self) -> list[Exit]:
-        """What has ended since the last call."""
+        """The processes that ended since the last call."""
         return [self._reaped(key) for key, process in list(self._running.items()) if process.dead.is_set()]
 
     def kill(self) -> None:
-        """SIGKILL to all that run, without grace."""
+        """SIGKILL to all running processes, without grace."""
         for key, process in list(self._running.items()):
             process.kill()
             self._reaped(key)
 
     def recover(self, key: Key) -> Exit | None:
-        """Wait until the guard of an earlier tuner has ended its process, and read what it wrote.
+        """Wait until the guard of an earlier tuner has ended its process, and read the exit status.
 
         Raises:
             TimeoutError: the guard is still there after twice the grace.
@@ -183,7 +182,7 @@ def last_lines(log: Path) -> str:
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - 4000))
         text = stream.read().decode("utf-8", "replace")
-    # A progress bar writes over its line.
+    # A progress bar writes over its line: the text behind the last \r is on the screen.
     lines = [line.rpartition("\r")[2].strip() for line in text.split("\n")]
     return " | ".join([line for line in lines if line][-LAST_LINES:])
 
@@ -201,14 +200,12 @@ def training_command(trainer: str, words: Callable[[Assignment], list[str]], fir
     """The command line of ``rl-fn train`` for a repetition. ``words``: of an assignment."""
 
     def command(key: Key, assignment: Assignment, runs: Path, resume: bool) -> list[str]:
-        own: list[Any] = ["--seed", first_seed + key.seed, "--name", key.name, "--output", runs]
-        made = [sys.executable, "-m", "rl_tools.cli", "train", trainer, *words(assignment), *map(str, own)]
-        return [*made, "--resume"] if resume else made
+        options: list[Any] = ["--seed", first_seed + key.seed, "--name", key.name, "--output", runs]
+        command_line = [sys.executable, "-m", "rl_tools.cli", "train", trainer, *words(assignment), *map(str, options)]
+        return [*command_line, "--resume"] if resume else command_line
 
     return command
 
-
-# A study in its folder: one tuner at a time, from its beginning or from its journal, to its end or to a signal.
 
 POLL = 0.2
 """Seconds between two looks at the processes."""
@@ -216,7 +213,7 @@ POLL = 0.2
 
 @dataclass(frozen=True)
 class Study:
-    """``about``: what a study that goes on must have unchanged, as JSON: space, goals, sampler, command."""
+    """A study to run. ``about``: the settings that must be unchanged when it goes on, as JSON."""
 
     folder: Path
     plan: Plan
@@ -228,7 +225,7 @@ class Study:
 
 
 def run_study(study: Study, *, resume: bool = False) -> list[Event]:
-    """Run a study to its end; returns the events of its journal.
+    """Run a study to its end, from its beginning or from its journal; returns the events of the journal.
 
     Raises:
         ValueError: the folder exists and is not to be resumed, has another study or a link in it, or is in use.
@@ -254,7 +251,7 @@ def run_study(study: Study, *, resume: bool = False) -> list[Event]:
 
 
 def _begin(journal: Journal, study: Study) -> None:
-    """The journal's first event says what the study is."""
+    """Write the study's settings as the journal's first event, or compare them with this event."""
     about = json.loads(json.dumps(dict(study.about)))
     if not journal.events:
         journal.append({"kind": "study", "time": round(time.time(), 3), **about})
@@ -298,12 +295,12 @@ def _to_its_end(journal: Journal, study: Study) -> None:
 
 
 def _show(bar: tqdm, scheduler: Scheduler) -> None:
-    ended, before = len(scheduler.state.those(*ENDED)), bar.postfix
-    shown = {"running": str(len(scheduler.state.those("running")))}
+    ended, before = len(scheduler.state.with_status(*ENDED)), bar.postfix
+    postfix = {"running": str(len(scheduler.state.with_status("running")))}
     if (best := scheduler.incumbent()) is not None and best.told is not None:
         values = best.told["values"]
-        shown |= {goal.name: f"{values[goal.name]['mean']:.4g}" for goal in scheduler.plan.goals}
-    bar.set_postfix(shown, refresh=False)
+        postfix |= {goal.name: f"{values[goal.name]['mean']:.4g}" for goal in scheduler.plan.goals}
+    bar.set_postfix(postfix, refresh=False)
     if (bar.n, before) != (ended, bar.postfix):
         bar.n = ended
         bar.refresh()

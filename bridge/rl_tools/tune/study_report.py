@@ -1,4 +1,4 @@
-"""What a study found: plain data, a table, figures."""
+"""The report of a study: plain data, lines of text, figures."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,21 +31,21 @@ def summary_of(events: Sequence[Event]) -> dict[str, Any]:
 
     A trial has ``number``, ``assignment``, ``status``, ``reason``, ``values`` (goal → mean, low, high, seeds),
     ``feasible``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its interval,
-    ``against_second`` its paired difference to the second, and ``confirmed`` what it came to with fresh seeds.
+    ``against_second`` its paired difference to the second, and ``confirmed`` its value with fresh seeds.
     """
     study = {name: value for name, value in events[0].items() if name != "kind"}
     seconds: dict[int, float] = {}
     for event in events:
         if event["kind"] == "ended":
             seconds[event["trial"]] = seconds.get(event["trial"], 0.0) + event.get("seconds", 0.0)
-    told = {event["trial"]: event for event in events if event["kind"] == "told"}
-    trials = [_trial(event, told.get(event["trial"]), seconds) for event in events if event["kind"] == "asked"]
-    found = {"study": study, "trials": trials, **_best(study["goals"], trials), **_front(study["goals"], trials)}
-    found["importance"] = importance(study["space"], study["goals"], trials)
+    ends = {event["trial"]: event for event in events if event["kind"] == "told"}
+    trials = [_trial(event, ends.get(event["trial"]), seconds) for event in events if event["kind"] == "asked"]
+    report = {"study": study, "trials": trials, **_best(study["goals"], trials), **_front(study["goals"], trials)}
+    report["importance"] = importance(study["space"], study["goals"], trials)
     statuses = [trial["status"] for trial in trials]
-    if found["best"] is not None:
-        found["best"] |= _confirmed(found["best"], events)
-    return found | {"counts": {status: statuses.count(status) for status in dict.fromkeys(statuses)}}
+    if report["best"] is not None:
+        report["best"] |= _confirmed(report["best"], events)
+    return report | {"counts": {status: statuses.count(status) for status in dict.fromkeys(statuses)}}
 
 
 def _trial(asked: Event, told: Event | None, seconds: Mapping[int, float]) -> dict[str, Any]:
@@ -72,16 +72,16 @@ def _best(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) -> 
     if not ordered:
         return {"best": None}
     best = ordered[0]
-    found: dict[str, Any] = {"trial": best["number"], "goal": goal, **best["values"][goal]}
+    entry: dict[str, Any] = {"trial": best["number"], "goal": goal, **best["values"][goal]}
     if len(ordered) > 1:
         second = ordered[1]
         pair = best["values"][goal]["seeds"], second["values"][goal]["seeds"]
-        found["against_second"] = {"trial": second["number"], **over_seeds(*pair)}
-    return {"best": found}
+        entry["against_second"] = {"trial": second["number"], **over_seeds(*pair)}
+    return {"best": entry}
 
 
 def _confirmed(best: Mapping[str, Any], events: Sequence[Event]) -> dict[str, Any]:
-    """The best trial's goal over the seeds that it was not chosen by, those of them that came to their end."""
+    """The best trial's goal over fresh seeds, by which it was not chosen; of the runs that came to their end."""
     of_best = [event for event in events if event.get("trial") == best["trial"]]
     fresh = {seed for event in of_best if event["kind"] == "confirming" for seed in event["seeds"]}
     ended = [event for event in of_best if event["kind"] == "ended" and event["seed"] in fresh]
@@ -104,32 +104,32 @@ def _front(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) ->
     return {"front": {"trials": numbers, "reference": worst, "hypervolume": volume(rows, worst, up)}}
 
 
-def lines_of(found: Mapping[str, Any], folder: Path) -> list[str]:
+def lines_of(report: Mapping[str, Any], folder: Path) -> list[str]:
     """The report in words."""
-    counts = ", ".join(f"{count} {status}" for status, count in found["counts"].items())
-    lines = [f"{len(found['trials'])} trials: {counts or 'none'}"]
-    for trial in found["trials"]:
+    counts = ", ".join(f"{count} {status}" for status, count in report["counts"].items())
+    lines = [f"{len(report['trials'])} trials: {counts or 'none'}"]
+    for trial in report["trials"]:
         if trial["status"] == "failed":
             lines.append(f"trial {trial['number']} failed: {trial['reason']}")
-    best = found["best"]
+    best = report["best"]
     if best is None:
         lines.append("no trial came to its end within the constraints")
     else:
         seeds = len(best["seeds"])
         lines.append(f"best: trial {best['trial']}, {best['goal']} {_over(best)}")
-        chosen = found["trials"][best["trial"]]["assignment"]
+        chosen = report["trials"][best["trial"]]["assignment"]
         lines += [f"  {name} {value}" for name, value in chosen.items()]
         if seeds > 1 and (second := best.get("against_second")):
             lines.append(f"against the second, trial {second['trial']}, seed by seed: {_over(second, '+')}")
         if confirmed := best.get("confirmed"):
             lines.append(f"with fresh seeds: {best['goal']} {_over(confirmed)}")
-        elif sum(trial["status"] == "complete" for trial in found["trials"]) > 1:
+        elif sum(trial["status"] == "complete" for trial in report["trials"]) > 1:
             lines.append("the best of several looks better than it is: --confirm N runs it with N fresh seeds")
-    if found["front"]:
-        numbers = ", ".join(map(str, found["front"]["trials"]))
-        lines.append(f"Pareto front: trials {numbers}; hypervolume {found['front']['hypervolume']:.4g}")
-    if found["importance"]["shares"]:
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in found["importance"]["shares"].items())
+    if report["front"]:
+        numbers = ", ".join(map(str, report["front"]["trials"]))
+        lines.append(f"Pareto front: trials {numbers}; hypervolume {report['front']['hypervolume']:.4g}")
+    if report["importance"]["shares"]:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in report["importance"]["shares"].items())
         lines.append(f"importance: {shares}")
     return [*lines, f"report and figures: {folder / REPORT}"]
 
@@ -146,9 +146,9 @@ def write_report(folder: Path) -> list[str]:
     """Write report.json and the figures into a study's folder; returns the report in words."""
     from rl_tools.tune.figures import draw
 
-    found = summary_of(read_study(folder))
-    # As JSON has it: what is drawn is what is written.
-    found = json.loads(json.dumps(found))
-    write_json(folder / REPORT, found)
-    draw(found, folder)
-    return lines_of(found, folder)
+    report = summary_of(read_study(folder))
+    # Through JSON, so that the figures show the written values.
+    report = json.loads(json.dumps(report))
+    write_json(folder / REPORT, report)
+    draw(report, folder)
+    return lines_of(report, folder)

@@ -57,7 +57,7 @@ class Own(Exception):
 
 
 def broken(error):
-    def run(_):
+    def run(*_):
         raise error
 
     return run
@@ -232,7 +232,7 @@ def test_what_prints_words_alone_imports_no_library_of_models():
     assert done.stdout.startswith("usage: rl-fn train") and f"rl-fn {version('rl-fn')}" in done.stdout
 
 
-def finished(_):
+def finished(*_):
     return {"result": "held-out accuracy 0.10 → 0.20", "seconds": 3.2}
 
 

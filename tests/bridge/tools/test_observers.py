@@ -1,7 +1,7 @@
 """What the command line makes of the options that observers read, beside a real run: TensorBoard, machine, memory."""
 
 import json
-import signal
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from rl_bridge.run.options import RunOptions
 from rl_bridge.run.recorder import Recorder
 from rl_tools.cli import main
+from rl_tools.export.export import key_of
 from rl_tools.export.live import Exporters
 from rl_tools.profile.profiler import MemoryProfiler
 from rl_tools.trainers import observers_of
@@ -48,8 +49,6 @@ def training(tmp_path):
 
 def check(folder):
     """TensorBoard has the record, each curve once."""
-    from rl_tools.export.export import key_of
-
     store, recorded = READERS["tensorboard"](folder.parent / "store", "tests", key_of(folder)), curves(folder)
     assert recorded and {curve: store[curve] for curve in recorded} == recorded
 
@@ -70,9 +69,9 @@ def test_an_exporter_that_is_killed_ends_no_run(training, tmp_path, capsys, monk
 
     def killing(self, record):
         for process in processes_of(tmp_path / "run"):
-            if "rl_tools.export.live_process" in process.cmdline():
-                process.send_signal(signal.SIGKILL)
-                psutil.wait_procs([process], 5.0)
+            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+                if "rl_tools.export.live_process" in process.cmdline():
+                    process.kill()
         write(self, record)
 
     monkeypatch.setattr(Recorder, "write", killing)

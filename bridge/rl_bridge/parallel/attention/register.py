@@ -172,14 +172,14 @@ def attention(
     """
     _check_arguments(module, options, attention_plan)
     if attention_plan is not None:
-        return _by_plan(module, q, k, v, attention_mask, attention_plan, options), None
+        return _by_plan(module, q, k, v, mask=attention_mask, plan=attention_plan, options=options), None
     mask = attention_mask
     if isinstance(attention_mask, LayerMask):
         # The mask says whether attention is causal, as it does in eager attention, and not the layer.
         mask, options["is_causal"] = attention_mask.for_sdpa, attention_mask.causal
     if options.get("softcap") is None and options.get("s_aux") is None:
         return sdpa_attention_forward(module, q, k, v, mask, **options)
-    return _without_sdpa(module, q, k, v, mask, options), None
+    return _without_sdpa(module, q, k, v, mask=mask, options=options), None
 
 
 def _by_plan(
@@ -187,6 +187,7 @@ def _by_plan(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     mask: Any,
     plan: AttentionPlan,
     options: dict[str, Any],
@@ -222,6 +223,7 @@ def _without_sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:

@@ -109,6 +109,7 @@ class _Messages:
     def __init__(
         self,
         group: dist.ProcessGroup,
+        *,
         sent: Sequence[torch.Tensor],
         destination: int,
         received: Sequence[torch.Tensor],
@@ -135,7 +136,7 @@ class _Messages:
 def _get_keys(exchange: Exchange, keys_values: Sequence[torch.Tensor], group: dist.ProcessGroup) -> _Messages:
     give = [_rows(x, exchange.give) for x in keys_values]
     get = [x.new_empty((_length(exchange.get), *x.shape[1:])) for x in keys_values]
-    return _Messages(group, give, exchange.destination, get, exchange.source, tag=0)
+    return _Messages(group, sent=give, destination=exchange.destination, received=get, source=exchange.source, tag=0)
 
 
 def _return_gradients(
@@ -143,7 +144,9 @@ def _return_gradients(
 ) -> Sequence[torch.Tensor]:
     """Send the gradients of foreign keys and values home; get those of own ones that the destination has computed."""
     received = [x.new_empty((_length(exchange.give), *x.shape[1:])) for x in gradients]
-    return _Messages(group, gradients, exchange.source, received, exchange.destination, tag=2).wait()
+    return _Messages(
+        group, sent=gradients, destination=exchange.source, received=received, source=exchange.destination, tag=2
+    ).wait()
 
 
 class _Exchanges:
@@ -205,22 +208,14 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(grad.device.type, enabled=False):
-            return _gradients(grad, *ctx.saved_tensors, blocks=ctx.blocks, score=ctx.score)
+            return _gradients(grad, ctx.saved_tensors, blocks=ctx.blocks, score=ctx.score)
 
 
 def _gradients(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    of_heads: torch.Tensor | None,
-    *,
-    blocks: _Blocks,
-    score: dict[str, Any],
+    grad: torch.Tensor, saved: Sequence[torch.Tensor], *, blocks: _Blocks, score: dict[str, Any]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of all that ``_Attention.forward`` takes."""
+    """Gradients of all that ``_Attention.forward`` takes; ``saved``: the tensors that it saved."""
+    q, k, v, out, lse, of_heads = saved
     exchanges = _Exchanges(blocks, k, v)
     dq, dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v))
     blocks.squares.backward(grad, (q, k, v, out, lse), (dq, dk, dv), **score)

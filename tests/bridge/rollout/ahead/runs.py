@@ -75,7 +75,16 @@ def ahead(rollout, *, staleness, pace, reward=digits, window=1, config=CONFIG, o
     rewards = load(reward) if callable(reward) else reward
     stream, objective = RowStream(ROWS, 3), objective or rl_fn.recipes.dapo()
     return AheadSampler(
-        rollout, TOKENIZER, rewards, stream, objective, config, 5, admission=admission, pace=pace, **options
+        rollout,
+        tokenizer=TOKENIZER,
+        rewards=rewards,
+        stream=stream,
+        objective=objective,
+        config=config,
+        seed=5,
+        admission=admission,
+        pace=pace,
+        **options,
     )
 
 

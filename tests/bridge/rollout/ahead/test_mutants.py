@@ -6,6 +6,7 @@ from rl_bridge.rollout import worker
 from rl_bridge.rollout.ahead import ledger as saving
 from rl_bridge.rollout.ahead.ledger import Ledger, Sample, State
 from rl_bridge.rollout.ahead.pumps import Admission, RolloutPump, TrainingPump
+from rl_bridge.rollout.served.served_engine import ServedDecoder
 from tests.bridge.rollout.ahead import simulation
 from tests.bridge.rollout.ahead.exploring import explore, same_each_time
 
@@ -327,9 +328,9 @@ def draws_while_environments_think(command):
     return commanded
 
 
-def draws_on_beside_the_rounds(begun):
+def draws_on_beside_the_rounds(draw_in_rounds):
     """ROLL-2: what a version drew on a server depended on how long a training step took."""
-    return lambda decoder, exactly: begun(decoder, False)
+    return lambda self: None
 
 
 @pytest.mark.parametrize(
@@ -338,7 +339,7 @@ def draws_on_beside_the_rounds(begun):
         (RolloutPump, "_may_stop", stops_when_asked),
         (RolloutPump, "answered", counts_the_rounds_while_it_waits),
         (RolloutPump, "_command", draws_while_environments_think),
-        (worker, "_begun", draws_on_beside_the_rounds),
+        (ServedDecoder, "draw_in_rounds", draws_on_beside_the_rounds),
     ],
 )
 def test_a_run_that_depends_on_delays_is_found(monkeypatch, of, method, make):

@@ -53,12 +53,12 @@ def sampler_of(rollout, tokenizer, pace, cuts, staleness=2, objective=None):
     admission = Admission(max_staleness=staleness, prompts_per_step=3, steps=STEPS)
     return AheadSampler(
         rollout,
-        tokenizer,
-        rewards,
-        stream,
-        objective or rl_fn.recipes.dapo(),
-        config,
-        5,
+        tokenizer=tokenizer,
+        rewards=rewards,
+        stream=stream,
+        objective=objective or rl_fn.recipes.dapo(),
+        config=config,
+        seed=5,
         admission=admission,
         pace=pace,
     )

@@ -157,7 +157,7 @@ def test_a_full_disk_under_wandb_is_told_once_while_the_run_goes_on_and_caught_u
             return "gets no metrics" in "".join(said)
 
         wait_for("a word of the full disk", told)
-        assert process.poll() is None
+        assert not process.dead.is_set()
         [file] = output.glob(f"wandb/offline-run-*-{key_of(trainer.folder)}/*.wandb")
         assert file.stat().st_size == FULL
         trainer.step(3)

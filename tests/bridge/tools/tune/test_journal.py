@@ -26,8 +26,9 @@ def written(folder):
     return folder / "journal.jsonl"
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_what_was_written_is_read(tmp_path, capfd):
     file = written(tmp_path)
+    assert capfd.readouterr() == ("", ""), "Optuna says nothing of its own"
     assert read_journal(file) == (EVENTS, file.stat().st_size)
     assert Journal(file).events == EVENTS
 

@@ -1,0 +1,215 @@
+"""A loop's model and its rows: loaded, checked row by row, and taken in an order that a checkpoint keeps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from rl_bridge.common.terminal import tell
+from rl_bridge.data.comparisons import PairBatch, batch_of, read_comparisons
+from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
+from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.engines.engine import Engine
+from rl_bridge.models.pretrained import pretrained
+from rl_bridge.models.row_checks import check_rows, prompted
+from rl_bridge.models.source import ModelSource, PretrainedSource
+from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss, constants_of
+from rl_bridge.pipelines import comparison, sft
+from rl_bridge.run.provenance import of_folder, of_rows
+from rl_bridge.run.run import Stateful
+
+
+class Part(Protocol):
+    """An object that a run's checkpoints hold: the policy, the rows, whatever else changes from step to step."""
+
+    kind: str
+    """The name of the object in checkpoints and in the record."""
+
+    def parts(self) -> Mapping[str, Engine | Stateful]:
+        """Engines and states that a checkpoint saves, by name."""
+        ...
+
+    def settings(self) -> Mapping[str, Any]:
+        """Numbers and texts that a resumed run must have again."""
+        ...
+
+    def fingerprints(self) -> Mapping[str, str]:
+        """Hashes of files that a resumed run must have again, by what the files are."""
+        ...
+
+
+@dataclass(frozen=True)
+class Model:
+    """Where weights come from, and their tokenizer. ``load_model`` makes one of a folder; a test makes a tiny one.
+
+    >>> from rl_bridge.models.small import TinySource, character_tokenizer
+    >>> tokenizer = character_tokenizer("0123456789+=")
+    >>> Model(TinySource.for_tokenizer(tokenizer, hidden=16), tokenizer).pad_token
+    0
+    """
+
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def pad_token(self) -> int:
+        """The id that batches are padded with."""
+        pad = self.tokenizer.pad_token_id
+        assert isinstance(pad, int)
+        return pad
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of the model's files, wherever they lie now; nothing for a source without files."""
+        return {"model": of_folder(self.source.folder(), tell)} if isinstance(self.source, PretrainedSource) else {}
+
+
+def load_model(name: str) -> Model:
+    """The model of a folder in Hugging Face format, or of a hub id. No weights are read before an engine is made.
+
+    >>> from rl_bridge import Policy, load_model
+    >>> model = load_model("org/Small-1B")  # doctest: +SKIP
+
+    Raises:
+        FileNotFoundError, ValueError: no such model, or not one of a causal language model with a tokenizer.
+    """
+    return Model(*pretrained(name))
+
+
+@dataclass(frozen=True)
+class NLL:
+    """The objective of supervised fine-tuning: −log π of the tokens that the assistant says, in the mean over tokens.
+
+    >>> from rl_bridge import NLL
+    >>> NLL()
+    NLL()
+    """
+
+
+def preference_loss(name: str = "dpo", **constants: Any) -> ComparisonLoss:
+    """A loss of ``rl_fn`` over compared completions by its name, with its constants: what a policy learns from.
+
+    ``rl-fn train preference --help`` lists the names; ``bradley_terry`` and ``plackett_luce`` train a reward model.
+
+    >>> from rl_bridge import preference_loss
+    >>> preference_loss("dpo", beta=0.2).constants
+    {'beta': 0.2, 'label_smoothing': 0.0}
+
+    Raises:
+        ValueError: no such loss, or a constant that the loss does not take.
+    """
+    loss = ComparisonLoss(name=name, constants=constants)
+    return ComparisonLoss(name=name, constants=constants_of(name) | dict(loss.constants))
+
+
+class Rows:
+    """Every row once an epoch, in an order of the seed and the epoch alone; ``load_rows`` makes one.
+
+    ``take`` gives rows, ``batch`` gives tensors of rows that were loaded for a loss. A run with the rows in its
+    ``state`` goes on where it stopped.
+
+    >>> rows = Rows([{"prompt": "1+1="}, {"prompt": "1+2="}], seed=1)
+    >>> len({row["prompt"] for row in rows.take(2)})
+    2
+    """
+
+    kind = "rows"
+
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        *,
+        seed: int = 0,
+        collate: Callable[[Sequence[Any]], TokenBatch | PairBatch] | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        """``collate``: makes a batch of rows. ``fingerprint``: of what the rows were made of, if not of the rows."""
+        self._stream = RowStream(rows, seed)
+        self._collate = collate
+        self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
+        self.count = len(rows)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` rows; behind the last row the next epoch begins."""
+        return self._stream.take(count)
+
+    def batch(self, count: int) -> Any:
+        """The next ``count`` rows as a ``TokenBatch`` or a ``PairBatch``.
+
+        Raises:
+            ValueError: the rows are prompts, which were not loaded for a loss.
+        """
+        if self._collate is None:
+            raise ValueError("these rows are prompts: load_rows(data, model, loss) makes rows that a loss reads")
+        return self._collate(self.take(count))
+
+    def parts(self) -> dict[str, Stateful]:
+        """The place in the data."""
+        return {"rows": self._stream}
+
+    def settings(self) -> dict[str, Any]:
+        """Nothing: the place in the data compares number and seed itself."""
+        return {}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hash of the rows."""
+        return {"data": self._fingerprint}
+
+
+def load_rows(
+    data: str,
+    model: Model | None = None,
+    loss: NLL | ComparisonLoss | None = None,
+    *,
+    seed: int = 0,
+    apply_chat_template: bool = True,
+    max_length: int | None = None,
+    new_tokens: int = 0,
+) -> Rows:
+    """The rows of a file, a folder or a hub data set (``SOURCE@SPLIT``), each checked.
+
+    Without ``loss`` the rows are prompts to sample from: ``prompt`` or ``messages``, and whatever a reward reads. With
+    ``NLL()`` they are what a model is to imitate, and with ``preference_loss(…)`` what is compared, encoded for the
+    model. ``model`` alone checks that the model can read each prompt, with ``new_tokens`` behind it. ``seed``: of the
+    order. Rows with more than ``max_length`` tokens are left out; without ``apply_chat_template`` the contents of
+    messages are read as they are.
+
+    A loss of rewards gives the model's tokenizer a pad token with which no row ends, before a ``RewardModel`` is made.
+
+    >>> from rl_bridge import load_rows
+    >>> rows = load_rows("problems.jsonl", seed=1)  # doctest: +SKIP
+    >>> rows.take(1)  # doctest: +SKIP
+    [{'prompt': '1+1=', 'answer': 2, '_where': 'problems.jsonl, row 1'}]
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: rows that cannot be read: the first few with file, row number, field and what was expected; or a
+            loss without a model.
+    """
+    if loss is None:
+        rows = read_rows(data, check=policy_row)
+        if model is not None:
+            check_rows(model.source, model.tokenizer, rows, prompted(model.tokenizer), new_tokens=new_tokens)
+        return Rows(rows, seed=seed)
+    if model is None:
+        raise ValueError(f"rows for {loss} are encoded for a model: load_rows(data, model, loss)")
+    source, tokenizer = model.source, model.tokenizer
+    reading: dict[str, Any] = {"apply_chat_template": apply_chat_template, "max_length": max_length}
+    if isinstance(loss, NLL):
+        rows = read_rows(data, fields=(), check=supervised_row)
+        trajectories, left_out = sft.encoded(source, tokenizer, rows, **reading)
+        if left_out:
+            tell(f"{left_out} of {len(rows)} rows are longer than {max_length} tokens")
+        batches: dict[str, Any] = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}
+        return Rows(trajectories, seed=seed, **batches)
+    compared = read_comparisons(data)
+    examples = comparison.encoded(source, tokenizer, compared, loss, **reading)
+    if loss.name in REWARD_LOSSES:
+        templated = apply_chat_template and any(map(comparison.has_roles, compared))
+        comparison.pad_of_rewards(source, tokenizer, examples, templated=templated)
+    fingerprint = of_rows([{**vars(row), "where": ""} for row in compared])
+    batches = {"collate": lambda part: batch_of(part, model.pad_token), "fingerprint": fingerprint}
+    return Rows(examples, seed=seed, **batches)

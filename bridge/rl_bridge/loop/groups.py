@@ -1,0 +1,165 @@
+"""``Groups``: prompts with their completions and rewards; and the batch that a policy is updated on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+import rl_fn
+from rl_bridge.algorithms.advantages import Advantages
+from rl_bridge.algorithms.policy_setup import ScalarOptions
+from rl_bridge.algorithms.sampling import Sampled, rewarded
+from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.data.trajectory import SamplingParams, Trajectory
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.rewards import Rewards, load
+from rl_bridge.rewards.sources import Source
+
+SCORED_BY = {
+    "ref_logprobs": "reference.score(batch)",
+    "values": "critic.score(batch)",
+    "greedy_rewards": "the command, rl-fn train policy",
+    "teacher_logprobs": "the command, rl-fn train policy",
+}
+"""Inputs of an objective beyond the completions and their rewards, and what gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """P prompts with n completions each, prompt by prompt. ``Rollout.generate`` makes them.
+
+    >>> groups = rollout.generate(rows.take(2), SamplingParams(n=4, max_new_tokens=8))  # doctest: +SKIP
+    >>> groups = groups.score(lambda completion, row: len(completion))  # doctest: +SKIP
+    >>> groups.rewards.shape  # doctest: +SKIP
+    torch.Size([2, 4])
+    >>> batch = groups.batch().with_advantages(rl_fn.recipes.grpo())  # doctest: +SKIP
+    """
+
+    trajectories: list[Trajectory]
+    """Tokens, log-probabilities and the row of each completion."""
+    sampling: SamplingParams
+    """How the completions were sampled; ``sampling.n`` is the number of a prompt's completions."""
+    pad_token: int
+    sampled: Sampled | None = None
+    """The rewards in all forms, after ``score``."""
+
+    @property
+    def rewards(self) -> torch.Tensor:
+        """[P, n]: what the policy is trained on.
+
+        Raises:
+            ValueError: the groups have not been scored.
+        """
+        return self.scored.rewards
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """[P, n]: False where an environment failed or a limit of time ended the completion: counted nowhere."""
+        return self.scored.valid
+
+    @property
+    def scored(self) -> Sampled:
+        """The rewards in all forms.
+
+        Raises:
+            ValueError: the groups have not been scored.
+        """
+        if self.sampled is None:
+            raise ValueError("these groups have no rewards yet: groups = groups.score(reward)")
+        return self.sampled
+
+    def score(
+        self,
+        reward: Source | Sequence[Source] | Rewards,
+        weights: Sequence[float] = (),
+        *,
+        scalar: ScalarOptions | None = None,
+        overlong_buffer: int | None = None,
+    ) -> "Groups":
+        """The groups with rewards.
+
+        ``reward`` is what ``--reward`` takes: a function in any of the known forms, ``FILE.py:function``, ``exact``,
+        ``environment``, ``model:FOLDER``, ``judge:FILE.toml``, an address, or a list of these. ``weights`` and
+        ``scalar`` make one number of several rewards. ``overlong_buffer``: DAPO's penalty of long completions.
+
+        Raises:
+            RewardError: a reward that raises, hangs, dies or returns no finite number: its name and the row.
+        """
+        several = reward if isinstance(reward, str | Rewards) or callable(reward) else tuple(reward)
+        rewards = several if isinstance(several, Rewards) else _loaded(several, tuple(weights))
+        sampled = rewarded(
+            rewards.score(self.trajectories),
+            rewards,
+            self.sampling.n,
+            max_new_tokens=self.sampling.max_new_tokens,
+            scalar=scalar,
+            overlong_buffer=overlong_buffer,
+        )
+        return replace(self, trajectories=sampled.trajectories, sampled=sampled)
+
+    def batch(self) -> "GroupBatch":
+        """The completions as tensors; π_old is what the rollout sampled from, until ``policy.score`` says better.
+
+        Raises:
+            ValueError: the groups have not been scored.
+        """
+        assert self.scored
+        tokens = collate(self.trajectories, self.pad_token)
+        return GroupBatch(groups=self, tokens=tokens._replace(old_logprobs=tokens.rollout_logprobs))
+
+    def metrics(self) -> dict[str, float]:
+        """Means of rewards and tokens, and the share of completions that were cut at a limit."""
+        return self.scored.metrics()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupBatch:
+    """Completions of ``groups`` as tensors [N, L], with what models and an objective say of each token."""
+
+    groups: Groups
+    tokens: TokenBatch
+    computed: torch.Tensor | None = None
+    """[N]: rows that the loss needs; None before ``with_advantages``."""
+    counted: torch.Tensor | None = None
+    """[N, L]: tokens in the denominator."""
+    reference: ScoringConfig | None = None
+    """How the reference scored."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the advantages were measured by."""
+
+    def with_fields(self, **fields: Any) -> "GroupBatch":
+        """The batch with other fields of its tokens."""
+        return replace(self, tokens=self.tokens._replace(**fields))
+
+    def with_advantages(self, objective: rl_fn.Objective, *, correct_reward: float = 1.0) -> "GroupBatch":
+        """The batch with the objective's advantages and returns, and the tokens that the loss counts.
+
+        ``correct_reward``: from which reward on a completion is correct, for losses that read that.
+
+        Raises:
+            ValueError: the objective reads log-probabilities or values that no model has given yet.
+        """
+        advantages, sampled = _advantages(objective), self.groups.scored
+        present = {"ref_logprobs": self.tokens.ref_logprobs, "values": self.tokens.old_values}
+        for name, source in SCORED_BY.items():
+            if name in advantages.fields and present.get(name) is None:
+                raise ValueError(f"{objective.name} reads {name}, which {source} gives")
+        seed = self.groups.sampling.seed
+        batch = advantages.marked(self.tokens, sampled, correct_reward=correct_reward, seed=seed)
+        batch, computed, counted = advantages.advantages(batch, sampled, {})
+        metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch)
+        return replace(self, tokens=batch, computed=computed, counted=counted, metrics=metrics)
+
+
+@lru_cache(maxsize=16)
+def _loaded(reward: Source | tuple[Source, ...], weights: tuple[float, ...]) -> Rewards:
+    """The rewards, loaded once: files and processes stay open from step to step."""
+    return load(reward, weights=weights)
+
+
+@lru_cache(maxsize=16)
+def _advantages(objective: rl_fn.Objective) -> Advantages:
+    """The objective's functions, traced once."""
+    return Advantages(objective)

@@ -1,0 +1,82 @@
+"""``Rollout``: the engine that draws a loop's completions, one turn or a conversation with an environment."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_bridge.algorithms.sampling import completions
+from rl_bridge.data.trajectory import SamplingParams, Trajectory
+from rl_bridge.engines import Mesh
+from rl_bridge.environments import EnvironmentFactory, load_environment
+from rl_bridge.executors.session import current_executor
+from rl_bridge.loop.data import Model
+from rl_bridge.loop.groups import Groups
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.pipelines.placement import Engines
+from rl_bridge.pipelines.rollout_options import RolloutOptions
+from rl_bridge.rewards import with_rows
+
+
+class Rollout:
+    """A copy of the model in every process, which draws completions. ``policy.sync_weights(rollout)`` renews it.
+
+    ``options`` choose the backend: transformers' own model here, or vLLM
+    (``RolloutOptions(backend="vllm", vllm=VLLMOptions(…))``), and limits of a call.
+
+    >>> rollout = Rollout(load_model("org/Small-1B"))  # doctest: +SKIP
+    >>> sampling = SamplingParams(n=2, max_new_tokens=16, seed=7)  # doctest: +SKIP
+    >>> groups = rollout.generate([{"prompt": "1+1="}], sampling)  # doctest: +SKIP
+    >>> [t.messages[-1]["content"] for t in groups.trajectories]  # doctest: +SKIP
+    ['2', '3']
+
+    Raises:
+        ValueError: there is no vLLM here.
+    """
+
+    def __init__(self, model: Model, options: RolloutOptions | None = None) -> None:
+        options = RolloutOptions() if options is None else options
+        executor = current_executor()
+        self.model, self._budget = model, options.budget()
+        engines = Engines(executor, Mesh(replicate=len(executor.slots)), model.source, ParallelConfig(), run="loop")
+        self.engine = engines.rollout(model.tokenizer, options)
+
+    def generate(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams) -> Groups:
+        """``sampling.n`` completions of each row's ``prompt``.
+
+        A token depends on ``sampling.seed``, the row's place, the completion's number and the position alone: give each
+        step a seed of its own.
+        """
+        drawn = completions(self.engine, **self._budget)([dict(row) for row in rows], sampling)
+        return self._groups(drawn, rows, sampling)
+
+    def converse(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        environment: EnvironmentFactory | str,
+        *,
+        max_turns: int = 4,
+        max_tokens: int | None = None,
+        step_timeout: float = 60.0,
+        processes: int = 0,
+    ) -> Groups:
+        """``sampling.n`` conversations of each row with an environment of its own.
+
+        ``environment`` is a class with ``reset`` and ``step``, or what ``--environment`` takes: ``FILE.py:Name`` or an
+        address. A turn has at most ``sampling.max_new_tokens``, the whole conversation ``max_tokens``. An answer takes
+        at most ``step_timeout`` seconds, in one of so many ``processes`` in each worker, or in a thread with 0. The
+        reward named ``environment`` is what the environment gave.
+        """
+        factory = load_environment(environment) if isinstance(environment, str) else environment
+        limits: dict[str, Any] = {"max_tokens": max_tokens, "step_timeout": step_timeout, "processes": processes}
+        drawn = self.engine.converse(rows, sampling, factory, max_turns, **limits, **self._budget)
+        return self._groups(drawn, rows, sampling)
+
+    def release(self) -> None:
+        """Give the model's memory back."""
+        self.engine.release()
+
+    def _groups(
+        self, drawn: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]], sampling: SamplingParams
+    ) -> Groups:
+        trajectories = with_rows(drawn, rows)
+        return Groups(trajectories=trajectories, sampling=sampling, pad_token=self.model.pad_token)

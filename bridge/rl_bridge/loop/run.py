@@ -1,0 +1,155 @@
+"""``Run``: the steps of a loop in a folder, logged, checkpointed, and taken up again bit for bit."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from rl_bridge.engines.engine import Engine
+from rl_bridge.executors.session import current_executor
+from rl_bridge.loop.data import Part
+from rl_bridge.loop.trained import Metrics, Scored
+from rl_bridge.run import run
+from rl_bridge.run.options import RunOptions
+from rl_bridge.run.run import Observer, Stateful, open_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions(RunOptions):
+    """The options of a loop's run: those of all runs, and the settings of the objects in its state."""
+
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Measured(Protocol):
+    """An object with metrics, as ``Groups``."""
+
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Run:
+    """A loop's folder ``output/name``: metrics.jsonl, checkpoints, what ``rl-fn report`` shows. A name that is taken
+    gets a number.
+
+    ``state`` are the objects that change from step to step: the policy, the rows, a critic, a reference that follows.
+    With ``resume`` the loop goes on from the newest checkpoint, with the same numbers to the bit, if ``state`` is whole
+    and a step's random numbers are made of its number (``SamplingParams(seed=step)``).
+
+    >>> with Run("grpo", state=[policy, rows]) as run:  # doctest: +SKIP
+    ...     for step in run.steps(200):
+    ...         policy.sync_weights(rollout)
+    ...         groups = rollout.generate(rows.take(32), SamplingParams(n=8, max_new_tokens=512, seed=step))
+    ...         groups = groups.score(reward)
+    ...         run.log(policy.update(groups.batch().with_advantages(objective)), groups)
+
+    Raises:
+        ValueError: another process has the folder, there is nothing to resume, or the checkpoint was made with other
+            settings, rows or models; the message names each. ``resume_anyway`` goes on all the same.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        state: Sequence[Part],
+        *,
+        output: str | Path = "runs",
+        resume: bool = False,
+        resume_anyway: bool = False,
+        checkpoint_every: int = 50,
+        keep_checkpoints: int = 2,
+        stop_after_skips: int = 3,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        if not state:
+            raise ValueError("state holds the objects that change from step to step, and is empty")
+        names = _names(state)
+        options = LoopOptions(
+            name=name,
+            output=Path(output),
+            resume=resume,
+            resume_anyway=resume_anyway,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            stop_after_skips=stop_after_skips,
+            state={name: dict(part.settings()) for name, part in zip(names, state, strict=True) if part.settings()},
+        )
+        fingerprints = {what: mark for part in state for what, mark in part.fingerprints().items()}
+        self._stage = next(
+            (name for name, part in zip(names, state, strict=True) if isinstance(part, Scored)), names[0]
+        )
+        self._state: dict[str, Engine | Stateful] = {
+            own if first == part.kind else f"{first}.{own}": holder
+            for first, part in zip(names, state, strict=True)
+            for own, holder in part.parts().items()
+        }
+        self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
+        self._step: int | None = None
+        self._total = 0
+
+    def __enter__(self) -> Self:
+        self._run.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._run.__exit__(kind, error, trace)
+            return
+        with ExitStack() as closing:
+            closing.push(self._run.__exit__)  # the summary comes before the folder is given up
+            self._run.finish({"result": f"{self._total} steps", "seconds": round(self._run.seconds, 1)})
+
+    @property
+    def folder(self) -> Path:
+        """Where the run lies."""
+        return self._run.folder
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps 0 … total − 1 that are still to be done. A step that logs nothing is logged all the same."""
+        self._total = total
+        for step in self._run.steps(self._stage, total, state=self._state):
+            self._step = step
+            yield step
+            if self._step is not None:
+                self.log()
+
+    def log(self, *measured: Mapping[str, float] | Measured) -> None:
+        """Write the record of this step: metrics of an update, of groups, or numbers of your own.
+
+        Raises:
+            RuntimeError: there is no step, or its record is written: each step has one.
+        """
+        if self._step is None:
+            raise RuntimeError("run.log is called once in each step of run.steps, with all that the step measured")
+        metrics: dict[str, float] = {}
+        updates = [part for part in measured if isinstance(part, Metrics)]
+        for part in measured:
+            metrics |= part if isinstance(part, Mapping) else part.metrics()
+        last = updates[-1] if updates else None
+        batch, tokens = (None, None) if last is None else (last.batch, last.tokens)
+        self._run.log(self._step, metrics, tokens=tokens, batch=batch)
+        self._step = None
+
+    def print(self, text: str) -> None:
+        """Print a line without breaking the progress bar."""
+        self._run.print(text)
+
+    def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
+        """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
+        self._run.keep_best(metric, mode)
+
+
+def _names(state: Sequence[Part]) -> list[str]:
+    """The name of each object: its kind, with a number behind the second of a kind.
+
+    >>> from types import SimpleNamespace
+    >>> _names([SimpleNamespace(kind=kind) for kind in ("policy", "rows", "policy")])
+    ['policy', 'rows', 'policy-2']
+    """
+    seen_kinds: Counter[str] = Counter()
+    names = []
+    for part in state:
+        seen_kinds[part.kind] += 1
+        names.append(part.kind if seen_kinds[part.kind] == 1 else f"{part.kind}-{seen_kinds[part.kind]}")
+    return names

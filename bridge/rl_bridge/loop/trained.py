@@ -1,0 +1,351 @@
+"""Models of a loop: the policy, its reference, a critic and a reward model, each over one engine."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import rl_fn
+from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update
+from rl_bridge.algorithms.policy_setup import require_group, require_micro_batches, require_parts
+from rl_bridge.algorithms.policy_training import critic_update, policy_update, shares_of
+from rl_bridge.algorithms.supervised_training import supervised_update
+from rl_bridge.data.comparisons import PairBatch
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
+from rl_bridge.engines.engine import Engine
+from rl_bridge.executors.session import current_executor
+from rl_bridge.functional import from_jax
+from rl_bridge.loop.data import NLL, Model
+from rl_bridge.loop.groups import GroupBatch
+from rl_bridge.models.pretrained import save_pretrained
+from rl_bridge.models.source import ValueSource
+from rl_bridge.modules.comparison import ComparisonLoss
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.pipelines.placement import Engines, MeshOptions
+from rl_bridge.run.run import Stateful
+
+MOMENTUM = 0.9
+"""Momentum of BCO's shift, as the command has it."""
+AnyBatch = TypeVar("AnyBatch", GroupBatch, PairBatch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(OptimizerConfig):
+    """AdamW with a linear warm-up; with ``total`` the rate decays to ``final`` of it by the last update.
+
+    >>> AdamW(1e-6).decay
+    'constant'
+    >>> AdamW(1e-6, warmup=10, total=200).decay
+    'linear'
+    """
+
+    learning_rate: float = field(kw_only=False)
+    """The highest rate, right after the warm-up."""
+    total: int | None = None
+    """Updates that the schedule is made for. None: the rate stays after the warm-up."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot train; without a total there is no decay."""
+        super().__post_init__()
+        if self.total is None:
+            object.__setattr__(self, "decay", "constant")
+        elif self.total < 1:
+            raise ValueError(f"total counts updates and is at least 1, or None, got {self.total}")
+
+    @property
+    def updates(self) -> int:
+        """The length of the schedule."""
+        return 0 if self.total is None else self.total
+
+
+class Metrics(dict[str, float]):
+    """Numbers of an update with the batch that it was made on: ``run.log`` takes both."""
+
+    def __init__(self, metrics: Mapping[str, float], batch: TokenBatch | PairBatch) -> None:
+        super().__init__(metrics)
+        self.batch = batch
+
+    @property
+    def tokens(self) -> int:
+        """How many went through the trainer."""
+        return sum(self.batch.row_tokens())
+
+
+class Scored:
+    """A model in the workers that ``mesh`` arranges, by default all there are with the model cut over them."""
+
+    kind: str
+    """The name in checkpoints and in the record."""
+
+    def __init__(self, model: Model, mesh: Mesh | None, parallel: ParallelConfig | None) -> None:
+        executor = current_executor()
+        mesh = MeshOptions().of(len(executor.slots)) if mesh is None else mesh
+        self.model = model
+        self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop")
+        self.engine: TrainEngine
+
+    def parts(self) -> dict[str, Engine | Stateful]:
+        """The engine, with weights and optimiser."""
+        return {self.kind: self.engine}
+
+    def settings(self) -> dict[str, Any]:
+        """How the model scores."""
+        return {"scoring": asdict(self.engine.scoring_config())}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hash of the model's files."""
+        return {f"{self.kind}'s {name}": mark for name, mark in self.model.fingerprints().items()}
+
+    def save(self, folder: str | Path) -> None:
+        """Write model and tokenizer in Hugging Face format; the folder appears when it is whole."""
+        save_pretrained(Path(folder), self.engine, self.model.tokenizer)
+
+    def release(self) -> None:
+        """Give the model's memory back."""
+        self.engine.release()
+
+
+class Policy(Scored):
+    """A model that an objective trains: of groups with rewards, of rows to imitate (``NLL``), or of comparisons.
+
+    ``mesh`` arranges the workers; ``scoring`` says how a token's probability is computed, among others at which
+    temperature completions are sampled and how many tokens one forward pass has.
+
+    >>> model, rows = load_model("org/Small-1B"), load_rows("problems.jsonl")  # doctest: +SKIP
+    >>> objective = rl_fn.recipes.grpo()  # doctest: +SKIP
+    >>> policy, rollout = Policy(model, objective, AdamW(1e-6)), Rollout(model)  # doctest: +SKIP
+    >>> policy.sync_weights(rollout)  # doctest: +SKIP
+    >>> groups = rollout.generate(rows.take(8), SamplingParams(n=4, max_new_tokens=64))  # doctest: +SKIP
+    >>> batch = groups.score(reward).batch().with_advantages(objective)  # doctest: +SKIP
+    >>> policy.update(batch)["policy_loss"]  # doctest: +SKIP
+
+    Raises:
+        ValueError: an objective that cannot be trained in micro-batches, or over this mesh.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        objective: rl_fn.Objective | ComparisonLoss | NLL,
+        optimizer: AdamW,
+        *,
+        mesh: Mesh | None = None,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+        fused_loss: bool = False,
+    ) -> None:
+        super().__init__(model, mesh, parallel)
+        self.objective, self.optimizer = objective, optimizer
+        options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
+        self._statistics: BatchStatistics | None = None
+        if isinstance(objective, NLL):
+            self.kind = "sft"
+            self.engine = self.engines.supervised(optimizer, **options)
+        elif isinstance(objective, ComparisonLoss):
+            self.kind = "preference"
+            self._statistics = BatchStatistics(objective, MOMENTUM)
+            self.engine = self.engines.preference(optimizer, objective, **options)
+        else:
+            self.kind = "policy"
+            require_micro_batches(objective)
+            require_parts(objective, self.engines.mesh)
+            self._denominator = from_jax(objective.denominator)
+            self.engine = self.engines.policy(optimizer, objective, fused_loss=fused_loss, **options)
+
+    def score(self, batch: GroupBatch) -> GroupBatch:
+        """The batch with π_old of the trainer's present weights, for a rollout that is stale or less precise."""
+        return batch.with_fields(old_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+
+    def update(self, batch: GroupBatch | TokenBatch | PairBatch, *, updates: int = 1) -> Metrics:
+        """Forward and backward in micro-batches, and the optimiser's step; the metrics of the last one.
+
+        A ``GroupBatch`` with advantages may be cut into several ``updates``, each with the denominator of its own rows,
+        the ones without a gradient counted. A ``TokenBatch`` is imitated, a ``PairBatch`` compared.
+
+        Raises:
+            TypeError: a batch of another kind than the objective learns from.
+            ValueError: a batch without advantages, or sampled at another temperature than this policy scores at.
+        """
+        if isinstance(self.objective, NLL) and isinstance(batch, TokenBatch):
+            return Metrics(supervised_update(self.engine, batch), batch)
+        if isinstance(self.objective, ComparisonLoss) and isinstance(batch, PairBatch):
+            assert self._statistics is not None
+            return Metrics(comparison_update(self.engine, self.objective, batch, self._statistics), batch)
+        if not (isinstance(self.objective, rl_fn.Objective) and isinstance(batch, GroupBatch)):
+            raise TypeError(f"{self.objective} does not learn from a {type(batch).__name__}")
+        require_group(self.objective, batch.groups.sampling.n, "n")
+        computed, counted = _selected(batch)
+        self._require_same_scoring(batch)
+        # The critic's alone: a policy's loss reads none of them.
+        tokens = batch.tokens._replace(old_values=None, returns=None, teacher_logprobs=None)
+        metrics = dict(batch.metrics)
+        for minibatch, denominator, _, count in shares_of(tokens, computed, counted, self._denominator, updates):
+            metrics |= policy_update(self.engine, minibatch, denominator, count, {})
+        return Metrics(metrics, batch.tokens)
+
+    def sync_weights(self, target: Any) -> None:
+        """Give a ``Rollout``, a ``Reference`` or another ``Policy`` these weights, each proved by a checksum."""
+        self.engine.sync_weights(target.engine)
+
+    def parts(self) -> dict[str, Engine | Stateful]:
+        """The engine, and the moving statistics of a loss that has them."""
+        return super().parts() | ({} if self._statistics is None else {"statistics": self._statistics})
+
+    def settings(self) -> dict[str, Any]:
+        """The objective and the optimiser besides."""
+        explain = self.objective.explain() if isinstance(self.objective, rl_fn.Objective) else repr(self.objective)
+        return super().settings() | {"objective": explain, "optimizer": asdict(self.optimizer)}
+
+    def _require_same_scoring(self, batch: GroupBatch) -> None:
+        scoring, sampled = self.engine.scoring_config(), batch.groups.sampling.temperature
+        if scoring.temperature != sampled:
+            raise ValueError(
+                f"completions are sampled at temperature {sampled}, the policy is scored at {scoring.temperature}: no "
+                f"ratio would start at 1. Policy(…, scoring=ScoringConfig(temperature={sampled})) is the same"
+            )
+        if batch.reference not in (None, scoring):
+            raise ValueError(
+                f"the policy is scored with {scoring}, the reference with {batch.reference}: the KL of a model to its "
+                "own copy would not be 0"
+            )
+
+
+class Reference(Scored):
+    """A frozen model that scores the policy's tokens, or whole completions of comparisons.
+
+    >>> reference = Reference(model)  # doctest: +SKIP
+    >>> batch = reference.score(groups.batch())  # doctest: +SKIP
+    >>> policy.sync_weights(reference)  # it follows; then it belongs to the run's state  # doctest: +SKIP
+    """
+
+    kind = "reference"
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        mesh: Mesh | None = None,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(model, mesh, parallel)
+        self.engine = self.engines.completion_scorer(scoring or ScoringConfig())
+
+    def score(self, batch: AnyBatch) -> AnyBatch:
+        """The batch with log π_ref of each token that counts, or of each completion of comparisons."""
+        if isinstance(batch, PairBatch):
+            return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
+        scored = batch.with_fields(ref_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+        return replace(scored, reference=self.engine.scoring_config())
+
+
+class Critic(Scored):
+    """A model of values with the trunk of ``model`` and a head of zeros, trained by an objective's value loss.
+
+    >>> objective = rl_fn.recipes.ppo()  # doctest: +SKIP
+    >>> critic = Critic(model, objective, AdamW(3e-4))  # doctest: +SKIP
+    >>> batch = critic.score(groups.batch()).with_advantages(objective)  # doctest: +SKIP
+    >>> run.log(critic.update(batch), policy.update(batch), groups)  # doctest: +SKIP
+
+    Raises:
+        ValueError: the objective has no value loss.
+    """
+
+    kind = "critic"
+
+    def __init__(
+        self,
+        model: Model,
+        objective: rl_fn.Objective,
+        optimizer: AdamW,
+        *,
+        mesh: Mesh | None = None,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(model, mesh, parallel)
+        if objective.value is None:
+            raise ValueError(f"{objective.name} has no critic's loss: objective.replace(value=ValueLoss()) has one")
+        self.optimizer, self._denominator = optimizer, from_jax(objective.denominator)
+        source = ValueSource(model.source, pad_token=model.pad_token)
+        options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
+        self.engine = self.engines.critic(source, optimizer, objective, **options)
+
+    def score(self, batch: GroupBatch) -> GroupBatch:
+        """The batch with values of the state before each token."""
+        return batch.with_fields(old_values=self.engine.values(NeedParallel(batch.tokens)))
+
+    def update(self, batch: GroupBatch, *, updates: int = 1) -> Metrics:
+        """The optimiser's step on the returns: a completion teaches the critic whether or not it teaches the policy.
+
+        Raises:
+            ValueError: a batch without advantages.
+        """
+        _, counted = _selected(batch)
+        metrics: dict[str, float] = {}
+        for minibatch, denominator, *_ in shares_of(batch.tokens, counted.any(1), counted, self._denominator, updates):
+            metrics |= critic_update(self.engine, minibatch, denominator)
+        return Metrics(metrics, batch.tokens)
+
+    def settings(self) -> dict[str, Any]:
+        """The optimiser besides."""
+        return super().settings() | {"optimizer": asdict(self.optimizer)}
+
+
+class RewardModel(Scored):
+    """A model that learns rewards of compared completions: the trunk of ``model`` with a head of zeros.
+
+    The rows come first: they choose the token that the model's tokenizer pads with.
+
+    >>> loss = preference_loss("bradley_terry")  # doctest: +SKIP
+    >>> rows = load_rows("pairs.jsonl", model, loss)  # doctest: +SKIP
+    >>> judge = RewardModel(model, loss, AdamW(1e-5))  # doctest: +SKIP
+    >>> judge.update(rows.batch(64))["accuracy"]  # doctest: +SKIP
+    >>> judge.save("judge")  # then groups.score("model:judge")  # doctest: +SKIP
+
+    Raises:
+        ValueError: a loss that trains a policy.
+    """
+
+    kind = "reward_model"
+
+    def __init__(
+        self,
+        model: Model,
+        loss: ComparisonLoss,
+        optimizer: AdamW,
+        *,
+        mesh: Mesh | None = None,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        super().__init__(model, mesh, parallel)
+        self.loss, self.optimizer = loss, optimizer
+        self.engines.trained = ValueSource(model.source, pad_token=model.pad_token)
+        self._statistics = BatchStatistics(loss, MOMENTUM)
+        options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
+        self.engine = self.engines.reward_model(optimizer, loss, **options)
+
+    def update(self, batch: PairBatch) -> Metrics:
+        """One step of the optimiser on a batch of comparisons."""
+        return Metrics(comparison_update(self.engine, self.loss, batch, self._statistics), batch)
+
+    def settings(self) -> dict[str, Any]:
+        """The loss and the optimiser besides."""
+        return super().settings() | {"loss": repr(self.loss), "optimizer": asdict(self.optimizer)}
+
+
+def _selected(batch: GroupBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to compute and tokens that count.
+
+    Raises:
+        ValueError: there are no advantages yet.
+    """
+    if batch.computed is None or batch.counted is None:
+        raise ValueError("this batch has no advantages yet: batch = batch.with_advantages(objective)")
+    return batch.computed, batch.counted

@@ -1,0 +1,96 @@
+"""The public names of rl_bridge: each is there, documented, and loaded when asked for; what does not fit is refused."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import rl_bridge
+import rl_fn
+from rl_bridge.data.trajectory import single_turn
+
+SAMPLING = rl_bridge.SamplingParams(n=2, max_new_tokens=2, seed=3)
+
+
+def completion(group, token):
+    """A prompt of one token and a completion of one."""
+    messages = ({"role": "user", "content": "x"}, {"role": "assistant", "content": str(token)})
+    return single_turn([5], [token], logprobs=[-1.0], group=group, messages=messages, row={"prompt": "x"})
+
+
+@pytest.fixture
+def groups():
+    """Two prompts of two completions."""
+    trajectories = [completion(group, token) for group in (0, 1) for token in (6, 7)]
+    return rl_bridge.Groups(trajectories=trajectories, sampling=SAMPLING, pad_token=0)
+
+
+@pytest.mark.parametrize("name", rl_bridge.__all__)
+def test_a_public_name_is_there_and_says_what_it_is(name):
+    assert (getattr(rl_bridge, name).__doc__ or "").strip()
+
+
+def test_the_table_of_places_has_each_name_once():
+    assert sorted(name for names in rl_bridge._PLACES.values() for name in names) == sorted(rl_bridge.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Polcy'"):
+        _ = rl_bridge.Polcy
+
+
+def test_the_package_alone_loads_neither_torch_nor_jax():
+    script = "import sys, rl_bridge; print(*({'torch', 'jax', 'vllm', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_groups_have_rewards_once_they_are_scored(groups):
+    for read in (lambda: groups.rewards, groups.batch, groups.metrics):
+        with pytest.raises(ValueError, match=r"groups\.score\(reward\)"):
+            read()
+    scored = groups.score(lambda completion, row: float(completion))
+    assert torch.equal(scored.rewards, torch.tensor([[6.0, 7.0], [6.0, 7.0]])) and bool(scored.valid.all())
+    assert scored.metrics()["reward"] == 6.5
+
+
+def test_several_rewards_have_weights(groups):
+    rewards = [lambda completion, row: {"a": 1.0}, lambda completion, row: {"b": float(completion)}]
+    assert torch.equal(groups.score(rewards, (2.0, 0.5)).rewards, torch.tensor([[5.0, 5.5], [5.0, 5.5]]))
+
+
+def test_advantages_compare_the_completions_of_a_prompt(groups):
+    batch = groups.score(lambda completion, row: float(completion)).batch()
+    batch = batch.with_advantages(rl_fn.recipes.rloo())
+    assert batch.tokens.advantages[:, 1].tolist() == [-1.0, 1.0, -1.0, 1.0]
+    assert batch.computed.all() and batch.counted[:, 1].all() and batch.metrics["informative"] == 1.0
+
+
+def test_an_input_that_no_model_has_given_is_refused_with_the_call_that_gives_it(groups):
+    batch = groups.score(lambda completion, row: float(completion)).batch()
+    objective = rl_fn.recipes.grpo().replace(kl=rl_fn.components.KL("k3", 0.02))
+    with pytest.raises(ValueError, match=r"reads ref_logprobs, which reference\.score\(batch\) gives"):
+        batch.with_advantages(objective)
+    with pytest.raises(ValueError, match=r"reads values, which critic\.score\(batch\) gives"):
+        batch.with_advantages(rl_fn.recipes.ppo())
+
+
+def test_the_optimiser_s_rate_decays_to_its_total_or_stays():
+    assert rl_bridge.AdamW(0.1).decay == "constant" and rl_bridge.AdamW(0.1, total=9).decay == "linear"
+    with pytest.raises(ValueError, match="total"):
+        rl_bridge.AdamW(0.1, total=0)
+
+
+def test_a_loss_of_another_name_or_constant_is_refused():
+    for arguments in ({"name": "dop"}, {"name": "dpo", "gamma": 1.0}):
+        with pytest.raises(ValueError, match=r"dop|gamma"):
+            rl_bridge.preference_loss(**arguments)
+
+
+def test_prompts_are_no_batch_and_rows_for_a_loss_need_a_model():
+    with pytest.raises(ValueError, match="these rows are prompts"):
+        rl_bridge.Rows([{"prompt": "x"}]).batch(1)
+    with pytest.raises(ValueError, match="encoded for a model"):
+        rl_bridge.load_rows("rows.jsonl", None, rl_bridge.NLL())
+
+
+def test_a_run_needs_a_state():
+    with pytest.raises(ValueError, match="state"):
+        rl_bridge.Run("run", [])
