@@ -79,16 +79,16 @@ class Child:
         try:
             while b"\n" not in received and (part := self._control.recv(64)):
                 received += part
-        except BaseException:  # such as Ctrl-C, while nothing watches the guard yet
+            first, _, rest = received.partition(b"\n")
+            self.pid = int(first or -1)
+            """Process id of the command; -1 if the command was not started."""
+            words = (self._guard, self._control, rest, self._status, self._dead)
+            threading.Thread(target=_watch, args=words, daemon=True, name=f"process {self.pid}").start()
+        except BaseException:  # such as Ctrl-C, or no more threads: nothing watches the guard yet
             self._finalize.detach()
             guard.end_session(self._guard.pid)
             self._guard.wait()
             raise
-        first, _, rest = received.partition(b"\n")
-        self.pid = int(first or -1)
-        """Process id of the command; -1 if the command was not started."""
-        words = (self._guard, self._control, rest, self._status, self._dead)
-        threading.Thread(target=_watch, args=words, daemon=True, name=f"process {self.pid}").start()
 
     @property
     def dead(self) -> threading.Event:

@@ -109,8 +109,8 @@ def _watched(
     ``segments`` gets the names of shared memory that the session has mapped.
     """
     # Not ``select``, which takes no descriptor above 1023: this one has the number that the parent gave.
-    ended = select.poll()
-    ended.register(control, select.POLLIN)
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
     deadline, last_look = None, time.monotonic()
     while child.poll() is None:
         if segments is not None and time.monotonic() > last_look + LOOK:
@@ -122,7 +122,7 @@ def _watched(
                 child.wait()
             time.sleep(0.02)
         # Other copies of the parent's end may be open in its forks.
-        elif ended.poll(50) or os.getppid() != parent:
+        elif poller.poll(50) or os.getppid() != parent:
             deadline = time.monotonic() + grace
             if child.stdin is None:
                 child.terminate()

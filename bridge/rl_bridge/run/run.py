@@ -98,7 +98,7 @@ class Observer(Protocol):
         """The run has its folder, and no step was taken in this session."""
 
     def metrics(self, number: int) -> Mapping[str, float]:
-        """More metrics of the record with this number, from 0, before it is written."""
+        """More metrics of the record with this number, from 0, before it is written; those of the run itself stay."""
         return {}
 
     def recorded(self, record: Mapping[str, Any]) -> None:
@@ -126,12 +126,17 @@ class Observers:
     def metrics(self, number: int) -> dict[str, float]:
         """More metrics of a record, of all observers."""
         metrics: dict[str, float] = {}
-        self._each(self._active, lambda observer: metrics.update(observer.metrics(number)), self._note)
+
+        def add(observer: Observer) -> None:
+            # What is no number fails here, and not where the record is written.
+            metrics.update({name: float(value) for name, value in observer.metrics(number).items()})
+
+        self._each(self._active, add, self._note)
         return metrics
 
     def recorded(self, record: Mapping[str, Any]) -> None:
-        """Give a record to each."""
-        self._each(self._active, lambda observer: observer.recorded(record), self._note)
+        """Give a copy of a record to each."""
+        self._each(self._active, lambda observer: observer.recorded(dict(record)), self._note)
 
     def end(self, error: BaseException | None) -> None:
         """End each whose ``started`` was called, also where that failed."""
@@ -235,7 +240,7 @@ class Run:
         for close in (self._recorder.close, self._checkpointer.close, end, self._opened.lock.release):
             try:
                 close()
-            except Exception as failure:
+            except BaseException as failure:  # Ctrl-C in a tracker's last seconds must not keep the folder
                 failures.append(failure)
         raised = error if error is not None or not failures else failures.pop(0)
         if raised is not None:
@@ -308,7 +313,7 @@ class Run:
         FloatingPointError. ``batch``: kept as a file in the run's folder if the step was skipped; the last few of a run
         stay. ``tokens``: number of tokens that went through the trainer in this step.
         """
-        record = {**metrics, **self._observers.metrics(self._recorder.logged)}
+        record = dict(metrics)
         if tokens is not None:
             record["tokens_per_second"] = tokens / (time.monotonic() - self._step_started)
             record["trained_tokens"] = tokens
@@ -318,6 +323,7 @@ class Run:
         if version is not None and self._first_update is not None:
             record |= {"weights_version": version, "optimizer_step": version - self._first_update}
         record = {"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record}
+        record = {**record, **self._observers.metrics(self._recorder.logged), **record}
         self._recorder.write(record)
         self._observers.recorded(record)
         self._best.see(record, self._recorder.logged)

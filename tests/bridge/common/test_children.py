@@ -9,12 +9,16 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from rl_bridge.common import guard
 from rl_bridge.common.children import Child
+from rl_bridge.common.guard import end_session
 from rl_bridge.environments import load_environment
 from rl_bridge.environments.calls import EnvironmentProcesses
 from tests.bridge.common.kinds import ENVIRONMENT, KINDS, begun, file
@@ -180,6 +184,18 @@ def test_a_parent_that_ignores_its_childrens_ends(tmp_path):
         assert started(tmp_path, "import sys; sys.exit(7)").how_it_ended() == "with exit status 7"
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_child_that_nothing_can_watch_is_ended_at_once(tmp_path, monkeypatch):
+    """No thread can be started: at the interpreter's end, or at a limit of processes."""
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    guards, began = [], time.monotonic()
+    monkeypatch.setattr(guard, "end_session", lambda pid: guards.append(pid) or end_session(pid))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        started(tmp_path, "import time; time.sleep(1000)", grace=60.0)
+    gc.collect()
+    assert len(guards) == 1 and gone(guards[0])
+    assert time.monotonic() < began + 60.0, "nobody would say that the grace is over"
 
 
 def test_a_command_that_is_not_there(tmp_path):

@@ -3,8 +3,11 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
+from rl_bridge.common.files import RunLock
 from rl_bridge.run.options import RunOptions
 from rl_bridge.run.run import Observer, Run, open_run
 from tests.support.counting_run import Options, go
@@ -90,6 +93,36 @@ def test_an_observer_that_fails_ends_no_run_and_is_told_once(tmp_path, capsys, m
         "Failing failed, and the run goes on without it: ConnectionError: no answer of https://***@tracker"
     ]
     assert said.count(notes[0]) == 1 and "planted-password" not in said
+
+
+@pytest.mark.parametrize("value", [None, "many", object()], ids=str)
+def test_an_observer_whose_metric_is_no_number_fails_alone(tmp_path, value):
+    broken = SimpleNamespace(started=id, ended=id, recorded=id, metrics=lambda number: {"watts": 1.0, "volts": value})
+    assert len(go(tmp_path / "run", observers=[broken])) == 6
+    first, *steps = lines(tmp_path / "run")
+    assert "the run goes on without it: TypeError" in first["note"] or "ValueError" in first["note"]
+    assert len(steps) == 6 and not any("watts" in step for step in steps)
+
+
+def test_an_observer_gives_numbers_of_any_library_and_changes_none_of_the_runs_own(tmp_path):
+    mine = {"watts": np.float32(1.5), "volts": torch.tensor(2), "reward": -1.0, "stage": 5.0, "step": 7, "skipped": 1}
+    busy = SimpleNamespace(started=id, ended=id, metrics=lambda number: mine, recorded=lambda record: record.clear())
+    calls = []
+    assert len(go(tmp_path / "run", observers=[busy, Listener(calls)])) == 6
+    assert [call[:3] for call in calls[1:-1]] == [("only", step, step + 1.0) for step in range(6)]
+    assert all(line["volts"] == 2.0 for line in lines(tmp_path / "run"))
+
+
+def test_ctrl_c_in_an_observers_end_lets_go_of_the_folder(tmp_path):
+    def ended(error):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(
+            tmp_path / "run",
+            observers=[SimpleNamespace(started=id, ended=ended, metrics=lambda number: {}, recorded=id)],
+        )
+    RunLock(tmp_path / "run").release()
 
 
 def test_an_observer_that_fails_at_the_end_is_told(tmp_path, capsys):
