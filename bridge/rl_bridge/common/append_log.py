@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +27,7 @@ class AppendLog:
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         self._descriptor: int | None = os.open(file, flags, 0o644)
+        self._one_thread = threading.Lock()  # the file's lock is this process's, not a thread's
 
     def append(self, record: Mapping[str, Any], *, most: int | None = None) -> bytes:
         """Add a line, and return the bytes that were written.
@@ -32,8 +35,7 @@ class AppendLog:
         ``most``: bytes of the whole file. A line that would go beyond is left out: b"".
         """
         line = (json.dumps(record) + "\n").encode()
-        descriptor = self._locked()
-        try:
+        with self._locked() as descriptor:
             size = os.fstat(descriptor).st_size
             whole = _size_of_whole_lines(descriptor, size)
             if whole != size:
@@ -44,16 +46,11 @@ class AppendLog:
             while written < len(line):
                 written += os.write(descriptor, line[written:])
             return line
-        finally:
-            unlock_descriptor(descriptor)
 
     def cut(self, size: int) -> None:
         """Keep the first ``size`` bytes alone, such as those of a checkpoint from which a run goes on."""
-        descriptor = self._locked()
-        try:
+        with self._locked() as descriptor:
             os.ftruncate(descriptor, size)
-        finally:
-            unlock_descriptor(descriptor)
 
     def sync(self) -> int:
         """Wait until the lines are on the disk; returns the size of the file in bytes."""
@@ -73,10 +70,15 @@ class AppendLog:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _locked(self) -> int:
-        """Lock the file, so that nobody else is in the middle of a line; returns its descriptor."""
-        lock_descriptor(self._open_descriptor, poll_interval=0.001)
-        return self._open_descriptor
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file, whose lock this thread of this process has: nobody else is in the middle of a line."""
+        with self._one_thread:
+            lock_descriptor(self._open_descriptor, poll_interval=0.001)
+            try:
+                yield self._open_descriptor
+            finally:
+                unlock_descriptor(self._open_descriptor)
 
     @property
     def _open_descriptor(self) -> int:

@@ -101,14 +101,17 @@ def test_a_write_may_take_a_part_at_a_time(tmp_path, monkeypatch):
     assert read_log(tmp_path / "lines.jsonl") == [{"a": "long enough"}, {"b": 2}]
 
 
-def test_several_may_add_at_the_same_time(tmp_path):
+@pytest.mark.parametrize("share", [False, True], ids=["a log each", "one log of all threads"])
+def test_several_may_add_at_the_same_time(tmp_path, share):
     file = tmp_path / "lines.jsonl"
+    shared = AppendLog(file)
 
     def write(name):
         for number in range(40):
-            added(file, {"of": name, "number": number, "long": "x" * 5000})
+            record = {"of": name, "number": number, "long": "x" * 5000}
+            shared.append(record) if share else added(file, record)
 
-    with ThreadPoolExecutor(4) as pool:
+    with shared, ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
     records = read_log(file)
     assert len(records) == 160
