@@ -95,7 +95,7 @@ def test_an_observer_that_fails_ends_no_run_and_is_told_once(tmp_path, capsys, m
     assert said.count(notes[0]) == 1 and "planted-password" not in said
 
 
-@pytest.mark.parametrize("value", [None, "many", object()], ids=str)
+@pytest.mark.parametrize("value", [None, "many", object()], ids=["none", "a word", "an object"])
 def test_an_observer_whose_metric_is_no_number_fails_alone(tmp_path, value):
     broken = SimpleNamespace(started=id, ended=id, recorded=id, metrics=lambda number: {"watts": 1.0, "volts": value})
     assert len(go(tmp_path / "run", observers=[broken])) == 6
