@@ -234,7 +234,8 @@ def _factory(path: Path, name: str) -> Any:
             f"{path}: an environment's function takes the messages, or nothing and returns an environment; "
             f"{name} asks for {', '.join(needed)}"
         )
-    return partial(Interact, value)
+    function: Any = value
+    return partial(Interact, function)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
