@@ -59,7 +59,8 @@ class Child:
         """
         self.log, self._dead, self._status = log, threading.Event(), list[int]()
         self._control, control = socket.socketpair()
-        with control, contextlib.ExitStack() as stack:
+        with control, contextlib.ExitStack() as failure, contextlib.ExitStack() as stack:
+            failure.callback(self._control.close)
             output = None if log is None else stack.enter_context(log.open("ab"))
             options: dict[str, Any] = {"control": control.fileno(), "parent": os.getpid(), "grace": grace}
             options |= {"by_stdin": by_stdin, "descriptors": [*descriptors], "cores": [*cores]}
@@ -73,6 +74,7 @@ class Child:
                 stderr=output,
                 env=env,
             )
+            failure.pop_all()
         words = (self._guard.pid, self._control, self._dead, grace, os.getpid())
         self._finalize = weakref.finalize(self, _end, *words)
         received = b""
@@ -88,6 +90,7 @@ class Child:
             self._finalize.detach()
             guard.end_session(self._guard.pid)
             self._guard.wait()
+            self._control.close()
             raise
 
     @property
