@@ -21,6 +21,7 @@ def ended():
     """Run an example in this process, whose engines are then gone, however it ends."""
 
     def run(example, *arguments, **options):
+        current_executor().stop()  # with what an earlier test of this process has left in it
         try:
             example.main(*map(str, arguments), **options)
         finally:

@@ -138,7 +138,7 @@ def test_what_is_remarked_about_the_inputs_is_in_the_record_and_the_report_usr_1
     for steps in (1, 2):  # the second is a resumed one
         options.start()
         train, held_out = load_rows(options)
-        with open_run(options, {}) as run:
+        with open_run(options, {}, None, ()) as run:
             for step in run.steps("sft", steps, state={}):
                 run.log(step, {"nll": 1.0})
         options = replace(options, resume=True)

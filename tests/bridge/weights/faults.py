@@ -60,9 +60,9 @@ def damage_in_a_broadcast(world):
                     if entry.name == NAME and bucket.number == number:
                         self.frame(bucket).tensor(entry).view(-1)[-1].mul_(-1)
 
-    def init(self, *args, init=transports.Broadcast.__init__):
-        buckets.extend(args[4])
-        init(self, *args)
+    def init(self, *args, init=transports.Broadcast.__init__, **options):
+        buckets.extend(options["buckets"])
+        init(self, *args, **options)
 
     buckets = []
     with pytest.MonkeyPatch.context() as patch:
