@@ -3,6 +3,7 @@ import json
 import pytest
 
 from rl_bridge import current_executor
+from rl_bridge.common.terminal import remarks
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.run import recorder
@@ -22,6 +23,7 @@ def ended():
 
     def run(example, *arguments, **options):
         current_executor().stop()  # with what an earlier test of this process has left in it
+        remarks()  # and its remarks about rows
         try:
             example.main(*map(str, arguments), **options)
         finally:
