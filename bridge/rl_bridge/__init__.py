@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rl_bridge.executors.session import current_executor, init
     from rl_bridge.loop.data import NLL, Model, Rows, load_model, load_rows, preference_loss
     from rl_bridge.loop.groups import GroupBatch, Groups
+    from rl_bridge.loop.loop_run import Run
     from rl_bridge.loop.rollout import Rollout
-    from rl_bridge.loop.run import Run
     from rl_bridge.loop.trained import AdamW, Policy, Reference
     from rl_bridge.loop.values import Critic, RewardModel
     from rl_bridge.modules.scoring import ScoringConfig
@@ -61,7 +61,7 @@ _PLACES = {
     "loop.data": ("NLL", "Model", "Rows", "load_model", "load_rows", "preference_loss"),
     "loop.groups": ("GroupBatch", "Groups"),
     "loop.rollout": ("Rollout",),
-    "loop.run": ("Run",),
+    "loop.loop_run": ("Run",),
     "loop.trained": ("AdamW", "Policy", "Reference"),
     "loop.values": ("Critic", "RewardModel"),
     "modules.scoring": ("ScoringConfig",),

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 import rl_fn
+from rl_bridge.algorithms.completions import Complete, reward_matrix, scored
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
-from rl_bridge.algorithms.sampling import Complete, reward_matrix, scored
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.plots import Figure
 from rl_bridge.common.statistics import confidence_interval

@@ -11,9 +11,9 @@ from rl_bridge.data.comparisons import PairBatch, batch_of, read_comparisons
 from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.engines.engine import Engine
+from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.pretrained import pretrained
 from rl_bridge.models.row_checks import check_rows, prompted
-from rl_bridge.models.source import ModelSource, PretrainedSource
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.pipelines import comparison, sft
 from rl_bridge.run.provenance import of_folder, of_rows

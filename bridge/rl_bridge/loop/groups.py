@@ -9,8 +9,8 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Advantages
+from rl_bridge.algorithms.completions import Sampled, rewarded
 from rl_bridge.algorithms.policy_setup import ScalarOptions
-from rl_bridge.algorithms.sampling import Sampled, rewarded
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.modules.scoring import ScoringConfig

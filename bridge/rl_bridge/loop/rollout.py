@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_bridge.algorithms.sampling import completions
+from rl_bridge.algorithms.completions import completions
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import Mesh
 from rl_bridge.environments import EnvironmentFactory, load_environment

@@ -12,7 +12,7 @@ from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import Model
 from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.loop.trained import MOMENTUM, AdamW, Metrics, Scored, selected
-from rl_bridge.models.source import ValueSource
+from rl_bridge.models.model_source import ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig

@@ -14,7 +14,7 @@ from rl_bridge.data.token_batch import MicroBatch, TokenBatch, restore
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.functional import from_jax
 from rl_bridge.memory.token_budget import within_memory
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer, following
 from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig

@@ -15,7 +15,7 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors import Executor
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.session import current_executor, init
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.comparison import ComparisonLoss, CompletionScorer, PreferenceModule, RewardModule
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer

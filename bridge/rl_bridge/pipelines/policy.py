@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 import rl_fn
 from rl_bridge.algorithms.completion_log import CompletionLog
+from rl_bridge.algorithms.completions import Complete, Sampler
 from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate
 from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, require_objective
 from rl_bridge.algorithms.policy_training import train_policy
-from rl_bridge.algorithms.sampling import Complete, Sampler
 from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
 from rl_bridge.common.files import write_json
 from rl_bridge.common.plots import spared
@@ -24,9 +24,9 @@ from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
 from rl_bridge.models.encoding import encode_row
+from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.pretrained import pretrained, save_pretrained
 from rl_bridge.models.row_checks import check_rows, prompted, supervised
-from rl_bridge.models.source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.modules.policy import require_token_local
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
