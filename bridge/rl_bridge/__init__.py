@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rl_bridge.loop.trained import AdamW, Policy, Reference
     from rl_bridge.loop.values import Critic, RewardModel
     from rl_bridge.modules.scoring import ScoringConfig
+    from rl_bridge.modules.torch_loss import torch_loss
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.pipelines.rollout_options import RolloutOptions
     from rl_bridge.rollout.vllm import VLLMOptions
@@ -52,6 +53,7 @@ __all__ = [
     "load_model",
     "load_rows",
     "preference_loss",
+    "torch_loss",
 ]
 
 _PLACES = {
@@ -65,6 +67,7 @@ _PLACES = {
     "loop.trained": ("AdamW", "Policy", "Reference"),
     "loop.values": ("Critic", "RewardModel"),
     "modules.scoring": ("ScoringConfig",),
+    "modules.torch_loss": ("torch_loss",),
     "parallel.config": ("ParallelConfig",),
     "pipelines.rollout_options": ("RolloutOptions",),
     "rollout.vllm": ("VLLMOptions",),
