@@ -27,7 +27,7 @@ FLAKY = ROOT / "tests" / "flaky.md"
 MOST_FLAKY = 5
 NOT_RUN = 77
 """Exit status of a stage that says why it cannot run here."""
-LIMIT = 2700
+LIMIT = 3600
 """Seconds of one stage. Its processes then print their stacks, and end."""
 MOST_COMPILED = 4 << 30
 """Bytes of compiled programs that are kept from one run to the next."""

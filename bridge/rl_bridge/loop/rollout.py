@@ -1,12 +1,13 @@
 """``Rollout``: the engine that draws a loop's completions, one turn or a conversation with an environment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_bridge.algorithms.completions import completions
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import Mesh
 from rl_bridge.environments import EnvironmentFactory, load_environment
+from rl_bridge.environments.functions import FunctionTools, Parse, function_tools
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model
 from rl_bridge.loop.groups import Groups
@@ -38,6 +39,7 @@ class Rollout:
         self.model, self._budget = model, options.budget()
         engines = Engines(executor, Mesh(replicate=len(executor.slots)), model.source, ParallelConfig(), run="loop")
         self.engine = engines.rollout(model.tokenizer, options)
+        self._tools: dict[Any, FunctionTools] = {}
 
     def generate(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams) -> Groups:
         """``sampling.n`` completions of each row's ``prompt``.
@@ -52,21 +54,41 @@ class Rollout:
         self,
         rows: Sequence[Mapping[str, Any]],
         sampling: SamplingParams,
-        environment: EnvironmentFactory | str,
+        environment: EnvironmentFactory | str | None = None,
         *,
+        tools: Sequence[Callable[..., Any]] = (),
+        parse: Parse | None = None,
         max_turns: int = 4,
         max_tokens: int | None = None,
         step_timeout: float = 60.0,
         processes: int = 0,
     ) -> Groups:
-        """``sampling.n`` conversations of each row with an environment of its own.
+        """``sampling.n`` conversations of each row with an environment of its own, or with functions as tools.
 
         ``environment`` is a class with ``reset`` and ``step``, or what ``--environment`` takes: ``FILE.py:Name`` or an
-        address. A turn has at most ``sampling.max_new_tokens``, the whole conversation ``max_tokens``. An answer takes
-        at most ``step_timeout`` seconds, in one of so many ``processes`` in each worker, or in a thread with 0. The
-        reward named ``environment`` is what the environment gave.
+        address. The reward named ``environment`` is what the environment gave.
+
+        ``tools`` are functions with types and a docstring that describes each argument. The chat template shows them to
+        the model and says how a call is written, unless ``parse`` finds the calls in a turn's text. The policy reads
+        what they return, as text or JSON, or the error; a turn without a call ends the conversation.
+
+        A turn has at most ``sampling.max_new_tokens``, the whole conversation ``max_tokens``. An answer takes at most
+        ``step_timeout`` seconds, in one of so many ``processes`` in each worker, or in a thread with 0.
+
+        Raises:
+            ValueError: tools and an environment, or neither; a function that does not describe itself; a chat template
+                without tools, or one whose calls are not JSON.
         """
-        factory = load_environment(environment) if isinstance(environment, str) else environment
+        if (environment is None) == (not tools):
+            raise ValueError("a conversation is with an environment or with tools: converse(…, tools=[function])")
+        factory: EnvironmentFactory
+        if environment is None:
+            key = (*tools, parse)
+            if key not in self._tools:
+                self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}
+            factory = self._tools[key]
+        else:
+            factory = load_environment(environment) if isinstance(environment, str) else environment
         limits: dict[str, Any] = {"max_tokens": max_tokens, "step_timeout": step_timeout, "processes": processes}
         drawn = self.engine.converse(rows, sampling, factory, max_turns, **limits, **self._budget)
         return self._groups(drawn, rows, sampling)
