@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rl_bridge.data.trajectory import SamplingParams, Trajectory
     from rl_bridge.engines import Mesh
     from rl_bridge.executors.session import current_executor, init
+    from rl_bridge.loop.ahead import Ahead
     from rl_bridge.loop.data import NLL, Model, Rows, load_model, load_rows, preference_loss
     from rl_bridge.loop.groups import GroupBatch, Groups
     from rl_bridge.loop.loop_run import Run
@@ -31,6 +32,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 __all__ = [
     "NLL",
     "AdamW",
+    "Ahead",
     "Critic",
     "GroupBatch",
     "Groups",
@@ -60,6 +62,7 @@ _PLACES = {
     "data.trajectory": ("SamplingParams", "Trajectory"),
     "engines": ("Mesh",),
     "executors.session": ("current_executor", "init"),
+    "loop.ahead": ("Ahead",),
     "loop.data": ("NLL", "Model", "Rows", "load_model", "load_rows", "preference_loss"),
     "loop.groups": ("GroupBatch", "Groups"),
     "loop.rollout": ("Rollout",),

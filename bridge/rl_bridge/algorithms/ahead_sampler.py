@@ -90,6 +90,11 @@ class AheadSampler(Sampler):
         self._driver: Driver | None = None
         self._waited = 0.0
 
+    @property
+    def next_step(self) -> int:
+        """The step that ``sample`` is to be asked for."""
+        return self._started().training.step
+
     def begin_step(self, engines: PolicyEngines) -> None:
         """``update``, or leave the rollout at work where that is lazy."""
         self._engines = engines

@@ -123,7 +123,7 @@ class Rows:
         fingerprint: str | None = None,
     ) -> None:
         """``collate``: makes a batch of rows. ``fingerprint``: of what the rows were made of, if not of the rows."""
-        self._stream = RowStream(rows, seed)
+        self.stream = RowStream(rows, seed)
         self._collate = collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
         self.count = len(rows)
@@ -133,7 +133,7 @@ class Rows:
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` rows; behind the last row the next epoch begins."""
-        return self._stream.take(count)
+        return self.stream.take(count)
 
     def batch(self, count: int) -> Any:
         """The next ``count`` rows as a ``TokenBatch`` or a ``PairBatch``.
@@ -147,7 +147,7 @@ class Rows:
 
     def parts(self) -> dict[str, Stateful]:
         """The place in the data."""
-        return {"rows": self._stream}
+        return {"rows": self.stream}
 
     def settings(self) -> dict[str, Any]:
         """Nothing: the place in the data compares number and seed itself."""

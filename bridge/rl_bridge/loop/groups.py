@@ -87,8 +87,7 @@ class Groups:
         Raises:
             RewardError: a reward that raises, hangs, dies or returns no finite number: its name and the row.
         """
-        several = reward if isinstance(reward, str | Rewards) or callable(reward) else tuple(reward)
-        rewards = several if isinstance(several, Rewards) else _loaded(several, tuple(weights))
+        rewards = loaded_rewards(reward, weights)
         sampled = rewarded(
             rewards.score(self.trajectories),
             rewards,
@@ -150,6 +149,12 @@ class GroupBatch:
         batch, computed, counted = advantages.advantages(batch, sampled, {})
         metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch)
         return replace(self, tokens=batch, computed=computed, counted=counted, metrics=metrics)
+
+
+def loaded_rewards(reward: Source | Sequence[Source] | Rewards, weights: Sequence[float] = ()) -> Rewards:
+    """What ``reward`` names, with the ``weights`` of several."""
+    several = reward if isinstance(reward, str | Rewards) or callable(reward) else tuple(reward)
+    return several if isinstance(several, Rewards) else _loaded(several, tuple(weights))
 
 
 @lru_cache(maxsize=16)

@@ -93,6 +93,15 @@ class Rollout:
         drawn = self.engine.converse(rows, sampling, factory, max_turns, **limits, **self._budget)
         return self._groups(drawn, rows, sampling)
 
+    def require_no_limits(self) -> None:
+        """Refuse limits of one call: rollouts that run ahead of training have no call of a step.
+
+        Raises:
+            ValueError: with the limits.
+        """
+        if self._budget:
+            raise ValueError(f"rollouts that run ahead of training have no limits of a step, got {self._budget}")
+
     def release(self) -> None:
         """Give the model's memory back."""
         self.engine.release()
