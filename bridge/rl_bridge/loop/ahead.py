@@ -64,8 +64,12 @@ class Ahead:
         if not isinstance(policy.objective, rl_fn.Objective):
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
         rollout.require_no_limits()
-        self.rows, self._pad_token = rows, rollout.model.pad_token
-        self._sampling, self._prompts = sampling, prompts
+        self.rows, self._prompts = rows, prompts
+        self._of_groups: dict[str, Any] = {
+            "sampling": sampling,
+            "pad_token": rollout.model.pad_token,
+            "exact": rollout.exact,
+        }
         self._options = AsynchronousOptions(
             max_staleness=max_staleness,
             partial=partial,
@@ -103,8 +107,7 @@ class Ahead:
         """The groups of the next step, with rewards; the rollout gets the policy's weights where it is time."""
         self._sampler.begin_step(self._engines)
         sampled = self._sampler.sample(self._sampler.next_step)
-        trajectories = sampled.trajectories
-        return Groups(trajectories=trajectories, sampling=self._sampling, pad_token=self._pad_token, sampled=sampled)
+        return Groups(trajectories=sampled.trajectories, sampled=sampled, **self._of_groups)
 
     def parts(self) -> dict[str, Engine | Stateful]:
         """Requests and results up to the rows that are trained on."""
@@ -112,8 +115,9 @@ class Ahead:
 
     def settings(self) -> dict[str, Any]:
         """The sampling, and how far rollouts run ahead."""
-        sampling = asdict(self._sampling) | {"stop": list(self._sampling.stop), "prompts": self._prompts}
-        return {"sampling": sampling, "ahead": asdict(self._options)}
+        sampling = asdict(self._of_groups["sampling"])
+        sampling["stop"] = list(sampling["stop"])
+        return {"sampling": sampling, "prompts": self._prompts, "ahead": asdict(self._options)}
 
     def fingerprints(self) -> dict[str, str]:
         """Hash of the rows."""

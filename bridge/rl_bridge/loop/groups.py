@@ -44,6 +44,8 @@ class Groups:
     pad_token: int
     sampled: Sampled | None = None
     """The rewards in all forms, after ``score``."""
+    exact: bool = True
+    """Whether the rollout computes as a trainer in float32 does."""
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -124,6 +126,8 @@ class GroupBatch:
     """[N, L]: tokens in the denominator."""
     reference: ScoringConfig | None = None
     """How the reference scored."""
+    rescored: bool = False
+    """Whether π_old is the trainer's (``policy.score``), and not what the rollout sampled from."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the advantages were measured by."""
 

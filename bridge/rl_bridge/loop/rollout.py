@@ -36,7 +36,7 @@ class Rollout:
     def __init__(self, model: Model, options: RolloutOptions | None = None) -> None:
         options = RolloutOptions() if options is None else options
         executor = current_executor()
-        self.model, self._budget = model, options.budget()
+        self.model, self.exact, self._budget = model, options.exact, options.budget()
         engines = Engines(executor, Mesh(replicate=len(executor.slots)), model.source, ParallelConfig(), run="loop")
         self.engine = engines.rollout(model.tokenizer, options)
         self._tools: dict[Any, FunctionTools] = {}
@@ -110,4 +110,4 @@ class Rollout:
         self, drawn: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]], sampling: SamplingParams
     ) -> Groups:
         trajectories = with_rows(drawn, rows)
-        return Groups(trajectories=trajectories, sampling=sampling, pad_token=self.model.pad_token)
+        return Groups(trajectories=trajectories, sampling=sampling, pad_token=self.model.pad_token, exact=self.exact)

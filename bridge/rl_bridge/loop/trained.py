@@ -158,7 +158,8 @@ class Policy(Scored):
 
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with π_old of the trainer's present weights, for a rollout that is stale or less precise."""
-        return batch.with_fields(old_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+        scored = batch.with_fields(old_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+        return replace(scored, rescored=True)
 
     def update(self, batch: GroupBatch | TokenBatch | PairBatch, *, updates: int = 1) -> Metrics:
         """Forward and backward in micro-batches, and the optimiser's step; the metrics of the last one.
@@ -168,7 +169,7 @@ class Policy(Scored):
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: a batch without advantages, or sampled at another temperature than this policy scores at.
+            ValueError: a batch without advantages, or sampled from another distribution than this policy scores.
         """
         if isinstance(self.objective, NLL) and isinstance(batch, TokenBatch):
             return Metrics(supervised_update(self.engine, batch), batch)
@@ -206,6 +207,12 @@ class Policy(Scored):
             raise ValueError(
                 f"completions are sampled at temperature {sampled}, the policy is scored at {scoring.temperature}: no "
                 f"ratio would start at 1. Policy(…, scoring=ScoringConfig(temperature={sampled})) is the same"
+            )
+        exact = batch.groups.exact and scoring.softcap is None and scoring.dtype == "float32"
+        if not (exact or batch.rescored):
+            raise ValueError(
+                f"the rollout's log-probabilities are not those of the trainer's weights with {scoring}, and no ratio "
+                "would start at 1: batch = policy.score(batch) gives π_old of the trainer"
             )
         if batch.reference not in (None, scoring):
             raise ValueError(
