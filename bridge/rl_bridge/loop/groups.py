@@ -9,7 +9,7 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Advantages
-from rl_bridge.algorithms.completions import Sampled, rewarded
+from rl_bridge.algorithms.completions import Sampled, joined, rewarded
 from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
@@ -108,6 +108,31 @@ class Groups:
         """
         tokens = collate(self.scored.trajectories, self.pad_token)
         return GroupBatch(groups=self, tokens=tokens._replace(old_logprobs=tokens.rollout_logprobs))
+
+    def select(self, prompts: Sequence[int] | torch.Tensor) -> "Groups":
+        """The prompts of these places with their completions: those whose rewards differ, for example.
+
+        Raises:
+            ValueError: the groups have not been scored.
+        """
+        sampled = self.scored.rows(torch.as_tensor(prompts, dtype=torch.int64))
+        return replace(self, trajectories=sampled.trajectories, sampled=sampled)
+
+    @staticmethod
+    def joined(parts: Sequence["Groups"]) -> "Groups":
+        """All prompts of several scored groups, numbered anew: one batch, and one update with one denominator.
+
+        Raises:
+            ValueError: parts that were sampled in another way (the seed apart), or have not been scored.
+        """
+        first = parts[0]
+        alike = [(replace(part.sampling, seed=0), part.pad_token, part.scored.names) for part in parts]
+        if strange := [way for way in alike if way != alike[0]]:
+            raise ValueError(f"groups that are joined are sampled and scored alike, got {alike[0]} and {strange[0]}")
+        sampled = joined([part.scored for part in parts])
+        sampled = replace(sampled, sampled_groups=sum(part.scored.sampled_groups for part in parts))
+        exact = all(part.exact for part in parts)
+        return replace(first, trajectories=sampled.trajectories, sampled=sampled, exact=exact)
 
     def metrics(self) -> dict[str, float]:
         """Means of rewards and tokens, and the share of completions that were cut at a limit."""
