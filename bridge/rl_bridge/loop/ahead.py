@@ -27,7 +27,7 @@ class Ahead:
 
     With ``partial`` a completion goes on across an update of the weights, each token with its version; with
     ``deterministic=False`` the rollout takes new weights when there are any, and a step may choose among ``window``
-    prompts. Both are explained in docs/asynchronous.md.
+    prompts. Both are explained in docs/rollouts.md.
 
     >>> ahead = Ahead(rollout, policy, rows, reward, sampling, prompts=32, steps=200)  # doctest: +SKIP
     >>> with ahead, Run("grpo", state=[policy, ahead]) as run:  # doctest: +SKIP
