@@ -1,4 +1,4 @@
-"""GRPO with rollouts that run ahead of training: the next step's completions are drawn while this one is trained on."""
+"""DAPO with rollouts that run ahead of training: the next step's completions are drawn while this one is trained on."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def main(
 ) -> None:
     init()
     source, rows = load_model(model), load_rows(data)
-    objective = rl_fn.recipes.grpo().replace(correction=rl_fn.components.TIS(2.0))  # weighs by π_old / μ
+    objective = rl_fn.recipes.dapo().replace(correction=rl_fn.components.TIS(2.0))  # weighs by π_old / μ
     rollout, policy = Rollout(source), Policy(source, objective, AdamW(lr, warmup=10, total=steps))
     sampling = SamplingParams(n=completions, max_new_tokens=max_new_tokens)
     options = {"prompts": prompts, "steps": steps, "max_staleness": max_staleness}

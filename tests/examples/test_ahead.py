@@ -44,7 +44,7 @@ def plain(model_folder, problems, tmp_path):
     """The same loop with ``generate``."""
     current_executor().stop()
     source, rows = load_model(str(model_folder)), load_rows(str(problems))
-    objective = rl_fn.recipes.grpo().replace(correction=rl_fn.components.TIS(2.0))
+    objective = rl_fn.recipes.dapo().replace(correction=rl_fn.components.TIS(2.0))
     rollout, policy = Rollout(source), Policy(source, objective, AdamW(0.02, warmup=10, total=3))
     with Run("plain", state=[policy, rows], output=tmp_path) as run:
         for step in run.steps(3):

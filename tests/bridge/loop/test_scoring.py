@@ -8,7 +8,7 @@ import rl_fn
 from rl_bridge import AdamW, Model, Policy, Rollout, RolloutOptions, SamplingParams, ScoringConfig, current_executor
 from rl_bridge.models.small import TinySource, character_tokenizer
 
-GRPO = rl_fn.recipes.grpo()
+GRPO = rl_fn.recipes.grpo().replace(kl=None)
 SAMPLING = SamplingParams(n=2, max_new_tokens=3, seed=1)
 
 
