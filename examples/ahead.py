@@ -30,11 +30,8 @@ def main(
     objective = rl_fn.recipes.dapo().replace(correction=rl_fn.components.TIS(2.0))  # weighs by π_old / μ
     rollout, policy = Rollout(source), Policy(source, objective, AdamW(lr, warmup=10, total=steps))
     sampling = SamplingParams(n=completions, max_new_tokens=max_new_tokens)
-    options = {"prompts": prompts, "steps": steps, "max_staleness": max_staleness}
-    with (
-        Ahead(rollout, policy, rows, reward, sampling, **options) as ahead,
-        Run(name, state=[policy, ahead], output=output, resume=resume) as run,
-    ):
+    ahead = Ahead(rollout, policy, rows, reward, sampling, prompts=prompts, steps=steps, max_staleness=max_staleness)
+    with ahead, Run(name, state=[policy, ahead], output=output, resume=resume) as run:
         for _ in run.steps(steps):
             groups = ahead.groups()
             batch = policy.score(groups.batch()).with_advantages(objective)  # π_old of the weights that train
