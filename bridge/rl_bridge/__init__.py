@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rl_bridge.loop.rollout import Rollout
     from rl_bridge.loop.trained import AdamW, Policy, Reference
     from rl_bridge.loop.values import Critic, RewardModel
+    from rl_bridge.modules.own_loss import torch_loss
     from rl_bridge.modules.scoring import ScoringConfig
-    from rl_bridge.modules.torch_loss import torch_loss
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.pipelines.rollout_options import RolloutOptions
     from rl_bridge.rollout.vllm import VLLMOptions
@@ -70,7 +70,7 @@ _PLACES = {
     "loop.trained": ("AdamW", "Policy", "Reference"),
     "loop.values": ("Critic", "RewardModel"),
     "modules.scoring": ("ScoringConfig",),
-    "modules.torch_loss": ("torch_loss",),
+    "modules.own_loss": ("torch_loss",),
     "parallel.config": ("ParallelConfig",),
     "pipelines.rollout_options": ("RolloutOptions",),
     "rollout.vllm": ("VLLMOptions",),

@@ -1,18 +1,23 @@
-"""A loss of one's own in PyTorch, as a component of an objective: everything around it stays rl_fn's."""
+"""Losses of the user's own, in PyTorch, in JAX or from a file: tried once, and everything around them stays rl_fn's."""
 
+import functools
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import torch
 
+from rl_bridge.common.user_files import load_file
+from rl_bridge.functional import from_jax
 from rl_bridge.functional.torch_call import torch_call
 from rl_fn import Batch
 from rl_fn.aggregation import MODES
-from rl_fn.objectives.components.component import PerToken
+from rl_fn.objectives.components.component import Custom, PerToken
 
 GIVEN = ("logprobs", "mask")
 """Fields that each loss gets."""
@@ -98,47 +103,113 @@ class TorchLoss(PerToken):
             )
         return losses.to(tensors[0].dtype)
 
-    def check(self) -> None:
-        """Try the function on a batch of three short completions, once, before anything is trained.
 
-        Raises:
-            TypeError, ValueError: with the function's name: no number for each token, numbers that are not finite, no
-                gradient, or a token's number that depends on padding or, without ``over_batch``, on other completions.
-        """
+def check_loss(loss: PerToken) -> None:
+    """Try a loss of the user's own on a batch of three short completions, before anything is trained. Others pass.
+
+    Raises:
+        TypeError, ValueError: with the function's name: no number for each token, numbers that are not finite, no
+            gradient, or a token's number that depends on padding or, without ``over_batch``, on other completions.
+    """
+    if isinstance(loss, TorchLoss | Custom):
         with torch.device("cpu"):  # a module is made on the meta device, which has no numbers
-            self._check(trial_batch(3, 6))
+            _Trial(loss).check(trial_batch(3, 6))
 
-    def _check(self, fields: Mapping[str, torch.Tensor]) -> None:
-        losses, gradient = self._differentiated(fields)
-        mask = fields["mask"]
+
+class _Trial:
+    """Tries one loss."""
+
+    def __init__(self, loss: TorchLoss | Custom) -> None:
+        self._loss = loss
+        self._name = loss.name if isinstance(loss, TorchLoss) else loss.explain()
+        self._per_token = from_jax(loss.__call__)
+
+    def check(self, tokens: Mapping[str, torch.Tensor]) -> None:
+        losses, gradient = self._differentiated(tokens)
+        mask = tokens["mask"]
         if not (losses[mask].isfinite().all() and gradient[mask].isfinite().all()):
-            raise ValueError(f"the loss {self.name} is not finite on an ordinary batch: {losses.tolist()}")
+            raise ValueError(f"the loss {self._name} is not finite on an ordinary batch: {losses.tolist()}")
         if not gradient[mask].any():
-            raise ValueError(f"the loss {self.name} has no gradient in batch.logprobs: nothing would be trained")
-        wider = {name: torch.nn.functional.pad(x, (0, 4)) for name, x in fields.items()}
-        padded = [x[:, :6] for x in self._differentiated(wider)]
+            raise ValueError(f"the loss {self._name} has no gradient in batch.logprobs: nothing would be trained")
+        wider = {name: torch.nn.functional.pad(x, (0, 4)) for name, x in tokens.items()}
+        padded = [x[:, : mask.shape[1]] for x in self._differentiated(wider)]
         if not equal_where(padded, (losses, gradient), mask):
             raise ValueError(
-                f"the loss {self.name} depends on how far its rows are padded: what it sums over a row, it has to "
+                f"the loss {self._name} depends on how far its rows are padded: what it sums over a row, it has to "
                 "multiply by batch.mask, and to divide by batch.mask.sum(1)"
             )
-        if self.over_batch:
+        if self._loss.over_batch:
             return
-        alone = [self._differentiated({name: x[row : row + 1] for name, x in fields.items()}) for row in range(3)]
+        rows = range(len(mask))
+        alone = [self._differentiated({name: x[row : row + 1] for name, x in tokens.items()}) for row in rows]
         if not equal_where([torch.cat(column) for column in zip(*alone, strict=True)], (losses, gradient), mask):
             raise ValueError(
-                f"in the loss {self.name} the number of a token depends on other completions, so that micro-batches "
-                "would not add up to the batch: torch_loss(over_batch=True) gives it the whole batch at once"
+                f"in the loss {self._name} the number of a token depends on other completions, so that micro-batches "
+                "would not add up to the batch: over_batch=True gives it the whole batch at once"
             )
 
-    def _differentiated(self, fields: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _differentiated(self, tokens: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The losses, and the gradient of their sum over the tokens that count."""
-        logprobs = fields["logprobs"].clone().requires_grad_()
+        logprobs = tokens["logprobs"].clone().requires_grad_()
+        given = {name: tokens[name].clone() for name in ("old_logprobs", "advantages", "mask")}
+        given |= {name: tokens[name].clone() for name in self._loss.required_fields if name in tokens}
         with torch.enable_grad():
-            losses = self.of_tensors(logprobs, *(fields[name].clone() for name in ("mask", *self.reads)))
-            total = losses[fields["mask"]].sum()
+            losses = self._per_token(Batch(logprobs=logprobs, **given))
+            if not isinstance(losses, torch.Tensor) or losses.shape != logprobs.shape:
+                shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+                raise ValueError(
+                    f"the loss {self._name} returns a number for each token, {list(logprobs.shape)}, got {shape}: the "
+                    "objective's aggregation takes the mean"
+                )
+            total = losses[tokens["mask"]].sum()
             gradient = torch.autograd.grad(total, logprobs, allow_unused=True)[0] if total.requires_grad else None
         return losses.detach(), torch.zeros_like(logprobs) if gradient is None else gradient
+
+
+@dataclass(frozen=True)
+class FileFunction:
+    """A function of a file, called as it is there. It is pickled by the file's path, which every worker must see."""
+
+    path: str
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, batch: Any) -> Any:
+        """The function's value."""
+        loaded = _loaded(self.path, self.name)
+        return loaded.function(batch) if isinstance(loaded, TorchLoss) else loaded(batch)
+
+
+def load_loss(source: str) -> TorchLoss | Custom:
+    """The loss ``FILE.py:name``: a function of a batch in JAX, one that ``torch_loss`` wraps, or a component of rl_fn.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the source is not of that form, the file fails to load, or the name is no function.
+    """
+    match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
+    if match is None:
+        raise ValueError(f"a loss is named FILE.py:name, got {source!r}")
+    path, name = str(Path(match[1]).resolve()), match[2]
+    loaded, function = _loaded(path, name), FileFunction(path, name)
+    if isinstance(loaded, TorchLoss):
+        return replace(loaded, function=function)
+    if isinstance(loaded, PerToken):
+        declared = {option.name: getattr(loaded, option.name) for option in fields(Custom) if option.name != "function"}
+        return Custom(function, **declared)
+    return Custom(function)
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(path: str, name: str) -> Any:
+    """The object of that name, whose file is run once in a process."""
+    value = getattr(load_file(Path(path), "loss"), name, None)
+    if not callable(value):
+        raise ValueError(f"{path} has no function {name!r}")
+    return value
 
 
 def torch_loss(
@@ -170,7 +241,7 @@ def torch_loss(
     ... def clipped(batch):
     ...     ratio = (batch.logprobs - batch.old_logprobs).exp()
     ...     return -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.28) * batch.advantages)
-    >>> clipped.check()
+    >>> check_loss(clipped)
     >>> rl_fn.recipes.grpo().replace(loss=clipped).loss.name
     'clipped'
 

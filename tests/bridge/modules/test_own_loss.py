@@ -1,4 +1,4 @@
-"""A loss of one's own in PyTorch: the numbers of the same loss in JAX, or refused before it trains wrongly."""
+"""A loss of one's own: the numbers of the same loss of rl_fn, or refused before it trains wrongly."""
 
 import dataclasses
 import pickle
@@ -12,6 +12,7 @@ import rl_fn
 from rl_bridge import torch_loss
 from rl_bridge.functional import from_jax
 from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.modules.own_loss import check_loss, load_loss
 from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -145,8 +146,8 @@ def test_a_loss_that_would_train_wrongly_is_refused_before_training(tokenizer, l
 
 
 def test_what_a_whole_batch_decides_passes_when_it_is_declared():
-    dataclasses.replace(whitened, over_batch=True).check()
-    torch_loss(lambda b: (b.logprobs * b.mask).sum(1, keepdim=True).expand_as(b.mask) / b.mask.sum(1)[:, None]).check()
+    check_loss(dataclasses.replace(whitened, over_batch=True))
+    check_loss(torch_loss(lambda b: (b.logprobs * b.mask).sum(1, keepdim=True) / b.mask.sum(1)[:, None] * b.mask))
 
 
 def test_fields_that_no_batch_has_are_refused_by_name():
@@ -175,3 +176,84 @@ def test_the_explanation_knows_a_changed_source_and_pickles():
     assert "ℓ = clipped, in PyTorch" in GRPO.replace(loss=clipped).explain()
     assert torch_loss(abs).explain() == "abs, in PyTorch"
     assert pickle.loads(pickle.dumps(dataclasses.replace(clipped, function=centred_in_jax))).function is centred_in_jax
+
+
+def a_sum_in_jax(batch):
+    return (batch.logprobs * batch.advantages).sum(1)
+
+
+def a_padded_mean_in_jax(batch):
+    return (batch.logprobs * batch.advantages).mean(1, keepdims=True) * jnp.ones_like(batch.logprobs)
+
+
+def without_gradient_in_jax(batch):
+    return batch.advantages
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (a_sum_in_jax, r"a_sum_in_jax returns a number for each token, \[3, 6\], got \[3\]"),
+        (a_padded_mean_in_jax, "a_padded_mean_in_jax depends on how far"),
+        (without_gradient_in_jax, "without_gradient_in_jax has no gradient"),
+        (components.Custom(centred_in_jax, over_batch=False), "depends on other completions"),
+    ],
+    ids=["sum", "padded", "no gradient", "over batch"],
+)
+def test_a_loss_in_jax_is_tried_likewise(tokenizer, function, words):
+    model = tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2)
+    with pytest.raises(ValueError, match=words):
+        ready(PolicyModule, model, OPTIMIZER, rl_fn.recipes.grpo().replace(loss=function), updates=1)
+
+
+FILE = """
+import torch
+import jax.numpy as jnp
+import rl_fn
+from rl_bridge import torch_loss
+
+def ratio(batch, exp):
+    return exp(batch.logprobs - batch.old_logprobs) * batch.advantages
+
+def in_jax(batch):
+    return -ratio(batch, jnp.exp)
+
+@torch_loss(gradient_without_advantage=False)
+def in_torch(batch):
+    return -ratio(batch, torch.exp)
+
+declared = rl_fn.components.Custom(in_jax, over_batch=False, gradient_without_advantage=False)
+number = 3
+"""
+
+
+def test_a_loss_of_a_file_is_that_of_its_function_and_pickles_by_its_path(tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text(FILE)
+    batch = {name: torch.tensor([[-1.0, -2.0]]) for name in ("logprobs", "old_logprobs", "advantages")}
+    batch = Batch(**batch | {"mask": torch.ones(1, 2, dtype=torch.bool)})
+    for name in ("in_jax", "in_torch", "declared"):
+        loss = load_loss(f"{file}:{name}")
+        check_loss(loss)
+        again = pickle.loads(pickle.dumps(loss))
+        assert again == loss and hash(again) == hash(loss) and name in loss.explain()
+        assert from_jax(again.__call__)(batch).tolist() == [[1.0, 2.0]]
+    assert load_loss(f"{file}:declared").over_batch is False and load_loss(f"{file}:in_jax").over_batch is True
+    assert load_loss(f"{file}:in_torch").gradient_without_advantage is False
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("losses.py", "a loss is named FILE.py:name"),
+        ("losses.py:nothing", "has no function 'nothing'"),
+        ("losses.py:number", "has no function 'number'"),
+        ("broken.py:loss", "broken.py cannot be loaded: ZeroDivisionError"),
+        ("absent.py:loss", "no such loss file"),
+    ],
+)
+def test_a_file_without_that_loss_is_refused_by_name(tmp_path, source, words):
+    (tmp_path / "losses.py").write_text(FILE)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        load_loss(str(tmp_path / source))
