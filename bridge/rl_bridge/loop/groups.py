@@ -10,6 +10,7 @@ import torch
 import rl_fn
 from rl_bridge.algorithms.advantages import Advantages
 from rl_bridge.algorithms.completions import Sampled, joined, rewarded
+from rl_bridge.algorithms.evaluation import interval, pass_rates_of, with_ends
 from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
@@ -137,6 +138,26 @@ class Groups:
     def metrics(self) -> dict[str, float]:
         """Means of rewards and tokens, and the share of completions that were cut at a limit."""
         return self.scored.metrics()
+
+    def held_out(self, *, pass_at: Sequence[int] = (), correct_reward: float = 1.0) -> dict[str, float]:
+        """Metrics of an evaluation: the mean reward over prompts that are not trained on, with its bootstrap interval.
+
+        ``pass_at``: k of pass@k, the chance that one of k completions earns ``correct_reward``. ``rl-fn report`` shows
+        these metrics, and ``run.keep_best("held_out")`` goes by the mean.
+
+        >>> greedy = SamplingParams(max_new_tokens=64, temperature=0.0)  # doctest: +SKIP
+        >>> rollout.generate(held_out, greedy).score(reward).held_out()  # doctest: +SKIP
+        {'held_out': 0.5, 'held_out_low': 0.25, 'held_out_high': 0.75}
+
+        Raises:
+            ValueError: the groups have not been scored, or a k above the number of a prompt's completions.
+        """
+        rewards = self.rewards
+        if pass_at and max(pass_at) > rewards.shape[1]:
+            raise ValueError(f"pass@{max(pass_at)} needs {max(pass_at)} completions a prompt, got {rewards.shape[1]}")
+        scores = rewards.mean(1).tolist()
+        named = {"held_out": interval(scores)} | pass_rates_of(rewards, pass_at, correct_reward)
+        return with_ends(named) | {"held_out": sum(scores) / len(scores)}
 
 
 @dataclass(frozen=True, kw_only=True)

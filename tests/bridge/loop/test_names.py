@@ -86,6 +86,27 @@ def test_groups_are_joined_and_selected_prompt_by_prompt(groups):
         rl_bridge.Groups.joined([first, hotter])
 
 
+def test_an_evaluation_is_the_mean_with_its_interval_and_pass_at_k(groups):
+    scored = groups.score(lambda completion, row: float(completion == "7"))
+    metrics = scored.held_out(pass_at=(1, 2))
+    assert metrics["held_out"] == metrics["pass@1"] == 0.5 and metrics["pass@2"] == 1.0
+    assert metrics["held_out_low"] <= 0.5 <= metrics["held_out_high"]
+    with pytest.raises(ValueError, match="pass@3 needs 3 completions a prompt, got 2"):
+        scored.held_out(pass_at=(3,))
+
+
+def test_rows_that_are_held_out_share_no_prompt_with_the_others():
+    rows = rl_bridge.Rows([{"prompt": str(number % 7), "answer": number} for number in range(12)], seed=3)
+    train, held_out = rows.hold_out(2)
+    trained = {row["prompt"] for row in train.take(len(train))}
+    assert len(held_out) == 2 and not trained & {row["prompt"] for row in held_out} and len(trained) == 5
+    assert rows.hold_out(2)[1] == held_out
+    with pytest.raises(ValueError, match="cannot hold out 7 distinct prompts"):
+        rows.hold_out(7)
+    with pytest.raises(ValueError, match="hold_out is for prompts"):
+        rl_bridge.Rows([1, 2], collate=list, fingerprint="1").hold_out(1)
+
+
 def test_an_input_that_no_model_has_given_is_refused_with_the_call_that_gives_it(groups):
     batch = groups.score(lambda completion, row: float(completion)).batch()
     objective = rl_fn.recipes.grpo().replace(kl=rl_fn.components.KL("k3", 0.02))
