@@ -23,12 +23,15 @@ def main(
     completions: int = 8,
     max_new_tokens: int = 512,
     max_staleness: int = 1,
+    rollout_workers: int | None = None,  # processes that draw and do not train
     lr: float = 1e-6,
 ) -> None:
     init()
     source, rows = load_model(model), load_rows(data)
     objective = rl_fn.recipes.dapo().replace(correction=rl_fn.components.TIS(2.0))  # weighs by π_old / μ
-    rollout, policy = Rollout(source), Policy(source, objective, AdamW(lr, warmup=10, total=steps))
+    rollout = Rollout(source, workers=rollout_workers)
+    apart_from = [rollout] if rollout_workers else []
+    policy = Policy(source, objective, AdamW(lr, warmup=10, total=steps), apart_from=apart_from)
     sampling = SamplingParams(n=completions, max_new_tokens=max_new_tokens)
     ahead = Ahead(rollout, policy, rows, reward, sampling, prompts=prompts, steps=steps, max_staleness=max_staleness)
     with ahead, Run(name, state=[policy, ahead], output=output, resume=resume) as run:

@@ -21,7 +21,8 @@ class Rollout:
     """A copy of the model in every process, which draws completions. ``policy.sync_weights(rollout)`` renews it.
 
     ``options`` choose the backend: transformers' own model here, or vLLM
-    (``RolloutOptions(backend="vllm", vllm=VLLMOptions(…))``), and limits of a call.
+    (``RolloutOptions(backend="vllm", vllm=VLLMOptions(…))``), and limits of a call. ``workers``: so many processes
+    have a copy and no other does; ``Policy(…, apart_from=[rollout])`` then keeps away from them.
 
     >>> rollout = Rollout(load_model("org/Small-1B"))  # doctest: +SKIP
     >>> sampling = SamplingParams(n=2, max_new_tokens=16, seed=7)  # doctest: +SKIP
@@ -30,14 +31,15 @@ class Rollout:
     ['2', '3']
 
     Raises:
-        ValueError: there is no vLLM here.
+        ValueError: there is no vLLM here, or there are fewer workers.
     """
 
-    def __init__(self, model: Model, options: RolloutOptions | None = None) -> None:
+    def __init__(self, model: Model, options: RolloutOptions | None = None, *, workers: int | None = None) -> None:
         options = RolloutOptions() if options is None else options
         executor = current_executor()
         self.model, self.exact, self._budget = model, options.exact, options.budget()
         engines = Engines(executor, Mesh(replicate=len(executor.slots)), model.source, ParallelConfig(), run="loop")
+        engines.rollout_workers = workers
         self.engine = engines.rollout(model.tokenizer, options)
         self._tools: dict[Any, FunctionTools] = {}
 
