@@ -52,8 +52,8 @@ from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.models.model_source import StateSource, ValueSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import StateSource, ValueSource
 from rl_bridge.modules.comparison import CompletionScorer, PreferenceModule, RewardModule
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.supervised import SupervisedModule

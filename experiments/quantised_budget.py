@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from rl_bridge.common.files import write_json
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import StateSource
 from rl_bridge.rollout.inprocess import int8_map, quantize_linears
 from rl_tools.quantize import weight_errors
 

@@ -25,7 +25,7 @@ from rl_bridge.engines import InferenceEngine
 from rl_bridge.models.pretrained import pretrained
 from rl_bridge.models.small import SmolLM2Source, smollm2_tokenizer
 from rl_bridge.pipelines.rollout_options import RolloutOptions
-from rl_bridge.rollout.vllm.options import Dtype, VLLMOptions
+from rl_bridge.rollout.vllm.engine_options import Dtype, VLLMOptions
 from rl_bridge.weights.source import Precision
 
 RESULTS = Path(__file__).parent / "results" / "rollout_speed"

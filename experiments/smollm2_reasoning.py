@@ -12,8 +12,8 @@ import sys
 
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.data.tasks import reasoning_reward, reasoning_rows, split_rows
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import load_smollm2
-from rl_bridge.models.source import StateSource
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from rl_bridge.data.trajectory import SamplingParams, Trajectory
     from rl_bridge.engines import Mesh
     from rl_bridge.executors.session import current_executor, init
+    from rl_bridge.loop.ahead import Ahead
     from rl_bridge.loop.data import NLL, Model, Rows, load_model, load_rows, preference_loss
     from rl_bridge.loop.groups import GroupBatch, Groups
+    from rl_bridge.loop.loop_run import Run
     from rl_bridge.loop.rollout import Rollout
-    from rl_bridge.loop.run import Run
     from rl_bridge.loop.trained import AdamW, Policy, Reference
     from rl_bridge.loop.values import Critic, RewardModel
+    from rl_bridge.modules.own_loss import torch_loss
     from rl_bridge.modules.scoring import ScoringConfig
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.pipelines.rollout_options import RolloutOptions
@@ -30,6 +32,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 __all__ = [
     "NLL",
     "AdamW",
+    "Ahead",
     "Critic",
     "GroupBatch",
     "Groups",
@@ -52,19 +55,22 @@ __all__ = [
     "load_model",
     "load_rows",
     "preference_loss",
+    "torch_loss",
 ]
 
 _PLACES = {
     "data.trajectory": ("SamplingParams", "Trajectory"),
     "engines": ("Mesh",),
     "executors.session": ("current_executor", "init"),
+    "loop.ahead": ("Ahead",),
     "loop.data": ("NLL", "Model", "Rows", "load_model", "load_rows", "preference_loss"),
     "loop.groups": ("GroupBatch", "Groups"),
     "loop.rollout": ("Rollout",),
-    "loop.run": ("Run",),
+    "loop.loop_run": ("Run",),
     "loop.trained": ("AdamW", "Policy", "Reference"),
     "loop.values": ("Critic", "RewardModel"),
     "modules.scoring": ("ScoringConfig",),
+    "modules.own_loss": ("torch_loss",),
     "parallel.config": ("ParallelConfig",),
     "pipelines.rollout_options": ("RolloutOptions",),
     "rollout.vllm": ("VLLMOptions",),

@@ -96,9 +96,9 @@ COMMANDS = {
     "export": "rl_tools.export.command:run",
     "check": "rl_tools.check.cases:check",
     "quantize": "rl_tools.quantize:run",
-    "tune": "rl_tools.tune.commands:run",
+    "tune": "rl_tools.tune.tune_command:run",
     "report": "rl_tools.report.page:run",
-    "plan": "rl_tools.plan.commands:run",
+    "plan": "rl_tools.plan.plan_command:run",
     "doctor": "rl_tools.doctor:run",
 }
 """Command → ``module:name`` of a function of the words behind it that returns the exit status."""

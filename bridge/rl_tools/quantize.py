@@ -20,8 +20,8 @@ from rl_bridge.data.trajectory import Prompt, SamplingParams
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax
 from rl_bridge.models.compressed_tensors import tensors_of
+from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.pretrained import pretrained
-from rl_bridge.models.source import ModelSource, PretrainedSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.inprocess import InProcessRollout
@@ -255,7 +255,7 @@ def _factory(engine: str, source: ModelSource, tokenizer: PreTrainedTokenizerBas
         if precision != "int8":
             raise ValueError(f"a rollout in this process computes in int8; {precision} needs --engine vllm")
         return partial(InProcessRollout, source, tokenizer, precision="int8")
-    from rl_bridge.rollout.vllm.options import VLLMOptions
+    from rl_bridge.rollout.vllm.engine_options import VLLMOptions
     from rl_bridge.rollout.vllm.vllm_rollout import VLLMRollout
 
     return partial(VLLMRollout, source, tokenizer, VLLMOptions(precision=precision))

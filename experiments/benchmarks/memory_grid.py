@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from rl_bridge.models.source import fill
+from rl_bridge.models.model_source import fill
 from rl_bridge.models.stored_tensors import TensorsInHand
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline

@@ -25,8 +25,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from experiments.benchmarks.executor_overhead import _processor
 from rl_bridge.data.trajectory import SamplingParams, requests_of
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import character_tokenizer
-from rl_bridge.models.source import StateSource
 from rl_bridge.rollout import InProcessRollout
 from rl_kernels import sample
 

@@ -30,11 +30,11 @@ from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.compressed_tensors import write_checkpoint
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.rollout.vllm.client import InProcessEngine, open_in_process
-from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.weight_probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
 from rl_bridge.weights.source import Precision
 

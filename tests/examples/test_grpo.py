@@ -111,11 +111,12 @@ def test_two_ranks_of_torchrun_have_the_numbers_of_one_process(model_folder, pro
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-5)
 
 
-def test_the_page_shows_the_example_as_it_is():
+def test_the_page_shows_the_examples_as_they_are():
     page = (ROOT / "docs" / "your_own_loop.md").read_text("utf-8")
-    assert re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) == [
-        (ROOT / "examples" / "grpo.py").read_text("utf-8")
-    ]
+    first, *parts = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert first == (ROOT / "examples" / "grpo.py").read_text("utf-8") and parts
+    lines = {line.strip() for path in (ROOT / "examples").glob("*.py") for line in path.read_text("utf-8").splitlines()}
+    assert {line.strip() for part in parts for line in part.splitlines()} <= lines
 
 
 def test_an_example_is_short():

@@ -1,8 +1,12 @@
 """Examples of every other kind: two steps of each on a tiny model."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from examples import ppo, preference, reward_model, sft
+import rl_fn
+from examples import conversations, own_loss, ppo, preference, reward_model, sft
+from rl_bridge.environments import functions
 from rl_bridge.models.pretrained import load_pretrained
 from tests.support.results import metrics
 
@@ -39,3 +43,24 @@ def test_ppo(records, problems, monkeypatch):
     sizes = {"prompts": 8, "max_new_tokens": 4, "updates": 2, "lr": 0.02, "critic_lr": 0.05, "critic_warmup": 1}
     first, second = records(ppo, problems, **sizes)
     assert "policy_loss" not in first and second["value_loss"] != first["value_loss"] and "policy_loss" in second
+
+
+def test_own_loss(records, problems, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_loss, "reward", lambda completion, row: completion.count("1"))
+    sizes = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reference_every": 1, "lr": 0.02}
+    first, second = records(own_loss, problems, **sizes)
+    assert first["policy_loss"] != second["policy_loss"] and second["kl"] == first["kl"] == 0  # the reference follows
+    (tmp_path / "run").rename(tmp_path / "own")
+    monkeypatch.setattr(own_loss, "loss", rl_fn.components.PPOClip(0.2, 0.28))
+    for own, expected in zip((first, second), records(own_loss, problems, **sizes), strict=True):
+        assert own["policy_loss"] == pytest.approx(expected["policy_loss"], abs=1e-6)
+        assert own["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_conversations(records, problems, monkeypatch):
+    calls = [("multiply", {"a": 3, "b": 4})]
+    monkeypatch.setattr(functions, "call_form", lambda *_: SimpleNamespace(calls=lambda text: calls))
+    monkeypatch.setattr(conversations, "reward", lambda completion, row: completion.count("1"))
+    sizes = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "max_turns": 3, "lr": 0.02}
+    first, second = records(conversations, problems, **sizes)
+    assert 1 < first["turns"] <= 3 and first["policy_loss"] != second["policy_loss"]

@@ -25,6 +25,8 @@ DICTATED = {
     "rl_bridge.integrations.trl:apply": "TRL calls its autograd function by position",
 }
 """Function with more positional parameters → the reason."""
+TWICE = {"comparison", "placement", "policy"}
+"""Names of two files: rl_bridge.pipelines builds what a room of the same word computes."""
 SMALL = 60
 """Lines below which a file with one importer is asked why it is not a part of that importer."""
 
@@ -106,6 +108,21 @@ def test_a_small_file_with_one_importer_says_why_it_stands_alone(package):
         if importers[name] == 1 and path.name != "__init__.py" and len(path.read_text("utf-8").splitlines()) < SMALL
     }
     assert {name for name in small if "stands alone" not in (ast.get_docstring(modules.trees[name]) or "")} == set()
+
+
+def same_names(modules: Iterable[str]) -> set[str]:
+    """Last words that two modules end with: an editor's tab and a traceback show no more."""
+    words = Counter(name.rpartition(".")[2] for name in modules if name.count(".") > 1)
+    return {word for word, count in words.items() if count > 1}
+
+
+def test_no_two_files_of_the_bridge_have_one_name():
+    files = [*MODULES["rl_bridge"].files, *MODULES["rl_tools"].files]
+    assert same_names(name for name in files if MODULES[name.partition(".")[0]].files[name].stem != "__init__") == TWICE
+
+
+def test_two_files_with_one_name_are_seen():
+    assert same_names(["rl_bridge.weights.worker", "rl_bridge.engines.worker", "rl_bridge.worker"]) == {"worker"}
 
 
 def functions(trees: dict[str, ast.Module]) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

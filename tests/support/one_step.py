@@ -174,7 +174,7 @@ def mesh_of(host, sizes):
 
 def parallel(model, mesh, config):
     """As a worker makes it: the structure on the meta device, parallelised, then filled."""
-    from rl_bridge.models.source import StateSource
+    from rl_bridge.models.model_source import StateSource
     from rl_bridge.parallel.parallelize import parallelize
 
     source = StateSource(model)

@@ -3,7 +3,7 @@
 import torch
 
 from rl_bridge.engines.worker import torch_worker
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 
 
 def ready(kind, model, *args, **options):

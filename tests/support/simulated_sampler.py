@@ -4,7 +4,7 @@ import heapq
 import random
 from typing import Any, NamedTuple
 
-from rl_bridge.environments.calls import Finished
+from rl_bridge.environments.environment_calls import Finished
 
 
 class Drawn(NamedTuple):

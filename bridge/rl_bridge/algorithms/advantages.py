@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl_bridge.algorithms.completions import Sampled
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
-from rl_bridge.algorithms.sampling import Sampled
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines import NeedParallel

@@ -9,21 +9,21 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.algorithms.completions import Sampled, Sampler, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
-from rl_bridge.algorithms.sampling import Sampled, Sampler, completions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Request, Trajectory
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.models.encoding import encode_prompt
 from rl_bridge.rewards import Rewards
-from rl_bridge.rollout.ahead.driver import Driver, Lanes
 from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
+from rl_bridge.rollout.ahead.lanes import Driver, Lanes
 from rl_bridge.rollout.ahead.ledger import Group, Ledger, Sample, loaded, saved
 from rl_bridge.rollout.ahead.pumps import Admission, Pace, RolloutPump, TrainingPump
 from rl_bridge.rollout.conversations import Opening
 from rl_bridge.rollout.decoder import Drawn
+from rl_bridge.rollout.rollout_worker import completed
 from rl_bridge.rollout.sampling import request_seeds
-from rl_bridge.rollout.worker import completed
 from rl_fn import Objective
 
 Result = TypeVar("Result")
@@ -89,6 +89,11 @@ class AheadSampler(Sampler):
         """Untrained prompt → where the stream was before it."""
         self._driver: Driver | None = None
         self._waited = 0.0
+
+    @property
+    def next_step(self) -> int:
+        """The step that ``sample`` is to be asked for."""
+        return self._started().training.step
 
     def begin_step(self, engines: PolicyEngines) -> None:
         """``update``, or leave the rollout at work where that is lazy."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rl_bridge.algorithms.sampling import Sampled
+from rl_bridge.algorithms.completions import Sampled
 from rl_bridge.common.append_log import AppendLog, parsed_or_none, whole_lines
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.data.trajectory import Trajectory

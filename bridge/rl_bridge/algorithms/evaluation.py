@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 import rl_fn
+from rl_bridge.algorithms.completions import Complete, reward_matrix, scored
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
-from rl_bridge.algorithms.sampling import Complete, reward_matrix, scored
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.plots import Figure
 from rl_bridge.common.statistics import confidence_interval
@@ -129,14 +129,29 @@ def pass_rates(
     samples = config.pass_samples or max(config.pass_at)
     trajectories = scored(complete, rewards, rows, config.sampling.params(n=samples, seed=seed))
     earned = config.scalar.combine(reward_matrix(trajectories, rewards.names, samples), rewards.weights)
-    correct = (earned >= config.correct_reward).sum(1, dtype=torch.int32)
-    total = torch.full_like(correct, samples)
-    return {f"pass@{k}": interval(_pass_at_k(correct, total, k).tolist()) for k in config.pass_at}
+    return pass_rates_of(earned, config.pass_at, config.correct_reward)
+
+
+def pass_rates_of(earned: torch.Tensor, pass_at: Sequence[int], correct_reward: float) -> dict[str, dict[str, float]]:
+    """pass@k of rewards [P, n], as ``pass_rates``."""
+    correct = (earned >= correct_reward).sum(1, dtype=torch.int32)
+    total = torch.full_like(correct, earned.shape[1])
+    return {f"pass@{k}": interval(_pass_at_k(correct, total, k).tolist()) for k in pass_at}
 
 
 def interval(scores: Sequence[float]) -> dict[str, float]:
     """The mean of ``scores`` and its bootstrap interval over the rows."""
     return confidence_interval(scores, [0.0] * len(scores), resamples=RESAMPLES)
+
+
+def with_ends(intervals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Means and ends of intervals as metrics.
+
+    >>> with_ends({"held_out": {"mean": 0.5, "low": 0.4, "high": 0.6}})
+    {'held_out': 0.5, 'held_out_low': 0.4, 'held_out_high': 0.6}
+    """
+    means = {name: values["mean"] for name, values in intervals.items()}
+    return means | {f"{name}_{end}": values[end] for name, values in intervals.items() for end in ("low", "high")}
 
 
 class Evaluator:
@@ -168,8 +183,7 @@ class Evaluator:
         named = {"held_out": interval(results["scores"])}
         if config.pass_at:
             named |= pass_rates(self._complete, self._rows, self._rewards, config, seed=self._seed)
-        metrics = {name: values["mean"] for name, values in named.items()} | {"held_out": results["reward"]}
-        metrics |= {f"{name}_{end}": values[end] for name, values in named.items() for end in ("low", "high")}
+        metrics = with_ends(named) | {"held_out": results["reward"]}
         if self.archive is not None:
             metrics |= {f"held_out/{name}": value for name, value in results["rewards"].items()}
             self.archive.insert(results["rewards"], step + 1)

@@ -7,9 +7,9 @@ import torch
 
 from rl_bridge.algorithms.advantages import Inputs
 from rl_bridge.algorithms.completion_log import CompletionLog
+from rl_bridge.algorithms.completions import Sampler, without_signal
 from rl_bridge.algorithms.evaluation import Evaluator
 from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, Replaced, require_fit
-from rl_bridge.algorithms.sampling import Sampler, without_signal
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax

@@ -9,11 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch, batch_of, read_comparisons
 from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
+from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.engines.engine import Engine
+from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.pretrained import pretrained
 from rl_bridge.models.row_checks import check_rows, prompted
-from rl_bridge.models.source import ModelSource, PretrainedSource
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.pipelines import comparison, sft
 from rl_bridge.run.provenance import of_folder, of_rows
@@ -123,8 +124,8 @@ class Rows:
         fingerprint: str | None = None,
     ) -> None:
         """``collate``: makes a batch of rows. ``fingerprint``: of what the rows were made of, if not of the rows."""
-        self._stream = RowStream(rows, seed)
-        self._collate = collate
+        self.stream = RowStream(rows, seed)
+        self._rows, self._seed, self._collate = rows, seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
         self.count = len(rows)
 
@@ -133,7 +134,7 @@ class Rows:
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` rows; behind the last row the next epoch begins."""
-        return self._stream.take(count)
+        return self.stream.take(count)
 
     def batch(self, count: int) -> Any:
         """The next ``count`` rows as a ``TokenBatch`` or a ``PairBatch``.
@@ -145,9 +146,26 @@ class Rows:
             raise ValueError("these rows are prompts: load_rows(data, model, loss) makes rows that a loss reads")
         return self._collate(self.take(count))
 
+    def hold_out(self, count: int) -> "tuple[Rows, list[dict[str, Any]]]":
+        """(The rows to train on, ``count`` rows that are held out), of prompts that differ.
+
+        >>> rows, held_out = Rows([{"prompt": "1+1="}, {"prompt": "1+2="}, {"prompt": "1+3="}]).hold_out(1)
+        >>> held_out[0]["prompt"] in {row["prompt"] for row in rows.take(2)}
+        False
+
+        Raises:
+            ValueError: too few prompts, or rows that were loaded for a loss.
+        """
+        if self._collate is not None:
+            raise ValueError("these rows are encoded for a loss: hold_out is for prompts, which a reward scores")
+        train, held_out = split_rows(self._rows, count, self._seed)
+        if left_out := len(self._rows) - len(train) - len(held_out):
+            tell(f"{left_out} of {len(self._rows)} rows are left out: their prompts are those of held-out rows")
+        return Rows(train, seed=self._seed), held_out
+
     def parts(self) -> dict[str, Stateful]:
         """The place in the data."""
-        return {"rows": self._stream}
+        return {"rows": self.stream}
 
     def settings(self) -> dict[str, Any]:
         """Nothing: the place in the data compares number and seed itself."""

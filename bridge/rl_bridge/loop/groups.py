@@ -9,8 +9,9 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Advantages
+from rl_bridge.algorithms.completions import Sampled, joined, rewarded
+from rl_bridge.algorithms.evaluation import interval, pass_rates_of, with_ends
 from rl_bridge.algorithms.policy_setup import ScalarOptions
-from rl_bridge.algorithms.sampling import Sampled, rewarded
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.modules.scoring import ScoringConfig
@@ -44,6 +45,8 @@ class Groups:
     pad_token: int
     sampled: Sampled | None = None
     """The rewards in all forms, after ``score``."""
+    exact: bool = True
+    """Whether the rollout computes as a trainer in float32 does."""
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -87,8 +90,7 @@ class Groups:
         Raises:
             RewardError: a reward that raises, hangs, dies or returns no finite number: its name and the row.
         """
-        several = reward if isinstance(reward, str | Rewards) or callable(reward) else tuple(reward)
-        rewards = several if isinstance(several, Rewards) else _loaded(several, tuple(weights))
+        rewards = loaded_rewards(reward, weights)
         sampled = rewarded(
             rewards.score(self.trajectories),
             rewards,
@@ -108,9 +110,54 @@ class Groups:
         tokens = collate(self.scored.trajectories, self.pad_token)
         return GroupBatch(groups=self, tokens=tokens._replace(old_logprobs=tokens.rollout_logprobs))
 
+    def select(self, prompts: Sequence[int] | torch.Tensor) -> "Groups":
+        """The prompts of these places with their completions: those whose rewards differ, for example.
+
+        Raises:
+            ValueError: the groups have not been scored.
+        """
+        sampled = self.scored.rows(torch.as_tensor(prompts, dtype=torch.int64))
+        return replace(self, trajectories=sampled.trajectories, sampled=sampled)
+
+    @staticmethod
+    def joined(parts: Sequence["Groups"]) -> "Groups":
+        """All prompts of several scored groups, numbered anew: one batch, and one update with one denominator.
+
+        Raises:
+            ValueError: parts that were sampled in another way (the seed apart), or have not been scored.
+        """
+        first = parts[0]
+        alike = [(replace(part.sampling, seed=0), part.pad_token, part.scored.names) for part in parts]
+        if strange := [way for way in alike if way != alike[0]]:
+            raise ValueError(f"groups that are joined are sampled and scored alike, got {alike[0]} and {strange[0]}")
+        sampled = joined([part.scored for part in parts])
+        sampled = replace(sampled, sampled_groups=sum(part.scored.sampled_groups for part in parts))
+        exact = all(part.exact for part in parts)
+        return replace(first, trajectories=sampled.trajectories, sampled=sampled, exact=exact)
+
     def metrics(self) -> dict[str, float]:
         """Means of rewards and tokens, and the share of completions that were cut at a limit."""
         return self.scored.metrics()
+
+    def held_out(self, *, pass_at: Sequence[int] = (), correct_reward: float = 1.0) -> dict[str, float]:
+        """Metrics of an evaluation: the mean reward over prompts that are not trained on, with its bootstrap interval.
+
+        ``pass_at``: k of pass@k, the chance that one of k completions earns ``correct_reward``. ``rl-fn report`` shows
+        these metrics, and ``run.keep_best("held_out")`` goes by the mean.
+
+        >>> greedy = SamplingParams(max_new_tokens=64, temperature=0.0)  # doctest: +SKIP
+        >>> rollout.generate(held_out, greedy).score(reward).held_out()  # doctest: +SKIP
+        {'held_out': 0.5, 'held_out_low': 0.25, 'held_out_high': 0.75}
+
+        Raises:
+            ValueError: the groups have not been scored, or a k above the number of a prompt's completions.
+        """
+        rewards = self.rewards
+        if pass_at and max(pass_at) > rewards.shape[1]:
+            raise ValueError(f"pass@{max(pass_at)} needs {max(pass_at)} completions a prompt, got {rewards.shape[1]}")
+        scores = rewards.mean(1).tolist()
+        named = {"held_out": interval(scores)} | pass_rates_of(rewards, pass_at, correct_reward)
+        return with_ends(named) | {"held_out": sum(scores) / len(scores)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +172,8 @@ class GroupBatch:
     """[N, L]: tokens in the denominator."""
     reference: ScoringConfig | None = None
     """How the reference scored."""
+    rescored: bool = False
+    """Whether π_old is the trainer's (``policy.score``), and not what the rollout sampled from."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the advantages were measured by."""
 
@@ -150,6 +199,12 @@ class GroupBatch:
         batch, computed, counted = advantages.advantages(batch, sampled, {})
         metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch)
         return replace(self, tokens=batch, computed=computed, counted=counted, metrics=metrics)
+
+
+def loaded_rewards(reward: Source | Sequence[Source] | Rewards, weights: Sequence[float] = ()) -> Rewards:
+    """What ``reward`` names, with the ``weights`` of several."""
+    several = reward if isinstance(reward, str | Rewards) or callable(reward) else tuple(reward)
+    return several if isinstance(several, Rewards) else _loaded(several, tuple(weights))
 
 
 @lru_cache(maxsize=16)

@@ -1,12 +1,13 @@
 """``Rollout``: the engine that draws a loop's completions, one turn or a conversation with an environment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_bridge.algorithms.sampling import completions
+from rl_bridge.algorithms.completions import completions
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import Mesh
 from rl_bridge.environments import EnvironmentFactory, load_environment
+from rl_bridge.environments.functions import FunctionTools, Parse, function_tools
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model
 from rl_bridge.loop.groups import Groups
@@ -20,7 +21,8 @@ class Rollout:
     """A copy of the model in every process, which draws completions. ``policy.sync_weights(rollout)`` renews it.
 
     ``options`` choose the backend: transformers' own model here, or vLLM
-    (``RolloutOptions(backend="vllm", vllm=VLLMOptions(…))``), and limits of a call.
+    (``RolloutOptions(backend="vllm", vllm=VLLMOptions(…))``), and limits of a call. ``workers``: so many processes
+    have a copy and no other does; ``Policy(…, apart_from=[rollout])`` then keeps away from them.
 
     >>> rollout = Rollout(load_model("org/Small-1B"))  # doctest: +SKIP
     >>> sampling = SamplingParams(n=2, max_new_tokens=16, seed=7)  # doctest: +SKIP
@@ -29,15 +31,17 @@ class Rollout:
     ['2', '3']
 
     Raises:
-        ValueError: there is no vLLM here.
+        ValueError: there is no vLLM here, or there are fewer workers.
     """
 
-    def __init__(self, model: Model, options: RolloutOptions | None = None) -> None:
+    def __init__(self, model: Model, options: RolloutOptions | None = None, *, workers: int | None = None) -> None:
         options = RolloutOptions() if options is None else options
         executor = current_executor()
-        self.model, self._budget = model, options.budget()
+        self.model, self.exact, self._budget = model, options.exact, options.budget()
         engines = Engines(executor, Mesh(replicate=len(executor.slots)), model.source, ParallelConfig(), run="loop")
+        engines.rollout_workers = workers
         self.engine = engines.rollout(model.tokenizer, options)
+        self._tools: dict[Any, FunctionTools] = {}
 
     def generate(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams) -> Groups:
         """``sampling.n`` completions of each row's ``prompt``.
@@ -52,24 +56,53 @@ class Rollout:
         self,
         rows: Sequence[Mapping[str, Any]],
         sampling: SamplingParams,
-        environment: EnvironmentFactory | str,
+        environment: EnvironmentFactory | str | None = None,
         *,
+        tools: Sequence[Callable[..., Any]] = (),
+        parse: Parse | None = None,
         max_turns: int = 4,
         max_tokens: int | None = None,
         step_timeout: float = 60.0,
         processes: int = 0,
     ) -> Groups:
-        """``sampling.n`` conversations of each row with an environment of its own.
+        """``sampling.n`` conversations of each row with an environment of its own, or with functions as tools.
 
         ``environment`` is a class with ``reset`` and ``step``, or what ``--environment`` takes: ``FILE.py:Name`` or an
-        address. A turn has at most ``sampling.max_new_tokens``, the whole conversation ``max_tokens``. An answer takes
-        at most ``step_timeout`` seconds, in one of so many ``processes`` in each worker, or in a thread with 0. The
-        reward named ``environment`` is what the environment gave.
+        address. The reward named ``environment`` is what the environment gave.
+
+        ``tools`` are functions with types and a docstring that describes each argument. The chat template shows them to
+        the model and says how a call is written, unless ``parse`` finds the calls in a turn's text. The policy reads
+        what they return, as text or JSON, or the error; a turn without a call ends the conversation.
+
+        A turn has at most ``sampling.max_new_tokens``, the whole conversation ``max_tokens``. An answer takes at most
+        ``step_timeout`` seconds, in one of so many ``processes`` in each worker, or in a thread with 0.
+
+        Raises:
+            ValueError: tools and an environment, or neither; a function that does not describe itself; a chat template
+                without tools, or one whose calls are not JSON.
         """
-        factory = load_environment(environment) if isinstance(environment, str) else environment
+        if (environment is None) == (not tools):
+            raise ValueError("a conversation is with an environment or with tools: converse(…, tools=[function])")
+        factory: EnvironmentFactory
+        if environment is None:
+            key = (*tools, parse)
+            if key not in self._tools:
+                self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}
+            factory = self._tools[key]
+        else:
+            factory = load_environment(environment) if isinstance(environment, str) else environment
         limits: dict[str, Any] = {"max_tokens": max_tokens, "step_timeout": step_timeout, "processes": processes}
         drawn = self.engine.converse(rows, sampling, factory, max_turns, **limits, **self._budget)
         return self._groups(drawn, rows, sampling)
+
+    def require_no_limits(self) -> None:
+        """Refuse limits of one call: rollouts that run ahead of training have no call of a step.
+
+        Raises:
+            ValueError: with the limits.
+        """
+        if self._budget:
+            raise ValueError(f"rollouts that run ahead of training have no limits of a step, got {self._budget}")
 
     def release(self) -> None:
         """Give the model's memory back."""
@@ -79,4 +112,4 @@ class Rollout:
         self, drawn: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]], sampling: SamplingParams
     ) -> Groups:
         trajectories = with_rows(drawn, rows)
-        return Groups(trajectories=trajectories, sampling=sampling, pad_token=self.model.pad_token)
+        return Groups(trajectories=trajectories, sampling=sampling, pad_token=self.model.pad_token, exact=self.exact)

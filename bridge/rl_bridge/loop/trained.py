@@ -1,9 +1,9 @@
 """Language models of a loop: the policy and its reference, each over one engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -75,17 +75,31 @@ class Metrics(dict[str, float]):
         return sum(self.batch.row_tokens())
 
 
+class Placed(Protocol):
+    """An object with an engine in some of the workers: a ``Rollout``, a ``Policy``."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
 class Scored:
-    """A model in the workers that ``mesh`` arranges, by default all there are with the model cut over them."""
+    """A model in the workers that ``mesh`` arranges, by default all there are with the model cut over them.
+
+    ``apart_from``: objects in whose workers this model has no part, so that both can work at the same time.
+    """
 
     kind: str
     """The name in checkpoints and in the record."""
 
-    def __init__(self, model: Model, mesh: Mesh | None, parallel: ParallelConfig | None) -> None:
+    def __init__(
+        self, model: Model, mesh: Mesh | None, parallel: ParallelConfig | None, apart_from: Sequence[Placed] = ()
+    ) -> None:
         executor = current_executor()
-        mesh = MeshOptions().of(len(executor.slots)) if mesh is None else mesh
+        taken = {slot for other in apart_from for slot in other.engine.slots}
+        mesh = MeshOptions().of(len(executor.slots) - len(taken)) if mesh is None else mesh
         self.model = model
         self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop")
+        self.engines.apart = [other.engine for other in apart_from]
         self.engine: TrainEngine
 
     def parts(self) -> dict[str, Engine | Stateful]:
@@ -113,7 +127,8 @@ class Policy(Scored):
     """A model that an objective trains: of groups with rewards, of rows to imitate (``NLL``), or of comparisons.
 
     ``mesh`` arranges the workers; ``scoring`` says how a token's probability is computed, among others at which
-    temperature completions are sampled and how many tokens one forward pass has.
+    temperature completions are sampled and how many tokens one forward pass has. ``apart_from=[rollout]`` leaves the
+    rollout its own workers, so that both can work at the same time.
 
     >>> model, rows = load_model("org/Small-1B"), load_rows("problems.jsonl")  # doctest: +SKIP
     >>> objective = rl_fn.recipes.grpo()  # doctest: +SKIP
@@ -137,8 +152,9 @@ class Policy(Scored):
         scoring: ScoringConfig | None = None,
         parallel: ParallelConfig | None = None,
         fused_loss: bool = False,
+        apart_from: Sequence[Placed] = (),
     ) -> None:
-        super().__init__(model, mesh, parallel)
+        super().__init__(model, mesh, parallel, apart_from)
         self.objective, self.optimizer = objective, optimizer
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self._statistics: BatchStatistics | None = None
@@ -158,7 +174,8 @@ class Policy(Scored):
 
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with π_old of the trainer's present weights, for a rollout that is stale or less precise."""
-        return batch.with_fields(old_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+        scored = batch.with_fields(old_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+        return replace(scored, rescored=True)
 
     def update(self, batch: GroupBatch | TokenBatch | PairBatch, *, updates: int = 1) -> Metrics:
         """Forward and backward in micro-batches, and the optimiser's step; the metrics of the last one.
@@ -168,7 +185,7 @@ class Policy(Scored):
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: a batch without advantages, or sampled at another temperature than this policy scores at.
+            ValueError: a batch without advantages, or sampled from another distribution than this policy scores.
         """
         if isinstance(self.objective, NLL) and isinstance(batch, TokenBatch):
             return Metrics(supervised_update(self.engine, batch), batch)
@@ -207,6 +224,12 @@ class Policy(Scored):
                 f"completions are sampled at temperature {sampled}, the policy is scored at {scoring.temperature}: no "
                 f"ratio would start at 1. Policy(…, scoring=ScoringConfig(temperature={sampled})) is the same"
             )
+        exact = batch.groups.exact and scoring.softcap is None and scoring.dtype == "float32"
+        if not (exact or batch.rescored):
+            raise ValueError(
+                f"the rollout's log-probabilities are not those of the trainer's weights with {scoring}, and no ratio "
+                "would start at 1: batch = policy.score(batch) gives π_old of the trainer"
+            )
         if batch.reference not in (None, scoring):
             raise ValueError(
                 f"the policy is scored with {scoring}, the reference with {batch.reference}: the KL of a model to its "
@@ -231,8 +254,9 @@ class Reference(Scored):
         mesh: Mesh | None = None,
         scoring: ScoringConfig | None = None,
         parallel: ParallelConfig | None = None,
+        apart_from: Sequence[Placed] = (),
     ) -> None:
-        super().__init__(model, mesh, parallel)
+        super().__init__(model, mesh, parallel, apart_from)
         self.engine = self.engines.completion_scorer(scoring or ScoringConfig())
 
     def score(self, batch: AnyBatch) -> AnyBatch:

@@ -1,5 +1,6 @@
 """Models of a loop with a head of one number: a critic and a reward model, each over one engine."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,8 +12,8 @@ from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import Model
 from rl_bridge.loop.groups import GroupBatch
-from rl_bridge.loop.trained import MOMENTUM, AdamW, Metrics, Scored, selected
-from rl_bridge.models.source import ValueSource
+from rl_bridge.loop.trained import MOMENTUM, AdamW, Metrics, Placed, Scored, selected
+from rl_bridge.models.model_source import ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
@@ -41,8 +42,9 @@ class Critic(Scored):
         mesh: Mesh | None = None,
         scoring: ScoringConfig | None = None,
         parallel: ParallelConfig | None = None,
+        apart_from: Sequence[Placed] = (),
     ) -> None:
-        super().__init__(model, mesh, parallel)
+        super().__init__(model, mesh, parallel, apart_from)
         if objective.value is None:
             raise ValueError(f"{objective.name} has no critic's loss: objective.replace(value=ValueLoss()) has one")
         self.optimizer, self._denominator = optimizer, from_jax(objective.denominator)

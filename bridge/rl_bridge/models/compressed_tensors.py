@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl_bridge.models.source import ModelSource, PretrainedSource
+from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.stored_tensors import INDEX, ONE_FILE, require_fit
 from rl_bridge.weights.manifest import module_tensors
 from rl_bridge.weights.source import BLOCK, LAYOUTS, Precision, Quantize, Through, precision_map

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_bridge.models.lora_targets import ALL_LINEAR, Targets, targets_of
-from rl_bridge.models.source import ModelSource, device_of
+from rl_bridge.models.model_source import ModelSource, device_of
 from rl_bridge.models.stored_tensors import SafetensorsFolder, require_finite
 from rl_bridge.parallel.fsdp import materialize, part_of
 from rl_bridge.weights.manifest import local

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rl_bridge.common.files import replacing
 from rl_bridge.data.rows import RESPONSES
 from rl_bridge.models.model_folder import tokenizer_in
+from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.small import TinySource, character_tokenizer
-from rl_bridge.models.source import ModelSource, PretrainedSource
 from rl_bridge.weights.manifest import full, is_peft
 from rl_bridge.weights.source import source_of
 

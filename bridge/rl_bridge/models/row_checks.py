@@ -19,7 +19,7 @@ from rl_bridge.common.terminal import remark
 from rl_bridge.data.rows import refuse
 from rl_bridge.data.trajectory import Message
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 
 # Rotary frequencies that depend on the longest row of a call, and how long rows may be so that none does.
 

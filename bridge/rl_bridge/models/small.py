@@ -19,7 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rl_bridge.models.source import fill
+from rl_bridge.models.model_source import fill
 from rl_bridge.models.stored_tensors import TensorsInHand
 
 # A character tokenizer in Hugging Face format: one token a character, lossless both ways.

@@ -14,7 +14,7 @@ from rl_bridge.data.comparisons import Form, PairBatch, PairPart, pair_parts, re
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.functional import from_jax
 from rl_bridge.memory.token_budget import scores_within_memory, within_memory
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
 from rl_bridge.modules.trainable import OptimizerConfig, Trainable
 from rl_bridge.modules.value import ValueScorer

@@ -14,7 +14,8 @@ from rl_bridge.data.token_batch import MicroBatch, TokenBatch, restore
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.functional import from_jax
 from rl_bridge.memory.token_budget import within_memory
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
+from rl_bridge.modules.own_loss import TorchLoss, check_loss
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer, following
 from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
@@ -201,8 +202,12 @@ class PolicyModule(CausalLMModule):
         """With ``fused_loss`` the head computes each logit once, not twice: for losses that are a sum over tokens.
 
         Raises:
-            ValueError: ``fused_loss`` with a loss in which the term of a token depends on another token.
+            ValueError: ``fused_loss`` with a loss in which the term of a token depends on another token, or a loss of
+                the user's own that is wrong on a small batch.
         """
+        check_loss(objective.loss)
+        if fused_loss and isinstance(objective.loss, TorchLoss):
+            raise ValueError(f"fused_loss takes losses in JAX, {objective.loss.name} is in PyTorch: train without")
         super().__init__(source, optimizer, updates=updates, scoring=scoring, parallel=parallel)
         self.objective, self.fused_loss = objective, fused_loss
         if fused_loss:

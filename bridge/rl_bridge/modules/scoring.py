@@ -11,9 +11,9 @@ from rl_bridge.data.token_batch import MicroBatch, TokenBatch, micro_batches, re
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.memory.token_budget import TokenBudget, scores_within_memory
+from rl_bridge.models.model_source import ModelSource, device_of
 from rl_bridge.models.pretrained import save_sharded_model
 from rl_bridge.models.row_checks import rotary_bound
-from rl_bridge.models.source import ModelSource, device_of
 from rl_bridge.modules.cpu_layers import use_cpu_layers
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.checkpointing import without_peft

@@ -12,7 +12,7 @@ from rl_bridge.data.token_batch import MicroBatch, TokenBatch
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import load_optimizer_state, optimizer_state, require_states
 from rl_bridge.memory.token_budget import optimizer_within_memory
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.router_balance import Part, require_whole_rows, router_balance
 from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
 from rl_bridge.parallel.config import ParallelConfig

@@ -8,7 +8,7 @@ from rl_bridge.data.token_batch import TokenBatch, restore
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.functional import from_jax
 from rl_bridge.memory.token_budget import scores_within_memory, within_memory
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.policy import detached
 from rl_bridge.modules.scoring import Scorer, ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig, Trainable

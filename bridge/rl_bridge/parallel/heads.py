@@ -71,7 +71,7 @@ def head_of(model: PreTrainedModel) -> Head:
             "fuse_linear_logprobs(model), fully_shard(model), register_fsdp_forward_method(model, 'token_logprobs')"
         )
     if is_peft(model):
-        from rl_bridge.weights.lora import effective_weight
+        from rl_bridge.weights.adapters import effective_weight
 
         weight = effective_weight(module)
     if not isinstance(weight, DTensor):

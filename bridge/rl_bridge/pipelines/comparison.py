@@ -25,9 +25,9 @@ from rl_bridge.data.comparisons import Comparison, Example, batch_of, examples_o
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.models.encoding import encode_completion
+from rl_bridge.models.model_source import ModelSource, ValueSource
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.row_checks import check_rows, pad_with_no_end
-from rl_bridge.models.source import ModelSource, ValueSource
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES, REWARD_LOSSES, UNMATCHED, ComparisonLoss, constants_of
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import (

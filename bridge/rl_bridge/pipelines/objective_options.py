@@ -12,6 +12,7 @@ import tyro
 import rl_fn
 from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, constraint
 from rl_bridge.common.terminal import given
+from rl_bridge.modules.own_loss import load_loss
 from rl_fn import Objective, components
 
 Level = Literal["token", "sequence"]
@@ -137,6 +138,9 @@ class ObjectiveOptions:
     """Bound of a clipped loss where the advantage is negative, above 1. None is the recipe's."""
     value_clip: float | None = None
     """A critic's values are held so near those of before the update, in units of reward. None is the recipe's."""
+    loss: str | None = None
+    """``FILE.py:name``: a function of a batch → the loss of each token, in place of the recipe's. Plain functions are
+    JAX's; ``rl_bridge.torch_loss`` wraps one of PyTorch."""
     algorithm: str = field(default="", init=False)
 
     def build(self) -> rl_fn.Objective:
@@ -155,6 +159,8 @@ class ObjectiveOptions:
         if self.dynamic_sampling is not None:
             sampling = objective.dynamic_sampling or components.DynamicSampling()
             objective = objective.replace(dynamic_sampling=sampling if self.dynamic_sampling else None)
+        if self.loss is not None:
+            objective = self._with_own_loss(objective, constants)
         if self.dual_clip is not None:
             if "dual_clip" not in {constant.name for constant in fields(objective.loss)}:
                 raise ValueError(f"the loss of {self.algorithm} has no dual_clip: {objective.loss}")
@@ -164,6 +170,22 @@ class ObjectiveOptions:
                 raise ValueError(f"{self.algorithm} has no critic: value_clip is for ppo and vapo")
             objective = objective.replace(value=replace(objective.value, clip=self.value_clip))
         return objective
+
+    def _with_own_loss(self, objective: rl_fn.Objective, constants: dict[str, Any]) -> rl_fn.Objective:
+        """The objective with the loss of the user's file.
+
+        Raises:
+            ValueError: a constant of the loss that it takes the place of.
+        """
+        loss, recipe = load_loss(str(self.loss)), getattr(rl_fn.recipes, self.algorithm)
+        defaults = {option.name: option.default for option in fields(self)}
+        for name, value in constants.items():
+            if value != defaults[name]:
+                others = {**constants, name: defaults[name]}
+                if recipe(**others).replace(loss=loss) == recipe(**constants).replace(loss=loss):
+                    flag = f"--objective.{name.replace('_', '-')}"
+                    raise ValueError(f"{flag} is of the loss of {self.algorithm}, and --objective.loss takes its place")
+        return objective.replace(loss=loss)
 
 
 def _option_type(annotation: Any) -> Any:

@@ -1,6 +1,6 @@
 """The processes and engines of a pipeline: options of the command line, and a method for each engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Self, TypeVar
@@ -15,7 +15,7 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors import Executor
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.session import current_executor, init
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.comparison import ComparisonLoss, CompletionScorer, PreferenceModule, RewardModule
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
@@ -116,6 +116,8 @@ class Engines:
         self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
         self.rollout_workers: int | None = None
         """Slots that the rollout has to itself. None: every slot has the rollout and all other engines."""
+        self.apart: Sequence[Engine] = ()
+        """Engines of somebody else, in whose slots no model is trained or scored."""
         self._engines: list[Engine] = []
         self.notes: list[str] = []
         """Notes of the engines made so far: where rows lie otherwise than asked for, and why."""
@@ -209,7 +211,7 @@ class Engines:
         factory = partial(module, *args, **options, parallel=self.parallel)  # type: ignore[arg-type]
         engine = TrainEngine(factory, executor=self.executor, name=f"{self._run}/{name}")
         alone = [other for other in self._engines if self.rollout_workers and isinstance(other, InferenceEngine)]
-        self._engines.append(engine.build(mesh=self.mesh, not_colocate_with=alone))
+        self._engines.append(engine.build(mesh=self.mesh, not_colocate_with=[*alone, *self.apart]))
         for note in engine.call("notes"):
             if note not in self.notes:
                 self.notes.append(note)

@@ -11,22 +11,24 @@ from transformers import PreTrainedTokenizerBase
 
 import rl_fn
 from rl_bridge.algorithms.completion_log import CompletionLog
+from rl_bridge.algorithms.completions import Complete, Sampler
 from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate
 from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, require_objective
 from rl_bridge.algorithms.policy_training import train_policy
-from rl_bridge.algorithms.sampling import Complete, Sampler
 from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
 from rl_bridge.common.files import write_json
 from rl_bridge.common.plots import spared
 from rl_bridge.common.statistics import confidence_interval
+from rl_bridge.common.user_files import content_of
 from rl_bridge.data.rows import RowStream, answered_row, policy_row
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
 from rl_bridge.models.encoding import encode_row
+from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.pretrained import pretrained, save_pretrained
 from rl_bridge.models.row_checks import check_rows, prompted, supervised
-from rl_bridge.models.source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
+from rl_bridge.modules.own_loss import check_loss
 from rl_bridge.modules.policy import require_token_local
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -177,8 +179,10 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         return super().models() | {"critic's model": self.critic.model, "teacher": self.teacher}
 
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints that a resumed run compares, with the environment's."""
-        return super().fingerprints() | self.environment_fingerprint()
+        """Fingerprints that a resumed run compares, with the environment's and the loss's."""
+        loss = self.objective.loss
+        own = {} if loss is None else {"loss": content_of(Path(loss.rpartition(":")[0]))}
+        return super().fingerprints() | self.environment_fingerprint() | own
 
     @property
     def completions(self) -> int:
@@ -218,6 +222,7 @@ def prepare(pipeline: PolicyPipeline, executor: Executor) -> rl_fn.Objective:
     """Set threads and seeds of the processes, and return the objective. Comes before a model is made."""
     prepare_processes(pipeline, executor)
     objective, _ = pipeline.objective_and_coefficients()
+    check_loss(objective.loss)
     if pipeline.fused_loss:
         require_token_local(objective)
     return objective

@@ -13,15 +13,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
+from rl_bridge.algorithms.completions import Complete, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.sampling import Complete, completions
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Budget, SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import EnvironmentFactory, load_environment
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rewards import RewardOptions, Rewards, load
 from rl_bridge.rewards.sources import named

@@ -12,9 +12,9 @@ from rl_bridge.data.rows import RowStream, refuse, supervised_row
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.models.encoding import encode_row
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.row_checks import check_rows
-from rl_bridge.models.source import ModelSource
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
 from rl_bridge.run.options import MAY_CHANGE, require_used

@@ -20,8 +20,8 @@ from rl_bridge.engines import Mesh
 from rl_bridge.executors import Executor
 from rl_bridge.models.chat_templates import read_template, use_template
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.model_source import FreezingSource, ModelSource, PretrainedSource
 from rl_bridge.models.pretrained import new_for_rows, pretrained
-from rl_bridge.models.source import FreezingSource, ModelSource, PretrainedSource
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.checkpointing import Activations

@@ -266,9 +266,9 @@ class RewardModel:
         # Not at the top: most runs have no reward model, and a reward's own process needs no torch.
         import torch
 
+        from rl_bridge.models.model_source import PretrainedValueSource
         from rl_bridge.models.pretrained import tokenizer_of
         from rl_bridge.models.row_checks import Fits
-        from rl_bridge.models.source import PretrainedValueSource
 
         self.name, self._tokens = name, micro_batch_tokens
         self._source = PretrainedValueSource(name)

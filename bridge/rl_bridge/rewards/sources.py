@@ -11,7 +11,7 @@ from typing import Any
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.function import Asked, Protocol, Reward, RewardError, load_reward
-from rl_bridge.rewards.process import AskedElsewhere
+from rl_bridge.rewards.reward_process import AskedElsewhere
 from rl_bridge.rewards.rewards import NamedReward, Rewards, watched, with_rows
 from rl_bridge.rewards.scoring_models import Judge, RemoteRewardModel, RewardModel, Server
 from rl_bridge.run.options import MAY_CHANGE, require_used
@@ -219,7 +219,7 @@ def _fingerprint(source: Source) -> str:
     if kind == "model":
         # Not at the top: a reward's own process needs no torch.
         from rl_bridge.common.terminal import tell
-        from rl_bridge.models.source import PretrainedSource
+        from rl_bridge.models.model_source import PretrainedSource
 
         return f"model {of_folder(PretrainedSource(rest).folder(), tell)}"
     if kind == "judge":

@@ -18,8 +18,8 @@ from rl_bridge.data.trajectory import (
     Trajectory,
     spans_of_turn,
 )
-from rl_bridge.environments.calls import Finished, Steps
 from rl_bridge.environments.environment import Step, Talker
+from rl_bridge.environments.environment_calls import Finished, Steps
 from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
 from rl_bridge.rollout.decoder import Decoder, Drawn
 

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import rotary_bound
-from rl_bridge.models.source import ModelSource
 from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.cached_model import Arrangement
 from rl_bridge.rollout.decoder import Drawn
+from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.sampling import StopTexts
-from rl_bridge.rollout.worker import Advancing, Conversing, Generating
 from rl_bridge.weights import ModuleReceiver
 from rl_bridge.weights.source import Quantize, Through, linear_weights
 from rl_kernels import int8_matmul

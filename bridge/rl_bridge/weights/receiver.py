@@ -107,7 +107,7 @@ class ModuleReceiver:
         if is_peft(self._module):
             if not adapter:
                 raise ValueError("a peft model takes over an adapter: sync_weights(..., adapter=True)")
-            from rl_bridge.weights.lora import adapter_tensors
+            from rl_bridge.weights.adapters import adapter_tensors
 
             return adapter_tensors(self._module)
         if adapter:
@@ -117,7 +117,7 @@ class ModuleReceiver:
     def adapter_config(self) -> dict[str, Any]:
         """The part of the active adapter's configuration that its effect depends on."""
         if is_peft(self._module):
-            from rl_bridge.weights.lora import adapter_config
+            from rl_bridge.weights.adapters import adapter_config
 
             return adapter_config(self._module)
         raise ValueError(f"adapter=True needs a peft model, got {type(self._module).__name__}")

@@ -224,7 +224,7 @@ def in_charge_of(module: Any) -> Any:
 def own_source(module: torch.nn.Module) -> WeightSource:
     """A peft model's weights, or the module's own tensors."""
     if is_peft(module):
-        from rl_bridge.weights.lora import PeftSource
+        from rl_bridge.weights.adapters import PeftSource
 
         return PeftSource(module)
     return ModuleSource(module)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.pipelines.comparison import PreferencePipeline
 from rl_bridge.pipelines.policy import PolicyPipeline
 from rl_bridge.pipelines.training import LoRAOptions
-from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_tools.plan.rehearsal import Rehearsal, world_of
 from rl_tools.plan.steps import PHASES, SUPERVISION_PHASES, PolicyStep, Rows, Supervision, SupervisionStep
 from rl_tools.plan.vllm_memory import EngineShare, engine_of, share_for

@@ -27,7 +27,7 @@ from rl_bridge.executors import LocalExecutor
 from rl_bridge.executors.executor import Arguments, Slot, Together
 from rl_bridge.executors.host import Host
 from rl_bridge.models.model_folder import config_of, made, require_causal, require_place
-from rl_bridge.models.source import (
+from rl_bridge.models.model_source import (
     ModelSource,
     PretrainedSource,
     PretrainedValueSource,

@@ -17,7 +17,7 @@ from rl_bridge.data.token_batch import TokenBatch, collate, micro_batches
 from rl_bridge.data.trajectory import SamplingParams, Trajectory, single_turn
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.worker import worker_of
-from rl_bridge.models.source import ModelSource, ValueSource
+from rl_bridge.models.model_source import ModelSource, ValueSource
 from rl_bridge.parallel.heads import token_values
 from rl_bridge.pipelines.comparison import PreferencePipeline, RewardModelPipeline
 from rl_bridge.pipelines.policy import PolicyPipeline

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines.dispatch import returns
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.pipelines.rollout_options import RolloutOptions
-from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.probe import EngineLimits, Probe
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
+from rl_bridge.rollout.vllm.weight_probe import EngineLimits, Probe
 from rl_bridge.weights.manifest import Manifest, TensorSpec, described, module_tensors
 from rl_bridge.weights.receiver import ModuleReceiver
 from rl_bridge.weights.source import Quantize, Through, precision_map

@@ -3,10 +3,10 @@
 import torch
 
 import rl_fn
+from rl_bridge.algorithms.completions import Sampler, completions
 from rl_bridge.algorithms.evaluation import Evaluator
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
 from rl_bridge.algorithms.policy_training import train_policy
-from rl_bridge.algorithms.sampling import Sampler, completions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh

@@ -12,9 +12,9 @@ import torch
 import rl_fn
 from rl_bridge.algorithms import completion_log
 from rl_bridge.algorithms.completion_log import CompletionLog, due
+from rl_bridge.algorithms.completions import Sampled
 from rl_bridge.algorithms.policy_setup import PolicyEngines
 from rl_bridge.algorithms.policy_training import Updates
-from rl_bridge.algorithms.sampling import Sampled
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Engine, Mesh, NeedParallel

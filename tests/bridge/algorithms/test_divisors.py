@@ -9,14 +9,14 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Inputs
+from rl_bridge.algorithms.completions import Sampled, Sampler
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
-from rl_bridge.algorithms.sampling import Sampled, Sampler
 from rl_bridge.algorithms.supervised_training import SFTConfig, WarmStart, train_sft
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.engines import TrainEngine
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rewards import load

@@ -7,9 +7,9 @@ import math
 import pytest
 
 import rl_fn
+from rl_bridge.algorithms.completions import Sampler, overlong, without_signal
 from rl_bridge.algorithms.evaluation import Archive, Evaluator, pass_rates
 from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, PolicyConfig, SamplingOptions, constraint
-from rl_bridge.algorithms.sampling import Sampler, overlong, without_signal
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.pipelines.objective_options import ControlOptions, KLOptions, controlled, objective_options

@@ -9,16 +9,16 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Inputs, steps_of
+from rl_bridge.algorithms.completions import Sampled, Sampler, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
 from rl_bridge.algorithms.policy_training import Updates
-from rl_bridge.algorithms.sampling import Sampled, Sampler, completions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax, trace
+from rl_bridge.models.model_source import StateSource, ValueSource
 from rl_bridge.models.small import tiny_qwen2
-from rl_bridge.models.source import StateSource, ValueSource
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.modules.trainable import OptimizerConfig

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.algorithms.completions import completions
 from rl_bridge.algorithms.evaluation import evaluate
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.sampling import completions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import Mesh
 from rl_bridge.rewards import load

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from rl_bridge.models.model_source import PretrainedSource, ValueSource
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
-from rl_bridge.models.source import PretrainedSource, ValueSource
 from tests.bridge.bad_inputs.case import SFT, changed
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"

@@ -55,7 +55,7 @@ def error_of(function: Callable, *arguments) -> Callable[[], str]:
 def reward(folder: Path) -> Opened:
     from rl_bridge.data.trajectory import single_turn
     from rl_bridge.rewards import with_rows
-    from rl_bridge.rewards.process import AskedElsewhere
+    from rl_bridge.rewards.reward_process import AskedElsewhere
 
     words = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "a"})
     batch = with_rows([single_turn([2], [3], group=0, messages=words)], [{"prompt": "1+1=", "_where": "row 1"}])
@@ -66,7 +66,7 @@ def reward(folder: Path) -> Opened:
 
 def environment(folder: Path) -> Opened:
     from rl_bridge.environments import load_environment
-    from rl_bridge.environments.calls import EnvironmentProcesses
+    from rl_bridge.environments.environment_calls import EnvironmentProcesses
 
     factory = load_environment(f"{file(folder, 'mine.py', ENVIRONMENT)}:Game")
     processes = EnvironmentProcesses(factory, limit=600.0)

@@ -20,7 +20,7 @@ from rl_bridge.common import guard
 from rl_bridge.common.children import Child
 from rl_bridge.common.guard import end_session
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.calls import EnvironmentProcesses
+from rl_bridge.environments.environment_calls import EnvironmentProcesses
 from tests.bridge.common.kinds import ENVIRONMENT, KINDS, begun, file
 from tests.support.processes import gone
 

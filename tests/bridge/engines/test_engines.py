@@ -8,7 +8,7 @@ import rl_fn
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.engines import Engine, InferenceEngine, Mesh, NeedParallel, TrainEngine, returns
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.modules.supervised import SupervisedModule

@@ -11,11 +11,11 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.executors import LocalExecutor, WorkerDied
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
-from rl_bridge.models.source import StateSource
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.rollout.ahead.driver import Lanes
+from rl_bridge.rollout.ahead.lanes import Lanes
 
 PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]
 SAMPLING = SamplingParams(max_new_tokens=24, n=3, seed=4)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.calls import ThreadedSteps
 from rl_bridge.environments.environment import Session
+from rl_bridge.environments.environment_calls import ThreadedSteps
 from rl_bridge.environments.factories import OpenEnv
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.turn_template import TurnTemplate

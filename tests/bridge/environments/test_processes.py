@@ -14,10 +14,10 @@ import pytest
 
 from rl_bridge.data.trajectory import Budget, Request, RowRequest, SamplingParams, Spending
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.calls import EnvironmentProcesses, ForkedSession, ThreadedSteps
 from rl_bridge.environments.environment import Session
+from rl_bridge.environments.environment_calls import EnvironmentProcesses, ForkedSession, ThreadedSteps
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import character_tokenizer
-from rl_bridge.models.source import StateSource
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rewards import RewardError, load
 from rl_bridge.rollout import InProcessRollout
@@ -201,7 +201,7 @@ def test_an_environment_that_loops_is_ended_at_the_call_s_limit(processes, pids)
 def test_an_environment_that_loops_ends_with_a_driver_that_is_killed(file, pids):
     code = f"""
 from rl_bridge.environments import load_environment
-from rl_bridge.environments.calls import EnvironmentProcesses, ForkedSession
+from rl_bridge.environments.environment_calls import EnvironmentProcesses, ForkedSession
 
 if __name__ == "__main__":
     made = EnvironmentProcesses(load_environment("{file}:Game"), limit=600)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from rl_bridge.environments.calls import ThreadedSteps
 from rl_bridge.environments.environment import Session
+from rl_bridge.environments.environment_calls import ThreadedSteps
 
 
 def all_of(steps, count):

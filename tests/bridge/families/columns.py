@@ -14,8 +14,8 @@ from rl_bridge.data.trajectory import SamplingParams, requests_of
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.model_source import ModelSource, PretrainedSource, StateSource, ValueSource
 from rl_bridge.models.small import character_tokenizer
-from rl_bridge.models.source import ModelSource, PretrainedSource, StateSource, ValueSource
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig
 from rl_bridge.modules.value import ValueScorer

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.executors.host import Host
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import CausalLMModule
 from rl_bridge.parallel.mesh import make_mesh

@@ -21,8 +21,8 @@ from rl_bridge.algorithms.comparison_training import accumulate
 from rl_bridge.algorithms.supervised_training import SFTConfig
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
+from rl_bridge.models.model_source import ValueSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import ValueSource
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss, PreferenceModule, RewardModule
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import ScoringConfig

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,42 @@ def test_advantages_compare_the_completions_of_a_prompt(groups):
     batch = batch.with_advantages(rl_fn.recipes.rloo())
     assert batch.tokens.advantages[:, 1].tolist() == [-1.0, 1.0, -1.0, 1.0]
     assert batch.computed.all() and batch.counted[:, 1].all() and batch.metrics["informative"] == 1.0
+
+
+def test_groups_are_joined_and_selected_prompt_by_prompt(groups):
+    first = groups.score(lambda completion, row: float(completion))
+    second = replace(groups, sampling=replace(SAMPLING, seed=4)).score(lambda completion, row: 1.0)
+    both = rl_bridge.Groups.joined([first, second])
+    assert both.rewards.tolist() == [[6.0, 7.0], [6.0, 7.0], [1.0, 1.0], [1.0, 1.0]]
+    assert [t.group for t in both.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3] and both.scored.sampled_groups == 4
+    chosen = both.select((both.rewards.std(1) > 0).nonzero()[:, 0])
+    assert chosen.rewards.tolist() == first.rewards.tolist() and both.select([3, 0]).rewards[0].tolist() == [1.0, 1.0]
+    expected = first.batch().with_advantages(rl_fn.recipes.rloo()).tokens
+    assert torch.equal(chosen.batch().with_advantages(rl_fn.recipes.rloo()).tokens.advantages, expected.advantages)
+    hotter = replace(first, sampling=replace(SAMPLING, temperature=0.5))
+    with pytest.raises(ValueError, match=r"sampled and scored alike.*temperature=0\.5"):
+        rl_bridge.Groups.joined([first, hotter])
+
+
+def test_an_evaluation_is_the_mean_with_its_interval_and_pass_at_k(groups):
+    scored = groups.score(lambda completion, row: float(completion == "7"))
+    metrics = scored.held_out(pass_at=(1, 2))
+    assert metrics["held_out"] == metrics["pass@1"] == 0.5 and metrics["pass@2"] == 1.0
+    assert metrics["held_out_low"] <= 0.5 <= metrics["held_out_high"]
+    with pytest.raises(ValueError, match="pass@3 needs 3 completions a prompt, got 2"):
+        scored.held_out(pass_at=(3,))
+
+
+def test_rows_that_are_held_out_share_no_prompt_with_the_others():
+    rows = rl_bridge.Rows([{"prompt": str(number % 7), "answer": number} for number in range(12)], seed=3)
+    train, held_out = rows.hold_out(2)
+    trained = {row["prompt"] for row in train.take(len(train))}
+    assert len(held_out) == 2 and not trained & {row["prompt"] for row in held_out} and len(trained) == 5
+    assert rows.hold_out(2)[1] == held_out
+    with pytest.raises(ValueError, match="cannot hold out 7 distinct prompts"):
+        rows.hold_out(7)
+    with pytest.raises(ValueError, match="hold_out is for prompts"):
+        rl_bridge.Rows([1, 2], collate=list, fingerprint="1").hold_out(1)
 
 
 def test_an_input_that_no_model_has_given_is_refused_with_the_call_that_gives_it(groups):

@@ -9,8 +9,8 @@ import torch
 from rl_bridge.algorithms.comparison_training import accumulate
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.memory.token_budget import LEAST
+from rl_bridge.models.model_source import ValueSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss, CompletionScorer, PreferenceModule, RewardModule
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer

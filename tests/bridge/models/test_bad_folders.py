@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.model_source import PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.pretrained import new_for_rows, pretrained
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.stored_tensors import INDEX, ONE_FILE
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_bridge.models.compressed_tensors import write_checkpoint
-from rl_bridge.models.source import PretrainedSource, StateSource
+from rl_bridge.models.model_source import PretrainedSource, StateSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from rl_bridge.weights.source import LAYOUTS, Cast
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from rl_bridge.models import conversion
 from rl_bridge.models.conversion import ConvertedTensors
-from rl_bridge.models.source import PretrainedSource, PretrainedValueSource, ValueSource
+from rl_bridge.models.model_source import PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder, fill_computed_buffers
 from tests.bridge.families import zoo
 

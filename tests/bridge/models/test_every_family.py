@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
+from rl_bridge.models.model_source import PretrainedSource, PretrainedValueSource, StateSource, ValueSource
 from rl_bridge.models.pretrained import save_sharded_model
-from rl_bridge.models.source import PretrainedSource, PretrainedValueSource, StateSource, ValueSource
 from rl_bridge.parallel.heads import scored_places, token_values
 from tests.bridge.families import zoo
 

@@ -7,8 +7,8 @@ from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.model_source import FreezingSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import FreezingSource
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 

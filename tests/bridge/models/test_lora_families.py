@@ -11,8 +11,8 @@ from rl_bridge.executors import LocalExecutor
 from rl_bridge.models import lora
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.lora_targets import is_linear, routers
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.pretrained import save_sharded_model
-from rl_bridge.models.source import StateSource
 from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.weights import EngineRef, source_of, sync_weights
 from tests.support.lora_families import FAMILIES, tiny

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines.worker import torch_worker
+from rl_bridge.models.model_source import PretrainedValueSource, StateSource, ValueSource
 from rl_bridge.models.row_checks import pad_with_no_end
 from rl_bridge.models.small import TinySource, character_tokenizer
-from rl_bridge.models.source import PretrainedValueSource, StateSource, ValueSource
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.value import ValueScorer
 from rl_bridge.parallel.heads import scored_places

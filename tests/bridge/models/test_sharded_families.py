@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.model_source import PretrainedSource
 from rl_bridge.models.pretrained import save_sharded_model
-from rl_bridge.models.source import PretrainedSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from tests.bridge.families import zoo
 from tests.support import one_step
@@ -22,7 +22,7 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 def load_and_save(host, path, kind, layout):
     """Load over two workers and write the folder anew; buffers and the bytes that were read."""
-    from rl_bridge.models import source as sources
+    from rl_bridge.models import model_source as sources
     from rl_bridge.parallel.parallelize import parallelize
 
     source = PretrainedSource(f"{path}/{kind}")

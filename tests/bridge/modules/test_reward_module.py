@@ -11,8 +11,8 @@ import rl_fn
 from rl_bridge.algorithms.comparison_training import held_out_metrics
 from rl_bridge.data.comparisons import stand_in_pair
 from rl_bridge.engines.worker import torch_worker
+from rl_bridge.models.model_source import PretrainedValueSource, StateSource, ValueSource
 from rl_bridge.models.small import tiny_qwen2
-from rl_bridge.models.source import PretrainedValueSource, StateSource, ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss, RewardModule
 from rl_bridge.modules.policy import mean
 from rl_bridge.modules.scoring import ScoringConfig

@@ -12,8 +12,8 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import character_tokenizer
-from rl_bridge.models.source import StateSource
 from rl_bridge.modules.comparison import ComparisonLoss, PreferenceModule
 from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer

@@ -9,8 +9,8 @@ from transformers import AutoModelForSequenceClassification
 import rl_fn
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.worker import torch_worker
+from rl_bridge.models.model_source import PretrainedSource, PretrainedValueSource, StateSource, ValueSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import PretrainedSource, PretrainedValueSource, StateSource, ValueSource
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.modules.value import ValueModule, ValueScorer

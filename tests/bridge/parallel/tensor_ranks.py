@@ -52,8 +52,8 @@ def differences(name: str, mesh: Any) -> dict[str, Any]:
     A difference is relative to the tensor's largest number where this is above 1. "held" is the fraction of the
     parameters that the rank holds.
     """
+    from rl_bridge.models.model_source import PretrainedSource
     from rl_bridge.models.pretrained import save_sharded_model
-    from rl_bridge.models.source import PretrainedSource
     from rl_bridge.parallel.attention import use_rl_fn_attention
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.parallel.mesh import clip_grad_norm

@@ -11,7 +11,7 @@ from torch import nn
 
 from experiments.benchmarks.memory_grid import models
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.source import FreezingSource
+from rl_bridge.models.model_source import FreezingSource
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig

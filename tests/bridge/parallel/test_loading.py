@@ -15,7 +15,7 @@ LAYOUTS = {"shard": (1, 2, 1, 1), "replicate": (2, 1, 1, 1), "tensor": (1, 1, 1,
 
 def load(host, folder, sizes):
     """A folder's weights whole again, the bytes read, and the bytes that are held before and after a step."""
-    from rl_bridge.models import source as sources
+    from rl_bridge.models import model_source as sources
     from rl_bridge.models.stored_tensors import SafetensorsFolder
     from rl_bridge.parallel.parallelize import parallelize
 
@@ -60,7 +60,7 @@ def storages_now():
 
 def free(host):
     """Bytes alive before the model, with the model, freed, and back; and the logits before and after."""
-    from rl_bridge.models.source import StateSource
+    from rl_bridge.models.model_source import StateSource
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.parallel.fsdp import move_weights
 

@@ -37,8 +37,8 @@ def batch():
 def source_of_model(mixture):
     """A dense model with adapters of its linear layers, or a mixture with adapters of all kinds (MUSB-1, MUSB-2)."""
     from rl_bridge.models.lora import LoRASource
+    from rl_bridge.models.model_source import StateSource
     from rl_bridge.models.small import TinySource
-    from rl_bridge.models.source import StateSource
     from tests.support.lora_families import tiny
 
     if mixture:

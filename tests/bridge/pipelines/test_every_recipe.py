@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 import rl_fn
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.algorithms.policy_training import Updates
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import tiny_qwen2
-from rl_bridge.models.source import StateSource
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ControlOptions, objective_options
 from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, prepare, train_and_evaluate

@@ -11,7 +11,7 @@ import torch
 from rl_bridge.algorithms.comparison_training import PreferenceConfig
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.common.user_files import content_of, sources_of
-from rl_bridge.models.source import PretrainedSource, ValueSource
+from rl_bridge.models.model_source import PretrainedSource, ValueSource
 from rl_bridge.pipelines.comparison import PreferencePipeline, run_preference
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy

@@ -8,6 +8,7 @@ import pytest
 import tyro
 
 import rl_fn
+from rl_bridge.modules.own_loss import load_loss
 from rl_bridge.pipelines.objective_options import (
     ALGORITHMS,
     AggregationOptions,
@@ -121,6 +122,51 @@ def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
         objective_options("sapo", dual_clip=3.0).build()
     with pytest.raises(ValueError, match="unknown algorithm 'nope'; there is: cispo, clip_cov"):
         objective_options("nope")
+
+
+LOSSES = """
+import torch
+from rl_bridge import torch_loss
+
+def plain(batch):
+    return -batch.advantages * batch.logprobs
+
+@torch_loss
+def in_torch(batch):
+    return -batch.advantages * batch.logprobs
+"""
+
+
+@pytest.fixture
+def losses(tmp_path):
+    """A file with losses of the user's own."""
+    file = tmp_path / "losses.py"
+    file.write_text(LOSSES)
+    return file
+
+
+@pytest.mark.parametrize("name", ["plain", "in_torch"])
+def test_a_loss_of_a_file_takes_the_place_of_the_recipe_s(losses, name):
+    objective = built("objective:grpo", "--objective.loss", f"{losses}:{name}", "--objective.kl.coef", "0.5")
+    assert objective == rl_fn.recipes.grpo().replace(loss=load_loss(f"{losses}:{name}"), kl=components.KL("k3", 0.5))
+    assert name in objective.explain()
+
+
+def test_a_constant_of_the_loss_that_is_gone_is_refused(losses):
+    options = {"loss": f"{losses}:in_torch"}
+    with pytest.raises(ValueError, match=r"--objective\.clip-low is of the loss of dapo, and --objective\.loss takes"):
+        objective_options("dapo", clip_low=0.1, **options).build()
+    with pytest.raises(ValueError, match="the loss of dapo has no dual_clip"):
+        objective_options("dapo", dual_clip=3.0, **options).build()
+    kept = objective_options("dr_grpo", max_completion_length=8.0, **options).build()
+    assert kept.aggregation == rl_fn.recipes.dr_grpo(max_completion_length=8.0).aggregation
+
+
+def test_a_resumed_run_compares_the_file_of_its_loss(losses):
+    pipeline = dataclasses.replace(quickstart(), objective=objective_options("dapo", loss=f"{losses}:plain"))
+    before = pipeline.fingerprints()
+    losses.write_text(LOSSES + "\n")
+    assert before["loss"] != pipeline.fingerprints()["loss"] and "loss" not in quickstart().fingerprints()
 
 
 def test_options_stand_before_and_after_the_algorithm():

@@ -8,7 +8,7 @@ import pytest
 from rl_bridge.data.trajectory import Budget, SamplingParams, Spending
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.conversations import Conversations

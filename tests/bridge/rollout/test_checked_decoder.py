@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.rollout import InProcessRollout, inprocess
 from rl_bridge.rollout.cached_decoder import CachedDecoder

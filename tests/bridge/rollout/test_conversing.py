@@ -9,7 +9,7 @@ from rl_bridge.data.trajectory import RowRequest, SamplingParams
 from rl_bridge.engines import InferenceEngine, Mesh
 from rl_bridge.environments import Step
 from rl_bridge.executors.session import LocalExecutor
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.rollout import InProcessRollout
 
 SAMPLING = SamplingParams(max_new_tokens=12, n=3, seed=4)

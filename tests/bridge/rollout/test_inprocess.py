@@ -8,8 +8,8 @@ import torch
 
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Budget, SamplingParams, Spending, requests_of
+from rl_bridge.models.model_source import PretrainedSource, StateSource, fill
 from rl_bridge.models.small import character_tokenizer
-from rl_bridge.models.source import PretrainedSource, StateSource, fill
 from rl_bridge.models.stored_tensors import TensorsInHand
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout import InProcessRollout
@@ -255,7 +255,9 @@ def test_what_is_not_finished_in_time_comes_back_with_what_it_has(rollout, monke
     """The clock counts how often it is read: once at the start, and once a token."""
     whole = generate(rollout, PROMPTS, SAMPLING)
     clock = itertools.count()
-    monkeypatch.setattr("rl_bridge.rollout.worker.Spending", lambda budget: Spending(budget, lambda: next(clock)))
+    monkeypatch.setattr(
+        "rl_bridge.rollout.rollout_worker.Spending", lambda budget: Spending(budget, lambda: next(clock))
+    )
     found = [
         t for row in rollout.generate(requests_of(PROMPTS, SAMPLING.seed), SAMPLING, Budget(seconds=3.5)) for t in row
     ]

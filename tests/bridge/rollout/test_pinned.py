@@ -55,7 +55,7 @@ def test_vllm_takes_no_default_for_what_is_sent(options):
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from rl_bridge.rollout.vllm.engine import vllm_sampling
+    from rl_bridge.rollout.vllm.vllm_engine import vllm_sampling
 
     class Defaults(dict):
         def get(self, name, default=None):

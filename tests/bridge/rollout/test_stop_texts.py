@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import character_tokenizer
-from rl_bridge.models.source import StateSource
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.sampling import StopTexts, request_seeds

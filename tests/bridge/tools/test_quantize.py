@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from rl_bridge.models.compressed_tensors import write_checkpoint
-from rl_bridge.models.source import PretrainedSource
+from rl_bridge.models.model_source import PretrainedSource
 from rl_bridge.rollout.inside_vllm.flashrl import settings_of
 from rl_bridge.weights.source import LAYOUTS
 from rl_tools.cli import main

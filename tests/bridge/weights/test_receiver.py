@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_bridge.data.trajectory import SamplingParams, requests_of
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.weights import Arrival, ModuleReceiver, WeightSyncError, checksum, receiver_of, transports
 from rl_bridge.weights.manifest import Claim, Manifest, described, inside, module_tensors, whole

@@ -13,8 +13,8 @@ import rl_bridge
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, Mesh, ParallelModule, TrainEngine, returns
 from rl_bridge.executors import WorkerError
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import character_tokenizer
-from rl_bridge.models.source import StateSource
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.weights import Cast, WeightSyncError, checksum

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rl_bridge.environments.calls import EnvironmentProcesses, Finished, ThreadedSteps
 from rl_bridge.environments.environment import EnvironmentFactory, Session, Step, Talker
+from rl_bridge.environments.environment_calls import EnvironmentProcesses, Finished, ThreadedSteps
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.ahead.ledger import Group, Key, Sample, Turn
 from rl_bridge.rollout.conversations import Conversation, Limits, Opening

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_bridge.models.compressed_tensors import quantization_config, tensors_of
-from rl_bridge.models.source import PretrainedSource
+from rl_bridge.models.model_source import PretrainedSource
 from rl_bridge.rollout.inside_vllm.flashrl import Setting, Settings
 from rl_bridge.weights.source import LAYOUTS, Quantize, linear_weights
 

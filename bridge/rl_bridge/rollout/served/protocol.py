@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.inside_vllm.held_weights import Held
-from rl_bridge.rollout.vllm import probe
+from rl_bridge.rollout.vllm import weight_probe as probe
 
 
 class MalformedReply(RuntimeError):

@@ -20,7 +20,7 @@ from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.sampling import CompletionText, StopTexts
 from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.served.protocol import Ask, Completion, EngineServer
-from rl_bridge.rollout.vllm import probe
+from rl_bridge.rollout.vllm import weight_probe
 
 logger = logging.getLogger(__name__)
 ABORTED = Completion([], [], None, [], "abort")
@@ -139,7 +139,7 @@ class ServedEngine:
 
     # The methods of EngineClient.
 
-    def limits(self) -> probe.EngineLimits:
+    def limits(self) -> weight_probe.EngineLimits:
         """The limits that the server gave."""
         return self.server.limits
 
@@ -178,7 +178,7 @@ class ServedEngine:
         """Empty the cache, blocks of running requests included."""
         return self.server.reset_prefix_cache()
 
-    def generate(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
+    def generate(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> weight_probe.Drawn:
         """Draw a probe's tokens; an engine that is paused is paused again afterwards."""
         paused = self.is_paused()
         if paused:

@@ -13,19 +13,19 @@ from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.rollout.inprocess import stop_tokens
+from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.sampling import StopTexts
 from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.served.protocol import EngineServer
 from rl_bridge.rollout.served.served_engine import ServedDecoder, ServedEngine
 from rl_bridge.rollout.served.sglang import SGLangOptions, SGLangServer, require_one_order
 from rl_bridge.rollout.served.vllm_server import ServedOptions, VLLMServer
-from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
+from rl_bridge.rollout.vllm.weight_probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import REPLACEMENTS, TakesProvedWeights, UpdatedEngine
-from rl_bridge.rollout.worker import Advancing, Conversing, Generating
 from rl_bridge.weights.source import Precision, Through
 
 

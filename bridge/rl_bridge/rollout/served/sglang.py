@@ -21,7 +21,7 @@ from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.sampling import pinned, refuse_together, truncation
 from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, field_of
-from rl_bridge.rollout.vllm import probe
+from rl_bridge.rollout.vllm import weight_probe as probe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION, EXTRA, DrawsO
 from rl_bridge.rollout.sampling import pinned, truncation
 from rl_bridge.rollout.served.process import ServerProcess
 from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, field_of
-from rl_bridge.rollout.vllm import probe
+from rl_bridge.rollout.vllm import weight_probe as probe
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.lora_adapters import NAME, blank_adapter
-from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.probe import EngineLimits
 from rl_bridge.rollout.vllm.ranks import binding
+from rl_bridge.rollout.vllm.weight_probe import EngineLimits
 
 
 def sampling_fields(ask: Ask) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def arguments(folder: Path, socket: Path, options: VLLMOptions, served: ServedOp
     if options.kv_cache_gib is not None:
         flags["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
     if options.adapter_rank is not None:
-        from rl_bridge.rollout.vllm.engine import rank_of  # and vLLM with it
+        from rl_bridge.rollout.vllm.vllm_engine import rank_of  # and vLLM with it
 
         flags |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
         flags["lora_modules"] = f"{NAME}={socket.parent / BLANK}"

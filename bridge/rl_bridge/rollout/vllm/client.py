@@ -14,9 +14,9 @@ import torch
 from rl_bridge.rollout.inside_vllm.held_weights import Held, held_by
 from rl_bridge.rollout.inside_vllm.plugin import PROTOCOL
 from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTRA, Draws, DrawsOf
-from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.probe import Drawn, EngineLimits
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.ranks import RankDied
+from rl_bridge.rollout.vllm.weight_probe import Drawn, EngineLimits
 
 _ADAPTER = "rl_fn"
 DEATHS = 3
@@ -93,7 +93,7 @@ def open_in_process(
     folder: Path, options: VLLMOptions, device: torch.device | None = None, draws: Draws | None = None
 ) -> "InProcessEngine":
     """An engine in this process that takes weights; ``device`` as ``open_engine`` has it, ``draws`` as ``opened``."""
-    from rl_bridge.rollout.vllm.engine import close_engine, opened
+    from rl_bridge.rollout.vllm.vllm_engine import close_engine, opened
 
     return InProcessEngine(partial(opened, options, device, draws or draws_of(options)), close_engine, folder)
 

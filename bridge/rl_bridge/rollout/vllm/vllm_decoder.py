@@ -145,7 +145,7 @@ class VLLMDecoder(Decoder):
             ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
         """
         check_row(tokens, limit=limit, drawn=drawn, longest=self._longest)
-        from rl_bridge.rollout.vllm.engine import vllm_sampling  # and vLLM with it
+        from rl_bridge.rollout.vllm.vllm_engine import vllm_sampling  # and vLLM with it
 
         whole = self._texts is None
         sampling = self._sampling.greedily() if greedy else self._sampling

@@ -14,18 +14,18 @@ from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.rollout.inprocess import stop_tokens
+from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.sampling import StopTexts
 from rl_bridge.rollout.vllm.client import InProcessEngine, draws_of
-from rl_bridge.rollout.vllm.engine import close_engine, facts, opened
-from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.sleeping import require_sleep, sleep, wake
 from rl_bridge.rollout.vllm.vllm_decoder import Outbox, VLLMDecoder
+from rl_bridge.rollout.vllm.vllm_engine import close_engine, facts, opened
 from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
+from rl_bridge.rollout.vllm.weight_probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
-from rl_bridge.rollout.worker import Advancing, Conversing, Generating
 from rl_bridge.weights.source import Through
 
 

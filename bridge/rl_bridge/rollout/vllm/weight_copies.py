@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.models.compressed_tensors import write_checkpoint
-from rl_bridge.models.source import ModelSource, PretrainedSource
+from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.stored_tensors import ONE_FILE, SafetensorsFolder
 from rl_bridge.rollout.vllm.lora_adapters import expected_adapter
 from rl_bridge.weights.manifest import Manifest, TensorSpec

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.vllm.client import EngineClient
-from rl_bridge.rollout.vllm.probe import (
+from rl_bridge.rollout.vllm.weight_copies import Copy, VLLMReceiver
+from rl_bridge.rollout.vllm.weight_probe import (
     Drawn,
     Probe,
     ProbeFailed,
@@ -20,7 +21,6 @@ from rl_bridge.rollout.vllm.probe import (
     check_scored,
     joined,
 )
-from rl_bridge.rollout.vllm.weight_copies import Copy, VLLMReceiver
 from rl_bridge.weights.ends import WeightSyncError
 from rl_bridge.weights.manifest import Manifest, TensorSpec, compare
 

@@ -7,8 +7,8 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
+from rl_bridge.algorithms.completions import Sampler, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
-from rl_bridge.algorithms.sampling import Sampler, completions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.rewards import load

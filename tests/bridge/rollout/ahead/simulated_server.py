@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.ahead.ledger import Tokens
 from rl_bridge.rollout.ahead.pumps import Advance
+from rl_bridge.rollout.rollout_worker import Advancing
 from rl_bridge.rollout.served.protocol import Completion
 from rl_bridge.rollout.served.served_engine import ServedDecoder
-from rl_bridge.rollout.worker import Advancing
 from tests.bridge.rollout.ahead.simulated_engine import most_likely, token
 
 SAMPLING = SamplingParams(max_new_tokens=1)

@@ -14,7 +14,7 @@ from rl_bridge.rewards import RewardError, load
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.ahead.ledger import Ledger, loaded, saved
 from rl_bridge.rollout.ahead.pumps import Pace
-from rl_bridge.rollout.worker import EngineDied
+from rl_bridge.rollout.rollout_worker import EngineDied
 from tests.bridge.rollout.ahead.runs import (
     CONFIG,
     SOURCE,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_bridge.rollout.ahead.driver import Driver
+from rl_bridge.rollout.ahead.lanes import Driver
 from tests.bridge.rollout.ahead.pumps import OneCommand, Scored
 
 
@@ -42,7 +42,7 @@ def test_weights_wait_for_the_call_that_the_engine_is_in():
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt, ValueError, ZeroDivisionError])
 def test_no_end_waits_for_a_reward_that_hangs(end, monkeypatch):
     """ROLL-11: a regular one, an interrupt or an error in the trainer's thread, an error of the engine."""
-    monkeypatch.setattr("rl_bridge.rollout.ahead.driver.GRACE", 0.05)
+    monkeypatch.setattr("rl_bridge.rollout.ahead.lanes.GRACE", 0.05)
     begun, stop = threading.Event(), threading.Event()
 
     def score(groups):
@@ -74,7 +74,7 @@ def test_no_end_waits_for_a_reward_that_hangs(end, monkeypatch):
 HANGS = """
 import threading
 from types import SimpleNamespace
-from rl_bridge.rollout.ahead.driver import Driver
+from rl_bridge.rollout.ahead.lanes import Driver
 from tests.bridge.rollout.ahead.pumps import Scored
 begun = threading.Barrier(3)
 def hangs(asked):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.rollout.ahead.driver import Lanes
+from rl_bridge.rollout.ahead.lanes import Lanes
 from rl_bridge.rollout.ahead.ledger import Tokens
 from rl_bridge.rollout.ahead.pumps import Advance, Ended, Row, Withdraw
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_bridge.rollout import worker
+from rl_bridge.rollout import rollout_worker
 from rl_bridge.rollout.ahead import ledger as saving
 from rl_bridge.rollout.ahead.ledger import Ledger, Sample, State
 from rl_bridge.rollout.ahead.pumps import Admission, RolloutPump, TrainingPump
@@ -284,7 +284,7 @@ def counts_the_rounds_anew_after_a_death(restarted):
     return again
 
 
-@fault(worker, "_reason")
+@fault(rollout_worker, "_reason")
 def takes_rows_that_have_ended_for_unfinished(reason):
     """ROLL-1: a server draws between two commands, and a full row or one behind its stop token went in again."""
     return lambda of_decoder: None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import rl_fn
-from rl_bridge.algorithms.sampling import Sampler
+from rl_bridge.algorithms.completions import Sampler
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import InferenceEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.served.served_engine import ServedDecoder
 from rl_bridge.rollout.served.vllm_server import ServedOptions, VLLMServer
-from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 SAMPLING = SamplingParams(max_new_tokens=12)

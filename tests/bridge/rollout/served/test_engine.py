@@ -15,15 +15,15 @@ from rl_bridge.common.guard import LOOK
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout.ahead.pumps import Row
+from rl_bridge.rollout.rollout_worker import EngineDied
 from rl_bridge.rollout.served.process import ServerDied, ServerProcess
 from rl_bridge.rollout.served.protocol import Ask, MalformedReply
 from rl_bridge.rollout.served.served_engine import ABORTED, ServedDecoder
 from rl_bridge.rollout.served.served_rollout import _Served
 from rl_bridge.rollout.served.vllm_server import ServedOptions, completion_of
-from rl_bridge.rollout.vllm.options import VLLMOptions
-from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
+from rl_bridge.rollout.vllm.weight_probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import UpdatedEngine
-from rl_bridge.rollout.worker import EngineDied
 from tests.bridge.rollout.served.running import SAMPLING, added, finish, opened, weights
 from tests.support.processes import gone
 

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.rollout.inside_vllm.plugin import PROTOCOL
 from rl_bridge.rollout.vllm.client import InProcessEngine
-from rl_bridge.rollout.vllm.engine import close_engine, open_engine
+from rl_bridge.rollout.vllm.vllm_engine import close_engine, open_engine
 from rl_bridge.weights import source_of
 from tests.bridge.rollout.vllm.faults import FAULTS, NOT_DELIVERED, TIED, shorten
 from tests.bridge.rollout.vllm.policies import (

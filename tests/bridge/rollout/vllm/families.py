@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rl_bridge.common.files import write_json
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.models.source import PretrainedSource
+from rl_bridge.models.model_source import PretrainedSource
 from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
 from tests.bridge.families import zoo
 from tests.bridge.rollout.vllm.policies import draw, gap, open_vllm, rollout, trainer, worker_of

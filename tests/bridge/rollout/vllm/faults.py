@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rl_bridge.weights import lora
+from rl_bridge.weights import adapters
 
 DOWN, KEY, QUERY = (
     "model.layers.1.mlp.down_proj.weight",
@@ -88,8 +88,8 @@ def crashed(worker, monkeypatch):
 
 def wrong_scaling(worker, monkeypatch):
     """α/r where the adapter was trained with α/√r: rank 4, so the merged adapter has half its size."""
-    merged = lora.merged
-    monkeypatch.setattr(lora, "merged", lambda weight, layer: (weight + merged(weight, layer)).detach() / 2)
+    merged = adapters.merged
+    monkeypatch.setattr(adapters, "merged", lambda weight, layer: (weight + merged(weight, layer)).detach() / 2)
 
 
 def not_delivered(client, monkeypatch):

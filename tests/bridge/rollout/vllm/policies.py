@@ -9,10 +9,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.models.lora import LoRASource
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.weight_probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
 from tests.bridge.rollout.vllm.double import open_double
 

@@ -11,7 +11,7 @@ from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, Sampl
 from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.models.source import PretrainedSource, StateSource
+from rl_bridge.models.model_source import PretrainedSource, StateSource
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import load
 from rl_bridge.rollout.ahead.pumps import Admission, Pace

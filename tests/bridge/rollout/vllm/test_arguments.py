@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_bridge.rollout.vllm.options import ALLOWED, REFUSED
+from rl_bridge.rollout.vllm.engine_options import ALLOWED, REFUSED
 
 DOCS = Path(__file__).parents[4] / "docs" / "rollouts.md"
 

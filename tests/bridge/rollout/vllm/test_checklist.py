@@ -7,7 +7,7 @@ from rl_bridge.algorithms.policy_setup import PolicyEngines, Replaced
 from rl_bridge.engines import TrainEngine
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.rollout.inside_vllm.held_weights import Held
-from rl_bridge.rollout.vllm.probe import Tolerance
+from rl_bridge.rollout.vllm.weight_probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import REPLACEMENTS, UpdateFailed
 from rl_bridge.weights import WeightSyncError
 from tests.bridge.rollout.vllm import double

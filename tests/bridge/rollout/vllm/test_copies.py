@@ -4,8 +4,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_bridge.rollout.vllm.probe import Drawn, EngineLimits, Probe, ProbeFailed, Tolerance, check_drawn, check_scored
 from rl_bridge.rollout.vllm.weight_copies import Copies, header_of, mapped
+from rl_bridge.rollout.vllm.weight_probe import (
+    Drawn,
+    EngineLimits,
+    Probe,
+    ProbeFailed,
+    Tolerance,
+    check_drawn,
+    check_scored,
+)
 from rl_bridge.rollout.vllm.weight_updates import buckets_by_layer
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 from tests.bridge.rollout.vllm import arrivals

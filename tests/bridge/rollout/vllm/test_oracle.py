@@ -7,7 +7,7 @@ import torch
 
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.compressed_tensors import write_checkpoint
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from tests.bridge.rollout.vllm.policies import make_model, open_vllm, rollout, trainer, worker_of
 from tests.bridge.rollout.vllm.samples import sampled
 

@@ -14,7 +14,7 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.compressed_tensors import write_checkpoint
-from rl_bridge.models.source import PretrainedSource, StateSource
+from rl_bridge.models.model_source import PretrainedSource, StateSource
 from rl_bridge.models.stored_tensors import SafetensorsFolder
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.rollout.vllm import VLLMOptions
@@ -27,7 +27,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16]]
 
 @contextmanager
 def opened(folder, precision="int8", dtype="float32"):
-    from rl_bridge.rollout.vllm.engine import close_engine, open_engine
+    from rl_bridge.rollout.vllm.vllm_engine import close_engine, open_engine
 
     engine = open_engine(folder, VLLMOptions(precision=precision, dtype=dtype, **OPTIONS))
     try:

@@ -9,7 +9,7 @@ import torch
 
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, TrainEngine
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rollout.vllm import VLLMOptions
 from tests.bridge.rollout.vllm.policies import Policy

@@ -15,7 +15,7 @@ from rl_bridge.data.trajectory import RowRequest, SamplingParams, requests_of
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
 from rl_bridge.executors.session import LocalExecutor
-from rl_bridge.models.source import PretrainedSource, StateSource
+from rl_bridge.models.model_source import PretrainedSource, StateSource
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.sampling import request_seeds
 from rl_bridge.rollout.vllm import VLLMOptions

@@ -16,11 +16,11 @@ from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import Step
 from rl_bridge.executors.session import LocalExecutor
 from rl_bridge.models.encoding import encode_prompt
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.rollout.ahead.pumps import Row
 from rl_bridge.rollout.served.served_rollout import ServedRollout
 from rl_bridge.rollout.served.vllm_server import ServedOptions
-from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from tests.bridge.rollout.stopped import assert_cut_at_the_text
 from tests.bridge.rollout.vllm.policies import trainer
 from tests.bridge.rollout.vllm.served_core import core_of, full_forward

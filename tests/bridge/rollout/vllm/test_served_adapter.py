@@ -12,11 +12,11 @@ import torch
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.executors.session import LocalExecutor
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.rollout.served.served_engine import ServedDecoder
 from rl_bridge.rollout.served.served_rollout import ServedRollout
 from rl_bridge.rollout.served.vllm_server import ServedOptions
-from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from tests.bridge.rollout.vllm.policies import trainer, worker_of
 from tests.bridge.rollout.vllm.served_core import core_of, full_forward
 

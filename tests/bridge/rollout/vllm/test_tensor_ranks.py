@@ -20,12 +20,12 @@ from rl_bridge.common.root_cause import root_cause
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.executors.session import LocalExecutor
-from rl_bridge.models.source import StateSource
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.rollout.inprocess import InProcessRollout
 from rl_bridge.rollout.served.process import ServerDied, ServerProcess
 from rl_bridge.rollout.served.served_rollout import ServedRollout
 from rl_bridge.rollout.served.vllm_server import ServedOptions
-from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.ranks import binding, numa_nodes
 from tests.bridge.rollout.vllm.policies import trainer, worker_of
 

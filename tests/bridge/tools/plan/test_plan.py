@@ -15,7 +15,7 @@ from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.rollout.sampling import draw
 from rl_tools.plan import planning
-from rl_tools.plan.commands import like, pipeline_of
+from rl_tools.plan.plan_command import like, pipeline_of
 from rl_tools.plan.planning import Plan, largest_micro_batch, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.steps import PHASES

@@ -23,7 +23,7 @@ from rl_bridge.models.small import TinySource
 from rl_bridge.pipelines.placement import MeshOptions
 from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions, RolloutOptions
-from rl_tools.plan.commands import run as rl_fn_plan
+from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.planning import knobs, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal, world_of
 from rl_tools.plan.workload import Workload

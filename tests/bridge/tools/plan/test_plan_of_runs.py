@@ -18,7 +18,7 @@ from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rewards.scoring_models import RewardModel
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_tools.plan.commands import run as rl_fn_plan
+from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.steps import PHASES, REWARDS
 from rl_tools.profile.live_bytes import LiveBytes
 from rl_tools.profile.profiler import MemoryProfiler

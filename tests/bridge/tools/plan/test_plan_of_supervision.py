@@ -12,8 +12,8 @@ import pytest
 
 from rl_bridge.pipelines.comparison import PreferencePipeline, RewardModelPipeline, run_preference, run_reward_model
 from rl_bridge.pipelines.sft import SFTPipeline, run_sft
-from rl_tools.plan.commands import like
-from rl_tools.plan.commands import run as rl_fn_plan
+from rl_tools.plan.plan_command import like
+from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.steps import SUPERVISION_PHASES
 from rl_tools.profile.profiler import MemoryProfiler
 from tests.bridge.tools.plan.measured_runs import peaks

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import StateSource
 from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.rollout.vllm import VLLMOptions
-from rl_tools.plan.commands import run as rl_fn_plan
+from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.planning import Plan, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.vllm_memory import PlannedRollout, share_of
@@ -121,7 +121,7 @@ def test_weights_cache_and_update_are_those_of_an_engine(precision: Any, amx: bo
 
     from rl_bridge.rollout.inside_vllm import int8_scales
     from rl_bridge.rollout.inside_vllm.sampler_hooks import Draws
-    from rl_bridge.rollout.vllm.engine import close_engine, opened
+    from rl_bridge.rollout.vllm.vllm_engine import close_engine, opened
     from rl_bridge.rollout.vllm.weight_copies import checkpoint, header_of
 
     # The meter of an update sees PyTorch's tensors alone, and so nothing that oneDNN holds. Exact layers are tensors.

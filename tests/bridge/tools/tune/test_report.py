@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from rl_tools.tune.commands import run
 from rl_tools.tune.goals import Goal, Pruning, front, history, parse_constraint, value_of, volume
 from rl_tools.tune.journal import JOURNAL, Journal
 from rl_tools.tune.space import Choice, Interval, Parameter, Space
 from rl_tools.tune.study_report import lines_of, read_study, summary_of
+from rl_tools.tune.tune_command import run
 
 SPACE = Space(
     (

@@ -35,7 +35,7 @@ from rl_bridge.rollout.inside_vllm.plugin import BACKEND, in_place, register, re
 from rl_bridge.rollout.inside_vllm.quantized_loading import alone
 from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION, EXTRA, Draws, DrawsOf
 from rl_bridge.rollout.sampling import pinned, truncation
-from rl_bridge.rollout.vllm.options import VLLMOptions
+from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.ranks import BIND, Watch, binding, opening
 from rl_bridge.weights.source import Precision
 

@@ -15,7 +15,7 @@ SMALL = {"max_num_seqs": 8, "kv_cache_gib": 0.05}
 
 @pytest.mark.vllm
 def test_an_engine_is_what_was_asked_for_and_leaves_the_process_as_it_was(folder):
-    from rl_bridge.rollout.vllm.engine import close_engine, facts, open_engine
+    from rl_bridge.rollout.vllm.vllm_engine import close_engine, facts, open_engine
 
     before = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
@@ -45,7 +45,7 @@ def test_an_engine_is_what_was_asked_for_and_leaves_the_process_as_it_was(folder
 
 @pytest.mark.vllm
 def test_a_process_group_of_the_trainer_outlives_the_engine(folder):
-    from rl_bridge.rollout.vllm.engine import close_engine, open_engine
+    from rl_bridge.rollout.vllm.vllm_engine import close_engine, open_engine
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rl_bridge.models import model_folder
+from rl_bridge.models.model_source import PretrainedSource, StateSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.models.source import PretrainedSource, StateSource
 from rl_bridge.models.stored_tensors import fill_computed_buffers
 from tests.support.one_step import make
 

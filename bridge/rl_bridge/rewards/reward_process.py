@@ -15,7 +15,7 @@ START = 60.0
 
 
 class _Process(NamedTuple):
-    """``python -m rl_bridge.rewards.process_main`` and this end of its socket."""
+    """``python -m rl_bridge.rewards.reward_process_main`` and this end of its socket."""
 
     child: Child
     connection: Connection
@@ -96,7 +96,7 @@ class AskedElsewhere:
 
     def _running(self) -> _Process:
         if self._process is None:
-            child, socket = module_at_socket("rl_bridge.rewards.process_main")
+            child, socket = module_at_socket("rl_bridge.rewards.reward_process_main")
             self._process = _Process(child, Connection(socket.detach()))
             self._process.connection.send_bytes(self._start)
             kind, value = self._next(self._process, START + self.seconds, None)

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.trajectory import Budget, Request, RowRequest, SamplingParams, Spending, Trajectory, single_turn
 from rl_bridge.engines.dispatch import returns
-from rl_bridge.environments.calls import EnvironmentProcesses, ThreadedSteps
 from rl_bridge.environments.environment import EnvironmentFactory, Session, Talker
+from rl_bridge.environments.environment_calls import EnvironmentProcesses, ThreadedSteps
 from rl_bridge.models.encoding import encode_prompt, messages_of
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.ahead.ledger import Key, Tokens

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, Self
 
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
+from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.data import Part
 from rl_bridge.loop.trained import Metrics, Scored
 from rl_bridge.run import run
@@ -64,6 +65,9 @@ class Run:
     ) -> None:
         if not state:
             raise ValueError("state holds the objects that change from step to step, and is empty")
+        for part in state:
+            if isinstance(part, Ahead) and part.rows in state:
+                raise ValueError("state holds the rows and Ahead, which saves their place itself: leave the rows out")
         names = _names(state)
         options = LoopOptions(
             name=name,

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rl_bridge.rewards import RewardError, load, process
-from rl_bridge.rewards.process import AskedElsewhere
+from rl_bridge.rewards import RewardError, load, reward_process
+from rl_bridge.rewards.reward_process import AskedElsewhere
 from tests.bridge.rewards.batches import trajectories, values
 from tests.support.processes import gone
 
@@ -158,7 +158,7 @@ def test_usr_8_a_file_that_hangs_or_leaves_when_it_is_loaded_does_so_in_its_own_
     with pytest.raises(ValueError, match=r"mine.py cannot be loaded: SystemExit: os\._exit\(0\)"):
         load(f"{file}:score", timeout=1.0)
     file.write_text("import time\ntime.sleep(1000)\n")
-    monkeypatch.setattr(process, "START", 0.5)
+    monkeypatch.setattr(reward_process, "START", 0.5)
     with pytest.raises(RewardError, match=r"reward score could not be loaded within 0\.6 s"):
         load(f"{file}:score", timeout=0.1)
 

@@ -13,7 +13,7 @@ from rl_bridge.common.terminal import say
 from rl_bridge.data.rows import supervised_row
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.memory.token_budget import START
-from rl_bridge.models.source import ModelSource
+from rl_bridge.models.model_source import ModelSource
 from rl_bridge.pipelines.comparison import (
     LOSSES,
     REWARD_MODEL_LOSSES,

@@ -15,7 +15,7 @@ from rl_bridge.engines.worker import call_worker
 from rl_bridge.rollout.ahead.environment_turns import Talks
 from rl_bridge.rollout.ahead.ledger import Group, Key
 from rl_bridge.rollout.ahead.pumps import UNDRAWN, Advance, Command, Ended, Restart, RolloutPump, TrainingPump, Withdraw
-from rl_bridge.rollout.worker import EngineDied
+from rl_bridge.rollout.rollout_worker import EngineDied
 
 
 class Commanded(Protocol):

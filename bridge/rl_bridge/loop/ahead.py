@@ -1,0 +1,124 @@
+"""``Ahead``: groups of later steps are drawn while a loop trains on a step."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Self
+
+import rl_fn
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
+from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.engines.engine import Engine
+from rl_bridge.loop.data import Rows
+from rl_bridge.loop.groups import Groups, loaded_rewards
+from rl_bridge.loop.rollout import Rollout
+from rl_bridge.loop.trained import Policy
+from rl_bridge.pipelines.rollout_options import AsynchronousOptions
+from rl_bridge.rewards import Rewards
+from rl_bridge.rewards.sources import Source
+from rl_bridge.run.run import Stateful
+
+
+class Ahead:
+    """Draws and scores groups of later steps while a step is trained on. The run's ``state`` holds it, for the rows.
+
+    A token is trained on at most ``max_staleness`` steps after the weights that drew it: with 0 a step begins with its
+    rollout, and the numbers are those of ``generate`` with ``seed=step``. ``groups`` gives the rollout new weights
+    where it is time. ``steps`` is the length of the run: prompts of later steps are never drawn.
+
+    With ``partial`` a completion goes on across an update of the weights, each token with its version; with
+    ``deterministic=False`` the rollout takes new weights when there are any, and a step may choose among ``window``
+    prompts. Both are explained in docs/rollouts.md.
+
+    >>> ahead = Ahead(rollout, policy, rows, reward, sampling, prompts=32, steps=200)  # doctest: +SKIP
+    >>> with ahead, Run("grpo", state=[policy, ahead]) as run:  # doctest: +SKIP
+    ...     for step in run.steps(200):
+    ...         groups = ahead.groups()
+    ...         batch = policy.score(groups.batch()).with_advantages(objective)
+    ...         run.log(policy.update(batch), groups)
+
+    Raises:
+        ValueError: options that do not go together, a rollout with limits of a step, or a policy that learns from rows.
+    """
+
+    kind = "ahead"
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        policy: Policy,
+        rows: Rows,
+        reward: Source | Sequence[Source] | Rewards,
+        sampling: SamplingParams,
+        *,
+        prompts: int,
+        steps: int,
+        max_staleness: int = 1,
+        partial: bool = False,
+        deterministic: bool = True,
+        tokens_beside: int | None = None,
+        window: int = 1,
+        weights: Sequence[float] = (),
+        scalar: ScalarOptions | None = None,
+        overlong_buffer: int | None = None,
+    ) -> None:
+        if not isinstance(policy.objective, rl_fn.Objective):
+            raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
+        rollout.require_no_limits()
+        self.rows, self._prompts = rows, prompts
+        self._of_groups: dict[str, Any] = {
+            "sampling": sampling,
+            "pad_token": rollout.model.pad_token,
+            "exact": rollout.exact,
+        }
+        self._options = AsynchronousOptions(
+            max_staleness=max_staleness,
+            partial=partial,
+            deterministic=deterministic,
+            tokens_beside=tokens_beside,
+            window=window,
+        )
+        asked = asdict(sampling)
+        config = PolicyConfig(
+            steps=steps,
+            prompts_per_step=prompts,
+            responses_per_prompt=asked.pop("n"),
+            sampling=SamplingOptions(**{name: value for name, value in asked.items() if name != "seed"}),
+            scalar=scalar or ScalarOptions(),
+            overlong_buffer=overlong_buffer,
+        )
+        self._engines = PolicyEngines(policy=policy.engine, rollout=rollout.engine)
+        self._sampler = self._options.sampler(
+            rollout.engine,
+            tokenizer=rollout.model.tokenizer,
+            rewards=loaded_rewards(reward, weights),
+            stream=rows.stream,
+            objective=policy.objective,
+            config=config,
+            seed=sampling.seed,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sampler.close()
+
+    def groups(self) -> Groups:
+        """The groups of the next step, with rewards; the rollout gets the policy's weights where it is time."""
+        self._sampler.begin_step(self._engines)
+        sampled = self._sampler.sample(self._sampler.next_step)
+        return Groups(trajectories=sampled.trajectories, sampled=sampled, **self._of_groups)
+
+    def parts(self) -> dict[str, Engine | Stateful]:
+        """Requests and results up to the rows that are trained on."""
+        return dict(self._sampler.state())
+
+    def settings(self) -> dict[str, Any]:
+        """The sampling, and how far rollouts run ahead."""
+        sampling = asdict(self._of_groups["sampling"])
+        sampling["stop"] = list(sampling["stop"])
+        return {"sampling": sampling, "prompts": self._prompts, "ahead": asdict(self._options)}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hash of the rows."""
+        return self.rows.fingerprints()

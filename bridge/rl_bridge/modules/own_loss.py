@@ -1,0 +1,283 @@
+"""Losses of the user's own, in PyTorch, in JAX or from a file: tried once, and everything around them stays rl_fn's."""
+
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+
+from rl_bridge.common.user_files import load_file
+from rl_bridge.functional import from_jax
+from rl_bridge.functional.torch_call import torch_call
+from rl_fn import Batch
+from rl_fn.aggregation import MODES
+from rl_fn.objectives.components.component import Custom, PerToken
+
+GIVEN = ("logprobs", "mask")
+"""Fields that each loss gets."""
+READABLE = ("old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs", "entropies", "correct", "noise")
+"""Fields that a loss may ask for."""
+TOLERANCE = 1e-5
+
+
+class LossBatch:
+    """What a loss reads, by name: tensors [N, T], 0 where the mask is False.
+
+    >>> LossBatch({"logprobs": torch.zeros(1, 2)}).mask
+    Traceback (most recent call last):
+    AttributeError: this loss gets logprobs, not 'mask': torch_loss(reads=(…)) names what it reads
+    """
+
+    def __init__(self, fields: Mapping[str, torch.Tensor]) -> None:
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        given = ", ".join(self.__dict__)
+        raise AttributeError(f"this loss gets {given}, not {name!r}: torch_loss(reads=(…)) names what it reads")
+
+
+@dataclass(frozen=True)
+class TorchLoss(PerToken):
+    """A function of PyTorch as an objective's loss; ``torch_loss`` makes one, and says what the fields are."""
+
+    function: Callable[[Any], torch.Tensor]
+    _: KW_ONLY
+    reads: tuple[str, ...] = ("old_logprobs", "advantages")
+    accepts_packed: bool = False
+    over_batch: bool = False
+    gradient_without_advantage: bool = True
+    weighs_rollout: bool = False
+    sequence_level: bool = False
+    modes: tuple[str, ...] = MODES
+
+    def __post_init__(self) -> None:
+        """Refuse fields that no batch has."""
+        if strange := [name for name in self.reads if name not in READABLE]:
+            raise ValueError(
+                f"torch_loss: reads={self.reads} names {', '.join(strange)}; a loss may read {', '.join(READABLE)}, "
+                f"and gets {' and '.join(GIVEN)} always"
+            )
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    @property
+    def required_fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What it reads beyond the fields that every batch has."""
+        return tuple(name for name in self.reads if name not in ("old_logprobs", "advantages"))
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        """One number per token, in ``from_jax``."""
+        return torch_call(self.of_tensors, *(getattr(batch, name) for name in (*GIVEN, *self.reads)))
+
+    def explain(self) -> str:
+        """The function's name and a hash of its source: a resumed run has the same one."""
+        try:
+            text = inspect.getsource(self.function)
+        except (OSError, TypeError):
+            return f"{self.name}, in PyTorch"
+        return f"{self.name}, in PyTorch, of source {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def of_tensors(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The losses [N, T] of a batch's tensors, in the order of ``GIVEN`` and ``reads``.
+
+        Raises:
+            TypeError, ValueError: the function does not return a number for each token.
+        """
+        losses = self.function(LossBatch(dict(zip((*GIVEN, *self.reads), tensors, strict=True))))
+        if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
+            what = losses.dtype if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise TypeError(f"the loss {self.name} returns a tensor of floating-point numbers, got {what}")
+        if losses.shape != tensors[0].shape:
+            raise ValueError(
+                f"the loss {self.name} returns a number for each token, {list(tensors[0].shape)}, got "
+                f"{list(losses.shape)}: the objective's aggregation takes the mean"
+            )
+        return losses.to(tensors[0].dtype)
+
+
+def check_loss(loss: PerToken) -> None:
+    """Try a loss of the user's own on a batch of three short completions, before anything is trained. Others pass.
+
+    Raises:
+        TypeError, ValueError: with the function's name: no number for each token, numbers that are not finite, no
+            gradient, or a token's number that depends on padding or, without ``over_batch``, on other completions.
+    """
+    if isinstance(loss, TorchLoss | Custom):
+        with torch.device("cpu"):  # a module is made on the meta device, which has no numbers
+            _Trial(loss).check(trial_batch(3, 6))
+
+
+class _Trial:
+    """Tries one loss."""
+
+    def __init__(self, loss: TorchLoss | Custom) -> None:
+        self._loss = loss
+        self._name = loss.name if isinstance(loss, TorchLoss) else loss.explain()
+        self._per_token = from_jax(loss.__call__)
+
+    def check(self, tokens: Mapping[str, torch.Tensor]) -> None:
+        losses, gradient = self._differentiated(tokens)
+        mask = tokens["mask"]
+        if not (losses[mask].isfinite().all() and gradient[mask].isfinite().all()):
+            raise ValueError(f"the loss {self._name} is not finite on an ordinary batch: {losses.tolist()}")
+        if not gradient[mask].any():
+            raise ValueError(f"the loss {self._name} has no gradient in batch.logprobs: nothing would be trained")
+        wider = {name: torch.nn.functional.pad(x, (0, 4)) for name, x in tokens.items()}
+        padded = [x[:, : mask.shape[1]] for x in self._differentiated(wider)]
+        if not equal_where(padded, (losses, gradient), mask):
+            raise ValueError(
+                f"the loss {self._name} depends on how far its rows are padded: what it sums over a row, it has to "
+                "multiply by batch.mask, and to divide by batch.mask.sum(1)"
+            )
+        if self._loss.over_batch:
+            return
+        rows = range(len(mask))
+        alone = [self._differentiated({name: x[row : row + 1] for name, x in tokens.items()}) for row in rows]
+        if not equal_where([torch.cat(column) for column in zip(*alone, strict=True)], (losses, gradient), mask):
+            raise ValueError(
+                f"in the loss {self._name} the number of a token depends on other completions, so that micro-batches "
+                "would not add up to the batch: over_batch=True gives it the whole batch at once"
+            )
+
+    def _differentiated(self, tokens: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses, and the gradient of their sum over the tokens that count."""
+        logprobs = tokens["logprobs"].clone().requires_grad_()
+        given = {name: tokens[name].clone() for name in ("old_logprobs", "advantages", "mask")}
+        given |= {name: tokens[name].clone() for name in self._loss.required_fields if name in tokens}
+        with torch.enable_grad():
+            losses = self._per_token(Batch(logprobs=logprobs, **given))
+            if not isinstance(losses, torch.Tensor) or losses.shape != logprobs.shape:
+                shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+                raise ValueError(
+                    f"the loss {self._name} returns a number for each token, {list(logprobs.shape)}, got {shape}: the "
+                    "objective's aggregation takes the mean"
+                )
+            total = losses[tokens["mask"]].sum()
+            gradient = torch.autograd.grad(total, logprobs, allow_unused=True)[0] if total.requires_grad else None
+        return losses.detach(), torch.zeros_like(logprobs) if gradient is None else gradient
+
+
+@dataclass(frozen=True)
+class FileFunction:
+    """A function of a file, called as it is there. It is pickled by the file's path, which every worker must see."""
+
+    path: str
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, batch: Any) -> Any:
+        """The function's value."""
+        loaded = _loaded(self.path, self.name)
+        return loaded.function(batch) if isinstance(loaded, TorchLoss) else loaded(batch)
+
+
+def load_loss(source: str) -> TorchLoss | Custom:
+    """The loss ``FILE.py:name``: a function of a batch in JAX, one that ``torch_loss`` wraps, or a component of rl_fn.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the source is not of that form, the file fails to load, or the name is no function.
+    """
+    match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
+    if match is None:
+        raise ValueError(f"a loss is named FILE.py:name, got {source!r}")
+    path, name = str(Path(match[1]).resolve()), match[2]
+    loaded, function = _loaded(path, name), FileFunction(path, name)
+    if isinstance(loaded, TorchLoss):
+        return replace(loaded, function=function)
+    if isinstance(loaded, PerToken):
+        declared = {option.name: getattr(loaded, option.name) for option in fields(Custom) if option.name != "function"}
+        return Custom(function, **declared)
+    return Custom(function)
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(path: str, name: str) -> Any:
+    """The object of that name, whose file is run once in a process."""
+    value = getattr(load_file(Path(path), "loss"), name, None)
+    if not callable(value):
+        raise ValueError(f"{path} has no function {name!r}")
+    return value
+
+
+def torch_loss(
+    function: Callable[[Any], torch.Tensor] | None = None,
+    *,
+    reads: tuple[str, ...] = ("old_logprobs", "advantages"),
+    over_batch: bool = False,
+    gradient_without_advantage: bool = True,
+    weighs_rollout: bool = False,
+    sequence_level: bool = False,
+) -> Any:
+    """A loss of your own in PyTorch for ``objective.replace(loss=…)``, as decorator or call.
+
+    The function gets a batch with ``logprobs`` (π, to be differentiated), ``mask`` and what it ``reads``, each [N, T]
+    and 0 where ``mask`` is False, and returns the loss of each token, [N, T]. The objective's correction, KL, entropy
+    bonus and aggregation follow, as for every other loss. ``reads`` may name old_logprobs, advantages,
+    rollout_logprobs, ref_logprobs, entropies (a number without a gradient), correct and noise.
+
+    ``over_batch``: the loss of a token depends on other completions; it then gets the whole batch at once.
+    ``gradient_without_advantage``: there may be a gradient where the advantage is 0; such completions are not computed
+    without it. ``weighs_rollout``: it weighs by the ratio to rollout_logprobs itself. ``sequence_level``: each token
+    holds the loss of its completion.
+
+    Nothing is compared with a formula of ours. Shapes, masks and independence of other completions are tried once,
+    when a ``Policy`` is made.
+
+    >>> import torch, rl_fn
+    >>> @torch_loss
+    ... def clipped(batch):
+    ...     ratio = (batch.logprobs - batch.old_logprobs).exp()
+    ...     return -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.28) * batch.advantages)
+    >>> check_loss(clipped)
+    >>> rl_fn.recipes.grpo().replace(loss=clipped).loss.name
+    'clipped'
+
+    Raises:
+        ValueError: ``reads`` names a field that no batch has.
+    """
+    options: dict[str, Any] = {
+        "reads": tuple(reads),
+        "over_batch": over_batch,
+        "gradient_without_advantage": gradient_without_advantage,
+        "weighs_rollout": weighs_rollout,
+        "sequence_level": sequence_level,
+    }
+    return (lambda f: TorchLoss(f, **options)) if function is None else TorchLoss(function, **options)
+
+
+def trial_batch(rows: int, width: int) -> dict[str, torch.Tensor]:
+    """Numbers such as a step has, always the same ones, 0 where the mask is False."""
+    drawn = torch.Generator().manual_seed(0)
+    mask = torch.arange(width) < torch.arange(width, width - rows, -1)[:, None]
+    logprobs = -torch.rand(rows, width, generator=drawn) * 3 - 0.05
+
+    def near(x: torch.Tensor, by: float) -> torch.Tensor:
+        return (x + by * torch.randn(rows, width, generator=drawn)).clamp(max=-0.01)
+
+    fields = {"logprobs": logprobs, "old_logprobs": near(logprobs, 0.1), "ref_logprobs": near(logprobs, 0.3)}
+    fields["rollout_logprobs"] = near(fields["old_logprobs"], 0.02)
+    fields["advantages"] = torch.randn(rows, 1, generator=drawn).expand(rows, width)
+    fields["entropies"] = torch.rand(rows, width, generator=drawn) * 2
+    fields["noise"] = torch.rand(rows, width, generator=drawn)
+    fields = {name: torch.where(mask, x, 0.0) for name, x in fields.items()}
+    return {**fields, "mask": mask, "correct": mask & (torch.arange(rows) % 2 == 0)[:, None]}
+
+
+def equal_where(left: Any, right: Any, mask: torch.Tensor) -> bool:
+    """Whether tensors are equal where the mask is True, up to rounding."""
+    return all(
+        torch.allclose(a[mask], b[mask], rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(left, right, strict=True)
+    )

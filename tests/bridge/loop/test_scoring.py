@@ -1,0 +1,56 @@
+"""A policy learns from the distribution that it scores, or the update is refused with the call that mends it."""
+
+from dataclasses import replace
+
+import pytest
+
+import rl_fn
+from rl_bridge import AdamW, Model, Policy, Rollout, RolloutOptions, SamplingParams, ScoringConfig, current_executor
+from rl_bridge.models.small import TinySource, character_tokenizer
+
+GRPO = rl_fn.recipes.grpo().replace(kl=None)
+SAMPLING = SamplingParams(n=2, max_new_tokens=3, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny model; its engines are gone in the end."""
+    current_executor().stop()
+    tokenizer = character_tokenizer("0123456789+=")
+    yield Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    current_executor().stop()
+
+
+def batch_of(rollout):
+    groups = rollout.generate([{"prompt": "1+1="}, {"prompt": "2+1="}], SAMPLING)
+    return groups.score(lambda completion, row: completion.count("1") - len(completion)).batch()
+
+
+@pytest.fixture(scope="module")
+def batch(model):
+    return batch_of(Rollout(model)).with_advantages(GRPO)
+
+
+@pytest.mark.parametrize("scoring", [{}, {"dtype": "bfloat16"}, {"softcap": 30.0}], ids=str)
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_distribution_that_was_not_sampled_from_is_scored_first(model, batch, scoring, exact):
+    policy = Policy(model, GRPO, AdamW(1e-3), scoring=ScoringConfig(**scoring))
+    batch = replace(batch, groups=replace(batch.groups, exact=exact))
+    if scoring or not exact:
+        with pytest.raises(ValueError, match=r"no ratio would start at 1: batch = policy\.score\(batch\)"):
+            policy.update(batch)
+        batch = policy.score(batch)
+    assert policy.update(batch)["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    policy.release()
+
+
+def test_a_rollout_knows_whether_it_is_exact(model):
+    rollout = Rollout(model, RolloutOptions(precision="int8"))
+    assert not batch_of(rollout).groups.exact
+    rollout.release()
+
+
+def test_another_temperature_is_refused(model, batch):
+    policy = Policy(model, GRPO, AdamW(1e-3), scoring=ScoringConfig(temperature=0.5))
+    with pytest.raises(ValueError, match=r"sampled at temperature 1\.0, the policy is scored at 0\.5"):
+        policy.update(batch)

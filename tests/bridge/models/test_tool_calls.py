@@ -1,0 +1,102 @@
+"""Calls of tools: their form is the chat template's own, or the template is refused."""
+
+import json
+
+import pytest
+
+from rl_bridge.models.tool_calls import ToolCall, call_form
+from tests.support.chat_templates import CHATML, bytes_tokenizer
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": {"type": "object"}}}
+    for name in ("add", "search")
+]
+SHOWN = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+EACH = "{% for c in m.tool_calls %}{% set f = c.function %}"
+# Family → how its templates write what the assistant calls.
+WRITTEN = {
+    "hermes": EACH + '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>',
+    "llama": EACH + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
+    "mistral": "{% if m.tool_calls[0].id | length != 9 %}{{ raise_exception('nine') }}{% endif %}[TOOL_CALLS] [" + EACH
+    + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}',
+    "list in a tag": "<tool_call>[" + EACH + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',
+    "nested": EACH + "<call>{{ c | tojson }}</call>",
+    "text for arguments": EACH
+    + '<call>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson | tojson }}}</call>',
+}  # fmt: skip
+CLOSED = {"mistral": "]", "list in a tag": "]</tool_call>"}
+
+
+def tokenizer_of(written, *, shown=SHOWN):
+    """A tokenizer whose template writes calls so."""
+    tokenizer = bytes_tokenizer("chatml")
+    body = "{% if m.tool_calls %}" + written + "{% else %}{{ m.content }}{% endif %}"
+    tokenizer.chat_template = shown + CHATML.replace("{{ m.content }}", body)
+    return tokenizer
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_call_that_the_template_writes_is_read_back(family):
+    tokenizer = tokenizer_of(WRITTEN[family] + "{% endfor %}" + CLOSED.get(family, ""))
+    form = call_form(tokenizer, TOOLS)
+    arguments = {"text": 'a "quote", ]} <tool and ü\n', "n": [1, 2.5, None, True], "deep": {"x": {}}}
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": arguments}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = tokenizer.apply_chat_template([turn], tools=TOOLS, tokenize=False)
+    said = text.partition("assistant\n")[2].removesuffix("<|im_end|>\n")
+    assert form.calls(said) == [ToolCall("search", arguments)]
+    assert form.calls("The answer is {3}, or [3].") == []
+    if form.mark:
+        assert form.calls(f"First I look: {said} and again {said}") == [ToolCall("search", arguments)] * 2
+
+
+def test_an_answer_in_json_is_no_call():
+    form = call_form(tokenizer_of(WRITTEN["llama"] + "{% endfor %}"), TOOLS)
+    assert form.mark == "" and form.calls('{"result": 3}') == form.calls("{3, 4}") == []
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        ("<tool_call>{'name': 'add'}</tool_call>", "no JSON"),
+        ("<tool_call>", "no JSON"),
+        ('<tool_call>{"name": 3}</tool_call>', "an object with name and arguments"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "an object with name and arguments"),
+        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "arguments are no JSON"),
+        ("<tool_call>[3]</tool_call>", "an object with name and arguments"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(call, words):
+    form = call_form(tokenizer_of(WRITTEN["hermes"] + "{% endfor %}"), TOOLS)
+    with pytest.raises(ValueError, match=words):
+        form.calls(call)
+    assert form.calls('<tool_call>{"name": "add"}') == [ToolCall("add", {})]
+
+
+@pytest.mark.parametrize(
+    "written, shown, words",
+    [
+        (WRITTEN["hermes"] + "{% endfor %}", "", r"does not show the model its tools \(add, search\)"),
+        ("", SHOWN, "writes the call of a tool as"),
+        (EACH + "<function={{ f.name }}>{% endfor %}", SHOWN, "has no JSON of it"),
+    ],
+    ids=["not shown", "not written", "no JSON"],
+)
+def test_a_template_without_calls_in_json_is_refused_with_the_way_on(written, shown, words):
+    with pytest.raises(ValueError, match=words + r".*converse\(parse=…\)"):
+        call_form(tokenizer_of(written, shown=shown), TOOLS)
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat template"):
+        call_form(tokenizer, TOOLS)
+
+
+def test_a_generation_prompt_that_opens_a_thought_belongs_to_no_call():
+    tokenizer = tokenizer_of(WRITTEN["hermes"] + "{% endfor %}")
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    form = call_form(tokenizer, TOOLS)
+    assert form.mark == "<tool_call>"
+    assert form.calls("</think>" + json.dumps({"name": "add", "arguments": {}})) == []

@@ -1,0 +1,259 @@
+"""A loss of one's own: the numbers of the same loss of rl_fn, or refused before it trains wrongly."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import rl_fn
+from rl_bridge import torch_loss
+from rl_bridge.functional import from_jax
+from rl_bridge.models.small import tiny_qwen2
+from rl_bridge.modules.own_loss import check_loss, load_loss
+from rl_bridge.modules.policy import PolicyModule, mean
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_fn import Batch, components
+from tests.support.policy_batch import make_batch
+from tests.support.ready import ready
+
+NAN = float("nan")
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
+
+
+@torch_loss(gradient_without_advantage=False)
+def clipped(batch):
+    ratio = (batch.logprobs - batch.old_logprobs).exp()
+    return -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
+
+
+@torch_loss(over_batch=True)
+def centred(batch):
+    advantages = batch.advantages - batch.advantages.sum() / batch.mask.sum()
+    return -advantages * (batch.logprobs - batch.old_logprobs).exp()
+
+
+def centred_in_jax(batch):
+    advantages = batch.advantages - batch.advantages.sum() / jnp.sum(batch.mask, dtype=batch.advantages.dtype)
+    return -advantages * jnp.exp(batch.logprobs - batch.old_logprobs)
+
+
+GRPO = rl_fn.recipes.grpo().replace(loss=components.PPOClip(0.2), kl=components.KL("k3", 0.1))
+WEIGHTED = GRPO.replace(correction=components.TIS(1.1), entropy=components.EntropyBonus(0.1))
+
+
+def gradient_of(tokenizer, objective, *, micro_batch_tokens=10**6):
+    model = tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2, seed=3)
+    module = ready(PolicyModule, model, OPTIMIZER, objective, updates=1)
+    module.scoring = ScoringConfig(micro_batch_tokens=micro_batch_tokens)
+    batch = make_batch()
+    metrics = module.train_step(batch, float(objective.denominator(batch.mask.numpy())))
+    gradient = torch.cat([p.grad.flatten() for p in module.model.parameters()])
+    return gradient, {name: mean(value) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    "objective, loss",
+    [(GRPO, clipped), (WEIGHTED, clipped), (WEIGHTED.replace(loss=centred_in_jax), centred)],
+    ids=["grpo", "weighted", "over_batch"],
+)
+@pytest.mark.parametrize("micro_batch_tokens", [10**6, 12])
+def test_a_loss_has_the_gradient_and_metrics_of_the_same_loss_in_jax(tokenizer, objective, loss, micro_batch_tokens):
+    expected, metrics = gradient_of(tokenizer, objective, micro_batch_tokens=micro_batch_tokens)
+    gradient, own = gradient_of(tokenizer, objective.replace(loss=loss), micro_batch_tokens=micro_batch_tokens)
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert own.keys() == metrics.keys() - {"clip_fraction"}
+    assert own == pytest.approx({name: metrics[name] for name in own}, rel=1e-5, abs=1e-7)
+
+
+def test_masked_numbers_reach_no_loss_and_no_gradient():
+    share = from_jax(GRPO.replace(loss=clipped, kl=None).share)
+    mask = torch.tensor([[True, True, False]])
+
+    def gradient(masked):
+        logprobs = torch.tensor([[-1.0, -2.0, masked]], requires_grad=True)
+        advantages = torch.tensor([[1.0, -1.0, masked]])
+        loss, _ = share(Batch(logprobs, logprobs.detach() + 0.1, advantages, mask), torch.tensor(2.0))
+        return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
+
+    for value in (NAN, float("inf"), -1e30):
+        assert all(torch.equal(a, b) for a, b in zip(gradient(value), gradient(0.0), strict=True))
+
+
+@torch_loss
+def summed(batch):
+    return (batch.logprobs * batch.advantages).sum(1)
+
+
+@torch_loss
+def an_integer(batch):
+    return batch.mask.long()
+
+
+@torch_loss
+def a_number(batch):
+    return 1.0
+
+
+@torch_loss
+def without_gradient(batch):
+    return -batch.advantages * batch.logprobs.detach()
+
+
+@torch_loss
+def not_finite(batch):
+    return batch.logprobs.log()
+
+
+@torch_loss
+def mean_of_a_padded_row(batch):
+    return (batch.logprobs * batch.advantages).mean(1, keepdim=True).expand_as(batch.logprobs)
+
+
+@torch_loss
+def whitened(batch):
+    kept = batch.advantages[batch.mask]
+    return -(batch.advantages - kept.mean()) / kept.std() * batch.logprobs
+
+
+@torch_loss
+def reads_more(batch):
+    return batch.logprobs - batch.ref_logprobs
+
+
+@pytest.mark.parametrize(
+    "loss, words",
+    [
+        (summed, r"summed returns a number for each token, \[3, 6\], got \[3\]"),
+        (an_integer, r"an_integer returns a tensor of floating-point numbers, got torch\.int64"),
+        (a_number, "a_number returns a tensor of floating-point numbers, got float"),
+        (without_gradient, "without_gradient has no gradient"),
+        (not_finite, "not_finite is not finite on an ordinary batch"),
+        (mean_of_a_padded_row, "mean_of_a_padded_row depends on how far its rows are padded"),
+        (whitened, r"in the loss whitened .* other completions.*over_batch=True"),
+        (reads_more, r"gets logprobs, mask, old_logprobs, advantages, not 'ref_logprobs'"),
+    ],
+    ids=lambda value: getattr(value, "name", "refused"),
+)
+def test_a_loss_that_would_train_wrongly_is_refused_before_training(tokenizer, loss, words):
+    model = tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2)
+    with pytest.raises((TypeError, ValueError, AttributeError), match=words):
+        ready(PolicyModule, model, OPTIMIZER, rl_fn.recipes.grpo().replace(loss=loss), updates=1)
+
+
+def test_what_a_whole_batch_decides_passes_when_it_is_declared():
+    check_loss(dataclasses.replace(whitened, over_batch=True))
+    check_loss(torch_loss(lambda b: (b.logprobs * b.mask).sum(1, keepdim=True) / b.mask.sum(1)[:, None] * b.mask))
+
+
+def test_fields_that_no_batch_has_are_refused_by_name():
+    with pytest.raises(ValueError, match="names logits; a loss may read old_logprobs, advantages, rollout_logprobs"):
+        torch_loss(reads=("logits",))(clipped.function)
+
+
+def test_a_fused_head_takes_no_loss_in_pytorch(tokenizer):
+    model = tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2)
+    with pytest.raises(ValueError, match="fused_loss takes losses in JAX, clipped is in PyTorch"):
+        ready(PolicyModule, model, OPTIMIZER, GRPO.replace(loss=clipped), updates=1, fused_loss=True)
+
+
+def test_jax_alone_says_what_it_cannot_run():
+    ones = jnp.ones((1, 2))
+    batch = Batch(ones, ones, ones, jnp.ones((1, 2), bool))
+    objective = GRPO.replace(loss=clipped, kl=None)
+    for run in (objective, jax.jit(objective), jax.grad(lambda b: objective(b)[0], allow_int=True)):
+        with pytest.raises(TypeError, match="JAX alone cannot run or differentiate"):
+            run(batch)
+
+
+def test_the_explanation_knows_a_changed_source_and_pickles():
+    assert clipped.explain().startswith("clipped, in PyTorch, of source ")
+    assert clipped.explain() != dataclasses.replace(clipped, function=summed.function).explain()
+    assert "ℓ = clipped, in PyTorch" in GRPO.replace(loss=clipped).explain()
+    assert torch_loss(abs).explain() == "abs, in PyTorch"
+    assert pickle.loads(pickle.dumps(dataclasses.replace(clipped, function=centred_in_jax))).function is centred_in_jax
+
+
+def a_sum_in_jax(batch):
+    return (batch.logprobs * batch.advantages).sum(1)
+
+
+def a_padded_mean_in_jax(batch):
+    return (batch.logprobs * batch.advantages).mean(1, keepdims=True) * jnp.ones_like(batch.logprobs)
+
+
+def without_gradient_in_jax(batch):
+    return batch.advantages
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (a_sum_in_jax, r"a_sum_in_jax returns a number for each token, \[3, 6\], got \[3\]"),
+        (a_padded_mean_in_jax, "a_padded_mean_in_jax depends on how far"),
+        (without_gradient_in_jax, "without_gradient_in_jax has no gradient"),
+        (components.Custom(centred_in_jax, over_batch=False), "depends on other completions"),
+    ],
+    ids=["sum", "padded", "no gradient", "over batch"],
+)
+def test_a_loss_in_jax_is_tried_likewise(tokenizer, function, words):
+    model = tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2)
+    with pytest.raises(ValueError, match=words):
+        ready(PolicyModule, model, OPTIMIZER, rl_fn.recipes.grpo().replace(loss=function), updates=1)
+
+
+FILE = """
+import torch
+import jax.numpy as jnp
+import rl_fn
+from rl_bridge import torch_loss
+
+def ratio(batch, exp):
+    return exp(batch.logprobs - batch.old_logprobs) * batch.advantages
+
+def in_jax(batch):
+    return -ratio(batch, jnp.exp)
+
+@torch_loss(gradient_without_advantage=False)
+def in_torch(batch):
+    return -ratio(batch, torch.exp)
+
+declared = rl_fn.components.Custom(in_jax, over_batch=False, gradient_without_advantage=False)
+number = 3
+"""
+
+
+def test_a_loss_of_a_file_is_that_of_its_function_and_pickles_by_its_path(tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text(FILE)
+    batch = {name: torch.tensor([[-1.0, -2.0]]) for name in ("logprobs", "old_logprobs", "advantages")}
+    batch = Batch(**batch | {"mask": torch.ones(1, 2, dtype=torch.bool)})
+    for name in ("in_jax", "in_torch", "declared"):
+        loss = load_loss(f"{file}:{name}")
+        check_loss(loss)
+        again = pickle.loads(pickle.dumps(loss))
+        assert again == loss and hash(again) == hash(loss) and name in loss.explain()
+        assert from_jax(again.__call__)(batch).tolist() == [[1.0, 2.0]]
+    assert load_loss(f"{file}:declared").over_batch is False and load_loss(f"{file}:in_jax").over_batch is True
+    assert load_loss(f"{file}:in_torch").gradient_without_advantage is False
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("losses.py", "a loss is named FILE.py:name"),
+        ("losses.py:nothing", "has no function 'nothing'"),
+        ("losses.py:number", "has no function 'number'"),
+        ("broken.py:loss", "broken.py cannot be loaded: ZeroDivisionError"),
+        ("absent.py:loss", "no such loss file"),
+    ],
+)
+def test_a_file_without_that_loss_is_refused_by_name(tmp_path, source, words):
+    (tmp_path / "losses.py").write_text(FILE)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        load_loss(str(tmp_path / source))

@@ -1,0 +1,119 @@
+"""Rollouts ahead of training in a loop: the plain loop's numbers without staleness, and the same ones when resumed."""
+
+from pathlib import Path
+
+import pytest
+
+import rl_fn
+from examples import ahead
+from rl_bridge import (
+    NLL,
+    AdamW,
+    Ahead,
+    Policy,
+    Rollout,
+    RolloutOptions,
+    Run,
+    SamplingParams,
+    current_executor,
+    load_model,
+    load_rows,
+)
+from tests.support import jobs
+from tests.support.results import metrics
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"steps": 3, "prompts": 4, "completions": 4, "max_new_tokens": 5, "lr": 0.02}
+
+
+def longer(completion, row):
+    """A reward that a model without a clue earns."""
+    return len(completion) + 0.1 * completion.count("1")
+
+
+@pytest.fixture
+def run_here(ended, model_folder, problems, tmp_path, monkeypatch):
+    """Run the example in this process; the records of its folder."""
+    monkeypatch.setattr(ahead, "reward", longer)
+
+    def run(name, **changes):
+        ended(ahead, model_folder, problems, name=name, output=tmp_path, **{**SIZES, **changes})
+        return metrics(tmp_path / name)
+
+    return run
+
+
+@pytest.fixture
+def plain(model_folder, problems, tmp_path):
+    """The same loop with ``generate``."""
+    current_executor().stop()
+    source, rows = load_model(str(model_folder)), load_rows(str(problems))
+    objective = rl_fn.recipes.dapo().replace(correction=rl_fn.components.TIS(2.0))
+    rollout, policy = Rollout(source), Policy(source, objective, AdamW(0.02, warmup=10, total=3))
+    with Run("plain", state=[policy, rows], output=tmp_path) as run:
+        for step in run.steps(3):
+            policy.sync_weights(rollout)
+            groups = rollout.generate(rows.take(4), SamplingParams(n=4, max_new_tokens=5, seed=step)).score(longer)
+            batch = policy.score(groups.batch()).with_advantages(objective)
+            run.log(policy.update(batch), groups)
+    current_executor().stop()
+    return metrics(tmp_path / "plain")
+
+
+def test_without_staleness_the_numbers_are_the_plain_loop_s(plain, run_here):
+    records = run_here("example", max_staleness=0)
+    assert [{name: record[name] for name in own} for record, own in zip(records, plain, strict=True)] == plain
+    assert plain[0]["policy_loss"] != plain[1]["policy_loss"] and records[2]["staleness_max"] == 0
+
+
+def test_a_resumed_loop_ends_bit_for_bit_as_one_that_was_not_stopped(run_here, tmp_path, monkeypatch):
+    whole = run_here("whole")
+    assert [record["staleness_max"] for record in whole] == [0, 1, 1]
+    update, calls, run = ahead.Policy.update, [], ahead.Run
+
+    def interrupted(policy, batch, **options):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return update(policy, batch, **options)
+
+    monkeypatch.setattr(ahead, "Run", lambda *args, **options: run(*args, checkpoint_every=1, **options))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ahead.Policy, "update", interrupted)
+        run_here("stopped")
+    assert run_here("stopped", resume=True) == whole
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
+    assert weights[0] == weights[1]
+
+
+def test_a_rank_that_draws_beside_one_that_trains_has_the_numbers_of_one_process(model_folder, problems, tmp_path):
+    example = tmp_path / "loop.py"
+    text = (ROOT / "examples" / "ahead.py").read_text("utf-8")
+    example.write_text(text.replace('completion.strip().endswith(str(row["answer"]))', "len(completion)"))
+    options = {"model": model_folder, "data": problems, "output": tmp_path, **SIZES}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    for name, ranks, own in (("one", 0, []), ("two", 2, ["--rollout-workers=1"])):
+        code, output, left = jobs.run(ranks, str(example), *flags, *own, f"--name={name}", torchrun=bool(ranks))
+        assert (code, left) == (0, []), output
+    for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        names = [name for name, value in one.items() if not isinstance(value, str)]
+        assert [two[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-4, abs=1e-5)
+
+
+def test_what_would_not_be_taken_up_again_or_drawn_is_refused(model_folder, problems, tmp_path):
+    current_executor().stop()
+    try:
+        source, rows, objective = load_model(str(model_folder)), load_rows(str(problems)), rl_fn.recipes.grpo()
+        sampling, sizes = SamplingParams(n=2, max_new_tokens=2), {"prompts": 2, "steps": 1}
+        policy, rollout = Policy(source, objective, AdamW(1e-3)), Rollout(source)
+        with pytest.raises(ValueError, match="leave the rows out"):
+            Run("twice", [policy, rows, Ahead(rollout, policy, rows, longer, sampling, **sizes)], output=tmp_path)
+        assert not (tmp_path / "twice").exists()
+        with pytest.raises(ValueError, match="without max_staleness nothing runs ahead"):
+            Ahead(rollout, policy, rows, longer, sampling, **sizes, max_staleness=0, partial=True)
+        with pytest.raises(ValueError, match="no limits of a step"):
+            Ahead(Rollout(source, RolloutOptions(request_seconds=9.0)), policy, rows, longer, sampling, **sizes)
+        with pytest.raises(ValueError, match=r"NLL\(\) learns from rows"):
+            Ahead(rollout, Policy(source, NLL(), AdamW(1e-3)), rows, longer, sampling, **sizes)
+    finally:
+        current_executor().stop()
