@@ -64,6 +64,7 @@ class Ahead:
         if not isinstance(policy.objective, rl_fn.Objective):
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
         rollout.require_no_limits()
+        policy.watch(rollout)
         self.rows, self._prompts = rows, prompts
         self._of_groups: dict[str, Any] = {
             "sampling": sampling,

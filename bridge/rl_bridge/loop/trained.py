@@ -9,13 +9,21 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update
-from rl_bridge.algorithms.policy_setup import require_group, require_micro_batches, require_parts
+from rl_bridge.algorithms.policy_setup import (
+    PolicyEngines,
+    Replaced,
+    require_group,
+    require_micro_batches,
+    require_parts,
+)
 from rl_bridge.algorithms.policy_training import policy_update, shares_of
 from rl_bridge.algorithms.supervised_training import supervised_update
+from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.engines.engine import Engine
+from rl_bridge.engines.train import wants_proof
 from rl_bridge.executors.session import current_executor
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model
@@ -158,6 +166,8 @@ class Policy(Scored):
         self.objective, self.optimizer = objective, optimizer
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self._statistics: BatchStatistics | None = None
+        self._replaced: Replaced | None = None
+        self._updates = 0
         if isinstance(objective, NLL):
             self.kind = "sft"
             self.engine = self.engines.supervised(optimizer, **options)
@@ -199,14 +209,34 @@ class Policy(Scored):
         self._require_same_scoring(batch)
         # The critic's alone: a policy's loss reads none of them.
         tokens = batch.tokens._replace(old_values=None, returns=None, teacher_logprobs=None)
-        metrics = dict(batch.metrics)
+        metrics = dict(batch.metrics) | self._of_syncs()
         for minibatch, denominator, _, count in shares_of(tokens, computed, counted, self._denominator, updates):
             metrics |= policy_update(self.engine, minibatch, denominator, count, {})
+        self._updates += 1
         return Metrics(metrics, batch.tokens)
 
     def sync_weights(self, target: Any) -> None:
-        """Give a ``Rollout``, a ``Reference`` or another ``Policy`` these weights, each proved by a checksum."""
+        """Give a ``Rollout``, a ``Reference`` or another ``Policy`` these weights, each proved by a checksum.
+
+        An engine of vLLM that does not hold them is replaced: that is printed, and ``update`` counts it.
+        """
+        self.watch(target)
         self.engine.sync_weights(target.engine)
+
+    def watch(self, target: Placed) -> None:
+        """Count the engines behind ``target`` that syncs from now on have to replace, where its weights are proved."""
+        if self._replaced is None and wants_proof(target.engine):
+            rollout: Any = target.engine
+            self._replaced = Replaced(PolicyEngines(policy=self.engine, rollout=rollout))
+
+    def _of_syncs(self) -> dict[str, float]:
+        """Metrics of the syncs since the last update, with a line for the user where an engine was replaced."""
+        if self._replaced is None:
+            return {}
+        metrics = self._replaced.metrics()
+        if warning := self._replaced.warning(self._updates):
+            tell(warning)
+        return metrics
 
     def parts(self) -> dict[str, Engine | Stateful]:
         """The engine, and the moving statistics of a loss that has them."""

@@ -1,6 +1,7 @@
 """A policy learns from the distribution that it scores, or the update is refused with the call that mends it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,3 +55,21 @@ def test_another_temperature_is_refused(model, batch):
     policy = Policy(model, GRPO, AdamW(1e-3), scoring=ScoringConfig(temperature=0.5))
     with pytest.raises(ValueError, match=r"sampled at temperature 1\.0, the policy is scored at 0\.5"):
         policy.update(batch)
+
+
+def test_an_engine_that_a_sync_replaces_is_counted_and_said(model, batch, monkeypatch, capsys):
+    policy = Policy(model, GRPO, AdamW(1e-3))
+    assert not any(name.startswith("weights/") for name in policy.update(batch))
+    rollout = SimpleNamespace(engine=SimpleNamespace(methods=("take_weights", "prove_weights")))
+
+    def sync(_):
+        policy.engine.replaced_engines += 1
+        policy.engine.last_sync = SimpleNamespace(not_compared=2, replaced=["slot 0 held other weights"])
+
+    monkeypatch.setattr(policy.engine, "sync_weights", sync)
+    policy.sync_weights(rollout)
+    metrics = policy.update(batch)
+    assert (metrics["weights/engine_replaced"], metrics["weights/not_compared"]) == (1.0, 2.0)
+    assert "step 1: 1 engines of the rollout were replaced" in capsys.readouterr().out
+    assert policy.update(batch)["weights/engine_replaced"] == 0.0
+    policy.release()
