@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from rl_bridge.common.terminal import remark
-from rl_bridge.data.rows import messages_of_field, missing, read_rows, shortened
+from rl_bridge.data.messages import messages_of_field, shortened
+from rl_bridge.data.rows import missing, read_rows
 from rl_bridge.data.token_batch import TokenBatch, collate, packed_rows, padded_rows
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 

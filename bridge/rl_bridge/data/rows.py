@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from rl_bridge.data.messages import is_trained, messages_of_field, shortened, without_keys_of_others
+
 # Forms of a row: supervised rows and rows of prompts, each in one form after the check.
 
 RESPONSES = ("response", "completion", "answer")
@@ -83,6 +85,8 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if all(message["role"] != "assistant" for message in messages):
         roles = [message["role"] for message in messages]
         raise ValueError(f"messages has none of the assistant, so there is nothing to learn; its roles are {roles}")
+    if not any(map(is_trained, messages)):
+        raise ValueError("every message of the assistant says that it is not trained on (weight, loss, train)")
     return {**row, "messages": messages}
 
 
@@ -95,30 +99,6 @@ def missing(row: Mapping[str, Any], field: str) -> bool:
     """Whether the field is absent or says nothing: None, "" or []. Zero and False say something."""
     value = row.get(field)
     return value is None or (isinstance(value, str | list | tuple) and not value)
-
-
-def messages_of_field(value: Any, field: str) -> list[dict[str, Any]]:
-    """Messages as a list of dictionaries; JSON text, as a CSV file holds them, is read.
-
-    Tables of Arrow give every message the keys of all: those that hold None are left out.
-
-    Raises:
-        ValueError: with the number of the message and what was expected.
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise ValueError(f"{field} must be a list of messages, got the text {shortened(value)}") from None
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"{field} must be a list of messages, got {shortened(value)}")
-    return [_message(message, f"{field}[{place}]") for place, message in enumerate(value)]
-
-
-def shortened(value: Any, characters: int = 200) -> str:
-    """A value as an error message prints it."""
-    text = repr(value)
-    return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"
 
 
 def _with_tools(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,23 +114,12 @@ def _with_tools(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "tools": tools} if "tools" in row else dict(row)
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise ValueError(f"{where} must be a message with role and content, got {shortened(message)}")
-    if not isinstance(message["role"], str) or not message["role"]:
-        raise ValueError(f"{where}: role must be text, got {shortened(message['role'])}")
-    # A call of a tool has no text of its own.
-    if not isinstance(message["content"], str | list) and not message.get("tool_calls"):
-        raise ValueError(f"{where}: content must be text, got {shortened(message['content'])}")
-    return {key: item for key, item in message.items() if item is not None or key == "content"}
-
-
 def _text_or_messages(value: Any, field: str) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         return value
-    if not (isinstance(value, list) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value)):
+    if not (isinstance(value, list) and all(isinstance(m, Mapping) and "role" in m for m in value)):
         raise ValueError(f"{field} must be text or messages with role and content, got {shortened(value)}")
     return messages_of_field(value, field)
 
@@ -176,6 +145,8 @@ def _response(value: Any, field: str) -> Any:
             raise ValueError(f"{field} holds the assistant's messages, got roles {roles}")
         if all(message["role"] != "assistant" for message in messages):
             raise ValueError(f"{field} has no message of the assistant")
+        if not any(map(is_trained, messages)):
+            raise ValueError(f"{field}: every message of the assistant says that it is not trained on")
         return messages
     if isinstance(value, Mapping) or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"{field} must be text or messages, got {shortened(value)}")
@@ -278,7 +249,8 @@ def _numbered(source: str) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{source} is a file whose name does not end in {', '.join(SUFFIXES)}: its kind is not known")
     else:
         yield from (
-            (f"{source}, row {number}", row) for number, row in enumerate(_hugging_face(source, path, split), 1)
+            (f"{source}, row {number}", without_keys_of_others(row))
+            for number, row in enumerate(_hugging_face(source, path, split), 1)
         )
         return
     for file in files:
@@ -409,7 +381,7 @@ def _arrow_rows(path: Path, reader: Any) -> list[Any]:
     import pyarrow
 
     try:
-        return reader(path).to_pylist()
+        return [without_keys_of_others(row) for row in reader(path).to_pylist()]
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 

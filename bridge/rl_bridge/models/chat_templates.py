@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import json
 import math
 import re
 import threading
@@ -14,6 +15,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import loopcontrols
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.data.messages import shown
 from rl_bridge.data.trajectory import Message
 
 # Limits of rendering: of time, of numbers and of characters.
@@ -194,6 +196,26 @@ def rendered(
             f"chat messages need a model with a chat template, and {name} has none; "
             "--chat-template FILE gives it one, apply_chat_template=false concatenates the contents"
         )
+    plain = [shown(message) for message in messages]
+    called = [arguments for message in plain for arguments in _arguments_of(message)]
+    if not called:
+        return _rendered(tokenizer, plain, generation_prompt, tools)
+    # Some templates write a call's arguments as JSON, and others add them to a text.
+    try:
+        text = _rendered(tokenizer, plain, generation_prompt, tools)
+    except ValueError:
+        return _rendered(tokenizer, [_with_text_arguments(message) for message in plain], generation_prompt, tools)
+    if any(str(arguments) in text for arguments in called if arguments and str(arguments) != json.dumps(arguments)):
+        return _rendered(tokenizer, [_with_text_arguments(message) for message in plain], generation_prompt, tools)
+    return text
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    generation_prompt: bool,
+    tools: Sequence[Any] | None,
+) -> str:
     try:
         text = _bounded(
             tokenizer,
@@ -214,6 +236,31 @@ def rendered(
     return text
 
 
+def _arguments_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of the message's calls of tools, where they are objects."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), dict):
+            yield function["arguments"]
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """The message with its calls' arguments as JSON text."""
+    calls: Any = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in calls]}  # type: ignore[dict-item]
+
+
+def _with_text(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_text(call["function"])}
+    arguments = call.get("arguments")
+    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else call
+
+
 def _bounded(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> str:
     """A tokenizer may have several templates: the limits are those of all."""
     templates = tokenizer.chat_template
@@ -223,8 +270,8 @@ def _bounded(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> s
 
 def spans(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Any] | None = None
-) -> Iterator[tuple[str, bool]]:
-    """The text up to the assistant's last message in parts: (text, whether the assistant says it).
+) -> Iterator[tuple[str, int | None]]:
+    """The text up to the assistant's last message in parts: (text, the place of the message if the assistant says it).
 
     Raises:
         ChangedEarlierText: a part cannot be added without changing what stands before.
@@ -243,7 +290,7 @@ def spans(
                     cause = _cause(tokenizer, messages, tools, count, place, earlier)
                 raise _changed(tokenizer, cause, earlier, whole)
             if len(whole) > len(earlier):
-                yield whole[len(earlier) :], not prompted
+                yield whole[len(earlier) :], None if prompted else place
             earlier = whole
         count = place + 1
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.rows import RESPONSES, response_field, shortened
+from rl_bridge.data.messages import is_trained, shortened
+from rl_bridge.data.rows import RESPONSES, response_field
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 from rl_bridge.models.chat_templates import rendered, spans, template_of
 
@@ -54,7 +55,8 @@ def encode_row(
     A row has ``messages``, or a ``prompt`` (text, messages, token ids) and ``response``, ``completion`` or ``answer``.
     Messages go through the chat template; each part is encoded once, behind the tokens before. Text gets the
     end-of-sequence token. Without ``apply_chat_template`` contents are concatenated, and each turn of the assistant
-    ends with that token.
+    ends with that token. A turn whose message says ``loss`` False (rows are read so: ``weight`` 0 and others) does not
+    count.
 
     With ``to_end`` a conversation ends as the template ends it, with a line's end behind the turn for example, and with
     nothing else: the tokens that a classifier of transformers is given. Else the last token is the last one drawn.
@@ -74,9 +76,9 @@ def encode_row(
     def of(text: str, what: str) -> list[int]:
         return _encode(tokenizer, text, what, behind=tokens) if tokens else _beginning(tokenizer, text)
 
-    def add_turn(text: str, what: str) -> None:
+    def add_turn(text: str, what: str, *, counts: bool = True) -> None:
         ids = [*of(text, what), _end(tokenizer)]
-        add(ids, len(ids))
+        add(ids, len(ids) if counts else 0)
 
     if alone is not None:
         add(encode_prompt(tokenizer, row["prompt"]))
@@ -84,13 +86,14 @@ def encode_row(
     elif not apply_chat_template:
         for message in messages:
             if message["role"] == "assistant":
-                add_turn(content_of(message), "conversation")
+                add_turn(content_of(message), "conversation", counts=is_trained(message))
             elif text := content_of(message):
                 add(of(text, "conversation"))
     else:
-        for text, is_turn in spans(tokenizer, messages, row.get("tools")):
+        for text, place in spans(tokenizer, messages, row.get("tools")):
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
-            add(ids, _length_of_turn(tokenizer, ids) if is_turn else 0)
+            counts = place is not None and is_trained(messages[place])
+            add(ids, _length_of_turn(tokenizer, ids) if counts else 0)
         if any(mask[-1:]) and tokens[-1] not in special_ids(tokenizer) and not to_end:
             add([_end(tokenizer)], 1)  # the template ends no turn
         if not any(mask) and any(message["role"] == "assistant" for message in messages):
@@ -116,7 +119,7 @@ def encode_completion(
     response = completion if isinstance(completion, str) else list(completion)
     example_row = {"prompt": prompt, "response": response}
     row = encode_row(tokenizer, example_row, apply_chat_template=apply_chat_template, to_end=to_end)
-    earlier = sum(message["role"] == "assistant" for message in messages_of(prompt))
+    earlier = sum(map(is_trained, messages_of(prompt)))
     if not earlier:
         return row
     turns = 0

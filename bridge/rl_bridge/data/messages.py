@@ -1,0 +1,133 @@
+"""Messages in the user's rows: the many spellings that are written, and the one that everything behind reads."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CONVERSATIONS = ("messages", "prompt", "response", "completion", "completions", "chosen", "rejected", "gold", "tools")
+"""Columns that may hold messages or tools."""
+FLAGS = ("weight", "loss", "train", "trainable", "training")
+"""Keys of a message that say whether it is trained on: OpenAI's, LLaMA-Factory's, axolotl's, verl's."""
+UNTRAINED = "loss"
+"""The one of them that a read message has, as False, where it is not trained on."""
+
+
+def messages_of_field(value: Any, field: str) -> list[dict[str, Any]]:
+    """Messages as a list of dictionaries, each in one spelling; JSON text, as a CSV file holds them, is read.
+
+    Keys that hold None are left out. A content of text in parts is one text, and beside calls of tools an absent one is
+    empty. A call's arguments are an object, also where they were written as JSON text. Of the flags that say whether a
+    message is trained on, ``loss`` is kept where it is False.
+
+    >>> messages_of_field([{"role": "assistant", "content": [{"type": "text", "text": "4"}], "weight": 0}], "messages")
+    [{'role': 'assistant', 'content': '4', 'loss': False}]
+
+    Raises:
+        ValueError: with the number of the message and what was expected.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError(f"{field} must be a list of messages, got the text {shortened(value)}") from None
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"{field} must be a list of messages, got {shortened(value)}")
+    return [_message(message, f"{field}[{place}]") for place, message in enumerate(value)]
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether a message that was read is one to imitate."""
+    return message["role"] == "assistant" and message.get(UNTRAINED, True) is not False
+
+
+def shown(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as a chat template gets it: without the flag."""
+    return {key: value for key, value in message.items() if key != UNTRAINED}
+
+
+def shortened(value: Any, characters: int = 200) -> str:
+    """A value as an error message prints it."""
+    text = repr(value)
+    return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"
+
+
+def without_keys_of_others(row: Any) -> Any:
+    """A row of an Arrow table, whose structs have the keys of all rows: those that hold None are taken out.
+
+    Lists keep their items, and columns that hold neither messages nor tools stay as they are.
+
+    >>> without_keys_of_others({"tools": [{"a": 1, "b": None, "enum": ["x", None]}], "meta": {"c": None}})
+    {'tools': [{'a': 1, 'enum': ['x', None]}], 'meta': {'c': None}}
+    """
+    if not isinstance(row, Mapping):
+        return row
+    return {name: _own(value) if name in CONVERSATIONS else value for name, value in row.items()}
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _own(item) for key, item in value.items() if item is not None}
+    return [_own(item) for item in value] if isinstance(value, list) else value
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    called = isinstance(message, Mapping) and message.get("tool_calls")
+    if not isinstance(message, Mapping) or not {"role", *(() if called else ("content",))} <= message.keys():
+        raise ValueError(f"{where} must be a message with role and content, got {shortened(message)}")
+    if not isinstance(message["role"], str) or not message["role"]:
+        raise ValueError(f"{where}: role must be text, got {shortened(message['role'])}")
+    trained = _flag(message, where)
+    plain = {key: item for key, item in message.items() if item is not None and key not in FLAGS}
+    # A call of a tool has no text of its own.
+    plain["content"] = "" if called and message.get("content") is None else _text(message["content"], where)
+    if called:
+        plain["tool_calls"] = _calls(message["tool_calls"], where)
+    return plain if trained else {**plain, UNTRAINED: False}
+
+
+def _flag(message: Mapping[str, Any], where: str) -> bool:
+    """Whether the message is trained on, by what it says of itself."""
+    flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
+    for name, value in flags.items():
+        if value not in (0, 1):
+            raise ValueError(f"{where}: {name} says whether the message is trained on, 0 or 1, got {shortened(value)}")
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise ValueError(f"{where}: {' and '.join(flags)} contradict each other: {flags}")
+    if any(flags.values()) and message["role"] != "assistant":
+        raise ValueError(f"{where}: what {message['role']} says is not trained on, and {flags} asks for it")
+    return all(flags.values())
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}: content must be text, got {shortened(content)}")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: content must be text or parts of text, one is {shortened(part)}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f"{where}: tool_calls must be a list of calls, got {shortened(calls)}")
+    return [_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], f"{where}.function")}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise ValueError(f"{where}: arguments must be an object or its JSON text: {error}") from None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{where}: arguments must be an object, got {shortened(arguments)}")
+        return {**call, "arguments": arguments}
+    return dict(call)
