@@ -207,7 +207,7 @@ class AheadSampler(Sampler):
     def _id(self, number: int) -> tuple[int, int]:
         """Id of the request: that of the step and place which the prompt has where nothing runs ahead."""
         step, place = divmod(number, self._config.prompts_per_step)
-        return self._seed * 1_000_003 + step, place
+        return self.seed_of(step), place
 
     def _rewards_of(self, groups: Sequence[Group]) -> list[list[dict[str, float]]]:
         trajectories, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples

@@ -165,6 +165,10 @@ class Sampler:
         dynamic: Any = objective.dynamic_sampling
         self._has_signal = None if dynamic is None or config.sampling_rounds == 1 else from_jax(dynamic.kept)
 
+    def seed_of(self, step: int) -> int:
+        """The seed of a step's random numbers."""
+        return self._seed * 1_000_003 + step
+
     def begin_step(self, engines: PolicyEngines) -> None:
         """Prepare the engines for ``sample``: here, an ``update``."""
         self.update(engines)
@@ -209,7 +213,7 @@ class Sampler:
         config, n = self._config, self._config.responses_per_prompt
         rows = self.stream.take(config.prompts_per_step)
         # Seeds of further rounds are those of no step.
-        sampling = config.sampling.params(n=n, seed=self._seed * 1_000_003 + step + (number << 48))
+        sampling = config.sampling.params(n=n, seed=self.seed_of(step) + (number << 48))
         trajectories = scored(self.complete, self.rewards, rows, sampling)
         return self._sampled(trajectories, self._greedy_rewards(rows) if self._greedy else None)
 

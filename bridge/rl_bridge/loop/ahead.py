@@ -1,7 +1,7 @@
 """``Ahead``: groups of later steps are drawn while a loop trains on a step."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 import rl_fn
@@ -66,11 +66,8 @@ class Ahead:
         rollout.require_no_limits()
         policy.watch(rollout)
         self.rows, self._prompts = rows, prompts
-        self._of_groups: dict[str, Any] = {
-            "sampling": sampling,
-            "pad_token": rollout.model.pad_token,
-            "exact": rollout.exact,
-        }
+        self._sampling = sampling
+        self._of_groups: dict[str, Any] = {"pad_token": rollout.model.pad_token, "exact": rollout.exact}
         self._options = AsynchronousOptions(
             max_staleness=max_staleness,
             partial=partial,
@@ -107,8 +104,11 @@ class Ahead:
     def groups(self) -> Groups:
         """The groups of the next step, with rewards; the rollout gets the policy's weights where it is time."""
         self._sampler.begin_step(self._engines)
-        sampled = self._sampler.sample(self._sampler.next_step)
-        return Groups(trajectories=sampled.trajectories, sampled=sampled, **self._of_groups)
+        step = self._sampler.next_step
+        sampled = self._sampler.sample(step)
+        # Random numbers of the step's loss are those of the plain loop's, too.
+        sampling = replace(self._sampling, seed=self._sampler.seed_of(step))
+        return Groups(trajectories=sampled.trajectories, sampled=sampled, sampling=sampling, **self._of_groups)
 
     def parts(self) -> dict[str, Engine | Stateful]:
         """Requests and results up to the rows that are trained on."""
@@ -116,7 +116,7 @@ class Ahead:
 
     def settings(self) -> dict[str, Any]:
         """The sampling, and how far rollouts run ahead."""
-        sampling = asdict(self._of_groups["sampling"])
+        sampling = asdict(self._sampling)
         sampling["stop"] = list(sampling["stop"])
         return {"sampling": sampling, "prompts": self._prompts, "ahead": asdict(self._options)}
 
