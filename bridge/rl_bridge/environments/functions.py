@@ -39,7 +39,7 @@ class FunctionTools:
         return FunctionSession(self)
 
     def called(self, call: ToolCall) -> Any:
-        """What the function returns, or its awaitable; a text that says the error of a call that does not fit."""
+        """The function's result or awaitable; a text that says the error of a call that does not fit."""
         if call.name not in self.functions:
             return _error(f"there is no tool {call.name!r}; there are {', '.join(self.functions)}")
         function = self.functions[call.name]

@@ -75,12 +75,12 @@ class Ahead:
             tokens_beside=tokens_beside,
             window=window,
         )
-        asked = asdict(sampling)
+        settings = asdict(sampling)
         config = PolicyConfig(
             steps=steps,
             prompts_per_step=prompts,
-            responses_per_prompt=asked.pop("n"),
-            sampling=SamplingOptions(**{name: value for name, value in asked.items() if name != "seed"}),
+            responses_per_prompt=settings.pop("n"),
+            sampling=SamplingOptions(**{name: value for name, value in settings.items() if name != "seed"}),
             scalar=scalar or ScalarOptions(),
             overlong_buffer=overlong_buffer,
         )

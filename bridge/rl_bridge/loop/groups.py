@@ -202,7 +202,7 @@ class GroupBatch:
 
 
 def loaded_rewards(reward: Source | Sequence[Source] | Rewards, weights: Sequence[float] = ()) -> Rewards:
-    """What ``reward`` names, with the ``weights`` of several."""
+    """The rewards that ``reward`` names, with the ``weights`` of several."""
     several = reward if isinstance(reward, str | Rewards) or callable(reward) else tuple(reward)
     return several if isinstance(several, Rewards) else _loaded(several, tuple(weights))
 

@@ -103,8 +103,8 @@ class Scored:
         self, model: Model, mesh: Mesh | None, parallel: ParallelConfig | None, apart_from: Sequence[Placed] = ()
     ) -> None:
         executor = current_executor()
-        taken = {slot for other in apart_from for slot in other.engine.slots}
-        mesh = MeshOptions().of(len(executor.slots) - len(taken)) if mesh is None else mesh
+        foreign_slots = {slot for other in apart_from for slot in other.engine.slots}
+        mesh = MeshOptions().of(len(executor.slots) - len(foreign_slots)) if mesh is None else mesh
         self.model = model
         self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop")
         self.engines.apart = [other.engine for other in apart_from]

@@ -105,18 +105,20 @@ def call_form(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, A
         rendered(tokenizer, [question, {"role": "assistant", **turn}], generation_prompt=False, tools=tools)
         for turn in turns
     )
-    said = whole[next(i for i, (a, b) in enumerate(zip(words, whole + chr(0), strict=False)) if a != b) :]
-    for place in (i for i, letter in enumerate(said) if letter in "[{"):
-        form = _form(said, place, name)
+    turn_text = whole[next(i for i, (a, b) in enumerate(zip(words, whole + chr(0), strict=False)) if a != b) :]
+    for place in (i for i, letter in enumerate(turn_text) if letter in "[{"):
+        form = _form(turn_text, place, name)
         if form is not None:
             return form
-    raise ValueError(f"{template_of(tokenizer)} writes the call of a tool as {said!r}, which has no JSON of it{way}")
+    raise ValueError(
+        f"{template_of(tokenizer)} writes the call of a tool as {turn_text!r}, which has no JSON of it{way}"
+    )
 
 
-def _form(said: str, place: int, name: str) -> CallForm | None:
+def _form(turn_text: str, place: int, name: str) -> CallForm | None:
     """The form of a call whose JSON begins here, if it finds that very call."""
     try:
-        payload, end = json.JSONDecoder().raw_decode(said, place)
+        payload, end = json.JSONDecoder().raw_decode(turn_text, place)
     except ValueError:
         return None
     call = payload[0] if isinstance(payload, list) and payload else payload
@@ -124,8 +126,8 @@ def _form(said: str, place: int, name: str) -> CallForm | None:
     arguments = [path for path in ARGUMENTS if _at(call, path) in (PROBE, json.dumps(PROBE))]
     if not (names and arguments):
         return None
-    form = CallForm(said[:place].strip(), names[0], arguments[0])
-    return form if form.calls(said if form.mark else said[:end]) == [ToolCall(name, PROBE)] else None
+    form = CallForm(turn_text[:place].strip(), names[0], arguments[0])
+    return form if form.calls(turn_text if form.mark else turn_text[:end]) == [ToolCall(name, PROBE)] else None
 
 
 def _at(value: Any, path: Sequence[str]) -> Any:

@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 
 
 class LossBatch:
-    """What a loss reads, by name: tensors [N, T], 0 where the mask is False.
+    """The fields that a loss reads, by name: tensors [N, T], 0 where the mask is False.
 
     >>> LossBatch({"logprobs": torch.zeros(1, 2)}).mask
     Traceback (most recent call last):
@@ -38,8 +38,8 @@ class LossBatch:
         self.__dict__.update(fields)
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        given = ", ".join(self.__dict__)
-        raise AttributeError(f"this loss gets {given}, not {name!r}: torch_loss(reads=(…)) names what it reads")
+        names = ", ".join(self.__dict__)
+        raise AttributeError(f"this loss gets {names}, not {name!r}: torch_loss(reads=(…)) names what it reads")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TorchLoss(PerToken):
 
     @property
     def required_fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What it reads beyond the fields that every batch has."""
+        """Fields that it reads beyond those that every batch has."""
         return tuple(name for name in self.reads if name not in ("old_logprobs", "advantages"))
 
     def __call__(self, batch: Batch) -> jax.Array:
@@ -151,10 +151,10 @@ class _Trial:
     def _differentiated(self, tokens: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The losses, and the gradient of their sum over the tokens that count."""
         logprobs = tokens["logprobs"].clone().requires_grad_()
-        given = {name: tokens[name].clone() for name in ("old_logprobs", "advantages", "mask")}
-        given |= {name: tokens[name].clone() for name in self._loss.required_fields if name in tokens}
+        fixed = {name: tokens[name].clone() for name in ("old_logprobs", "advantages", "mask")}
+        fixed |= {name: tokens[name].clone() for name in self._loss.required_fields if name in tokens}
         with torch.enable_grad():
-            losses = self._per_token(Batch(logprobs=logprobs, **given))
+            losses = self._per_token(Batch(logprobs=logprobs, **fixed))
             if not isinstance(losses, torch.Tensor) or losses.shape != logprobs.shape:
                 shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
                 raise ValueError(
