@@ -6,9 +6,9 @@ The file stands alone since rules are of JAX's primitives, and this primitive is
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import jax
 import jax.extend.core as jex_core
 import torch
+from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from rl_bridge.functional.emitter import Builder, Value, rule
@@ -32,9 +32,9 @@ def torch_call(function: Callable[..., torch.Tensor], *arrays: Any) -> Any:
 
 
 @_TORCH_CALL.def_abstract_eval
-def _shape_and_dtype(first: Any, *_: Any, function: Any) -> jax.core.ShapedArray:
+def _shape_and_dtype(first: Any, *_: Any, function: Any) -> ShapedArray:
     del function
-    return jax.core.ShapedArray(first.shape, first.dtype)
+    return ShapedArray(first.shape, first.dtype)
 
 
 def _refuse(*_: Any, function: Any = None, **__: Any) -> NoReturn:

@@ -151,10 +151,10 @@ class _Trial:
     def _differentiated(self, tokens: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The losses, and the gradient of their sum over the tokens that count."""
         logprobs = tokens["logprobs"].clone().requires_grad_()
-        fixed = {name: tokens[name].clone() for name in ("old_logprobs", "advantages", "mask")}
+        fixed: dict[str, Any] = {name: tokens[name].clone() for name in ("old_logprobs", "advantages", "mask")}
         fixed |= {name: tokens[name].clone() for name in self._loss.required_fields if name in tokens}
         with torch.enable_grad():
-            losses = self._per_token(Batch(logprobs=logprobs, **fixed))
+            losses = self._per_token(Batch(**fixed, logprobs=logprobs))  # type: ignore[arg-type]
             if not isinstance(losses, torch.Tensor) or losses.shape != logprobs.shape:
                 shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
                 raise ValueError(
