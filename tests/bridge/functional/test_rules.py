@@ -303,8 +303,12 @@ def primitives(jaxpr):
 SYMBOLIC = {"associative_scan", "dim_as_value"}
 
 
+# Not JAX's: tests/bridge/modules/test_own_loss.py has its values and gradients.
+OURS = {"torch_call"}
+
+
 def test_every_rule_has_a_case_and_every_case_a_rule():
-    assert set(CASES) | SYMBOLIC == set(RULES)
+    assert set(CASES) | SYMBOLIC == set(RULES) - OURS
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, i) for name, cases in CASES.items() for i in range(len(cases))])
