@@ -1,5 +1,6 @@
 """The profiler: what a run's memory was, where its peak came from, and leaks that are there."""
 
+import ctypes
 import gc
 import json
 import random
@@ -68,7 +69,11 @@ def test_a_clean_run_is_not_flagged_and_leaves_its_record(tmp_path):
 
 
 class Keeper(torch.nn.Module):
-    """Keeps an array of 64 MiB, and lets go of it: more than malloc takes from its own heap."""
+    """Keeps an array of 64 MiB, and lets go of it, with all that the heap has free, to the system.
+
+    Earlier tests leave free memory in malloc's heap, whose pages stay the process's.
+    An array that fits in there adds no page, however large it is.
+    """
 
     def __init__(self):
         super().__init__()
@@ -79,6 +84,19 @@ class Keeper(torch.nn.Module):
 
     def drop(self) -> None:
         self.kept.clear()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def hole_in_the_heap(size: int, block: int = 30 << 10) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """Free memory of ``size`` bytes whose pages are the process's, and the block above that pins it."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    blocks = [ctypes.c_void_p(library.malloc(ctypes.c_size_t(block))) for _ in range(size // block)]
+    pin = blocks.pop()
+    for each in blocks:
+        ctypes.memset(each, 1, block)
+        library.free(each)
+    return library, pin
 
 
 def test_live_bytes_grow_and_shrink_as_the_process_does(tmp_path):
@@ -87,8 +105,10 @@ def test_live_bytes_grow_and_shrink_as_the_process_does(tmp_path):
     profiler = MemoryProfiler()
     profiler.started(SimpleNamespace(folder=tmp_path, executor=executor, print=print))
     engine = TrainEngine(Keeper, executor=executor, name="keeping").build()
+    library, pin = hole_in_the_heap(160 << 20)
     for method in ("drop", "keep", "drop"):
         engine.call(method)
+    library.free(pin)
     profiler.ended(None)
     lines = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
     before, kept, dropped = (line for line in lines if line["call"] in ("keep", "drop"))
