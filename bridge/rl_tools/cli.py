@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, escaped, say
-from rl_tools.trainers import TRAINERS, load, observers_of, parse
+from rl_tools.trainers import TRAINERS, expanded, is_run_file, load, observers_of, parse
 
 _ADVICE = {
     errno.ENOSPC: "free some space on the disk",
@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage(), end="")
         return 0
     command = words[0] if words[0] in COMMANDS else None
-    if command == "train" and len(words) > 1 and words[1] in TRAINERS:
-        return _train(words[1], [word for word in words[2:] if word != TRACEBACK], traceback=TRACEBACK in words)
+    if command == "train" and len(words) > 1 and (words[1] in TRAINERS or is_run_file(words[1])):
+        return _train([word for word in words[1:] if word != TRACEBACK], traceback=TRACEBACK in words)
     if command == "train" and words[1:] in ([], ["--help"], ["-h"]):
         print(usage(), end="")
         return 0 if words[1:] else 2
@@ -132,19 +132,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _train(name: str, words: Sequence[str], *, traceback: bool) -> int:
-    trainer, parsed = TRAINERS[name], []
+def _train(words: Sequence[str], *, traceback: bool) -> int:
+    """Run ``rl-fn train`` with the words behind it, which begin with a trainer or with run files."""
+    parsed: list[tuple[str, Any]] = []
 
     def parse_words() -> int:
-        parsed.append(parse(load(trainer.default), words, prog=f"rl-fn train {name}"))
+        name, options = expanded(words)
+        parsed.append((name, parse(load(TRAINERS[name].default), options, prog=f"rl-fn train {name}")))
         return 0
 
     # An environment in which the libraries cannot be imported, such as JAX_PLATFORMS of no platform, is no traceback.
     status = _guarded(parse_words, traceback=traceback, helps=True)
     if not parsed:
         return status
-    run = load(trainer.run)
-    return report(lambda options: run(options, observers_of(options)), parsed[0], traceback=traceback)
+    name, options = parsed[0]
+    run = load(TRAINERS[name].run)
+    if options.dry_run:
+        return _guarded(lambda: _dry_run(name, options, run), traceback=traceback)
+    return report(lambda options: run(options, observers_of(options)), options, traceback=traceback)
+
+
+def _dry_run(name: str, options: Any, run: Callable[..., Any]) -> int:
+    """Print the options, do all that a run does before its folder is made, and print the plan of its memory."""
+    from rl_bridge.run.run import DryRun
+    from rl_bridge.run.run_toml import toml_of
+    from rl_tools.plan.plan_command import counted, print_plan, read_lengths
+
+    say(toml_of(options, name))
+    try:
+        run(options, observers_of(options))
+    except DryRun:
+        say("rows, model and reward are as the run needs them; its memory:")
+    print_plan(counted(options), *read_lengths(options))
+    return 0
 
 
 def _unknown(words: Sequence[str]) -> str:
@@ -164,14 +184,15 @@ def usage() -> str:
     trainers = "".join(f"  train {name:<15}{trainer.about}\n" for name, trainer in TRAINERS.items())
     return f"""usage: rl-fn train {{{",".join(TRAINERS)}}} [--help] [{TRACEBACK}] [options]
 
+       rl-fn train RUN.toml... [options]
        rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
        rl-fn train {{reward-model,preference}} [options] [loss:LOSS] [options of the loss]
        rl-fn export RUN --to {{tensorboard,wandb,mlflow,trackio}} [--output FOLDER] [--project NAME] [--again]
        rl-fn check {{trl,verl,openrlhf,tunix}}
        rl-fn quantize {{profile,setup,verify}} [--help] [options]
-       rl-fn tune TRAINER --space.OPTION DOMAIN [options]
+       rl-fn tune {{TRAINER,RUN.toml}} --space.OPTION DOMAIN [options]
        rl-fn report RUN... [--output FILE] [--watch [SECONDS]]
-       rl-fn plan {{TRAINER,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
+       rl-fn plan {{TRAINER,RUN.toml,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
        rl-fn doctor [--output FOLDER]
        rl-fn --version
 

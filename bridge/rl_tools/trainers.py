@@ -4,11 +4,14 @@ import dataclasses
 import difflib
 import importlib
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any
 
 from rl_bridge.common.terminal import say
+from rl_bridge.run.run_toml import NONE, RUN_FILE, Setting, dashed, read_run_files
 
 if TYPE_CHECKING:
     from rl_bridge.run.options import RunOptions
@@ -86,6 +89,133 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
         say(f"all options: {prog} --help", error=True)
 
 
+def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, list[str]]:
+    """The trainer and its options, of words that may begin with run files: ``[TRAINER] FILE.toml… [options]``.
+
+    A later file lies over an earlier one, and the options lie over all files. A folder stands for its run.toml.
+    ``without``: options of the files that are not taken over.
+
+    Raises:
+        ValueError: no trainer, two of them, a file that cannot be read, or an option in a file that the trainer does
+            not have or whose value is of another type.
+    """
+    names = list(words[:1]) if words and words[0] in TRAINERS else []
+    rest = list(words[len(names) :])
+    files = []
+    while rest and is_run_file(rest[0]):
+        path = Path(rest.pop(0))
+        files.append(path / RUN_FILE if path.is_dir() else path)
+    settings = read_run_files(files)
+    of_files = settings.pop("trainer", None)
+    if of_files is not None:
+        if of_files.value not in TRAINERS:
+            raise ValueError(f"{of_files.file}: trainer must be one of {', '.join(TRAINERS)}, got {of_files.value!r}")
+        if names and names != [of_files.value]:
+            raise ValueError(f"{of_files.file} is of the trainer {of_files.value}, not of {names[0]}")
+        names = [of_files.value]
+    if not names:
+        where = f"{', '.join(map(str, files))} has no key 'trainer': give it" if files else "give a trainer"
+        raise ValueError(f"{where}, one of {', '.join(TRAINERS)}")
+    settings = {name: setting for name, setting in settings.items() if name not in without}
+    return names[0], words_of_settings(names[0], settings, rest) if settings else rest
+
+
+def is_run_file(word: str) -> bool:
+    """Whether a word of a command names a run file or the folder of a run."""
+    return not word.startswith("-") and (word.endswith(".toml") or (Path(word) / RUN_FILE).is_file())
+
+
+def words_of_settings(trainer: str, settings: Mapping[str, Setting], words: Sequence[str]) -> list[str]:
+    """The words of a command with the options of run files, over which ``words`` lie.
+
+    Raises:
+        ValueError: see ``expanded``.
+    """
+    default = load(TRAINERS[trainer].default)
+    options = options_of(default if isinstance(default, type) else default(()))
+    on_command_line = {plain(word) for word in words if word.startswith("--")}
+    chosen = {word.partition(":")[0] for word in words if word.partition(":")[0] in options.recipes}
+    recipes, before, behind = {}, [], []
+    for key, setting in settings.items():
+        holder = key.removesuffix(".name")
+        if holder in options.recipes and key not in options.kinds:
+            recipe = dashed(str(setting.value))
+            if recipe not in options.recipes[holder]:
+                near = difflib.get_close_matches(recipe, options.recipes[holder])
+                raise ValueError(f"{setting.file}: {_did_you_mean(f'{holder} = {setting.value!r}', near)}")
+            recipes[holder] = recipe
+            continue
+        of_recipe = options.of_recipe(key)
+        if key not in options.kinds and of_recipe is None:
+            raise ValueError(f"{setting.file}: {_did_you_mean(key, options.near(key))}")
+        if key not in on_command_line:
+            kind = options.kinds[key] if of_recipe is None else options.of_recipes[key]
+            (before if of_recipe is None else behind).extend(_words_of_value(key, setting, kind))
+            if of_recipe is not None:
+                recipes.setdefault(of_recipe[0], options.defaults.get(of_recipe[0]))
+    # An option of a recipe has to stand behind the recipe's word.
+    named = [f"{holder}:{recipe}" for holder, recipe in recipes.items() if holder not in chosen]
+    return [*before, *named, *words, *behind]
+
+
+def plain(word: str) -> str:
+    """The name of an option on the command line, without dashes, value and the ``no-`` of a switch.
+
+    >>> plain("--rollout.vllm.no-enforce-eager"), plain("--policy.steps=3")
+    ('rollout.vllm.enforce-eager', 'policy.steps')
+    """
+    head, dot, last = dashed(word[2:].partition("=")[0]).rpartition(".")
+    return f"{head}{dot}{last.removeprefix('no-')}"
+
+
+def _words_of_value(key: str, setting: Setting, kind: Any) -> list[str]:
+    """The words of one option.
+
+    Raises:
+        ValueError: the value is not of its type.
+    """
+    value = setting.value
+    if not _fits(value, kind):
+        raise ValueError(f"{setting.file}: {key} must be {_in_words(kind)}, got {value!r}")
+    if isinstance(value, bool):
+        head, dot, last = key.rpartition(".")
+        return [f"--{key}" if value else f"--{head}{dot}no-{last}"]
+    if isinstance(value, list) and len(value) != 1:
+        if dashes := [item for item in value if isinstance(item, str) and item.startswith("-")]:
+            raise ValueError(f"{setting.file}: {key} has several texts, and {dashes[0]!r} begins as an option does")
+        return [f"--{key}", *map(str, value)]
+    if isinstance(value, list):
+        return [f"--{key}={value[0]}"]
+    return [f"--{key}={value}"]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of a TOML file is one of an option's type."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return any(value == part and type(value) is type(part) for part in parts)
+    if origin in (typing.Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    if kind is NoneType:
+        return value == NONE
+    types = {bool: bool, int: int, float: (int, float)}.get(kind, str)
+    return isinstance(value, types) and (kind is bool or not isinstance(value, bool))
+
+
+def _in_words(kind: Any) -> str:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, parts))
+    if origin in (typing.Union, UnionType):
+        return " or ".join(_in_words(part) for part in parts if part is not NoneType)
+    if origin is tuple:
+        return f"an array, each {_in_words(parts[0])}"
+    words = {bool: "true or false", int: "a whole number", float: "a number"}
+    return words.get(kind, "a text")
+
+
 def observers_of(options: "RunOptions") -> "list[Observer]":
     """The observers that options ask for: trackers, samples of the machine, the memory profiler.
 
@@ -111,7 +241,7 @@ def load(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-OWN = ("seed", "name", "output", "resume", "resume-anyway")
+OWN = ("seed", "name", "output", "resume", "resume-anyway", "dry-run")
 """Options of a trainer that the study sets itself."""
 _SHORT = {"lr": "learning-rate", "bs": "prompts-per-step", "epoch": "epochs", "wd": "weight-decay", "gpus": "mesh"}
 """Last part of an option's name in other programs → its name here."""
@@ -127,6 +257,8 @@ class TrainerOptions:
     """Option that takes a recipe → recipe → options that this recipe has. ``objective`` → ``gspo`` → …"""
     defaults: dict[str, str] = field(default_factory=dict)
     """Option that takes a recipe → its default recipe."""
+    of_recipes: dict[str, Any] = field(default_factory=dict)
+    """Option of a recipe → its type; the union of them where recipes differ."""
 
     def of_recipe(self, name: str) -> tuple[str, set[str]] | None:
         """(The option that takes recipes, the recipes that have this option); None where it belongs to no recipe."""
@@ -218,6 +350,8 @@ def _walk(kind: type, config: Any, prefix: str, options: TrainerOptions) -> None
                 inside = TrainerOptions()
                 _walk(holder, holder, f"{name}.", inside)
                 options.recipes[name][recipe] = set(inside.kinds)
+                for inner, kind in inside.kinds.items():
+                    options.of_recipes[inner] = typing.Union[options.of_recipes.get(inner, kind), kind]  # noqa: UP007
                 if type(value) is holder or (value is None and _begins_as(option, holder)):
                     options.defaults[name] = recipe
         elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -241,8 +375,3 @@ def _recipes(hint: Any) -> dict[str, type]:
         if names and dataclasses.is_dataclass(kind := typing.get_args(part)[0]):
             classes[dashed(names[0])] = kind
     return classes
-
-
-def dashed(name: str) -> str:
-    """A name as the command line has it."""
-    return name.replace("_", "-")

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 import tyro
 from transformers import PreTrainedTokenizerBase
@@ -286,6 +286,7 @@ def accuracy_of(metrics: Mapping[str, float]) -> str:
 class PreferencePipeline(ComparisonOptions):
     """Learning from preferences. The policy starts from ``model``, which is the reference too."""
 
+    trainer: ClassVar[str] = "preference"
     name: str = field(default="preference", metadata=MAY_CHANGE)
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, beta2=0.999)
     preference: PreferenceConfig = PreferenceConfig()
@@ -358,6 +359,7 @@ def run_preference(pipeline: PreferencePipeline, observers: Sequence[Observer] =
 class RewardModelPipeline(ComparisonOptions):
     """A reward model. Its trunk is that of ``model``; its head of one number starts at zero."""
 
+    trainer: ClassVar[str] = "reward-model"
     name: str = field(default="reward-model", metadata=MAY_CHANGE)
     reward_model: RewardModelConfig = RewardModelConfig()
     loss: RewardLoss = field(default_factory=REWARD_MODEL_LOSSES["bradley_terry"])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -99,6 +99,7 @@ def teacher_source(name: str, tokenizer: PreTrainedTokenizerBase) -> ModelSource
 class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     """GRPO post-training. Without ``data`` it is two-digit addition, without ``model`` a tiny new Qwen2."""
 
+    trainer: ClassVar[str] = "policy"
     policy: PolicyConfig
     objective: Algorithm = field(default_factory=ALGORITHMS["dapo"])
     kl_control: ControlOptions = ControlOptions()

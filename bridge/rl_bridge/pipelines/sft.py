@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +30,7 @@ class SFTPipeline(TrainingOptions):
     ``model`` a tiny new Qwen2.
     """
 
+    trainer: ClassVar[str] = "sft"
     sft: SFTConfig = SFTConfig()
     epochs: float | None = None
     """Passes over the rows, in place of ``sft.steps``."""

@@ -9,12 +9,13 @@ from typing import Any
 
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.common import files, step_folders
-from rl_bridge.common.files import RunLock, require_own_files, sweep, write_json
+from rl_bridge.common.files import RunLock, replacing, require_own_files, sweep, write_json
 from rl_bridge.common.scrubbing import scrubbed
 from rl_bridge.common.terminal import tell
 from rl_bridge.run.options import MAY_CHANGE
 from rl_bridge.run.provenance import write_provenance
 from rl_bridge.run.recorder import Recorder
+from rl_bridge.run.run_toml import RUN_FILE, toml_of
 
 _ABSENT = "no such option"
 
@@ -131,6 +132,9 @@ def _open(
     try:
         if path is None or changes:
             write_json(folder / "config.json", scrubbed(asdict(config)))
+            if trainer := getattr(config, "trainer", ""):
+                with replacing(folder / RUN_FILE) as file:
+                    file.write_text(toml_of(config, trainer), "utf-8")
         if changes:
             tell(f"going on with other options: {'; '.join(changes)}")
             recorder.note({"step": recorder.logged, "changed": changes})

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MAY_CHANGE: dict[str, Any] = {"resume": "may change"}
 """``field(metadata=MAY_CHANGE)``: a resumed run may have another value of the option without a word."""
@@ -81,6 +81,8 @@ def shown(value: Any) -> str:
 class RunOptions:
     """Options of every run: its folder, its checkpoints, its observers."""
 
+    trainer: ClassVar[str] = ""
+    """The name of the options' trainer on the command line and in run.toml, where there is one."""
     name: str = field(default="run", metadata=MAY_CHANGE)
     """Name of the run's folder. A name that is taken gets a number behind it."""
     output: Path = field(default=Path("runs"), metadata=MAY_CHANGE)
@@ -89,6 +91,8 @@ class RunOptions:
     """Go on from the newest whole checkpoint of the run of this name."""
     resume_anyway: bool = field(default=False, metadata=MAY_CHANGE)
     """Resume with other options, data or rewards than the checkpoint was made with, and without damaged records."""
+    dry_run: bool = field(default=False, metadata=MAY_CHANGE)
+    """Print all options, check rows, model, reward and memory, and end before anything is written."""
     checkpoint_every: int = field(default=50, metadata=MAY_CHANGE)
     """Steps from one checkpoint to the next."""
     keep_checkpoints: int = field(default=2, metadata=MAY_CHANGE)

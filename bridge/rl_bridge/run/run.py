@@ -446,6 +446,10 @@ def fitting(entries: Mapping[str, str], room: int) -> dict[str, str]:
     return first
 
 
+class DryRun(Exception):
+    """A run with ``dry_run`` has come to the place where its folder would be made."""
+
+
 def open_run(
     pipeline: RunOptions, fingerprints: Mapping[str, str], executor: Executor, observers: Sequence[Observer]
 ) -> Run:
@@ -455,10 +459,13 @@ def open_run(
 
     Raises:
         ValueError: besides what ``Run`` raises: options that none of the observers reads.
+        DryRun: the options say that the run ends here.
     """
     served = {option for observer in observers for option in observer.serves}
     ignored = [option for option in OBSERVED if option not in served]
     require_used(pipeline, ignored, "without an observer that reads it, as rl_tools.trainers.observers_of makes them")
+    if pipeline.dry_run:
+        raise DryRun
     run = Run(
         pipeline.folder(),
         pipeline,

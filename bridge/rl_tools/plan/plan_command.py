@@ -1,9 +1,7 @@
 """``rl-fn plan``: a run's options and the lengths of its rows read, and the plan printed."""
 
 import argparse
-import dataclasses
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,12 @@ from rl_bridge.data.rows import supervised_row
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.memory.token_budget import START
 from rl_bridge.models.model_source import ModelSource
+from rl_bridge.models.row_checks import prompted
 from rl_bridge.pipelines.comparison import (
-    LOSSES,
-    REWARD_MODEL_LOSSES,
-    PreferencePipeline,
     RewardModelPipeline,
     load_data,
 )
-from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_bridge.pipelines.policy import PolicyPipeline
-from rl_bridge.pipelines.policy_configs import quickstart
+from rl_bridge.pipelines.policy import PolicyPipeline, rows_of
 from rl_bridge.pipelines.sft import SFTPipeline, encoded
 from rl_bridge.pipelines.training import load_model, load_rows
 from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan
@@ -131,66 +125,6 @@ def _longest(trajectories: Iterable[Trajectory]) -> tuple[int, int]:
     return first, len(longest.tokens) - first
 
 
-# A run's options back from its config.json.
-
-_KINDS = {
-    "policy": quickstart,
-    "reward_model": RewardModelPipeline,
-    "preference": PreferencePipeline,
-    "sft": SFTPipeline,  # a policy's run has options of that name too, for its warm start
-}
-"""How a trainer's default options are made, by the name that its config.json has its own options under."""
-
-
-def pipeline_of(path: Path) -> PolicyPipeline | RewardModelPipeline | PreferencePipeline | SFTPipeline:
-    """The pipeline that a run's folder or its config.json describes.
-
-    Raises:
-        ValueError: the file is of no training.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is no run's config.json: {error}") from error
-    kind = next((name for name in _KINDS if isinstance(data, dict) and isinstance(data.get(name), dict)), None)
-    if kind is None:
-        raise ValueError(f"{file} is not of rl-fn train: it has none of {', '.join(_KINDS)}")
-    return like(_KINDS[kind](), data)
-
-
-def like(default: Any, data: Mapping[str, Any]) -> Any:
-    """``default`` with the values of ``data``, in the types that ``default`` has. Options that are not there stay.
-
-    Raises:
-        ValueError: an option that there is none of, or an algorithm of that name.
-    """
-    names = {option.name for option in dataclasses.fields(default)}
-    if "algorithm" in names and data.get("algorithm", default.algorithm) != default.algorithm:
-        if data["algorithm"] not in ALGORITHMS:
-            raise ValueError(f"unknown algorithm {data['algorithm']!r}; there is: {', '.join(sorted(ALGORITHMS))}")
-        default = ALGORITHMS[data["algorithm"]]()
-    if "loss" in names and isinstance(data.get("loss"), str) and data["loss"] != default.loss:
-        losses = LOSSES | REWARD_MODEL_LOSSES
-        if data["loss"] not in losses:
-            raise ValueError(f"unknown loss {data['loss']!r}; there is: {', '.join(sorted(losses))}")
-        default = losses[data["loss"]]()
-    options = dataclasses.fields(default)
-    if unknown := sorted(set(data) - {option.name for option in options}):
-        raise ValueError(f"{type(default).__name__} has no option {', '.join(unknown)}")
-    settable = {option.name for option in options if option.init}
-    values = {name: _value(getattr(default, name), value) for name, value in data.items() if name in settable}
-    return dataclasses.replace(default, **values)
-
-
-def _value(default: Any, value: Any) -> Any:
-    if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
-        return like(default, value)
-    if isinstance(default, Path):
-        return Path(value)
-    return tuple(value) if isinstance(value, list) else value
-
-
 # A plan as lines of text, and as JSON.
 
 
@@ -234,34 +168,19 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 def run(words: Sequence[str]) -> int:
     """Run ``rl-fn plan`` with these words; returns the exit status: 1 where ``--fits`` cannot be kept."""
     arguments, rest = _parser().parse_known_args(words)
-    from rl_tools.trainers import TRAINERS, load, parse
+    from rl_tools.trainers import TRAINERS, expanded, load, parse
 
-    if arguments.config in TRAINERS:
-        trainer = arguments.config
-        pipeline = parse(load(TRAINERS[trainer].default), rest, prog=f"rl-fn plan {trainer}")
-    else:
-        if rest:
-            raise ValueError(f"a run's config.json has its options already: rl-fn plan takes no {' '.join(rest)}")
-        path = Path(arguments.config)
-        pipeline = pipeline_of(path)
-        pipeline = replace(pipeline, workers=pipeline.workers or started_with(path))
+    trainer, options = expanded([arguments.config, *rest])
+    pipeline = parse(load(TRAINERS[trainer].default), options, prog=f"rl-fn plan {trainer}")
+    if arguments.config not in TRAINERS:
+        pipeline = replace(pipeline, workers=pipeline.workers or started_with(Path(arguments.config)))
     if arguments.workers is not None:
         if arguments.workers < 1:
             raise ValueError(f"--workers must be at least 1, got {arguments.workers}")
         pipeline = replace(pipeline, workers=arguments.workers)
-    mesh = mesh_of(pipeline)
-    if pipeline.micro_batch_tokens == "auto":
-        pipeline = replace(pipeline, micro_batch_tokens=START)
     room = None if arguments.fits is None else _room(arguments.fits)
-    source, workload = workload_of(pipeline, arguments.prompt_tokens, arguments.completion_tokens)
-    phases = plan(pipeline, source, workload)
-    say(f"{shown(workload)}; micro-batches of {pipeline.micro_batch_tokens} tokens")
-    say("a run of one worker" if mesh.size == 1 else f"one of {mesh.size} workers, {mesh}")
-    say("\n".join(plan_lines(phases)))
-    numbers: dict[str, Any] = {"workload": vars(workload), "mesh": vars(mesh), "phases": as_json(phases)}
-    if (engine := engine_of(pipeline, source, workload)) is not None:
-        say("\n".join(engine.lines()))
-        numbers["rollout"] = engine.numbers()
+    pipeline = counted(pipeline)
+    source, workload, phases, numbers = print_plan(pipeline, arguments.prompt_tokens, arguments.completion_tokens)
     if not arguments.no_knobs:
         changed = list(knobs(pipeline, source, workload, phases))
         say("\n".join(["", *knob_lines(changed)]))
@@ -274,6 +193,39 @@ def run(words: Sequence[str]) -> int:
     return status
 
 
+def counted(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with a number of tokens in a micro-batch: ``auto`` begins with one."""
+    return replace(pipeline, micro_batch_tokens=START) if pipeline.micro_batch_tokens == "auto" else pipeline
+
+
+def read_lengths(pipeline: Pipeline) -> tuple[int | None, int | None]:
+    """Tokens of the longest prompt and of the longest completion in the data; None for what is known without it."""
+    if pipeline.model is None:
+        return None, None
+    if not isinstance(pipeline, PolicyPipeline):
+        return _longest(_read(pipeline)[1])
+    rows = [row for part in rows_of(pipeline) for row in part]
+    tokens = prompted(load_model(pipeline, rows)[1])
+    return max(len(tokens(row)[1]) for row in rows), None
+
+
+def print_plan(
+    pipeline: Pipeline, prompt_tokens: int | None, completion_tokens: int | None
+) -> tuple[ModelSource, Load, Plan, dict[str, Any]]:
+    """Print the memory of each phase; returns the model's structure, the longest step, the plan, and all as numbers."""
+    mesh = mesh_of(pipeline)
+    source, workload = workload_of(pipeline, prompt_tokens, completion_tokens)
+    phases = plan(pipeline, source, workload)
+    say(f"{shown(workload)}; micro-batches of {pipeline.micro_batch_tokens} tokens")
+    say("a run of one worker" if mesh.size == 1 else f"one of {mesh.size} workers, {mesh}")
+    say("\n".join(plan_lines(phases)))
+    numbers: dict[str, Any] = {"workload": vars(workload), "mesh": vars(mesh), "phases": as_json(phases)}
+    if (engine := engine_of(pipeline, source, workload)) is not None:
+        say("\n".join(engine.lines()))
+        numbers["rollout"] = engine.numbers()
+    return source, workload, phases, numbers
+
+
 def _room(text: str) -> int:
     try:
         return parse_bytes(text)
@@ -284,11 +236,11 @@ def _room(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl-fn plan",
-        description="Bytes by phase and component, without loading the model. With a trainer's name, all "
-        "further options are those of rl-fn train.",
+        description="Bytes by phase and component, without loading the model. All further "
+        "options are those of rl-fn train.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", help="a trainer of rl-fn train, a run's folder, or its config.json")
+    parser.add_argument("config", help="a trainer of rl-fn train, a run's folder, or a run file")
     parser.add_argument(
         "--workers", type=int, help="processes of the run; without it what its options or its folder say"
     )

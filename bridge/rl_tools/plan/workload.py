@@ -111,7 +111,7 @@ def mesh_of(pipeline: PlacementOptions) -> Mesh:
 
 
 def started_with(path: Path) -> int | None:
-    """Ranks of the torchrun job that a run's folder, or the folder of its config.json, was last written by."""
+    """Ranks of the torchrun job that a run's folder, or the folder of its run.toml, was last written by."""
     attempts = read_provenance(path if path.is_dir() else path.parent)
     environment = attempts[-1].get("environment", {}) if attempts else {}
     return int(environment["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= environment.keys() else None

@@ -16,6 +16,7 @@ from typing import Any
 from rl_bridge.common.files import replacing
 from rl_bridge.common.terminal import say
 from rl_bridge.run.records import METRICS
+from rl_bridge.run.run_toml import RUN_FILE
 from rl_tools.report.curves import Group, comparison, curves, differences, grouped, options_of
 from rl_tools.report.run_files import FILES, SUMMARY, RunFiles, read_run
 from rl_tools.report.sections import (
@@ -240,7 +241,8 @@ def _hash(text: str) -> str:
 def run(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     arguments = parser().parse_args(list(words))
-    folders: list[Path] = arguments.runs
+    # A run's file stands for the run.
+    folders: list[Path] = [path.parent if path.name == RUN_FILE else path for path in arguments.runs]
     output: Path = arguments.output or folders[0] / "report.html"
     if arguments.watch is None:
         _write(folders, output, arguments.title, None)
@@ -256,7 +258,9 @@ def parser() -> argparse.ArgumentParser:
         prog="rl-fn report",
         description="One HTML file about runs, without a network: curves, completions, warnings, options.",
     )
-    command_line.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a tuning study")
+    command_line.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a tuning study, or a run.toml in it"
+    )
     command_line.add_argument("-o", "--output", type=Path, help="the file; report.html in the first folder without")
     command_line.add_argument("--title", help="of the page; the names of the runs without")
     command_line.add_argument(

@@ -167,11 +167,11 @@ def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequenc
     fixed_names = {word[2:].partition("=")[0] for word in map(dashed, fixed) if word.startswith("--")}
     fixed_recipes = dict(dashed(word).split(":", 1) for word in fixed if word.split(":", 1)[0] in options.recipes)
     # Recipes first: an option that applies with some of them stands behind them.
-    ordered = sorted(words, key=lambda word: _plain(word)[0] not in options.recipes)
+    ordered = sorted(words, key=lambda word: plain(word)[0] not in options.recipes)
     recipes = [word for word in ordered if word in options.recipes]
     searched = {word: dashed(words[word]).split(",") for word in recipes}
     for word in ordered:
-        name, recipe = _plain(word)
+        name, recipe = plain(word)
         for part in name.split(JOINT):
             options.require(part)
             if part in fixed_names or part in fixed_recipes:
@@ -189,7 +189,7 @@ def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequenc
     return Space(tuple(parameters))
 
 
-def _plain(word: str) -> tuple[str, str | None]:
+def plain(word: str) -> tuple[str, str | None]:
     """(Option, the one recipe that it is meant for): ``objective:gspo.clip-high`` → ``objective.clip-high``, gspo."""
     holder, colon, rest = word.partition(":")
     if not colon:
@@ -239,7 +239,7 @@ def words_of(assignment: Assignment, options: TrainerOptions, fixed: Sequence[st
     """The words of a trial's training command. A recipe's word comes first: its own options have to stand behind it."""
     recipes, plain, needed = [], [], {}
     for word, value in assignment.items():
-        name, _ = _plain(word)
+        name, _ = plain(word)
         if name in options.recipes:
             recipes.append(f"{name}:{value}")
             continue

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.common.terminal import say
-from rl_tools.trainers import TrainerOptions, options_of
+from rl_tools.trainers import TrainerOptions, dashed, options_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
 from rl_tools.tune.journal import Journal, library
 from rl_tools.tune.samplers import SAMPLERS, FunctionSampler, OptunaSampler, Sampler, load_function
 from rl_tools.tune.scheduler import Plan
-from rl_tools.tune.space import Space, corners, read_space, words_of
+from rl_tools.tune.space import JOINT, Space, corners, plain, read_space, words_of
 
 SPACE = "--space"
 DEFAULTS = {
@@ -33,8 +33,10 @@ def run(words: Sequence[str]) -> int:
     from rl_tools import trainers
 
     command_line = parser()
-    if words[:1] and words[0] in trainers.TRAINERS and not {"-h", "--help"} & set(words):
-        return _tune(words[0], words[1:], command_line)
+    helps = not {"-h", "--help"}.isdisjoint(words)
+    if words and not helps and (words[0] in trainers.TRAINERS or trainers.is_run_file(words[0])):
+        trainer, rest = trainers.expanded(words, without={*trainers.OWN, *_searched(words)})
+        return _tune(trainer, rest, command_line)
     if words and words[0] not in trainers.TRAINERS and not words[0].startswith("-"):
         command_line.error(f"unknown trainer {words[0]!r}; there is {', '.join(trainers.TRAINERS)}")
     command_line.print_help()
@@ -45,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     """The study's own options. All other words are the trainer's."""
     command_line = argparse.ArgumentParser(
         prog="rl-fn tune",
-        usage="rl-fn tune {sft,reward-model,preference,policy} --space.OPTION DOMAIN … [options] [options of the "
-        "trainer]\n       rl-fn tune report STUDY",
+        usage="rl-fn tune {sft,reward-model,preference,policy,RUN.toml} --space.OPTION DOMAIN … [options] "
+        "[options of the trainer]\n       rl-fn tune report STUDY",
         description="A study over a training command. A DOMAIN is log:1e-5..1e-3, int:1..8, 0.5..1 or a,b,c.",
         allow_abbrev=False,
     )
@@ -175,6 +177,13 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     return 0 if any(event["kind"] == "told" and event["status"] == "complete" for event in events) else 1
 
 
+def _searched(words: Sequence[str]) -> set[str]:
+    """Options that the space proposes values of: those of a run file give way."""
+    names = [word[len(SPACE) + 1 :].partition("=")[0] for word in words if word.startswith(f"{SPACE}.")]
+    parts = [part for name in names for part in plain(dashed(name))[0].split(JOINT)]
+    return {*parts, *(f"{part}.name" for part in parts)}
+
+
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """(``--space.NAME DOMAIN`` by name, the other words)."""
     domains: dict[str, str] = {}
@@ -198,6 +207,8 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _require_fixed(word: str, options: TrainerOptions) -> None:
     name = word[2:].partition("=")[0].replace("_", "-")
+    if name == "dry-run":
+        raise ValueError("--dry-run is of one run: rl-fn train has it")
     if name in ("seed", "resume-anyway"):
         raise ValueError(f"--{name} is the study's own: give --seeds and --first-seed, and --resume")
     # --no-packing is the other value of --packing.

@@ -1,0 +1,153 @@
+"""Run files: file → options → file, files over one another, options over files, and what a file cannot say."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES, PreferencePipeline, RewardModelPipeline
+from rl_bridge.pipelines.objective_options import ALGORITHMS
+from rl_bridge.pipelines.policy_configs import policy, quickstart
+from rl_bridge.run.run_toml import RUN_FILE, toml_of
+from rl_tools.trainers import TRAINERS, expanded, load, options_of, parse
+
+
+def read(file: Path, *words: str) -> tuple[str, Any]:
+    trainer, options = expanded([str(file), *words])
+    return trainer, parse(load(TRAINERS[trainer].default), options, prog="rl-fn train")
+
+
+def returns(config: Any, folder: Path) -> None:
+    (folder / RUN_FILE).write_text(toml_of(config, config.trainer), "utf-8")
+    trainer, again = read(folder / RUN_FILE)
+    assert (trainer, again) == (config.trainer, config)
+    assert toml_of(again, trainer) == (folder / RUN_FILE).read_text("utf-8")
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_a_run_with_every_algorithm_is_its_file(algorithm: str, tmp_path):
+    objective = ALGORITHMS[algorithm]()
+    teacher = "some/model" if "teacher_logprobs" in objective.build().required_rollout_fields else None
+    returns(replace(quickstart(), objective=objective, teacher=teacher), tmp_path)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_a_run_with_every_loss_of_policies_is_its_file(loss: str, tmp_path):
+    returns(PreferencePipeline(loss=LOSSES[loss]()), tmp_path)
+
+
+@pytest.mark.parametrize("loss", sorted(REWARD_MODEL_LOSSES))
+def test_a_run_with_every_loss_of_reward_models_is_its_file(loss: str, tmp_path):
+    returns(RewardModelPipeline(loss=REWARD_MODEL_LOSSES[loss]()), tmp_path)
+
+
+WORDS = {
+    "a model, and options of every type": [
+        *("--model", "org/Small-1B", "--data", 'a "quoted" file.jsonl', "--micro-batch-tokens", "auto", "--packing"),
+        *("--no-share-prefixes", "--softcap", "30", "--optimizer.learning-rate", "1e-6", "--lora.rank", "8"),
+        *("--policy.recompute-old-logprobs", "--policy.sampling.stop", "</s>", "a\nb", "--freeze", "*.layers.[0-3].*"),
+        *("--chat-template", "plain.jinja", "--mesh.shard", "2", "--policy.pass-at", "1", "8"),
+    ],
+    "an option without a value whose default has one": ["--reward", "a.py:right", "b=b.py:short"],
+    "negative numbers in an array": [
+        *("--policy.scalar.method", "tchebycheff", "--policy.scalar.ideal", "-1", "2.5"),
+        *("--reward", "a=a.py:f", "b=b.py:f"),
+    ],
+    "arguments of the engine": ["--rollout.backend", "vllm", "--rollout.vllm.arguments", "block_size=16"],
+    "a text that begins as an option does": ["--policy.sampling.stop=--seed"],
+    "a recipe with a term": ["objective:gspo", "--objective.clip-high", "0.01", "--objective.kl.coef", "0.02"],
+    "a control": ["objective:grpo", "--kl-control.kind", "linear", "--kl-control.target", "0.05"],
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_a_run_is_its_file(words: list[str], tmp_path):
+    returns(parse(policy, words, prog="rl-fn train policy"), tmp_path)
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[str]:
+    for option in fields(config):
+        name = prefix + option.name.replace("_", "-")
+        if is_dataclass(value := getattr(config, option.name)):
+            yield from leaves(value, f"{name}.")
+        elif option.init:
+            yield name
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_option_of_a_config_is_one_of_the_command_line(trainer: str):
+    """A file has the names of the command line, which are the names of the config."""
+    default = load(TRAINERS[trainer].default)
+    config = default() if isinstance(default, type) else default(())
+    options = options_of(config)
+    assert set(leaves(config)) <= options.kinds.keys() | options.of_recipes.keys()
+
+
+def test_files_lie_over_one_another_and_options_over_files(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text('trainer = "policy"\npacking = true\n[policy]\nsteps = 3\nprompts_per_step = 5\n')
+    second.write_text('policy.steps = 4\nobjective.name = "gspo"\n[objective.kl]\ncoef = 0.5\n')
+    trainer, words = expanded([str(first), str(second), "--policy.prompts-per-step", "7", "--no-packing"])
+    config = parse(policy, words, prog="rl-fn train policy")
+    assert trainer == "policy" and config.objective.algorithm == "gspo" and config.objective.kl.coef == 0.5
+    assert (config.policy.steps, config.policy.prompts_per_step, config.packing) == (4, 7, False)
+    # The terms of the file are those of the algorithm that the command line names.
+    config = read(first, str(second), "objective:grpo")[1]
+    assert config.objective.algorithm == "grpo" and config.objective.kl.coef == 0.5
+
+
+def test_a_folder_of_a_run_stands_for_its_file(tmp_path):
+    config = replace(quickstart(), seed=3)
+    (tmp_path / RUN_FILE).write_text(toml_of(config, "policy"))
+    assert read(tmp_path) == ("policy", config)
+
+
+WRONG = {
+    "policy.stepz = 3": "policy.stepz: did you mean policy.steps",
+    'policy.steps = "many"': "policy.steps must be a whole number, got 'many'",
+    "policy.steps = true": "policy.steps must be a whole number, got True",
+    "policy.steps = 1.5": "policy.steps must be a whole number, got 1.5",
+    "packing = 1": "packing must be true or false, got 1",
+    'dtype = "float31"': "dtype must be 'float32' or 'bfloat16', got 'float31'",
+    'freeze = "a"': "freeze must be an array, each a text, got 'a'",
+    "optimizer.learning-rate = 2026-01-01": "optimizer.learning-rate must be a number, got",
+    'objective.name = "gsp"': "objective = 'gsp': did you mean gspo",
+    'trainer = "dpo"': "trainer must be one of sft, reward-model, preference, policy, got 'dpo'",
+    "a.b.c = 1": "there is no a.b.c",
+    'policy.sampling.stop = ["a", "--b"]': "policy.sampling.stop has several texts, and '--b' begins as an option does",
+    "policy.steps = 1\npolicy.steps = 2": "is no TOML: ",
+    "max-turns = 1\nmax_turns = 2": "has max-turns twice",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_file_s_fault_is_named_with_the_file(text: str, tmp_path):
+    file = tmp_path / "my run.toml"
+    file.write_text(text if "trainer" in text else f'trainer = "policy"\n{text}\n')
+    with pytest.raises(ValueError) as error:
+        expanded([str(file)])
+    assert str(file) in str(error.value) and WRONG[text] in str(error.value)
+
+
+def test_without_a_trainer_or_with_two_the_choice_is_named(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("seed = 1\n")
+    with pytest.raises(ValueError, match="has no key 'trainer': give it, one of sft"):
+        expanded([str(file)])
+    assert expanded(["sft", str(file)]) == ("sft", ["--seed=1"])
+    file.write_text('trainer = "policy"\n')
+    with pytest.raises(ValueError, match="is of the trainer policy, not of sft"):
+        expanded(["sft", str(file)])
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        expanded([str(tmp_path / "nothing.toml")])
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is no TOML"):
+        expanded([str(file)])
+
+
+def test_a_file_may_name_the_recipe_alone(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('trainer = "policy"\nobjective = "gspo_token"\n')
+    assert read(file)[1].objective.algorithm == "gspo_token"
