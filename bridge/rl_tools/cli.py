@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, escaped, say
-from rl_tools.trainers import TRAINERS, expanded, is_run_file, load, observers_of, parse
+from rl_tools.trainers import TRAINERS, config_of, is_run_file, load, observers_of
 
 _ADVICE = {
     errno.ENOSPC: "free some space on the disk",
@@ -100,6 +100,7 @@ COMMANDS = {
     "report": "rl_tools.report.page:run",
     "plan": "rl_tools.plan.plan_command:run",
     "doctor": "rl_tools.doctor:run",
+    "completion": "rl_tools.option_help:completion",
 }
 """Command → ``module:name`` of a function of the words behind it that returns the exit status."""
 TRACEBACK = "--traceback"
@@ -137,8 +138,7 @@ def _train(words: Sequence[str], *, traceback: bool) -> int:
     parsed: list[tuple[str, Any]] = []
 
     def parse_words() -> int:
-        name, options = expanded(words)
-        parsed.append((name, parse(load(TRAINERS[name].default), options, prog=f"rl-fn train {name}")))
+        parsed.append(config_of(words, "train"))
         return 0
 
     # An environment in which the libraries cannot be imported, such as JAX_PLATFORMS of no platform, is no traceback.
@@ -182,7 +182,7 @@ def _unknown(words: Sequence[str]) -> str:
 def usage() -> str:
     """The text that ``rl-fn --help`` prints."""
     trainers = "".join(f"  train {name:<15}{trainer.about}\n" for name, trainer in TRAINERS.items())
-    return f"""usage: rl-fn train {{{",".join(TRAINERS)}}} [--help] [{TRACEBACK}] [options]
+    return f"""usage: rl-fn train {{{",".join(TRAINERS)}}} [--help] [--help-all] [{TRACEBACK}] [options]
 
        rl-fn train RUN.toml... [options]
        rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
@@ -194,6 +194,7 @@ def usage() -> str:
        rl-fn report RUN... [--output FILE] [--watch [SECONDS]]
        rl-fn plan {{TRAINER,RUN.toml,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
        rl-fn doctor [--output FOLDER]
+       rl-fn completion {{bash,zsh}}
        rl-fn --version
 
 commands:
@@ -204,6 +205,7 @@ commands:
   report               one HTML file about runs: curves, completions with each token's numbers, warnings, options
   plan                 the memory of a run by phase and component before it starts, and what each option would save
   doctor               this machine: versions, devices, memory, disk, limits, kernels; each is ok or says what to do
+  completion           a script with which a shell completes commands and options
 
 {TRACEBACK} shows where an error of a run came from.
 """

@@ -73,6 +73,13 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     kind = default if isinstance(default, type) else type(default)
     helps = not {"-h", "--help"}.isdisjoint(words)
     options = options_of(default)
+    if HELP_ALL in words:
+        helps, settings["args"] = True, ["--help"]
+    elif helps and not any(dashed(word).partition(":")[0] in options.recipes for word in words):
+        from rl_tools.option_help import short_help
+
+        print(short_help(kind.trainer, default), end="")
+        raise SystemExit(0)
     # tyro takes a misspelt recipe behind an option of several values for one more value.
     if not any(map(options.no_recipe, words)):
         try:
@@ -86,7 +93,13 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
             raise SystemExit(2)
         return tyro.cli(kind, **settings)  # prints the error in a value
     finally:
-        say(f"all options: {prog} --help", error=True)
+        say(f"all options: {prog} {HELP_ALL}", error=True)
+
+
+def config_of(words: Sequence[str], command: str) -> tuple[str, Any]:
+    """The trainer and its config, of the words behind ``rl-fn COMMAND``. See ``expanded`` and ``parse``."""
+    name, options = expanded(words)
+    return name, parse(load(TRAINERS[name].default), options, prog=f"rl-fn {command} {name}")
 
 
 def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, list[str]]:
@@ -216,6 +229,18 @@ def _in_words(kind: Any) -> str:
     return words.get(kind, "a text")
 
 
+def choices_of(kind: Any) -> str:
+    """The values of an option in a few letters: ``{float32,bfloat16}``, ``INT``, ``TEXT...``."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return "{" + ",".join(map(str, parts)) + "}"
+    if origin in (typing.Union, UnionType):
+        return "|".join(choices_of(part) for part in parts if part is not NoneType)
+    if origin is tuple:
+        return f"{choices_of(parts[0])}..."
+    return {bool: "", int: "INT", float: "NUMBER"}.get(kind, "TEXT")
+
+
 def observers_of(options: "RunOptions") -> "list[Observer]":
     """The observers that options ask for: trackers, samples of the machine, the memory profiler.
 
@@ -241,6 +266,7 @@ def load(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+HELP_ALL = "--help-all"
 OWN = ("seed", "name", "output", "resume", "resume-anyway", "dry-run")
 """Options of a trainer that the study sets itself."""
 _SHORT = {"lr": "learning-rate", "bs": "prompts-per-step", "epoch": "epochs", "wd": "weight-decay", "gpus": "mesh"}

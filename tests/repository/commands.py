@@ -82,6 +82,13 @@ COMMANDS = [
     *(Command(f"make {name}", f"make {name} TESTS={test}", "minutes", "vllm") for name, test in VLLM_TESTS.items()),
     Command(UPDATE, f"{UPDATE} --precisions fp32 --layers 2 --rows 8 --tokens 8 --output $SCRATCH/u", "slow", "vllm"),
     Command(".venv/bin/rl-fn train policy --help"),
+    Command(".venv/bin/rl-fn train policy --help-all"),
+    Command(
+        ".venv/bin/rl-fn train runs/quickstart/run.toml --name again --policy.steps 3",
+        f".venv/bin/rl-fn train runs/quickstart/run.toml --name again {TINY}",
+        "minutes",
+    ),
+    Command(".venv/bin/rl-fn train runs/quickstart/run.toml --dry-run"),
     Command(
         ".venv/bin/rl-fn train policy objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01",
         ".venv/bin/rl-fn train policy objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01 "

@@ -140,8 +140,11 @@ class PreferenceConfig:
     """One step is one update on ``rows_per_step`` comparisons."""
 
     steps: int = 200
+    """Updates."""
     rows_per_step: int = 64
+    """Comparisons of an update."""
     evaluate_every: int = 25
+    """Steps from one measurement on the held-out rows to the next."""
     shift_momentum: float = 0.9
     """Momentum of BCO's shift, a moving mean of the rewards."""
 
@@ -200,8 +203,11 @@ class RewardModelConfig:
     """One step is one update on ``rows_per_step`` comparisons."""
 
     steps: int = 200
+    """Updates."""
     rows_per_step: int = 64
+    """Comparisons of an update."""
     evaluate_every: int = 25
+    """Steps from one measurement on the held-out rows to the next."""
 
     def __post_init__(self) -> None:
         """Refuse counts that train nothing."""

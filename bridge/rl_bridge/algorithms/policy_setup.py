@@ -178,7 +178,9 @@ class SamplingOptions:
     """How a completion is sampled. How many there are of a prompt, and the seed, are the trainer's."""
 
     max_new_tokens: int
+    """Tokens of a completion, at most."""
     temperature: float = 1.0
+    """Logits are divided by it, in sampling and in the policy's probabilities alike."""
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -199,11 +201,16 @@ class PolicyConfig:
     """One step: ``prompts_per_step`` prompts of ``responses_per_prompt`` completions, ``updates_per_step`` updates."""
 
     steps: int
+    """Steps of reinforcement learning: completions are drawn, scored and trained on once in each."""
     prompts_per_step: int
+    """Prompts that a step draws completions of."""
     responses_per_prompt: int
+    """Completions of a prompt, the group that an advantage compares a reward with."""
     sampling: SamplingOptions
     updates_per_step: int = 1
+    """Parts of a step's completions, each with an update of its own."""
     evaluate_every: int = 25
+    """Steps from one evaluation on the held-out rows to the next."""
     sampling_rounds: int = 1
     """Dynamic sampling draws up to so many rounds of prompts until ``prompts_per_step`` groups have a signal. 1 trains
     on those of the first."""

@@ -20,7 +20,9 @@ class SFTConfig:
     """One step is one update on ``rows_per_step`` rows."""
 
     steps: int = 200
+    """Updates."""
     rows_per_step: int = 32
+    """Rows of an update."""
     evaluate_every: int = 25
     """Steps from one measurement on the held-out rows to the next."""
 
@@ -38,7 +40,9 @@ class WarmStart:
     """Supervised steps before reinforcement learning. 0: a model that follows instructions already needs none."""
 
     steps: int = 0
+    """Supervised updates before reinforcement learning."""
     rows_per_step: int = 256
+    """Rows of a supervised update."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-3, warmup=50)
 
     def __post_init__(self) -> None:

@@ -36,6 +36,7 @@ class OptimizerConfig:
     initial: float | None = None
     """Share of the learning rate that the warm-up begins at. None: the first update has 1 / warmup of the rate."""
     decay: Literal["constant", "linear", "cosine"] = "linear"
+    """Form of the way from the highest rate to the last."""
     final: float = 0.1
     """Share of the learning rate that the decay ends at."""
     beta1: float = 0.9

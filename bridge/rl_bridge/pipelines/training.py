@@ -69,6 +69,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
     """Options of every training command. Without ``model`` it is a tiny new Qwen2."""
 
     seed: int = 0
+    """Seed of new weights, of the order of the rows and of every draw."""
     model: str | None = None
     """Folder or hub id in Hugging Face format."""
     chat_template: Path | None = field(default=None, metadata=MAY_CHANGE)
@@ -78,6 +79,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
     eval_data: str | None = field(default=None, metadata=MAY_CHANGE)
     """Held-out rows; None holds ``held_out`` rows of ``data`` back."""
     held_out: int = 600
+    """Rows of ``data`` that are not trained on and measure the model."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     lora: LoRAOptions = LoRAOptions()
     freeze: tuple[str, ...] = ()

@@ -168,10 +168,9 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 def run(words: Sequence[str]) -> int:
     """Run ``rl-fn plan`` with these words; returns the exit status: 1 where ``--fits`` cannot be kept."""
     arguments, rest = _parser().parse_known_args(words)
-    from rl_tools.trainers import TRAINERS, expanded, load, parse
+    from rl_tools.trainers import TRAINERS, config_of
 
-    trainer, options = expanded([arguments.config, *rest])
-    pipeline = parse(load(TRAINERS[trainer].default), options, prog=f"rl-fn plan {trainer}")
+    pipeline = config_of([arguments.config, *rest], "plan")[1]
     if arguments.config not in TRAINERS:
         pipeline = replace(pipeline, workers=pipeline.workers or started_with(Path(arguments.config)))
     if arguments.workers is not None:

@@ -237,7 +237,7 @@ def _condition(
 
 def words_of(assignment: Assignment, options: TrainerOptions, fixed: Sequence[str]) -> list[str]:
     """The words of a trial's training command. A recipe's word comes first: its own options have to stand behind it."""
-    recipes, plain, needed = [], [], {}
+    recipes, others, needed = [], [], {}
     for word, value in assignment.items():
         name, _ = plain(word)
         if name in options.recipes:
@@ -245,12 +245,12 @@ def words_of(assignment: Assignment, options: TrainerOptions, fixed: Sequence[st
             continue
         values = str(value).split(JOINT) if JOINT in name else [written(value)]
         for part, text in zip(name.split(JOINT), values, strict=True):
-            plain += [f"--{part}", text]
+            others += [f"--{part}", text]
             if (of_recipe := options.of_recipe(part)) is not None:
                 needed[of_recipe[0]] = options.defaults.get(of_recipe[0])
     named = {word.split(":", 1)[0] for word in [*recipes, *fixed]}
     recipes += [f"{holder}:{default}" for holder, default in needed.items() if holder not in named]
-    return [*recipes, *fixed, *plain]
+    return [*recipes, *fixed, *others]
 
 
 def written(value: Value) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
@@ -13,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_tools.cli import main
+from rl_tools.trainers import config_of
 from tests.support.results import metrics
 
 LAST_LINE = r"held-out accuracy \d\.\d\d → \d\.\d\d in \d+ s"
@@ -54,6 +56,7 @@ def test_own_data_reward_and_model_to_the_end(
     names = {
         ".lock",
         "config.json",
+        "run.toml",
         "metrics.jsonl",
         "events",
         "provenance.jsonl",
@@ -67,6 +70,8 @@ def test_own_data_reward_and_model_to_the_end(
     assert {path.name for path in folder.iterdir()} == names | {"checkpoints"}
     config = json.loads((folder / "config.json").read_text())
     assert (config["data"], config["seed"], config["policy"]["steps"]) == (str(data), 5, 2)
+    again = config_of([str(folder)], "train")[1]
+    assert json.loads(json.dumps(asdict(again), default=str)) == config
 
     records = metrics(folder)
     assert [(r["stage"], r["step"]) for r in records] == [("sft", 0), ("sft", 1), ("policy", 0), ("policy", 1)]

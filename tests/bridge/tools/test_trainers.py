@@ -11,12 +11,11 @@ from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES, Preferen
 from rl_bridge.pipelines.objective_options import ALGORITHMS
 from rl_bridge.pipelines.policy_configs import policy, quickstart
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
-from rl_tools.trainers import TRAINERS, expanded, load, options_of, parse
+from rl_tools.trainers import TRAINERS, config_of, expanded, load, options_of, parse
 
 
 def read(file: Path, *words: str) -> tuple[str, Any]:
-    trainer, options = expanded([str(file), *words])
-    return trainer, parse(load(TRAINERS[trainer].default), options, prog="rl-fn train")
+    return config_of([str(file), *words], "train")
 
 
 def returns(config: Any, folder: Path) -> None:

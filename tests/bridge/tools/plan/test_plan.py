@@ -1,7 +1,6 @@
 """A plan says what a measurement finds."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,13 +8,9 @@ import torch
 from experiments.benchmarks.memory_grid import models, settings, workload
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.small import TinySource
-from rl_bridge.pipelines.comparison import LOSSES, PreferencePipeline
-from rl_bridge.pipelines.objective_options import ALGORITHMS, objective_options
 from rl_bridge.pipelines.policy_configs import quickstart
-from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.rollout.sampling import draw
 from rl_tools.plan import planning
-from rl_tools.plan.plan_command import like, pipeline_of
 from rl_tools.plan.planning import Plan, largest_micro_batch, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.steps import PHASES
@@ -99,35 +94,6 @@ def test_the_rehearsal_of_a_draw_from_many_allowed_tokens_ends():
     with Rehearsal() as rehearsal:
         drawn = draw(torch.zeros(3, 3000), seeds, seeds, SamplingParams(max_new_tokens=1, top_k=2000))
         assert drawn.tokens.shape == (3,) and rehearsal.peak().bytes > 3 * 3000 * 4
-
-
-def test_options_come_back_from_a_config_file(tmp_path):
-    pipeline = replace(
-        quickstart(),
-        lora=LoRAOptions(rank=4),
-        objective=objective_options("gspo", clip_high=0.01),
-        micro_batch_tokens=99,
-    )
-    (tmp_path / "config.json").write_text(json.dumps(asdict(pipeline), default=str))
-    assert pipeline_of(tmp_path) == pipeline
-    with pytest.raises(ValueError, match="no option micro"):
-        like(quickstart(), {"micro": 1})
-    with pytest.raises(ValueError, match="no run's"):
-        pipeline_of(tmp_path / "nothing.json")
-
-
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-def test_the_options_of_every_algorithm_come_back(algorithm: str):
-    options = objective_options(algorithm)
-    assert like(objective_options("dapo"), asdict(options)) == options
-    with pytest.raises(ValueError, match=f"{algorithm}_options has no option micro"):
-        like(objective_options("dapo"), {"algorithm": algorithm, "micro": 1})
-
-
-@pytest.mark.parametrize("loss", sorted(LOSSES))
-def test_the_options_of_every_loss_come_back(loss: str):
-    options = LOSSES[loss]()
-    assert like(PreferencePipeline().loss, asdict(options)) == options
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "12 pounds", "0"])

@@ -12,7 +12,6 @@ import pytest
 
 from rl_bridge.pipelines.comparison import PreferencePipeline, RewardModelPipeline, run_preference, run_reward_model
 from rl_bridge.pipelines.sft import SFTPipeline, run_sft
-from rl_tools.plan.plan_command import like
 from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.steps import SUPERVISION_PHASES
 from rl_tools.profile.profiler import MemoryProfiler
@@ -54,8 +53,3 @@ def test_the_plan_of_a_preference_run_is_within_five_percent_of_its_memory(tmp_p
     start = PreferencePipeline(**common(tmp_path, PAIRS), micro_batch_tokens=4 * TOKENS, cache_reference=cached)
     run_preference(replace(start, preference=counts(start.preference)), [MemoryProfiler()])
     agree(tmp_path)
-
-
-def test_a_loss_that_there_is_none_of_is_refused():
-    with pytest.raises(ValueError, match="unknown loss 'nothing'"):
-        like(PreferencePipeline().loss, {"loss": "nothing"})

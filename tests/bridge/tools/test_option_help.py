@@ -1,0 +1,70 @@
+"""The short page of a trainer's options, and the words that a shell completes."""
+
+import subprocess
+
+import pytest
+
+from rl_tools import option_help
+from rl_tools.cli import COMMANDS, main
+from rl_tools.trainers import TRAINERS, load, options_of
+
+
+def config_of_defaults(trainer: str):
+    default = load(TRAINERS[trainer].default)
+    return default if isinstance(default, type) else default(())
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_short_page_has_at_most_40_options_with_default_and_text(trainer: str, capsys):
+    assert main(["train", trainer, "--help"]) == 0
+    page = capsys.readouterr().out
+    options = options_of(config_of_defaults(trainer))
+    heads = [line.split()[0] for line in page.splitlines() if line.startswith("  ") and line[2] != " "]
+    names = [head.removeprefix("--").partition(":")[0] for head in heads]
+    assert 10 < len(names) <= option_help.MOST and len(set(names)) == len(names)
+    assert set(names) <= options.kinds.keys() | options.recipes.keys()
+    lines = page.splitlines()
+    assert all(lines[lines.index(line) + 1].startswith("      ") for line in lines if line.startswith("  --"))
+    assert f"rl-fn train {trainer} --help-all" in page and "--optimizer.learning-rate NUMBER (" in page
+
+
+def test_every_name_of_the_pages_is_an_option_of_some_trainer():
+    every = [options_of(config_of_defaults(trainer)) for trainer in TRAINERS]
+    known = {name for options in every for name in (*options.kinds, *options.recipes)}
+    assert {name for names in option_help.USES.values() for name in names} <= known
+
+
+def test_the_long_page_has_all_options(capsys):
+    assert main(["train", "policy", "--help-all"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"--{name}" in page for name in options_of(config_of_defaults("policy")).kinds if len(name) < 20)
+
+
+@pytest.mark.parametrize("shell", option_help.SHELLS)
+def test_a_shell_completes_commands_options_and_recipes(shell: str, capsys):
+    assert main(["completion", shell]) == 0
+    assert "complete -o default -F _rl_fn rl-fn" in capsys.readouterr().out
+    assert option_help.next_words([]) == sorted([*COMMANDS, "--help", "--version"])
+    assert option_help.next_words(["tr"]) == ["train"]
+    assert option_help.next_words(["train", "pre"]) == ["preference"]
+    assert option_help.next_words(["train", "policy", "--optimizer.le"]) == ["--optimizer.learning-rate"]
+    assert option_help.next_words(["train", "policy", "objective:gs"]) == ["objective:gspo", "objective:gspo-token"]
+    assert option_help.next_words(["train", "sft", "objective:"]) == []
+
+
+def test_bash_asks_for_the_words_that_it_completes(tmp_path, capsys):
+    """In a real bash: the function's answer for a line with a part of a word at its end."""
+    main(["completion", "bash"])
+    script = tmp_path / "completion.sh"
+    script.write_text(capsys.readouterr().out)
+    command = (
+        f'source {script}; rl-fn() {{ echo "$@" >&3; echo objective:gspo; echo objective:grpo; }}; exec 3>&1; '
+        'COMP_WORDS=(rl-fn train policy objective:gs); COMP_CWORD=3; _rl_fn; echo "${COMPREPLY[@]}"'
+    )
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert answer.stdout == "completion -- train policy objective:gs\nobjective:gspo\n"
+
+
+def test_another_shell_is_refused_with_the_way_on(capsys):
+    assert main(["completion", "fish"]) == 1
+    assert 'one of bash, zsh: eval "$(rl-fn completion bash)"' in capsys.readouterr().err

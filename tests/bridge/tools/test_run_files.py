@@ -1,0 +1,74 @@
+"""Run files on the command line: a dry run, a plan, a study."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rl_bridge.pipelines.policy_configs import quickstart
+from rl_bridge.run.run_toml import RUN_FILE, toml_of
+from rl_tools.cli import main
+from rl_tools.trainers import TRAINERS
+
+SMALL = {
+    "policy": "held-out = 4\n[policy]\nsteps = 2\nprompts-per-step = 4\n[sft]\nsteps = 1\nrows-per-step = 4\n",
+    "sft": "held-out = 4\n[sft]\nsteps = 2\n",
+    "preference": "held-out = 4\n[preference]\nsteps = 2\n",
+    "reward-model": "held-out = 4\n[reward-model]\nsteps = 2\n",
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_dry_run_prints_options_and_memory_and_writes_nothing(trainer: str, tmp_path, capsys):
+    file = tmp_path / "my.toml"
+    file.write_text(f'trainer = "{trainer}"\noutput = "{tmp_path}"\n{SMALL[trainer]}')
+    assert main(["train", str(file), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert f'trainer = "{trainer}"\n' in printed and "held-out = 4\n" in printed and "\nsteps = 2\n" in printed
+    assert "rows, model and reward are as the run needs them" in printed and "the most is " in printed
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "anwser": "2"}) + "\n")
+    assert main(["train", "policy", "--data", str(rows), "--output", str(tmp_path), "--dry-run"]) == 1
+    assert "rows.jsonl, row 1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [rows]
+
+
+def test_a_plan_is_of_a_run_file_with_options_over_it(tmp_path, capsys):
+    (tmp_path / RUN_FILE).write_text(toml_of(replace(quickstart(), micro_batch_tokens=99), "policy"))
+    for words in ([str(tmp_path)], [str(tmp_path / RUN_FILE)]):
+        assert main(["plan", *words, "--no-knobs"]) == 0
+        assert "192 prompts of 6 tokens, 4 completions each of 5; micro-batches of 99 tokens" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--no-knobs", "--micro-batch-tokens", "98"]) == 0
+    assert "micro-batches of 98 tokens" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "nothing"), "--no-knobs"]) == 1
+    assert "give a trainer, one of sft" in capsys.readouterr().err
+
+
+def test_a_study_has_the_options_of_a_file_but_its_own(tmp_path, monkeypatch):
+    from rl_tools.tune import study
+
+    (tmp_path / RUN_FILE).write_text(toml_of(replace(quickstart(), name="x", seed=7, packing=True), "policy"))
+    studies = []
+
+    class Stopped(Exception):
+        pass
+
+    def keep(of, resume):
+        studies.append(of)
+        raise Stopped
+
+    monkeypatch.setattr(study, "run_study", keep)
+    from rl_tools.tune import tune_command
+
+    with pytest.raises(Stopped):
+        tune_command.run(
+            [str(tmp_path), "--space.optimizer.learning-rate", "log:1e-5..1e-3", "--output", str(tmp_path)]
+        )
+    fixed = studies[0].about["fixed"].split()
+    assert "--packing" in fixed and "--policy.steps=240" in fixed and "objective:dapo" in fixed
+    assert not any(word.startswith(("--seed", "--name", "--output", "--optimizer.learning-rate")) for word in fixed)
+    assert studies[0].about["trainer"] == "policy" and studies[0].folder == tmp_path / "tune"
