@@ -42,7 +42,8 @@ class OwnLanguageModel(Protocol):
     With ``attention_mask`` None a token sees itself and all tokens before it in its row. Else the mask is boolean,
     [N, 1, T, T], True where the token of that row sees the token of that column: what
     ``scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=attention_mask is None)`` reads. Masks
-    come with documents that lie one behind another in a row; ``position_ids`` then begin anew with each.
+    come with documents that lie one behind another in a row; ``position_ids`` then begin anew with each. Distances, as
+    of a sliding window, are those of ``position_ids``: between the columns of a mask another document may lie.
 
     An attribute ``max_positions`` of the module, if there is one, bounds the tokens of a row. Weights that no buffer
     and no parameter holds are not moved to where the model computes, and are refused.
