@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 import rl_fn
-from examples import conversations, own_loss, ppo, preference, reward_model, sft
+from examples import conversations, own_loss, own_model, ppo, preference, reward_model, sft
 from rl_bridge.environments import functions
 from rl_bridge.models.pretrained import load_pretrained
+from rl_bridge.models.small import character_tokenizer
 from tests.support.results import metrics
 
 
@@ -55,6 +56,16 @@ def test_own_loss(records, problems, tmp_path, monkeypatch):
     for own, expected in zip((first, second), records(own_loss, problems, **sizes), strict=True):
         assert own["policy_loss"] == pytest.approx(expected["policy_loss"], abs=1e-6)
         assert own["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_own_model(ended, problems, tmp_path):
+    character_tokenizer("0123456789+-=").save_pretrained(tmp_path / "words")
+    ended(own_model, tmp_path / "words", problems, output=tmp_path, steps=2)
+    first, second = metrics(tmp_path / "own_model")
+    assert first["policy_loss"] != second["policy_loss"]
+    folder = tmp_path / "own_model" / "model"
+    ended(own_model, folder, problems, weights=folder, output=tmp_path / "again", steps=1)
+    assert {file.name for file in folder.iterdir()} >= {"model.safetensors", "own_model.json", "tokenizer.json"}
 
 
 def test_conversations(records, problems, monkeypatch):

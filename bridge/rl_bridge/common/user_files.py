@@ -1,9 +1,11 @@
 """A Python file of the user's as a module: a reward's, an environment's."""
 
 import ast
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -117,6 +119,24 @@ def _neighbours(folder: Path) -> Iterator[None]:
     finally:
         sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
         sys.path.append(str(folder))  # for what the file's functions import when they are called
+
+
+def mark_of(function: Any) -> str:
+    """The name of a function or class of the user's, and a hash of its file with the modules that the file imports.
+
+    A partial has its arguments, too. What has no file, as a class of a notebook, is known by its name alone.
+    """
+    arguments = ""
+    if isinstance(function, functools.partial):
+        arguments = f"{function.args!r}{function.keywords!r}"
+        function = function.func
+    definition = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    try:
+        file = inspect.getsourcefile(definition)
+    except (OSError, TypeError):
+        file = None
+    content = content_of(Path(file))[:16] if file is not None and Path(file).is_file() else ""
+    return f"{definition.__qualname__}{arguments}:{content}"
 
 
 def content_of(file: Path) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from rl_bridge.common.terminal import remark
 from rl_bridge.data.messages import messages_of_field, shortened
+from rl_bridge.data.row_readers import RowSource, name_of
 from rl_bridge.data.rows import missing, read_rows
 from rl_bridge.data.token_batch import TokenBatch, collate, packed_rows, padded_rows
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
@@ -45,7 +46,7 @@ class Comparison:
     """File and row number."""
 
 
-def read_comparisons(source: str) -> list[Comparison]:
+def read_comparisons(source: RowSource) -> list[Comparison]:
     """All rows of ``source``, which is what ``read_rows`` takes.
 
     Raises:
@@ -54,11 +55,12 @@ def read_comparisons(source: str) -> list[Comparison]:
     """
     rows = read_rows(source, fields=(), check=lambda row: {"comparison": comparison_of(row)})
     comparisons = [replace(row["comparison"], where=row["_where"]) for row in rows]
+    name = name_of(source)
     equal = [
         row for row in comparisons if row.kind != "single" and all(c == row.completions[0] for c in row.completions)
     ]
     if equal and len(equal) == len(comparisons):
-        raise ValueError(f"{source}: {_compared(equal)} are the same in every row, so there is nothing to learn")
+        raise ValueError(f"{name}: {_compared(equal)} are the same in every row, so there is nothing to learn")
     if equal:
         remark(
             f"{len(equal)} of {len(comparisons)} rows teach nothing: {_compared(equal)} are the same, "
@@ -66,7 +68,7 @@ def read_comparisons(source: str) -> list[Comparison]:
         )
     labels = {row.desirable for row in comparisons if row.kind == "single"}
     if len(labels) == 1:
-        remark(f"{source}: every label is {str(labels.pop()).lower()}: nothing of the other kind is learned from")
+        remark(f"{name}: every label is {str(labels.pop()).lower()}: nothing of the other kind is learned from")
     return comparisons
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rl_bridge.data.messages import is_trained, messages_of_field, shortened, without_keys_of_others
+from rl_bridge.data.row_readers import RowSource, is_file_of_reader, name_of, rows_of
 
 # Forms of a row: supervised rows and rows of prompts, each in one form after the check.
 
@@ -169,7 +170,7 @@ class Unreadable(NamedTuple):
 
 
 def read_rows(
-    source: str,
+    source: RowSource,
     *,
     fields: Sequence[str] = ("prompt",),
     check: Callable[[Mapping[str, Any]], dict[str, Any]] = policy_row,
@@ -178,15 +179,17 @@ def read_rows(
 
     ``source`` is a file by its suffix, a folder of such files, a folder written by ``save_to_disk``, or the name of a
     dataset that ``datasets.load_dataset`` finds. A split follows as ``SOURCE@SPLIT`` or ``NAME:SPLIT`` (``train``
-    unless named); a part of it as ``train[10:20]``.
+    unless named); a part of it as ``train[10:20]``. Or it is a reader: ``FILE.py:function``, a function in hand without
+    arguments or of the split's name that yields rows as dicts, or an iterable of rows.
 
     ``check`` takes a row and returns it in the form that is trained on, or raises ValueError with the field and what
     was expected: ``policy_row``, ``supervised_row``.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: rows that cannot be read, lack a field, or are refused by ``check``: the first few with file and
-            row number, and how many others.
+        TypeError: a reader that takes other arguments, or gives no rows.
+        ValueError: rows that cannot be read, lack a field, or are refused by ``check``: the first few with file or
+            function and row number, and how many others.
     """
     rows: list[dict[str, Any]] = []
     bad: list[str] = []
@@ -197,7 +200,7 @@ def read_rows(
             bad.append(f"{where}: {error}")
     refuse(bad, len(bad) + len(rows))
     if not rows:
-        raise ValueError(f"{source} has no rows")
+        raise ValueError(f"{name_of(source)} has no rows")
     return rows
 
 
@@ -236,8 +239,11 @@ def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]
     return checked
 
 
-def _numbered(source: str) -> Iterator[tuple[str, Any]]:
+def _numbered(source: RowSource) -> Iterator[tuple[str, Any]]:
     """The rows, each with its place as an error names it."""
+    if not isinstance(source, str) or is_file_of_reader(source):
+        yield from rows_of(source)
+        return
     name, split = _split_of(source)
     path = Path(name)
     if path.suffix.lower() in SUFFIXES and not path.is_dir():

@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch, batch_of, read_comparisons
+from rl_bridge.data.row_readers import RowSource, reader_fingerprint
 from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.engines.engine import Engine
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
-from rl_bridge.models.pretrained import pretrained
+from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
+from rl_bridge.models.pretrained import pretrained, tokenizer_of
 from rl_bridge.models.row_checks import check_rows, prompted
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.pipelines import comparison, sft
+from rl_bridge.pipelines.training import own_fingerprints
 from rl_bridge.run.provenance import of_folder, of_rows
 from rl_bridge.run.run import Stateful
 
@@ -62,19 +66,48 @@ class Model:
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of the model's files, wherever they lie now; nothing for a source without files."""
+        if isinstance(self.source, OwnSource):
+            return own_fingerprints(self.source, self.tokenizer)
         return {"model": of_folder(self.source.folder(), tell)} if isinstance(self.source, PretrainedSource) else {}
 
 
-def load_model(name: str) -> Model:
-    """The model of a folder in Hugging Face format, or of a hub id. No weights are read before an engine is made.
+def load_model(
+    model: str | Factory,
+    *,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    weights: str | Path | None = None,
+    seed: int = 0,
+) -> Model:
+    """The model of a folder in Hugging Face format or of a hub id; or of a class of your own, with its tokenizer.
+
+    No weights are read before an engine is made.
+
+    A class is a ``torch.nn.Module`` that is made without arguments, with ``forward(self, input_ids, position_ids,
+    attention_mask=None)`` that returns logits [N, T, V] (``rl_bridge.models.own_model.OwnLanguageModel`` says what is
+    in them), or the text ``FILE.py:Class``. ``tokenizer`` is a tokenizer or where one lies, ``weights`` a safetensors
+    file under the class's own names, or a folder that ``policy.save`` wrote; without weights the model is new, drawn
+    from ``seed``. Where an engine is made of it, rows that are alone, padded, packed and that share a prefix are
+    compared once. What gives other numbers is not used, and that is said.
 
     >>> from rl_bridge import Policy, load_model
     >>> model = load_model("org/Small-1B")  # doctest: +SKIP
+    >>> model = load_model(Tiny, tokenizer="org/Small-1B", weights="tiny.safetensors")  # doctest: +SKIP
 
     Raises:
-        FileNotFoundError, ValueError: no such model, or not one of a causal language model with a tokenizer.
+        FileNotFoundError, ValueError: no such model, or not one of a causal language model with a tokenizer; weights
+            that do not fit a class.
+        TypeError: a class that lacks what a model has, by name.
     """
-    return Model(*pretrained(name))
+    if isinstance(model, str) and not is_file_of_class(model):
+        if not (tokenizer is None and weights is None):
+            raise ValueError(f"{model!r} has tokenizer and weights in its folder: those of a class alone are given")
+        return Model(*pretrained(model))
+    factory = factory_of(model) if isinstance(model, str) else model
+    if tokenizer is None:
+        raise ValueError(f"{name_of(factory)} is a class of your own: load_model(…, tokenizer=…) names its tokenizer")
+    if isinstance(tokenizer, str | Path):
+        tokenizer = tokenizer_of(str(tokenizer), alone=True)
+    return Model(own_source(factory, tokenizer, weights=weights, seed=seed), tokenizer)
 
 
 @dataclass(frozen=True)
@@ -122,11 +155,16 @@ class Rows:
         seed: int = 0,
         collate: Callable[[Sequence[Any]], TokenBatch | PairBatch] | None = None,
         fingerprint: str | None = None,
+        reader: RowSource | None = None,
     ) -> None:
-        """``collate``: makes a batch of rows. ``fingerprint``: of what the rows were made of, if not of the rows."""
+        """``collate``: makes a batch of rows. ``fingerprint``: of what the rows were made of, if not of the rows.
+
+        ``reader``: the source that ``load_rows`` read them of.
+        """
         self.stream = RowStream(rows, seed)
         self._rows, self._seed, self._collate = rows, seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
+        self._reader = reader_fingerprint(reader)
         self.count = len(rows)
 
     def __len__(self) -> int:
@@ -161,7 +199,9 @@ class Rows:
         train, held_out = split_rows(self._rows, count, self._seed)
         if left_out := len(self._rows) - len(train) - len(held_out):
             tell(f"{left_out} of {len(self._rows)} rows are left out: their prompts are those of held-out rows")
-        return Rows(train, seed=self._seed), held_out
+        rows = Rows(train, seed=self._seed)
+        rows._reader = self._reader
+        return rows, held_out
 
     def parts(self) -> dict[str, Stateful]:
         """The place in the data."""
@@ -172,12 +212,12 @@ class Rows:
         return {}
 
     def fingerprints(self) -> dict[str, str]:
-        """Hash of the rows."""
-        return {"data": self._fingerprint}
+        """Hash of the rows, and of the file of a reader of your own."""
+        return {"data": self._fingerprint, **self._reader}
 
 
 def load_rows(
-    data: str,
+    data: RowSource,
     model: Model | None = None,
     loss: NLL | ComparisonLoss | None = None,
     *,
@@ -186,7 +226,10 @@ def load_rows(
     max_length: int | None = None,
     new_tokens: int = 0,
 ) -> Rows:
-    """The rows of a file, a folder or a hub data set (``SOURCE@SPLIT``), each checked.
+    """The rows of a file, a folder, a hub data set (``SOURCE@SPLIT``) or a reader of your own, each checked.
+
+    A reader is a function without arguments, or of the split's name, that yields rows as dicts: in hand or as
+    ``FILE.py:function``; rows in hand are taken, too. A run that is resumed notices another reader.
 
     Without ``loss`` the rows are prompts to sample from: ``prompt`` or ``messages``, and whatever a reward reads. With
     ``NLL()`` they are what a model is to imitate, and with ``preference_loss(…)`` what is compared, encoded for the
@@ -200,17 +243,22 @@ def load_rows(
     >>> rows = load_rows("problems.jsonl", seed=1)  # doctest: +SKIP
     >>> rows.take(1)  # doctest: +SKIP
     [{'prompt': '1+1=', 'answer': 2, '_where': 'problems.jsonl, row 1'}]
+    >>> def sums():
+    ...     yield from ({"prompt": f"{n}+1=", "answer": n + 1} for n in range(9))
+    >>> load_rows(sums).take(9)[0]["_where"].startswith("sums, row ")
+    True
 
     Raises:
+        TypeError: a reader that takes other arguments, or gives no rows.
         FileNotFoundError: no such file.
-        ValueError: rows that cannot be read: the first few with file, row number, field and what was expected; or a
-            loss without a model.
+        ValueError: rows that cannot be read: the first few with file or function, row number, field and what was
+            expected; or a loss without a model.
     """
     if loss is None:
         rows = read_rows(data, check=policy_row)
         if model is not None:
             check_rows(model.source, model.tokenizer, rows, prompted(model.tokenizer), new_tokens=new_tokens)
-        return Rows(rows, seed=seed)
+        return Rows(rows, seed=seed, reader=data)
     if model is None:
         raise ValueError(f"rows for {loss} are encoded for a model: load_rows(data, model, loss)")
     source, tokenizer = model.source, model.tokenizer
@@ -221,7 +269,7 @@ def load_rows(
         if left_out:
             tell(f"{left_out} of {len(rows)} rows are longer than {max_length} tokens")
         batches: dict[str, Any] = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}
-        return Rows(trajectories, seed=seed, **batches)
+        return Rows(trajectories, seed=seed, reader=data, **batches)
     compared = read_comparisons(data)
     examples = comparison.encoded(source, tokenizer, compared, loss, **reading)
     if loss.name in REWARD_LOSSES:
@@ -229,4 +277,4 @@ def load_rows(
         comparison.pad_of_rewards(source, tokenizer, examples, templated=templated)
     fingerprint = of_rows([{**vars(row), "where": ""} for row in compared])
     batches = {"collate": lambda part: batch_of(part, model.pad_token), "fingerprint": fingerprint}
-    return Rows(examples, seed=seed, **batches)
+    return Rows(examples, seed=seed, reader=data, **batches)

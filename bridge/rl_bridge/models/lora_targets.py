@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
+from rl_bridge.models.own_model import OwnModel
+
 ALL_LINEAR = "all-linear"
 _SHOWN = 6
 # Of a weight that a forward looks at without computing with the numbers.
@@ -43,6 +45,11 @@ def targets_of(model: PreTrainedModel, asked: str | Sequence[str]) -> Targets:
             that the model's code reads past the layer, where an adapter acts only once it is merged.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
+    if asked == ALL_LINEAR and isinstance(model, OwnModel):
+        raise ValueError(
+            f"{type(model).__name__} is a class of your own, whose output embeddings are not known: in place of "
+            f'"{ALL_LINEAR}" name target_modules'
+        )
     if asked == ALL_LINEAR:
         return Targets(_all_linear(model, modules), [])
     matches = Targets([], [])
@@ -157,7 +164,8 @@ def _ends(name: str, end: str) -> bool:
 def _read_past(modules: dict[str, nn.Module], name: str) -> str | None:
     """The class of the module around ``name``, if its code computes with the weight instead of calling the layer."""
     parent, _, child = name.rpartition(".")
-    kind = type(modules[parent])
+    owner = modules[parent]
+    kind = type(owner.own if isinstance(owner, OwnModel) else owner)
     return kind.__name__ if child in _weights_read(kind) else None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -63,6 +64,8 @@ def require_floats(dtypes: Mapping[str, str], name: str) -> None:
 
 Made = TypeVar("Made")
 CONFIG, TOKENIZER, TEMPLATE = "config.json", "tokenizer.json", "chat_template.jinja"
+OWN = "own_model.json"
+"""Written beside the weights of a class of the user's own, in place of a config."""
 OBJECTS = (CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
 """Files that hold a JSON object, those that are there."""
 COUNTS = (
@@ -89,24 +92,32 @@ def folder_of(name: str) -> Path:
     return made(name, lambda: Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])))
 
 
-def require_place(name: str) -> Path:
-    """The path of ``name``, which may be a hub id instead. Raises ValueError for what can be neither."""
+def require_place(name: str, *, model: bool = True) -> Path:
+    """The path of ``name``, which may be a hub id instead. Raises ValueError for what can be neither.
+
+    ``model``: whether a model is looked for; a tokenizer alone lies in a folder without a config.
+    """
     path = Path(name)
-    reason = _why_not(name, path)
+    reason = _why_not(name, path, model)
     if reason is not None:
         raise ValueError(f"no model can be loaded from {name!r}: {reason}")
     return path
 
 
-def _why_not(name: str, path: Path) -> str | None:
+def _why_not(name: str, path: Path, model: bool) -> str | None:
+    if re.fullmatch(r".+\.py:\w+", name):
+        return (
+            "it is a class of your own, which load_model and a run's --model take: critics, teachers, judges and tools "
+            "take folders"
+        )
     if path.is_file():
         return f"it is a file; a model is a folder with {CONFIG}, safetensors and a tokenizer"
     if path.is_dir():
         if (path / "metrics.jsonl").is_file():
             model = path / "model"
             return f"it is the folder of a run, and {f'its model is {model}' if model.is_dir() else 'has no model yet'}"
-        if not (path / CONFIG).exists():
-            return f"the folder has no {CONFIG}"
+        if model and not (path / CONFIG).exists():
+            return _without_config(path)
         files = [path / file for file in (*OBJECTS, TEMPLATE) if (path / file).exists()]
         return next(filter(None, (_unreadable(file, file.stat().st_mtime_ns) for file in files)), None)
     # A hub id is NAME or OWNER/NAME; anything else, and what lies in a folder that is here, was meant as a path.
@@ -115,6 +126,16 @@ def _why_not(name: str, path: Path) -> str | None:
         len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or (len(parts) == 2 and path.parent.is_dir())
     )
     return "there is no such folder" if is_path else None
+
+
+def _without_config(folder: Path) -> str:
+    if not (folder / OWN).is_file():
+        return f"the folder has no {CONFIG}"
+    about = json.loads((folder / OWN).read_text("utf-8"))
+    return (
+        f"it holds weights of a class of your own, {about['class']}, without which nothing reads them: load_model("
+        f"{about['class']}, tokenizer=…, weights=…), or --model FILE.py:{about['class']} --tokenizer … --weights …"
+    )
 
 
 @lru_cache(maxsize=256)
@@ -161,9 +182,12 @@ def config_of(name: str, folder: Path | str) -> Any:
     return made(name, lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
-def tokenizer_in(name: str) -> Any:
-    """The tokenizer. Raises ValueError where there is none, or where its files are missing."""
-    require_place(name)
+def tokenizer_in(name: str, *, alone: bool = False) -> Any:
+    """The tokenizer. Raises ValueError where there is none, or where its files are missing.
+
+    ``alone``: no model need lie beside it.
+    """
+    require_place(name, model=not alone)
     tokenizer: Any = made(
         name, what="its tokenizer: ", make=lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     )

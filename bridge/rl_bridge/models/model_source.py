@@ -26,6 +26,7 @@ from rl_bridge.models.stored_tensors import (
     require_fit,
 )
 from rl_bridge.parallel.fsdp import materialize, part_of
+from rl_bridge.parallel.heads import GivesLogits
 from rl_bridge.weights.manifest import is_peft
 
 # Whole models: the structure first, on any device, and the weights later, each worker its own part.
@@ -242,6 +243,11 @@ class ValueSource:
         base = self.source.empty()
         if is_peft(base):
             raise ValueError("the trunk of a value model is plain: put LoRASource around ValueSource")
+        if isinstance(base, GivesLogits):
+            raise ValueError(
+                f"{type(base).__name__} is a class of your own, which gives logits: a value model reads hidden states; "
+                "take a model in Hugging Face format as critic or reward model"
+            )
         config = copy.deepcopy(base.config)
         config.num_labels = 1
         if self.pad_token is not None:

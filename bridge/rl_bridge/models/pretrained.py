@@ -15,6 +15,7 @@ from rl_bridge.common.files import replacing
 from rl_bridge.data.rows import RESPONSES
 from rl_bridge.models.model_folder import tokenizer_in
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
+from rl_bridge.models.own_model import OwnModel, save_own
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.weights.manifest import full, is_peft
 from rl_bridge.weights.source import source_of
@@ -50,9 +51,12 @@ def load_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return model, tokenizer
 
 
-def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
-    """A model's tokenizer, with a pad token. Raises ValueError where there is none, or none with an eos_token."""
-    tokenizer = tokenizer_in(name)
+def tokenizer_of(name: str, *, alone: bool = False) -> PreTrainedTokenizerBase:
+    """A model's tokenizer, with a pad token. Raises ValueError where there is none, or none with an eos_token.
+
+    ``alone``: no model need lie beside it.
+    """
+    tokenizer = tokenizer_in(name, alone=alone)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {name!r} has no eos_token")
     if tokenizer.pad_token_id is None:
@@ -84,8 +88,9 @@ def save_pretrained(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBas
 def save_sharded_model(model: PreTrainedModel, folder: str) -> None:
     """Write configuration and weights. All workers that hold a part call the function; the first of them writes.
 
-    The folder is what transformers itself writes of a plain model: experts one by one, under the names of the hub. A
-    model with adapters is written merged, as every reader knows it.
+    The folder is what transformers itself writes of a plain model: experts one by one, under the names of the hub. Of a
+    class of the user's own it has the weights under the class's names. A model with adapters is written merged, as
+    every reader knows it.
     """
     wrapped = cast(PreTrainedModel, model.get_base_model()) if is_peft(model) else model
     meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -111,6 +116,9 @@ def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: str) 
     Raises:
         RuntimeError: transformers has written nothing.
     """
+    if isinstance(model, OwnModel):
+        save_own(model, state, Path(folder))
+        return
     kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # some families look theirs up in a table of their own

@@ -101,7 +101,9 @@ def fused_share(
     module.require_weights()
     if module.arrangements.head != "linear":
         name = type(module.model).__name__
-        raise ValueError(f"fused_loss needs a head that is one matrix, and {name} does more: train without fused_loss")
+        raise ValueError(
+            f"fused_loss needs hidden states and a head of one matrix, which {name} lacks: train without fused_loss"
+        )
     fields, documents = module.read(batch)
     inputs, targets, counted = fields[:3]
     flat = {name: None if (x := getattr(batch, name)) is None else following(x).flatten(0, 1) for name in names}

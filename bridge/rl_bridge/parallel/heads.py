@@ -24,6 +24,10 @@ HeadKind = Literal["linear", "logits"]
 """Log-probabilities from hidden states and the output embeddings, or from the logits of the model's own forward."""
 
 
+class GivesLogits(PreTrainedModel):
+    """A causal language model that is known by its logits alone: neither its head nor its hidden states are."""
+
+
 class HeadOptions(NamedTuple):
     """The steps of a model from hidden @ weight.T + bias to its logits."""
 
@@ -38,6 +42,12 @@ class Head(NamedTuple):
     bias: Tensor | None
     start: int
     group: dist.ProcessGroup | None
+
+
+def is_language_model(model: nn.Module) -> bool:
+    """Whether the model, plain or of peft, predicts tokens; else it is a classifier."""
+    inner = cast(PreTrainedModel, without_peft(model))
+    return isinstance(inner, GivesLogits) or inner.get_output_embeddings() is not None
 
 
 def head_options(model: PreTrainedModel) -> HeadOptions:

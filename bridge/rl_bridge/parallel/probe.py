@@ -30,7 +30,7 @@ from rl_bridge.parallel.attention.register import NAME
 from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.documents import SEQUENCE, Documents
 from rl_bridge.parallel.fsdp import forget_pass
-from rl_bridge.parallel.heads import HeadKind, token_logprobs, token_values
+from rl_bridge.parallel.heads import GivesLogits, HeadKind, is_language_model, token_logprobs, token_values
 from rl_bridge.parallel.mesh import AXES, agree_max
 
 # The rows of the comparison, and a model's own eager forward of each row alone.
@@ -97,10 +97,6 @@ def _token_ids(config: Mapping[str, Any]) -> Iterator[int]:
         elif str(name).endswith(("token_id", "token_ids", "token_index")):
             values = value if isinstance(value, Sequence) else [value]
             yield from (v for v in values if isinstance(v, int))
-
-
-def is_language_model(model: PreTrainedModel) -> bool:
-    return cast(PreTrainedModel, without_peft(model)).get_output_embeddings() is not None
 
 
 def attention_of(model: PreTrainedModel) -> str:
@@ -209,15 +205,18 @@ def probe(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, exact: bool
 
 
 def _by_config(model: PreTrainedModel) -> Arrangements:
-    return Arrangements(packed=not has_states(model), shared=not has_states(model))
+    head: HeadKind = "logits" if isinstance(without_peft(model), GivesLogits) else "linear"
+    return Arrangements(head=head, packed=not has_states(model), shared=not has_states(model))
 
 
 def _compared(comparison: "_Comparison") -> Arrangements:
     name, ranks = type(without_peft(comparison.model)).__name__, comparison.ranks
+    logits_alone = isinstance(without_peft(comparison.model), GivesLogits)
     heads: tuple[HeadKind, ...] = ("linear", "logits") if comparison.is_language_model else ("linear",)
+    heads = ("logits",) if logits_alone else heads
     arranged = "padded" if ranks == 1 else "packed"
     ways: list[tuple[str, HeadKind]] = [(NAME, head) for head in heads]
-    if ranks == 1:
+    if ranks == 1 and not logits_alone:  # whose attention is its own by either name
         ways.extend(("eager", head) for head in heads)
     attempts = []
     for attention, head in ways:
@@ -228,6 +227,8 @@ def _compared(comparison: "_Comparison") -> Arrangements:
     else:
         over_ranks = "" if ranks == 1 else f" over {ranks} sequence ranks"
         way_on = "take sequence=1" if ranks > 1 else "its class cannot be trained here"
+        if logits_alone and ranks == 1:
+            way_on += ": without a mask a token sees itself and the tokens before it, and nothing of other rows"
         raise ValueError(
             f"{name}{over_ranks}: {arranged} rows do not give the numbers of the model's own eager forward of each "
             f"row; {way_on}. " + "; ".join(attempts)
@@ -236,6 +237,10 @@ def _compared(comparison: "_Comparison") -> Arrangements:
     keeps = has_states(comparison.model)
     if (attention, head) != ways[0]:
         notes["padded"] = f"{name}: attention {attention!r}, log-probabilities by {head!r}; {attempts[0]}"
+    if logits_alone:
+        notes["padded"] = (
+            f"{name} gives logits and no hidden states: those of a micro-batch, [N, T, V], lie in memory at once"
+        )
     for saving in ("packed", "shared"):
         if not usable.get(saving):
             wrong = comparison.difference(saving, attention, head)
@@ -273,7 +278,7 @@ class _Comparison:
         self.ranks = 1 if mesh is None else mesh.get_group(SEQUENCE).size()
         try:
             self.wanted = self._measure("eager", self._alone)
-        except (TypeError, NotImplementedError, AttributeError, AssertionError, RuntimeError) as error:
+        except (TypeError, NotImplementedError, AttributeError, AssertionError, IndexError, RuntimeError) as error:
             name = type(without_peft(model)).__name__
             raise ValueError(
                 f"{name} cannot read one row of {max(LENGTHS)} tokens without a cache, so that nothing can be compared "
@@ -296,7 +301,7 @@ class _Comparison:
         try:
             measured = self._measure(attention, lambda: self._arranged(arranged, head))
             wrong = self._wrong(measured)
-        except (ValueError, TypeError, NotImplementedError, AttributeError, AssertionError, RuntimeError) as error:
+        except (ValueError, TypeError, IndexError, AttributeError, AssertionError, RuntimeError) as error:
             # A model that cannot be called so says it in words of its own.
             wrong = f"{type(error).__name__}: {error}"
             forget_pass(self.model)

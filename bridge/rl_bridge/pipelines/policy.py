@@ -161,11 +161,18 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         self.asynchronous.admission(self.policy)
         if not self.samples_every:
             require_used(self, ("samples_kept",), "with --samples-every 0")
+        if self.model is not None and self.of_class:
+            self.rollout.require_own(self.model)
         objective = self.objective_and_coefficients()[0]
         require_objective(objective, self.policy)
         if objective.value is None:
             names = [option.name for option in fields(self.critic)]
             require_used(self.critic, names, f"with {objective.name}, which has no critic", part="critic")
+        elif self.of_class and self.critic.model is None:
+            raise ValueError(
+                f"{objective.name} has a critic, whose trunk would be that of {self.model}, a class of your own, of "
+                "which the logits alone are known: give --critic.model FOLDER"
+            )
         if "teacher_logprobs" not in objective.required_rollout_fields:
             require_used(self, ("teacher",), f"with {objective.name}, which learns from no teacher")
         elif self.teacher is None:

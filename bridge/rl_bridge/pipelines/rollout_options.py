@@ -22,6 +22,7 @@ from rl_bridge.data.trajectory import Budget, SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.models.model_source import ModelSource
+from rl_bridge.models.own_model import OwnSource
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rewards import RewardOptions, Rewards, load
 from rl_bridge.rewards.sources import named
@@ -80,12 +81,31 @@ class RolloutOptions:
         precisions = {self.vllm.precision, *self.vllm.rank_precisions}
         return precisions == {"fp32"} and self.vllm.activations == "float32"
 
+    def require_own(self, name: str) -> None:
+        """Refuse what needs to know the layers of a model, for the class ``name`` of the user's own.
+
+        Raises:
+            ValueError: vLLM, or another precision than fp32.
+        """
+        if self.backend != "in_process":
+            raise ValueError(
+                f"vLLM has no model {name}, a class of your own: backend in_process draws from it, got {self.backend}"
+            )
+        if self.precision != "fp32":
+            raise ValueError(
+                f"{name} is a class of your own: which of its layers is the head, which {self.precision} leaves as it "
+                "is, is not known; take precision fp32"
+            )
+
     def factory(self, source: ModelSource, tokenizer: PreTrainedTokenizerBase, *, sleep: bool) -> Callable[[], Any]:
         """Makes a worker. ``sleep``: it will have to leave its device while others work there.
 
         Raises:
-            ValueError: there is no vLLM here, or a server would have to leave its device.
+            ValueError: there is no vLLM here, or a server would have to leave its device; or vLLM or int8 for a model
+                class of the user's own.
         """
+        if isinstance(source, OwnSource):
+            self.require_own(source.name)
         if self.backend == "in_process":
             return partial(InProcessRollout, source, tokenizer, precision=self.precision)
         if importlib.util.find_spec("vllm") is None:

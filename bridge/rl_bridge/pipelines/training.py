@@ -1,5 +1,6 @@
 """Options of every training pipeline, and the rows, model and processes that they make."""
 
+import json
 import os
 import platform
 import random
@@ -11,9 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_bridge.common.terminal import given, remark, tell
+from rl_bridge.data.row_readers import reader_fingerprint
 from rl_bridge.data.rows import policy_row, read_rows
 from rl_bridge.data.tasks import arithmetic_rows, split_rows
 from rl_bridge.engines import Mesh
@@ -21,14 +23,15 @@ from rl_bridge.executors import Executor
 from rl_bridge.models.chat_templates import read_template, use_template
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.model_source import FreezingSource, ModelSource, PretrainedSource
-from rl_bridge.models.pretrained import new_for_rows, pretrained
+from rl_bridge.models.own_model import OwnSource, class_fingerprint, factory_of, is_file_of_class, own_source
+from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.checkpointing import Activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
 from rl_bridge.run.options import MAY_CHANGE, RunOptions, require_used
-from rl_bridge.run.provenance import of_folder, of_rows
+from rl_bridge.run.provenance import of_folder, of_rows, of_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +74,17 @@ class TrainingOptions(RunOptions, PlacementOptions):
     seed: int = 0
     """Seed of new weights, of the order of the rows and of every draw."""
     model: str | None = None
-    """Folder or hub id in Hugging Face format."""
+    """Folder or hub id in Hugging Face format; or FILE.py:Class, a model class of your own (docs/your_own_loop.md)."""
+    tokenizer: str | None = field(default=None, metadata=MAY_CHANGE)
+    """Folder or hub id of the tokenizer of a model class of your own."""
+    weights: Path | None = field(default=None, metadata=MAY_CHANGE)
+    """Weights of a model class of your own: a safetensors file, or a folder as a run exports it. None draws new ones
+    from the seed."""
     chat_template: Path | None = field(default=None, metadata=MAY_CHANGE)
     """File with a Jinja chat template in place of the tokenizer's; the exported tokenizer has it."""
     data: str | None = field(default=None, metadata=MAY_CHANGE)
-    """JSON, JSONL, CSV, Parquet or Arrow file, or a Hugging Face dataset. None is two-digit addition."""
+    """JSON, JSONL, CSV, Parquet or Arrow file, or a Hugging Face dataset; or FILE.py:function, which yields rows.
+    None is two-digit addition."""
     eval_data: str | None = field(default=None, metadata=MAY_CHANGE)
     """Held-out rows; None holds ``held_out`` rows of ``data`` back."""
     held_out: int = 600
@@ -114,7 +123,12 @@ class TrainingOptions(RunOptions, PlacementOptions):
             raise ValueError(f"gradient_checkpointing is activations full: it excludes {self.activations}")
         if self.chat_template is not None and self.model is None:
             raise ValueError(f"chat_template {self.chat_template} needs a model: a new one has texts for prompts")
-        for option in ("model", "data", "eval_data"):
+        if self.of_class != (self.tokenizer is not None) or (self.weights is not None and not self.of_class):
+            raise ValueError(
+                "a model class of your own is --model FILE.py:Class with --tokenizer, and --weights if there are any; "
+                f"every other model has both in its folder: got {given(self, 'model', 'tokenizer', 'weights')}"
+            )
+        for option in ("model", "data", "eval_data", "tokenizer"):
             if getattr(self, option) == "":
                 raise ValueError(f"{option} names a file, a folder or an id of the hub, and is empty")
         if self.chat_template == Path():
@@ -139,20 +153,31 @@ class TrainingOptions(RunOptions, PlacementOptions):
             dtype=self.dtype,
         )
 
+    @property
+    def of_class(self) -> bool:
+        """Whether the model is of a class of the user's own."""
+        return self.model is not None and is_file_of_class(self.model)
+
     def models(self) -> dict[str, str | None]:
         """Role → folder or hub id, of the models that the run begins with."""
         return {"model": self.model}
 
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the models' files and of the chat template's text, which a resumed run compares.
+        """Fingerprints of the models' files, the chat template's text and the rows' readers, which a resume compares.
 
         The place of a file does not count.
         """
         names = {role: name for role, name in self.models().items() if name is not None}
-        fingerprints = {role: of_folder(PretrainedSource(name).folder(), tell) for role, name in names.items()}
+        fingerprints: dict[str, str] = {}
+        if self.of_class:
+            fingerprints |= own_fingerprints(*own_model(self))
+            del names["model"]
+        fingerprints |= {role: of_folder(PretrainedSource(name).folder(), tell) for role, name in names.items()}
         if self.chat_template is not None:
             fingerprints["chat template"] = of_rows([{"text": read_template(self.chat_template)}])
-        return fingerprints
+        return (
+            fingerprints | reader_fingerprint(self.data) | reader_fingerprint(self.eval_data, "held-out rows' reader")
+        )
 
     def parallel(self) -> ParallelConfig:
         """Recomputation and offloading of the trained models."""
@@ -236,10 +261,39 @@ def load_model(options: TrainingOptions, rows: Sequence[dict]) -> tuple[ModelSou
     """
     if options.model is None:
         return new_for_rows(rows, seed=options.seed)
-    source, tokenizer = pretrained(options.model)
+    source, tokenizer = own_model(options) if options.of_class else pretrained(options.model)
     if options.chat_template is not None:
         use_template(tokenizer, options.chat_template)
     return source, tokenizer
+
+
+def own_model(options: TrainingOptions) -> tuple[OwnSource, PreTrainedTokenizerBase]:
+    """The model class of ``--model FILE.py:Class`` and its tokenizer.
+
+    Raises:
+        FileNotFoundError: no such file of the class or of weights.
+        TypeError, ValueError: the class lacks what a model has; weights or tokenizer do not fit it.
+    """
+    assert options.model is not None and options.tokenizer is not None
+    tokenizer = tokenizer_of(options.tokenizer, alone=True)
+    return own_source(factory_of(options.model), tokenizer, weights=options.weights, seed=options.seed), tokenizer
+
+
+def own_fingerprints(source: OwnSource, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Hashes of the file of a model class, of its weights, and of the tokenizer, wherever these lie."""
+    marks = {"model": class_fingerprint(source.factory), "tokenizer": of_rows([_outline(tokenizer)])}
+    return marks if source.weights is None else marks | {"weights": of_weights(Path(source.weights), tell)}
+
+
+def _outline(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Everything that decides which tokens a text becomes."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str()) if isinstance(tokenizer, PreTrainedTokenizerFast) else {}
+    names = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+    return {
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        **{name: parts.get(name) for name in names},
+    }
 
 
 def prepare_processes(options: TrainingOptions, executor: Executor) -> None:

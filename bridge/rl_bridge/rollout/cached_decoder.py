@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.row_checks import rotary_bound
+from rl_bridge.parallel.heads import GivesLogits
 from rl_bridge.rollout.cached_model import Arrangement, CachedModel
 from rl_bridge.rollout.decoder import Decoder, Drawn, check_row
 from rl_bridge.rollout.sampling import CompletionText, StopTexts, draw
+from rl_bridge.rollout.uncached_model import UncachedModel
 from rl_kernels.sampling import Workspace
 
 
@@ -59,7 +61,8 @@ class CachedDecoder(Decoder):
 
         Args:
             model: a causal LM with a cache of transformers' kind: attention, full or with windows, convolutions,
-                linear attention, state spaces.
+                linear attention, state spaces. A class of the user's own has no cache: each token of a row is read
+                again for every new one.
             sampling: temperature and truncation; the number of tokens is ``add``'s.
             stop: ids that end a row when they are drawn.
             texts: texts that end a row when they are complete.
@@ -73,7 +76,10 @@ class CachedDecoder(Decoder):
         """
         if max_rows < 1 or read_tokens < 1:
             raise ValueError(f"max_rows and read_tokens must be ≥ 1, got {max_rows} and {read_tokens}")
-        self._model, self._sampling, self._stop = CachedModel(model, arrangement), sampling, frozenset(stop)
+        self._model = (
+            UncachedModel(model, read_tokens) if isinstance(model, GivesLogits) else CachedModel(model, arrangement)
+        )
+        self._sampling, self._stop = sampling, frozenset(stop)
         self._texts = texts or None
         self._max_rows, self._read_tokens = max_rows, read_tokens
         self._bound, self._name = rotary_bound(model), type(model).__name__

@@ -22,6 +22,7 @@ from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import rotary_bound
+from rl_bridge.parallel.heads import GivesLogits
 from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.cached_model import Arrangement
 from rl_bridge.rollout.decoder import Drawn
@@ -137,13 +138,17 @@ def _first_right(model: PreTrainedModel) -> Arrangement:
                 if reasons:
                     line = "%s is sampled by %s, since %s"
                     logger.warning(line, type(model).__name__, decoder.arrangement, "; ".join(reasons))
+                if isinstance(model, GivesLogits):
+                    line = "%s has no cache: each token of a row is read again for every new one"
+                    logger.warning(line, type(model).__name__)
                 return decoder.arrangement
         reasons.append(f"by {arrangement}: {why}")
     if isinstance(error, NotImplementedError):
         raise error
     raise NotImplementedError(
         f"cannot sample from {type(model).__name__} in this process: rows that are drawn together differ from what the "
-        f"model computes of each alone ({'; '.join(reasons)}). Sample with vLLM (--rollout.backend vllm)"
+        f"model computes of each alone ({'; '.join(reasons)})."
+        + ("" if isinstance(model, GivesLogits) else " Sample with vLLM (--rollout.backend vllm)")
     ) from error
 
 

@@ -59,6 +59,11 @@ def of_folder(folder: Path, tell: Callable[[str], None] | None = None) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def of_weights(place: Path, tell: Callable[[str], None] | None = None) -> str:
+    """The fingerprint of one file of weights, or of a folder as ``of_folder`` has it."""
+    return of_folder(place, tell) if place.is_dir() else _of_file(place)[:16]
+
+
 def _counts(file: Path) -> bool:
     return file.is_file() and not file.name.startswith(".") and file.suffix != ".md"
 

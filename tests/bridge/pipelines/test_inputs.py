@@ -7,19 +7,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rl_bridge.algorithms.comparison_training import PreferenceConfig
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.supervised_training import SFTConfig
 from rl_bridge.common.user_files import content_of, sources_of
 from rl_bridge.models.model_source import PretrainedSource, ValueSource
 from rl_bridge.pipelines.comparison import PreferencePipeline, run_preference
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
 from rl_bridge.pipelines.policy_configs import quickstart
+from rl_bridge.pipelines.rollout_options import RolloutOptions
+from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_bridge.run.provenance import of_folder
+from tests.support.own_models import Bigram, tokenizer
 
 REWARD = "import helper\n\ndef score(completion, row):\n    from package.inner import half\n    return half(row)\n"
 PLAY = "def interact(messages):\n    import rules\n    return [][: rules.TURNS]\n"
+OWN_CLASS = """
+from tests.support.own_models import Bigram
+
+PLACE = 2 + 0
+
+
+def small():
+    return Bigram()
+"""
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "_hint": n} for n in range(6)]
 
 
@@ -69,6 +83,13 @@ POLICY = {
     "package/beside.py": (text("1", "2"), "reward"),
     "rules.py": (text("1", "2"), "environment"),
     "eval.jsonl": (text('"_hint": 1', '"_hint": 9'), "data"),
+}
+OWN = {
+    "own.py": (text("2 + 0", "2 * 1"), "model"),
+    "own.safetensors": (bit, "weights"),
+    "words/tokenizer.json": (text('"9"', '"*"'), "tokenizer"),
+    "reading.py": (text("PLACE = 1", "PLACE = 2"), "data reader"),
+    "holding.py": (text("PLACE = 1", "PLACE = 2"), "held-out rows' reader"),
 }
 PREFERENCE = {
     "base/model.safetensors": (bit, "model"),
@@ -141,6 +162,56 @@ def test_preference(inputs):
         preference=PreferenceConfig(steps=1, rows_per_step=2),
     )
     every_change_is_refused(run_preference, pipeline, inputs, PREFERENCE)
+
+
+def test_a_model_class_its_weights_its_tokenizer_and_the_readers(inputs):
+    """A class of the user's own trains by the command, and what it exports is read by it again."""
+    (inputs / "own.py").write_text(OWN_CLASS)
+    tokenizer().save_pretrained(inputs / "words")
+    save_file(Bigram().state_dict(), inputs / "own.safetensors")
+    for name in ("reading", "holding"):
+        rows = f"PLACE = 1\n\n\ndef rows():\n    yield from {ROWS!r}\n"
+        (inputs / f"{name}.py").write_text(rows)
+    pipeline = SFTPipeline(
+        output=inputs / "runs",
+        model=f"{inputs / 'own.py'}:small",
+        tokenizer=str(inputs / "words"),
+        weights=inputs / "own.safetensors",
+        data=f"{inputs / 'reading.py'}:rows",
+        eval_data=f"{inputs / 'holding.py'}:rows",
+        sft=SFTConfig(steps=1, rows_per_step=2),
+    )
+    every_change_is_refused(run_sft, pipeline, inputs, OWN)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "own.py:Tiny"},
+        {"model": "base", "tokenizer": "base"},
+        {"tokenizer": "base"},
+        {"model": "base", "weights": Path("tiny.safetensors")},
+    ],
+    ids=str,
+)
+def test_tokenizer_and_weights_are_a_class_s(options):
+    with pytest.raises(ValueError, match=r"a model class of your own is --model FILE\.py:Class with --tokenizer"):
+        replace(quickstart(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rollout": RolloutOptions(backend="vllm")}, r"vLLM has no model own\.py:Tiny, a class of your own"),
+        ({"rollout": RolloutOptions(precision="int8")}, r"own\.py:Tiny is a class of your own: which of its layers"),
+        ({"objective": objective_options("ppo")}, r"has a critic, whose trunk .* give --critic\.model FOLDER"),
+    ],
+    ids=str,
+)
+def test_what_a_class_cannot_do_is_refused_before_anything_is_read(options, words):
+    policy = replace(quickstart().policy, recompute_old_logprobs=True)
+    with pytest.raises(ValueError, match=words):
+        replace(quickstart(), model="own.py:Tiny", tokenizer="words", policy=policy, **options)
 
 
 def test_every_model_of_a_policy_run_is_compared(model_folder):

@@ -1,0 +1,122 @@
+"""Readers of rows of the user's own: a function that yields rows, of a file or in hand, or the rows themselves.
+
+    read_rows("problems.py:rows")
+    read_rows(rows)
+
+Whatever a reader gives is checked row by row as the rows of a file are, and an error names the reader and the row.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.common.user_files import content_of, load_file, mark_of, the_users_code
+
+Reader = Callable[..., Iterable[Mapping[str, Any]]]
+"""A function without arguments, or of the split's name, that yields or returns rows as dicts."""
+RowSource = str | Reader | Iterable[Mapping[str, Any]]
+"""The rows of a run: a name that ``read_rows`` knows, a reader, or rows in hand."""
+_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)(?:@(.+))?")
+
+
+def is_file_of_reader(source: str) -> bool:
+    """Whether the source is ``FILE.py:name``, with ``@SPLIT`` behind it or not.
+
+    >>> is_file_of_reader("problems.py:rows@test"), is_file_of_reader("org/problems:test")
+    (True, False)
+    """
+    return _FILE.fullmatch(source) is not None
+
+
+def name_of(source: RowSource) -> str:
+    """The source as errors name it.
+
+    >>> name_of("rows.jsonl"), name_of([{"prompt": "1+1="}])
+    ('rows.jsonl', 'the rows')
+    """
+    if isinstance(source, str):
+        return source
+    if not callable(source):
+        return "the rows"
+    function = source.func if isinstance(source, functools.partial) else source
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def rows_of(source: RowSource) -> Iterator[tuple[str, Any]]:
+    """The rows of a reader or in hand, each with its place as an error names it. A row may be no dict.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TypeError: the source is no reader, or gives no rows.
+        ValueError: the file fails to load or has no such function; the function takes other arguments than a split, or
+            raises: with the number of the row.
+    """
+    name, split = name_of(source), None
+    if isinstance(source, str):
+        match = _FILE.fullmatch(source)
+        assert match is not None
+        split, source = match[3], _loaded(str(Path(match[1]).resolve()), match[2])
+    rows, number = source, 0
+    try:
+        with the_users_code():
+            if callable(source):
+                rows = _called(source, name, split)
+            for number, row in enumerate(_iterable(rows, name), 1):
+                # A reader may give one dict again and again, changed.
+                yield f"{name}, row {number}", dict(row) if isinstance(row, Mapping) else row
+    except _WrongUse:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name}: row {number + 1} cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _WrongUse(TypeError):
+    """A source that is no reader: not an error of the reader's own."""
+
+
+def _called(reader: Reader, name: str, split: str | None) -> Any:
+    """The reader's value."""
+    try:
+        parameters = list(inspect.signature(reader).parameters.values())
+    except (TypeError, ValueError):  # A function in C may have no signature.
+        parameters = []
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(required) > 1 or (required and not places):
+        raise _WrongUse(f"{name} needs {', '.join(required)}: a reader takes no argument, or the name of a split")
+    if split is not None and not places:
+        raise _WrongUse(f"{name} takes no argument, so that there is no split {split!r}")
+    arguments = [split or "train"] if required or split is not None else []
+    return reader(*arguments)
+
+
+def _iterable(rows: Any, name: str) -> Iterable[Any]:
+    """The rows, or the error that what was given is none."""
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+        raise _WrongUse(f"{name} gives {type(rows).__name__}: a reader yields or returns rows, each a dict")
+    return rows
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(path: str, name: str) -> Any:
+    """The object of that name, whose file is run once in a process."""
+    value = getattr(load_file(Path(path), "data"), name, None)
+    if not callable(value):
+        raise ValueError(f"{path} has no function {name!r} that reads rows")
+    return value
+
+
+def reader_fingerprint(source: RowSource | None, what: str = "data reader") -> dict[str, str]:
+    """By ``what``: the function's name and a hash of its file, with the user's modules that the file imports.
+
+    Empty for sources without a reader. The rows have a fingerprint of their own.
+    """
+    if isinstance(source, str):
+        match = _FILE.fullmatch(source)
+        return {} if match is None else {what: f"{match[2]}:{content_of(Path(match[1]))[:16]}"}
+    if source is None or not callable(source):
+        return {}
+    return {what: mark_of(source)}
