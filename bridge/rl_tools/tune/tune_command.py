@@ -212,8 +212,8 @@ def _require_fixed(word: str, options: TrainerOptions) -> None:
     if name in ("seed", "resume-anyway"):
         raise ValueError(f"--{name} is the study's own: give --seeds and --first-seed, and --resume")
     # --no-packing is the other value of --packing.
-    plain = ".".join([*name.split(".")[:-1], name.split(".")[-1].removeprefix("no-")])
-    if plain not in options.kinds:
+    switch = ".".join([*name.split(".")[:-1], name.split(".")[-1].removeprefix("no-")])
+    if switch not in options.kinds:
         options.require(name)
 
 
