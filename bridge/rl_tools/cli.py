@@ -101,6 +101,7 @@ COMMANDS = {
     "plan": "rl_tools.plan.plan_command:run",
     "doctor": "rl_tools.doctor:run",
     "completion": "rl_tools.option_help:completion",
+    "new": "rl_tools.new:run",
 }
 """Command → ``module:name`` of a function of the words behind it that returns the exit status."""
 TRACEBACK = "--traceback"
@@ -195,6 +196,7 @@ def usage() -> str:
        rl-fn plan {{TRAINER,RUN.toml,FOLDER}} [--fits 24GiB] [--prompt-tokens N] [options]
        rl-fn doctor [--output FOLDER]
        rl-fn completion {{bash,zsh}}
+       rl-fn new LOOP FILE.py
        rl-fn --version
 
 commands:
@@ -205,6 +207,7 @@ commands:
   report               one HTML file about runs: curves, completions with each token's numbers, warnings, options
   plan                 the memory of a run by phase and component before it starts, and what each option would save
   doctor               this machine: versions, devices, memory, disk, limits, kernels; each is ok or says what to do
+  new                  a whole loop as a file of your own: grpo, ppo, sft, preference, reward_model, conversations, …
   completion           a script with which a shell completes commands and options
 
 {TRACEBACK} shows where an error of a run came from.

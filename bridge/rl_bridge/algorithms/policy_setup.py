@@ -214,6 +214,8 @@ class PolicyConfig:
     sampling_rounds: int = 1
     """Dynamic sampling draws up to so many rounds of prompts until ``prompts_per_step`` groups have a signal. 1 trains
     on those of the first."""
+    reference_every: int | None = None
+    """Steps after which the reference takes the policy's weights, again and again. None: it stays as it began."""
     scalar: ScalarOptions = ScalarOptions()
     overlong_buffer: int | None = None
     """DAPO's penalty of long completions: it grows to 1 over the last so many of ``max_new_tokens``; of a conversation
@@ -238,6 +240,8 @@ class PolicyConfig:
         counted = ("steps", "prompts_per_step", "responses_per_prompt", "updates_per_step", "evaluate_every")
         if min(*(getattr(self, name) for name in counted), self.sampling_rounds, *self.pass_at) < 1:
             raise ValueError(f"counts must be ≥ 1, got {given(self, *counted, 'sampling_rounds', 'pass_at')}")
+        if self.reference_every is not None and self.reference_every < 1:
+            raise ValueError(f"reference_every counts steps and is at least 1, or None, got {self.reference_every}")
         if self.critic_warmup < 0:
             raise ValueError(f"critic_warmup must be ≥ 0, got {self.critic_warmup}")
         if self.critic_warmup >= self.steps:

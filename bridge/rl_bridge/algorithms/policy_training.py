@@ -254,6 +254,8 @@ def train_policy(
     replaced = Replaced(engines)
     warned, idle = False, 0
     for step in run.steps("policy", config.steps, state=state):
+        if engines.reference is not None and config.reference_every and step and step % config.reference_every == 0:
+            engines.policy.sync_weights(engines.reference)
         sampler.begin_step(engines)
         sampled = sampler.sample(step)
         phase_ended()

@@ -11,7 +11,7 @@ from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.data import Part
-from rl_bridge.loop.trained import Metrics, Scored
+from rl_bridge.loop.trained import Metrics, Policy, Scored
 from rl_bridge.run import run
 from rl_bridge.run.options import RunOptions
 from rl_bridge.run.run import Observer, Stateful, open_run
@@ -68,6 +68,7 @@ class Run:
         for part in state:
             if isinstance(part, Ahead) and part.rows in state:
                 raise ValueError("state holds the rows and Ahead, which saves their place itself: leave the rows out")
+        self._parts = list(state)
         names = _names(state)
         options = LoopOptions(
             name=name,
@@ -110,11 +111,18 @@ class Run:
         return self._run.folder
 
     def steps(self, total: int) -> Iterator[int]:
-        """The steps 0 … total − 1 that are still to be done. A step that logs nothing is logged all the same."""
+        """The steps 0 … total − 1 that are still to be done. A step that logs nothing is logged all the same.
+
+        Raises:
+            ValueError: a step gave its weights to a reference that is not in the state.
+        """
         self._total = total
+        for policy in self._policies():
+            policy.renewed.clear()
         for step in self._run.steps(self._stage, total, state=self._state):
             self._step = step
             yield step
+            self._require_whole_state()
             if self._step is not None:
                 self.log()
 
@@ -134,6 +142,23 @@ class Run:
         batch, tokens = (None, None) if last is None else (last.batch, last.tokens)
         self._run.log(self._step, metrics, tokens=tokens, batch=batch)
         self._step = None
+
+    def _policies(self) -> list[Policy]:
+        return [part for part in self._parts if isinstance(part, Policy)]
+
+    def _require_whole_state(self) -> None:
+        """Refuse a reference that follows the policy and is in no checkpoint: a resumed run would have the first one.
+
+        Raises:
+            ValueError: with the way on.
+        """
+        for policy in self._policies():
+            followers = [target for target in policy.renewed if isinstance(target, Scored)]
+            if lost := [target.kind for target in followers if not any(target is part for part in self._parts)]:
+                raise ValueError(
+                    f"a step gives a {lost[0]} the policy's weights, and no checkpoint has them: a resumed run would "
+                    f"go on with the first ones. Name the {lost[0]} in Run(state=[…]), too"
+                )
 
     def print(self, text: str) -> None:
         """Print a line without breaking the progress bar."""

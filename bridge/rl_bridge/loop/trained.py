@@ -168,6 +168,8 @@ class Policy(Scored):
         self._statistics: BatchStatistics | None = None
         self._replaced: Replaced | None = None
         self._updates = 0
+        self.renewed: list[Placed] = []
+        """Objects that took these weights since the run's steps began."""
         if isinstance(objective, NLL):
             self.kind = "sft"
             self.engine = self.engines.supervised(optimizer, **options)
@@ -222,6 +224,8 @@ class Policy(Scored):
         """
         self.watch(target)
         self.engine.sync_weights(target.engine)
+        if not any(target is renewed for renewed in self.renewed):
+            self.renewed.append(target)
 
     def watch(self, target: Placed) -> None:
         """Count the engines behind ``target`` that syncs from now on have to replace, where its weights are proved."""

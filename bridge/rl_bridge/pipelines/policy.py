@@ -121,8 +121,9 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     fused_loss: bool = False
     """The head computes each logit once in an update, not twice: for losses in which no token reads another one."""
     track_kl: bool = True
-    """Measure the KL to the policy GRPO started from even if the objective has no KL term; costs a forward pass. The KL
-    is of the completions in an update: without a KL or entropy term, completions with an advantage."""
+    """Measure the KL to the reference, the policy that GRPO started from, even if the objective has no KL term; costs a
+    forward pass. The KL is of the completions in an update: without a KL or entropy term, completions with an
+    advantage."""
     samples_every: int = field(default=10, metadata=MAY_CHANGE)
     """Steps from one line of completions.jsonl, which ``rl-fn report`` shows, to the next. 0: no line."""
     samples_kept: int = field(default=4, metadata=MAY_CHANGE)
@@ -165,6 +166,9 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
             self.rollout.require_own(self.model)
         objective = self.objective_and_coefficients()[0]
         require_objective(objective, self.policy)
+        if not reads_reference(objective) and not self.track_kl:
+            reason = f"with {objective.name}, which reads no reference, and --no-track-kl"
+            require_used(self.policy, ("reference_every",), reason, part="policy")
         if objective.value is None:
             names = [option.name for option in fields(self.critic)]
             require_used(self.critic, names, f"with {objective.name}, which has no critic", part="critic")
@@ -200,6 +204,11 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     def scoring(self, temperature: float | None = None) -> ScoringConfig:
         """How policy, old policy and reference of this run are scored: at the temperature of sampling."""
         return super().scoring(self.policy.sampling.temperature if temperature is None else temperature)
+
+
+def reads_reference(objective: rl_fn.Objective) -> bool:
+    """Whether a term of the objective is of the reference's probabilities."""
+    return "ref_logprobs" in (*objective.required_batch_fields, *objective.required_rollout_fields)
 
 
 def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:
@@ -344,8 +353,8 @@ class PolicyStages:
         )
         supervised.sync_weights(policy, adapter=pipeline.lora.rank > 0)
         supervised.release()
-        reads_reference = "ref_logprobs" in (*objective.required_batch_fields, *objective.required_rollout_fields)
-        reference = self.engines.reference(scoring) if reads_reference or pipeline.track_kl else None
+        has_reference = reads_reference(objective) or pipeline.track_kl
+        reference = self.engines.reference(scoring) if has_reference else None
         if reference is not None:
             policy.sync_weights(reference)
         return PolicyEngines(

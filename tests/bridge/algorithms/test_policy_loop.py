@@ -95,6 +95,20 @@ def test_the_reference_is_asked_about_every_row():
     assert run.state.keys() == {"policy", "stream", "reference"}
 
 
+def test_the_reference_follows_the_policy_every_so_many_steps():
+    class Followed(FakePolicy):
+        def sync_weights(self, target):
+            self.targets = [*getattr(self, "targets", ()), (target, self.updates)]
+
+    reference = FakePolicy()
+    _, policy, _ = run_loop(longest_is_best, rl_fn.recipes.grpo(), reference, 6, policy=Followed(), reference_every=2)
+    assert [updates for target, updates in policy.targets if target is reference] == [2, 4]
+    _, policy, _ = run_loop(longest_is_best, rl_fn.recipes.grpo(), reference, 6, policy=Followed())
+    assert all(target is not reference for target, _ in policy.targets)
+    with pytest.raises(ValueError, match="reference_every counts steps and is at least 1, or None, got 0"):
+        run_loop(longest_is_best, reference_every=0)
+
+
 def test_statistics_of_the_batch_are_not_split_over_workers(monkeypatch):
     for mesh in (Mesh(), Mesh(tensor=2, sequence=2)):
         monkeypatch.setattr(FakePolicy, "mesh", mesh)

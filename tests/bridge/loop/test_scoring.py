@@ -6,7 +6,18 @@ from types import SimpleNamespace
 import pytest
 
 import rl_fn
-from rl_bridge import AdamW, Model, Policy, Rollout, RolloutOptions, SamplingParams, ScoringConfig, current_executor
+from rl_bridge import (
+    AdamW,
+    Model,
+    Policy,
+    Reference,
+    Rollout,
+    RolloutOptions,
+    Run,
+    SamplingParams,
+    ScoringConfig,
+    current_executor,
+)
 from rl_bridge.models.small import TinySource, character_tokenizer
 
 GRPO = rl_fn.recipes.grpo().replace(kl=None)
@@ -73,3 +84,21 @@ def test_an_engine_that_a_sync_replaces_is_counted_and_said(model, batch, monkey
     assert "step 1: 1 engines of the rollout were replaced" in capsys.readouterr().out
     assert policy.update(batch)["weights/engine_replaced"] == 0.0
     policy.release()
+
+
+def test_a_reference_that_follows_belongs_to_the_state(model, batch, tmp_path):
+    policy, reference = Policy(model, GRPO, AdamW(1e-3)), Reference(model)
+    policy.sync_weights(reference)  # before the steps, as after a warm start: the same in a resumed run
+
+    def steps(name, state, every):
+        with Run(name, state=state, output=tmp_path) as run:
+            for step in run.steps(3):
+                if step == every:
+                    policy.sync_weights(reference)
+                run.log(policy.update(batch))
+
+    steps("fixed", [policy], None)
+    steps("followed", [policy, reference], 1)
+    with pytest.raises(ValueError, match=r"no checkpoint has them.*Name the reference in Run\(state="):
+        steps("lost", [policy], 1)
+    assert len((tmp_path / "lost" / "metrics.jsonl").read_text().splitlines()) == 2

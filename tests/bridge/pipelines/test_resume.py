@@ -75,6 +75,8 @@ def die(words, when, version):
 
 def test_killed_in_supervision_and_in_grpo(tmp_path, arguments, reward, run_to_end):
     options = {"--reward": reward, "--objective.kl.coef": 0.05, "--policy.updates-per-step": 2}
+    # The second kill comes after the reference took the policy's weights: the checkpoint has them.
+    options["--policy.reference-every"] = 3
     whole = result(run_to_end(arguments("whole", "objective:grpo", **options)))
     assert len(whole["metrics"]) == 6 + 8
     assert whole["metrics"][-1]["kl"] > 0 and whole["metrics"][-1]["grad_norm"] > 0
