@@ -15,6 +15,7 @@ import rl_fn
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.statistics import LEAST, over_units
 from rl_bridge.common.terminal import say
+from rl_bridge.data.messages import Chat
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Prompt, SamplingParams
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
@@ -389,7 +390,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """The prompts of a file: a line each, of JSON lines the field ``prompt``, text or messages.
+    """The prompts of a file: a line each, of JSON lines the field ``prompt``, text or messages, with the row's tools.
 
     Raises:
         ValueError: there is none.
@@ -399,7 +400,7 @@ def read_prompts(path: Path) -> list[Any]:
         rows = [json.loads(line) for line in lines]
         if any("prompt" not in row for row in rows):
             raise ValueError(f"{path} has a row without a field 'prompt'")
-        lines = [row["prompt"] for row in rows]
+        lines = [Chat.of(row).shortest for row in rows]
     if not lines:
         raise ValueError(f"{path} has no prompts")
     return lines

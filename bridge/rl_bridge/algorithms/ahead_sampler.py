@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.completions import Sampled, Sampler, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
+from rl_bridge.data.messages import Chat
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Request, Trajectory
 from rl_bridge.engines import InferenceEngine
@@ -201,7 +202,7 @@ class AheadSampler(Sampler):
         row = self.stream.take(1)[0]
         seeds = request_seeds([self._id(number)], self._samples, torch.device("cpu"))[0].tolist()
         # A conversation's first tokens are its environment's.
-        tokens = [] if self._talking is not None else encode_prompt(self._tokenizer, row["prompt"])
+        tokens = [] if self._talking is not None else encode_prompt(self._tokenizer, Chat.of(row))
         return AsPrompt(row, tokens), seeds
 
     def _id(self, number: int) -> tuple[int, int]:
@@ -241,7 +242,7 @@ class AheadSampler(Sampler):
         if self._talking is not None:
             return [self._conversation(group, number, place) for number in range(len(group.samples))]
         prompt: AsPrompt = group.prompt
-        request = Request(prompt.row["prompt"], self._id(group.number), place)
+        request = Request(Chat.of(prompt.row).shortest, self._id(group.number), place)
         trajectories = []
         for number, sample in enumerate(group.samples):
             trajectory = completed(

@@ -9,6 +9,7 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, ScalarOptions
+from rl_bridge.data.messages import Chat
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine
@@ -54,8 +55,8 @@ Complete = Callable[[Sequence[dict], SamplingParams], list[Trajectory]]
 
 
 def completions(rollout: InferenceEngine, **budget: Any) -> Complete:
-    """One turn a row, after its ``prompt``. ``budget``: limits of a call, as ``generate`` has them."""
-    return lambda rows, sampling: rollout.generate([row["prompt"] for row in rows], sampling, **budget)
+    """One turn a row, after its ``prompt`` with its tools. ``budget``: limits of a call, as ``generate`` has them."""
+    return lambda rows, sampling: rollout.generate([Chat.of(row).shortest for row in rows], sampling, **budget)
 
 
 def scored(complete: Complete, rewards: Rewards, rows: Sequence[dict], sampling: SamplingParams) -> list[Trajectory]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rl_bridge.common.terminal import remark
-from rl_bridge.data.messages import messages_of_field, shortened
+from rl_bridge.data.messages import Chat, messages_of_field, shortened
 from rl_bridge.data.row_readers import RowSource, name_of
 from rl_bridge.data.rows import missing, read_rows
 from rl_bridge.data.token_batch import TokenBatch, collate, packed_rows, padded_rows
@@ -34,7 +34,7 @@ class Comparison:
 
     kind: Kind
     prompt: Prompt
-    """Text or messages."""
+    """Text or messages; with tools, a ``Chat`` of them."""
     completions: tuple[Completion, ...]
     """pair: chosen, rejected. single: one. ranking: from the best to the worst. Each is text or messages."""
     gold: Completion | None = None
@@ -95,7 +95,7 @@ def comparison_of(row: Mapping[str, Any]) -> Comparison:
         prompt, completions = _prompt(row), _completions(row, kind)
     return Comparison(
         kind=kind,
-        prompt=prompt,
+        prompt=Chat.of(row, prompt).shortest,
         completions=completions,
         gold=None if missing(row, "gold") else _completion(row["gold"], "gold"),
         desirable=kind != "single" or _label(row["label"]),

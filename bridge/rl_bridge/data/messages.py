@@ -2,14 +2,98 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-CONVERSATIONS = ("messages", "prompt", "response", "completion", "completions", "chosen", "rejected", "gold", "tools")
-"""Columns that may hold messages or tools."""
+TURNS = ("messages", "prompt", "response", "completion", "completions", "chosen", "rejected", "gold")
+"""Columns that may hold messages."""
+ARGUMENTS = "chat_template_kwargs"
+"""The column with variables of the chat template by name."""
+CONVERSATIONS = (*TURNS, "tools", ARGUMENTS)
+"""Columns that a chat template reads."""
+RESERVED = ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
+RESERVED += ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
+RESERVED += ("return_assistant_tokens_mask",)
+"""Arguments of ``apply_chat_template`` that are no variables of the template."""
 FLAGS = ("weight", "loss", "train", "trainable", "training")
 """Keys of a message that say whether it is trained on: OpenAI's, LLaMA-Factory's, axolotl's, verl's."""
 UNTRAINED = "loss"
 """The one of them that a read message has, as False, where it is not trained on."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A prompt or a conversation, with all else that a chat template reads: the form in which every encoder takes it.
+
+    >>> Chat.of({"prompt": "1+1=", "tools": "[]"})
+    Chat(prompt='1+1=', tools=(), arguments={})
+    """
+
+    prompt: Any
+    """Text, messages or token ids. A template renders messages alone."""
+    tools: Sequence[Any] = ()
+    """JSON schemas."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template by name, as ``enable_thinking``."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], prompt: Any = None) -> "Chat":
+        """The row's ``prompt``, or another one, with the row's ``tools`` and ``chat_template_kwargs``.
+
+        Raises:
+            ValueError: one of the two is no list of schemas or no object.
+        """
+        return cls(row["prompt"] if prompt is None else prompt, tools_of(row), arguments_of(row))
+
+    @property
+    def shortest(self) -> Any:
+        """The prompt alone where nothing stands beside it."""
+        return self if self.tools or self.arguments else self.prompt
+
+    def row(self) -> dict[str, Any]:
+        """The columns of a row that ``of`` reads back."""
+        return {"prompt": self.prompt, "tools": self.tools, ARGUMENTS: self.arguments}
+
+
+def chat_of(prompt: Any) -> Chat:
+    """A prompt of any form as a ``Chat``."""
+    return prompt if isinstance(prompt, Chat) else Chat(prompt)
+
+
+def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The row's ``tools``, as a list of JSON schemas or as its JSON text.
+
+    Raises:
+        ValueError: they are neither.
+    """
+    tools = _read_json(row.get("tools"))
+    if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise ValueError(f"tools must be a list of JSON schemas, got {shortened(row['tools'])}")
+    return tuple(tools or ())
+
+
+def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's ``chat_template_kwargs``, as an object or as its JSON text.
+
+    Raises:
+        ValueError: they are neither, or name what is no variable of a template.
+    """
+    arguments = _read_json(row.get(ARGUMENTS))
+    if arguments and not isinstance(arguments, Mapping):
+        raise ValueError(f"{ARGUMENTS} must be an object, got {shortened(row[ARGUMENTS])}")
+    if reserved := sorted(set(arguments or ()) & set(RESERVED)):
+        raise ValueError(f"{ARGUMENTS} holds {', '.join(reserved)}, which is no variable of a chat template")
+    return dict(arguments or {})
+
+
+def _read_json(value: Any) -> Any:
+    """The value of a JSON text, as a CSV file has it. A text that is no JSON stays, and is refused by its type."""
+    if not isinstance(value, str) or not value.strip():
+        return value if not isinstance(value, str) else None
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def messages_of_field(value: Any, field: str) -> list[dict[str, Any]]:

@@ -10,8 +10,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from rl_bridge.data.messages import is_trained, messages_of_field, shortened, without_keys_of_others
+from rl_bridge.data.messages import (
+    ARGUMENTS,
+    arguments_of,
+    is_trained,
+    messages_of_field,
+    shortened,
+    tools_of,
+    without_keys_of_others,
+)
 from rl_bridge.data.row_readers import RowSource, is_file_of_reader, name_of, rows_of
+from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, UnreadColumns
 
 # Forms of a row: supervised rows and rows of prompts, each in one form after the check.
 
@@ -103,16 +112,10 @@ def missing(row: Mapping[str, Any], field: str) -> bool:
 
 
 def _with_tools(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its ``tools``, if it has any, as a list of JSON schemas; their JSON text is read."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            tools = row["tools"]
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise ValueError(f"tools must be a list of JSON schemas, got {shortened(row['tools'])}")
-    return {**row, "tools": tools} if "tools" in row else dict(row)
+    """The row with its ``tools`` and ``chat_template_kwargs``, where it has them, in one spelling."""
+    tools, arguments = list(tools_of(row)), arguments_of(row)
+    read: dict[str, Any] = {"tools": tools, ARGUMENTS: arguments}
+    return {**row, **{name: value for name, value in read.items() if row.get(name)}}
 
 
 def _text_or_messages(value: Any, field: str) -> Any:
@@ -183,7 +186,7 @@ def read_rows(
     arguments or of the split's name that yields rows as dicts, or an iterable of rows.
 
     ``check`` takes a row and returns it in the form that is trained on, or raises ValueError with the field and what
-    was expected: ``policy_row``, ``supervised_row``.
+    was expected: ``policy_row``, ``supervised_row``. Columns that other libraries read and this one does not are named.
 
     Raises:
         FileNotFoundError: no such file.
@@ -192,15 +195,19 @@ def read_rows(
             function and row number, and how many others.
     """
     rows: list[dict[str, Any]] = []
+    unread = UnreadColumns((*ROW_KEYS, *SUPERVISED_KEYS) if check is supervised_row else ROW_KEYS)
     bad: list[str] = []
     for where, row in _numbered(source):
         try:
             rows.append(_checked(row, fields, check) | {"_where": where})
+            unread.look(row, where)
         except ValueError as error:
             bad.append(f"{where}: {error}")
     refuse(bad, len(bad) + len(rows))
     if not rows:
         raise ValueError(f"{name_of(source)} has no rows")
+    sampled = check in (policy_row, answered_row)
+    unread.remark(but_by=" (but by a reward or an environment of your own)" if sampled else "")
     return rows
 
 

@@ -8,11 +8,14 @@ from itertools import groupby
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
+from rl_bridge.data.messages import Chat
+
 # Requests to a rollout: prompts with an id each, and how their completions are sampled.
 
 Message = Mapping[str, str]
-Prompt = str | Sequence[Message] | Sequence[int]
-"""Text, chat messages (``{"role": ..., "content": ...}``), or token ids that are used as they are."""
+Prompt = str | Sequence[Message] | Sequence[int] | Chat
+"""Text, chat messages (``{"role": ..., "content": ...}``), or token ids that are used as they are; a ``Chat`` is one of
+these with tools."""
 RequestId = tuple[int, ...]
 """Random numbers are made from it, so no two requests of a run share one."""
 
@@ -295,6 +298,8 @@ class Trajectory:
     """The environment's state that each turn began in, −1 where it names none; () where it never does."""
     messages: tuple[Message, ...] = ()
     """The conversation as text; of a prompt given as token ids, the completion alone."""
+    tools: tuple[Any, ...] = ()
+    """JSON schemas of the tools that the chat template was given."""
     spans: tuple[Span, ...] = ()
     """Tokens that the engine drew, request by request; all others were given. () if no engine made the trajectory."""
 

@@ -8,6 +8,7 @@ from inspect import isawaitable
 from typing import Any, Protocol
 
 from rl_bridge.common.user_files import the_users_code
+from rl_bridge.data.messages import tools_of
 from rl_bridge.data.trajectory import Message
 
 
@@ -29,7 +30,7 @@ class Environment(Protocol):
     """One conversation's environment: it is made anew for every trajectory, in the rollout worker.
 
     Both methods may be ``async``. They run beside the sampler, each conversation's one after another. Two optional
-    attributes: ``tools``, JSON schemas for the chat template, and ``close()``, called at the end.
+    attributes: ``tools``, JSON schemas for the chat template in place of the row's, and ``close()``, called at the end.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | Step | Awaitable[Sequence[Message] | Step]:
@@ -72,7 +73,8 @@ class Session:
         """The opening messages. The environment gets a copy of the row."""
         with the_users_code():
             self._environment = self._factory()
-            self.tools = tuple(getattr(self._environment, "tools", ()))
+            tools = getattr(self._environment, "tools", None)
+            self.tools = tools_of(row) if tools is None else tuple(tools)
             return _then_checked(self._environment.reset(copy.deepcopy(dict(row))), "reset")
 
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:

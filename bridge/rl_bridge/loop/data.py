@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from rl_bridge.data.row_readers import RowSource, reader_fingerprint
 from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines.engine import Engine
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
@@ -258,6 +260,7 @@ def load_rows(
         rows = read_rows(data, check=policy_row)
         if model is not None:
             check_rows(model.source, model.tokenizer, rows, prompted(model.tokenizer), new_tokens=new_tokens)
+            remark_on_keys(rows, lambda row: prompted(model.tokenizer)(row)[1])
         return Rows(rows, seed=seed, reader=data)
     if model is None:
         raise ValueError(f"rows for {loss} are encoded for a model: load_rows(data, model, loss)")
@@ -265,12 +268,14 @@ def load_rows(
     reading: dict[str, Any] = {"apply_chat_template": apply_chat_template, "max_length": max_length}
     if isinstance(loss, NLL):
         rows = read_rows(data, fields=(), check=supervised_row)
+        remark_on_keys(rows, partial(sft.tokens_of, tokenizer, apply_chat_template))
         trajectories, left_out = sft.encoded(source, tokenizer, rows, **reading)
         if left_out:
             tell(f"{left_out} of {len(rows)} rows are longer than {max_length} tokens")
         batches: dict[str, Any] = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}
         return Rows(trajectories, seed=seed, reader=data, **batches)
     compared = read_comparisons(data)
+    comparison.remark_on_unread(tokenizer, compared, apply_chat_template)
     examples = comparison.encoded(source, tokenizer, compared, loss, **reading)
     if loss.name in REWARD_LOSSES:
         templated = apply_chat_template and any(map(comparison.has_roles, compared))

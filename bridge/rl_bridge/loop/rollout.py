@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_bridge.algorithms.completions import completions
+from rl_bridge.common.terminal import tell
+from rl_bridge.data.messages import tools_of
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import Mesh
 from rl_bridge.environments import EnvironmentFactory, load_environment
@@ -88,6 +90,8 @@ class Rollout:
             key = (*tools, parse)
             if key not in self._tools:
                 self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}
+                if any(map(tools_of, rows)):
+                    tell("row key `tools` is not read: the policy is shown the functions of converse(tools=…)")
             factory = self._tools[key]
         else:
             factory = load_environment(environment) if isinstance(environment, str) else environment

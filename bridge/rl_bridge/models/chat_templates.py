@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import loopcontrols
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.messages import shown
+from rl_bridge.data.messages import Chat, chat_of, shown
 from rl_bridge.data.trajectory import Message
 
 # Limits of rendering: of time, of numbers and of characters.
@@ -179,11 +180,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
 
 
 def rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    generation_prompt: bool,
-    tools: Sequence[Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Message] | Chat, *, generation_prompt: bool
 ) -> str:
     """The text of a conversation by the tokenizer's chat template.
 
@@ -196,38 +193,36 @@ def rendered(
             f"chat messages need a model with a chat template, and {name} has none; "
             "--chat-template FILE gives it one, apply_chat_template=false concatenates the contents"
         )
-    plain = [shown(message) for message in messages]
-    called = [arguments for message in plain for arguments in _arguments_of(message)]
+    chat = chat_of(conversation)
+    chat = replace(chat, prompt=[shown(message) for message in chat.prompt])
+    called = [arguments for message in chat.prompt for arguments in _arguments_of(message)]
     if not called:
-        return _rendered(tokenizer, plain, generation_prompt, tools)
+        return _rendered(tokenizer, chat, generation_prompt)
     # Some templates write a call's arguments as JSON, and others add them to a text.
+    in_text = replace(chat, prompt=[_with_text_arguments(message) for message in chat.prompt])
     try:
-        text = _rendered(tokenizer, plain, generation_prompt, tools)
+        text = _rendered(tokenizer, chat, generation_prompt)
     except ValueError:
-        return _rendered(tokenizer, [_with_text_arguments(message) for message in plain], generation_prompt, tools)
+        return _rendered(tokenizer, in_text, generation_prompt)
     if any(str(arguments) in text for arguments in called if arguments and str(arguments) != json.dumps(arguments)):
-        return _rendered(tokenizer, [_with_text_arguments(message) for message in plain], generation_prompt, tools)
+        return _rendered(tokenizer, in_text, generation_prompt)
     return text
 
 
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    generation_prompt: bool,
-    tools: Sequence[Any] | None,
-) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool) -> str:
     try:
         text = _bounded(
             tokenizer,
             lambda: tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=None if tools is None else list(tools),
+                [dict(message) for message in chat.prompt],
+                tools=list(chat.tools) or None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
+                **chat.arguments,
             ),
         )
     except Exception as error:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
-        roles = ", ".join(str(message.get("role")) for message in messages)
+        roles = ", ".join(str(message.get("role")) for message in chat.prompt)
         raise ValueError(
             f"{template_of(tokenizer)} refuses messages of the roles {roles}: {_message_of(error)}; "
             "change the messages, or apply_chat_template=false concatenates the contents"
@@ -269,7 +264,7 @@ def _bounded(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> s
 
 
 def spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Message] | Chat
 ) -> Iterator[tuple[str, int | None]]:
     """The text up to the assistant's last message in parts: (text, the place of the message if the assistant says it).
 
@@ -277,17 +272,17 @@ def spans(
         ChangedEarlierText: a part cannot be added without changing what stands before.
         ValueError: as ``rendered`` does.
     """
-    earlier, count = "", 0
-    for place, message in enumerate(messages):
+    earlier, count, chat = "", 0, chat_of(conversation)
+    for place, message in enumerate(chat.prompt):
         if message["role"] != "assistant":
             continue
         for upto, prompted in ((place, True), (place + 1, False)):
             # A conversation may begin with the assistant: then nothing stands before its words.
-            whole = rendered(tokenizer, messages[:upto], generation_prompt=prompted, tools=tools) if upto else ""
+            whole = rendered(tokenizer, _beginning(chat, upto), generation_prompt=prompted) if upto else ""
             if not whole.startswith(earlier):
                 cause = f"message {place} (assistant) takes the place of the generation prompt"
                 if prompted:
-                    cause = _cause(tokenizer, messages, tools, count, place, earlier)
+                    cause = _cause(tokenizer, chat, earlier, first=count, last=place)
                 raise _changed(tokenizer, cause, earlier, whole)
             if len(whole) > len(earlier):
                 yield whole[len(earlier) :], None if prompted else place
@@ -309,18 +304,16 @@ def _message_of(error: Exception) -> str:
     return str(error) if isinstance(error, TemplateError | TypeError) else f"{type(error).__name__}: {error}"
 
 
-def _cause(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[Any] | None,
-    count: int,
-    place: int,
-    earlier: str,
-) -> str:
-    """Which of the messages from ``count`` up to ``place`` changed what was ``earlier``; else the generation prompt."""
-    for upto in range(count + 1, place + 1):
-        if not rendered(tokenizer, messages[:upto], generation_prompt=False, tools=tools).startswith(earlier):
-            return f"message {upto - 1} ({messages[upto - 1]['role']}) is added"
+def _beginning(chat: Chat, upto: int) -> Chat:
+    """The first messages, with all that stands beside them."""
+    return replace(chat, prompt=chat.prompt[:upto])
+
+
+def _cause(tokenizer: PreTrainedTokenizerBase, chat: Chat, earlier: str, *, first: int, last: int) -> str:
+    """Which of the messages ``first`` … ``last`` − 1 changed what was ``earlier``; else the generation prompt."""
+    for upto in range(first + 1, last + 1):
+        if not rendered(tokenizer, _beginning(chat, upto), generation_prompt=False).startswith(earlier):
+            return f"message {upto - 1} ({chat.prompt[upto - 1]['role']}) is added"
     return "the generation prompt is added"
 
 

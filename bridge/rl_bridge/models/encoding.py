@@ -6,14 +6,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.messages import is_trained, shortened
+from rl_bridge.data.messages import Chat, chat_of, is_trained, shortened
 from rl_bridge.data.rows import RESPONSES, response_field
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 from rl_bridge.models.chat_templates import rendered, spans, template_of
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
-    """Text, messages (through the tokenizer's chat template) or token ids → token ids.
+    """Text, messages (through the tokenizer's chat template) or token ids → token ids. A ``Chat`` has tools for them.
 
     Text gets the tokens that the tokenizer puts before one, as the beginning of a sequence, unless the text has it. An
     end of sequence that the tokenizer puts behind is left out: the completion follows. Without ``apply_chat_template``
@@ -22,25 +22,26 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_c
     Raises:
         ValueError: the prompt is none of these, or the tokenizer or its template refuses it.
     """
-    ids: Any = prompt
-    if isinstance(prompt, str):
-        ids = _beginning(tokenizer, prompt)
-    elif prompt and isinstance(prompt[0], Mapping):
-        messages: Any = prompt
+    chat = chat_of(prompt)
+    ids: Any = chat.prompt
+    if isinstance(chat.prompt, str):
+        ids = _beginning(tokenizer, chat.prompt)
+    elif chat.prompt and isinstance(chat.prompt[0], Mapping):
         if apply_chat_template:
-            ids = _encode(tokenizer, rendered(tokenizer, messages, generation_prompt=True), "prompt")
+            ids = _encode(tokenizer, rendered(tokenizer, chat, generation_prompt=True), "prompt")
         else:
-            ids = _beginning(tokenizer, "".join(content_of(message) for message in messages))
+            ids = _beginning(tokenizer, "".join(content_of(message) for message in chat.prompt))
     if not ids or not all(isinstance(token, int) for token in ids):
-        raise ValueError(f"a prompt must be text, messages or token ids and not be empty, got {prompt!r}")
+        raise ValueError(f"a prompt must be text, messages or token ids and not be empty, got {chat.prompt!r}")
     return list(ids)
 
 
 def messages_of(prompt: Prompt) -> tuple[Message, ...]:
     """The prompt as messages: text is the user's, token ids are none."""
-    if isinstance(prompt, str):
-        return ({"role": "user", "content": prompt},)
-    return tuple(message for message in prompt if isinstance(message, Mapping))
+    turns = chat_of(prompt).prompt
+    if isinstance(turns, str):
+        return ({"role": "user", "content": turns},)
+    return tuple(message for message in turns if isinstance(message, Mapping))
 
 
 def encode_row(
@@ -53,10 +54,10 @@ def encode_row(
     """The row as if the policy had drawn what the assistant says: the loss counts these tokens, each turn with its end.
 
     A row has ``messages``, or a ``prompt`` (text, messages, token ids) and ``response``, ``completion`` or ``answer``.
-    Messages go through the chat template; each part is encoded once, behind the tokens before. Text gets the
-    end-of-sequence token. Without ``apply_chat_template`` contents are concatenated, and each turn of the assistant
-    ends with that token. A turn whose message says ``loss`` False (rows are read so: ``weight`` 0 and others) does not
-    count.
+    Messages go through the chat template, with the row's ``tools`` and ``chat_template_kwargs``; each part is encoded
+    once, behind the tokens before. Text gets the end-of-sequence token. Without ``apply_chat_template`` contents are
+    concatenated, and each turn of the assistant ends with that token. A turn whose message says ``loss`` False (rows
+    are read so: ``weight`` 0 and others) does not count.
 
     With ``to_end`` a conversation ends as the template ends it, with a line's end behind the turn for example, and with
     nothing else: the tokens that a classifier of transformers is given. Else the last token is the last one drawn.
@@ -66,6 +67,7 @@ def encode_row(
             that changes earlier tokens when a message is added.
     """
     messages, alone = conversation_of(row)
+    chat = Chat.of(row, messages)
     tokens: list[int] = []
     mask: list[bool] = []
 
@@ -90,7 +92,7 @@ def encode_row(
             elif text := content_of(message):
                 add(of(text, "conversation"))
     else:
-        for text, place in spans(tokenizer, messages, row.get("tools")):
+        for text, place in spans(tokenizer, chat):
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
             counts = place is not None and is_trained(messages[place])
             add(ids, _length_of_turn(tokenizer, ids) if counts else 0)
@@ -98,7 +100,7 @@ def encode_row(
             add([_end(tokenizer)], 1)  # the template ends no turn
         if not any(mask) and any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{template_of(tokenizer)} writes nothing of what the assistant says: nothing to learn")
-    return _trajectory(tokens, mask, row, messages, to_end=to_end)
+    return replace(_trajectory(tokens, mask, row, messages, to_end=to_end), tools=tuple(chat.tools))
 
 
 def encode_completion(
@@ -117,7 +119,7 @@ def encode_completion(
         ValueError: as ``encode_row`` does.
     """
     response = completion if isinstance(completion, str) else list(completion)
-    example_row = {"prompt": prompt, "response": response}
+    example_row = {**chat_of(prompt).row(), "response": response}
     row = encode_row(tokenizer, example_row, apply_chat_template=apply_chat_template, to_end=to_end)
     earlier = sum(map(is_trained, messages_of(prompt)))
     if not earlier:

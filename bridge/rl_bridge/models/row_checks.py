@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import remark
+from rl_bridge.data.messages import Chat
 from rl_bridge.data.rows import refuse
 from rl_bridge.data.trajectory import Message
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
@@ -132,7 +133,7 @@ Encode = Callable[[Mapping[str, Any]], tuple[Sequence[Message], Sequence[int]]]
 
 def prompted(tokenizer: PreTrainedTokenizerBase) -> Encode:
     """Rows that are sampled from: their prompts."""
-    return lambda row: (messages_of(row["prompt"]), encode_prompt(tokenizer, row["prompt"]))
+    return lambda row: (messages_of(row["prompt"]), encode_prompt(tokenizer, Chat.of(row)))
 
 
 def supervised(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool = True) -> Encode:

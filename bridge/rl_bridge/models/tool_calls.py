@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.data.messages import Chat
 from rl_bridge.models.chat_templates import rendered, template_of
 
 PROBE = {"probe_argument": "probe value"}
@@ -94,7 +95,7 @@ def call_form(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, A
     """
     name = str(tools[0]["function"]["name"])
     question = {"role": "user", "content": "?"}
-    opening = rendered(tokenizer, [question], generation_prompt=True, tools=tools)
+    opening = rendered(tokenizer, Chat([question], tools), generation_prompt=True)
     way = "; converse(parse=…) takes a function that finds the calls in a text, and the prompt has to name the tools"
     if unseen := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in opening]:
         raise ValueError(f"{template_of(tokenizer)} does not show the model its tools ({', '.join(unseen)}){way}")
@@ -102,7 +103,7 @@ def call_form(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, A
     call = {"id": "probe0001", "type": "function", "function": {"name": name, "arguments": PROBE}}
     turns: list[Any] = [{"content": "probe"}, {"content": "", "tool_calls": [call]}]
     words, whole = (
-        rendered(tokenizer, [question, {"role": "assistant", **turn}], generation_prompt=False, tools=tools)
+        rendered(tokenizer, Chat([question, {"role": "assistant", **turn}], tools), generation_prompt=False)
         for turn in turns
     )
     turn_text = whole[next(i for i, (a, b) in enumerate(zip(words, whole + chr(0), strict=False)) if a != b) :]

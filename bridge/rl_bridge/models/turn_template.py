@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.data.messages import Chat, chat_of
 from rl_bridge.data.trajectory import Message
 from rl_bridge.models.chat_templates import rendered
 from rl_bridge.models.encoding import encode_prompt
@@ -43,21 +45,21 @@ class TurnTemplate:
         """Whether a turn ends with this token."""
         return token in self._stops
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+    def opening(self, messages: Sequence[Message] | Chat) -> list[int]:
         """Tokens of the first messages, up to where the policy begins."""
+        chat = chat_of(messages)
         if self._tokenizer.chat_template is None:
-            return encode_prompt(self._tokenizer, "".join(message["content"] for message in messages))
-        ids: Any = self._encoded(self._rendered(messages, tools, prompted=True))
+            return encode_prompt(self._tokenizer, "".join(message["content"] for message in chat.prompt))
+        ids: Any = self._encoded(self._rendered(chat))
         if not ids:
-            raise ValueError(f"the chat template renders {list(messages)} to no token")
+            raise ValueError(f"the chat template renders {list(chat.prompt)} to no token")
         return ids
 
     def between(
         self,
-        said: Sequence[Message],
+        said: Sequence[Message] | Chat,
         drawn: Collection[int],
         answer: Sequence[Message],
-        tools: Sequence[Any] = (),
         *,
         ended: bool = True,
     ) -> list[int]:
@@ -73,12 +75,13 @@ class TurnTemplate:
         if self._tokenizer.chat_template is None:
             tail = str(self._tokenizer.eos_token) + "".join(message["content"] for message in answer)
         else:
-            roles = tuple(message["role"] for message in (*said, *answer))
+            chat = chat_of(said)
+            roles = tuple(message["role"] for message in (*chat.prompt, *answer))
             if roles not in self._checked:
                 # A template may drop the reasoning of earlier turns; the placeholders alone have none to drop.
-                self._tail(said, drawn, answer, tools, REASONING)
+                self._tail(chat, drawn, answer, REASONING)
                 self._checked.add(roles)
-            tail = self._tail(said, drawn, answer, tools, "{}")
+            tail = self._tail(chat, drawn, answer, "{}")
         return self._behind_end(tail, ended)
 
     def refusal(self, roles: Sequence[str] = ("tool",), *, opening: Sequence[str] = ("user",)) -> str | None:
@@ -102,13 +105,13 @@ class TurnTemplate:
 
     def _tail(
         self,
-        conversation: Sequence[Message],
+        chat: Chat,
         turns: Collection[int],
         answer: Sequence[Message],
-        tools: Sequence[Any],
         form: str,
     ) -> str:
         """The text that the template writes behind the policy's last words and their end-of-sequence token."""
+        conversation = chat.prompt
         word = _word_not_in([message["content"] for message in (*conversation, *answer)])
         words = {place: form.format(word, f"{word}{place}") for place in turns}
         marked: list[Message] = [
@@ -116,8 +119,8 @@ class TurnTemplate:
             for place, message in enumerate(conversation)
         ]
         last = len(conversation) - 1
-        before = self._rendered(marked[:last], tools, prompted=True) + words[last]
-        whole = self._rendered([*marked, *answer], tools, prompted=True)
+        before = self._rendered(replace(chat, prompt=marked[:last])) + words[last]
+        whole = self._rendered(replace(chat, prompt=[*marked, *answer]))
         if not whole.startswith(before):
             same = next(i for i, (a, b) in enumerate(zip(before + "\0", whole + "\1", strict=False)) if a != b)
             raise UnusableTemplate(
@@ -154,9 +157,10 @@ class TurnTemplate:
         except Exception as error:  # the tokenizers library raises bare Exception for a character it does not know
             raise ValueError(f"the tokenizer cannot encode {text!r}: {error}") from error
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any], *, prompted: bool) -> str:
+    def _rendered(self, chat: Chat) -> str:
+        """The text up to where the policy speaks next."""
         try:
-            return rendered(self._tokenizer, messages, generation_prompt=prompted, tools=list(tools) or None)
+            return rendered(self._tokenizer, chat, generation_prompt=True)
         except ValueError as error:
             raise UnusableTemplate(str(error)) from error
 

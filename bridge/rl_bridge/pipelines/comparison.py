@@ -22,8 +22,10 @@ from rl_bridge.algorithms.comparison_training import (
     with_reference,
 )
 from rl_bridge.data.comparisons import Comparison, Example, batch_of, examples_of, read_comparisons
+from rl_bridge.data.messages import Chat, chat_of
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.tasks import arithmetic_rows
+from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.models.encoding import encode_completion
 from rl_bridge.models.model_source import ModelSource, ValueSource
 from rl_bridge.models.pretrained import save_pretrained
@@ -174,6 +176,7 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     parts = load_comparisons(options)
     source, tokenizer = load_model_for(options, [row for part in parts for row in part])
     reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "max_length": options.max_length}
+    remark_on_unread(tokenizer, [row for part in parts for row in part], options.apply_chat_template)
     examples, held_out = (encoded(source, tokenizer, part, loss, **reading) for part in parts)
     assert isinstance(tokenizer.pad_token_id, int)
     return ComparisonData(
@@ -187,9 +190,32 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     )
 
 
+def remark_on_unread(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Comparison], apply_chat_template: bool) -> None:
+    """Name the keys of messages, tools and the like that change no token of any completion."""
+
+    def encode(row: Mapping[str, Any]) -> list[int]:
+        tokens: list[int] = []
+        for completion in row["completions"]:
+            trajectory = encode_completion(tokenizer, Chat.of(row), completion, apply_chat_template=apply_chat_template)
+            tokens += trajectory.tokens
+        return tokens
+
+    remark_on_keys(
+        (
+            {
+                **chat_of(row.prompt).row(),
+                "completions": [*row.completions, *(() if row.gold is None else (row.gold,))],
+                "_where": row.where,
+            }
+            for row in rows
+        ),
+        encode,
+    )
+
+
 def has_roles(row: Comparison) -> bool:
     """Whether any text of the row is a conversation."""
-    return not all(isinstance(text, str) for text in (row.prompt, *row.completions))
+    return not all(isinstance(text, str) for text in (chat_of(row.prompt).prompt, *row.completions))
 
 
 def load_comparisons(options: ComparisonOptions) -> tuple[list[Comparison], list[Comparison]]:
@@ -230,7 +256,11 @@ def load_model_for(
 ) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     """The model and its tokenizer; a new model can spell all rows."""
     spelled = [
-        {"prompt": row.prompt, "answer": "".join(map(str, (*row.completions, row.gold or ""))), "_where": row.where}
+        {
+            "prompt": chat_of(row.prompt).prompt,
+            "answer": "".join(map(str, (*row.completions, row.gold or ""))),
+            "_where": row.where,
+        }
         for row in rows
     ]
     return load_model(options, spelled)

@@ -21,6 +21,7 @@ from rl_bridge.common.plots import spared
 from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.rows import RowStream, answered_row, policy_row
+from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
@@ -222,6 +223,9 @@ def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> 
     check_rows(source, tokenizer, [*train_rows, *held_out], prompted(tokenizer), new_tokens=new_tokens)
     if pipeline.sft.steps:
         check_rows(source, tokenizer, train_rows, supervised(tokenizer))
+    # A warm start reads the prompts, and responses too.
+    rows, encode = (train_rows, supervised) if pipeline.sft.steps else ([*train_rows, *held_out], prompted)
+    remark_on_keys(rows, lambda row: encode(tokenizer)(row)[1])
     return train_and_evaluate(
         pipeline,
         executor,

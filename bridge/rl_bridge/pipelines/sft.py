@@ -1,8 +1,9 @@
 """Supervised fine-tuning from a config: data, model, training, evaluation, the best model exported."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from rl_bridge.algorithms.supervised_training import SFTConfig, held_out_nll, tr
 from rl_bridge.data.rows import RowStream, refuse, supervised_row
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.pretrained import save_pretrained
@@ -68,6 +70,7 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
     train_rows, held_rows = load_rows(pipeline, (), supervised_row)
     prepare_processes(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_rows])
+    remark_on_keys([*train_rows, *held_rows], partial(tokens_of, tokenizer, pipeline.apply_chat_template))
     train, left_out = encoded(source, tokenizer, train_rows, **pipeline.reading())
     held_out, held_left_out = encoded(source, tokenizer, held_rows, **pipeline.reading())
     config = replace(pipeline.sft, steps=pipeline.steps_for(len(train)))
@@ -105,6 +108,11 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
         }
         run.finish(summary)
     return summary
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool, row: Mapping[str, Any]) -> Sequence[int]:
+    """The tokens of a row that is imitated."""
+    return encode_row(tokenizer, row, apply_chat_template=apply_chat_template).tokens
 
 
 def encoded(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_bridge.data.messages import Chat
 from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.rewards.function import RewardError
 
@@ -205,11 +206,11 @@ def _trials(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None")
     # Not at the top: the process of a reward with a time limit needs no tokenizer.
     from rl_bridge.models.encoding import encode_prompt, messages_of
 
-    prompt = row.get("prompt", "")
+    prompt = Chat.of(row, row.get("prompt", ""))
     ids = [0] if tokenizer is None else encode_prompt(tokenizer, prompt)
     trials = []
     for text in dict.fromkeys([str(row.get("answer", "")), ""]):
         messages = (*messages_of(prompt), {"role": "assistant", "content": text})
         # Any token will do: the tokenizer need not know the characters of the answer.
-        trials.append(single_turn(ids, ids[-1:], row=row, messages=messages))
+        trials.append(single_turn(ids, ids[-1:], row=row, messages=messages, tools=tuple(prompt.tools)))
     return trials

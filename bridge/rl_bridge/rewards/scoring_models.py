@@ -1,6 +1,7 @@
 """Models that score: a judge or a reward model over HTTP, and a reward model in this process."""
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from rl_bridge.common import http
 from rl_bridge.common.http import Askers, NoReply
 from rl_bridge.common.scrubbing import scrubbed_text
 from rl_bridge.common.terminal import given
+from rl_bridge.data.messages import ARGUMENTS, arguments_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.function import RowFailed, short
 
@@ -193,7 +195,7 @@ class RemoteRewardModel:
     """A reward of a whole batch: a server that scores several conversations at once.
 
     The server gets ``{"messages": [[…]], "query": […], "prompts": […], "labels": […]}``, as OpenRLHF's servers do, and
-    replies ``{"rewards": […]}``, one number a conversation.
+    replies ``{"rewards": […]}``, one number a conversation. Where a conversation had tools, ``"tools"`` has each one's.
     """
 
     server: Server
@@ -219,6 +221,8 @@ class RemoteRewardModel:
             texts = [prompt + t.completion for prompt, t in zip(prompts, part, strict=True)]
             payload = {"query": texts, "prompts": prompts, "labels": [t.row.get("answer") for t in part]}
             payload["messages"] = [[dict(message) for message in t.messages] for t in part]
+            if any(t.tools for t in part):
+                payload["tools"] = [list(t.tools) for t in part]
             try:
                 rewards = _list_of(self.server.post(payload), url)
             except NoReply as error:
@@ -230,11 +234,17 @@ class RemoteRewardModel:
 
 
 def prompt_text(trajectory: Trajectory) -> str:
-    """The messages before the completion, as text: a single message without its role."""
+    """The messages before the completion, as text: a single message without its role. Tools and calls are JSON."""
     before = trajectory.messages[:-1]
-    if len(before) == 1:
+    if len(before) == 1 and not trajectory.tools:
         return str(before[0]["content"])
-    return "".join(f"{message['role']}: {message['content']}\n" for message in before)
+    tools = f"tools: {json.dumps(list(trajectory.tools), ensure_ascii=False)}\n" if trajectory.tools else ""
+    return tools + "".join(f"{message['role']}: {_text_of(message)}\n" for message in before)
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return str(message["content"]) + (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 def _list_of(reply: Any, url: str) -> list[Any]:
@@ -320,7 +330,8 @@ class RewardModel:
     def _encoded(self, trajectory: Trajectory, place: int) -> Trajectory:
         from rl_bridge.models.encoding import encode_row
 
-        row = {"messages": list(trajectory.messages)}
+        row = {"messages": list(trajectory.messages), "tools": trajectory.tools}
+        row[ARGUMENTS] = arguments_of(trajectory.row)
         try:
             template = bool(self._tokenizer.chat_template)
             encoded = encode_row(self._tokenizer, row, apply_chat_template=template, to_end=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_bridge.common.terminal import given
+from rl_bridge.data.messages import Chat, arguments_of
 from rl_bridge.data.trajectory import (
     GIVEN,
     Budget,
@@ -79,6 +80,8 @@ class Conversation:
     rewards: list[float | None] = field(default_factory=list)
     states: list[int | None] = field(default_factory=list)
     """The state that each turn began in."""
+    tools: tuple[Any, ...] = ()
+    """JSON schemas that the chat template was given last."""
     failure: BaseException | None = None
     """Why it cannot go on."""
 
@@ -130,11 +133,14 @@ class Conversation:
     def _go_on(
         self, answer: list[Message], step: Step, template: TurnTemplate, limits: Limits, tools: Sequence[Any]
     ) -> FinishReason | int:
+        self.tools = tuple(tools)
         try:
+            arguments = arguments_of(self.opening.row)
             if self.drawn:
-                new_tokens = template.between(self.said, self.drawn, answer, tools, ended=self.ended)
+                chat = Chat(self.said, self.tools, arguments)
+                new_tokens = template.between(chat, self.drawn, answer, ended=self.ended)
             else:
-                new_tokens = template.opening(answer, tools)
+                new_tokens = template.opening(Chat(answer, self.tools, arguments))
         except UnusableTemplate:
             raise
         except ValueError as error:
@@ -196,6 +202,7 @@ class Conversation:
             state_ids=tuple(-1 if state is None else state for state in self.states) if states else (),
             row=self.opening.row,
             messages=tuple(self.said),
+            tools=self.tools,
             spans=self.spans,
         )
 

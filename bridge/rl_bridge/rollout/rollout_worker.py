@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.data.messages import chat_of
 from rl_bridge.data.trajectory import Budget, Request, RowRequest, SamplingParams, Spending, Trajectory, single_turn
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.environments.environment import EnvironmentFactory, Session, Talker
@@ -51,6 +52,7 @@ def completed(
         request_id=(*request.id, sample),
         group=request.group,
         messages=(*messages_of(request.prompt), {"role": "assistant", "content": text}),
+        tools=tuple(chat_of(request.prompt).tools),
     )
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rl_bridge.data.messages import Chat
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
 
@@ -111,7 +112,7 @@ def test_the_tokens_are_the_template_s_own_where_the_policy_s_text_round_trips(n
     template = TurnTemplate(tokenizer)
     said = [message("system", "Be\n\n")] if system else []
     said += [message("user", question)]
-    tokens, drawn = template.opening(said, tools), []
+    tokens, drawn = template.opening(Chat(said, tools)), []
     assert tokens == whole(tokenizer, said, tools)
     for words, answers, role in turns:
         # Templates that trim do so to the policy's words too: such text does not round-trip.
@@ -123,7 +124,7 @@ def test_the_tokens_are_the_template_s_own_where_the_policy_s_text_round_trips(n
         drawn.append(len(said))
         said.append(message("assistant", words))
         answer = [message(role, text) for text in answers]
-        tokens = [*tokens, *ids, tokenizer.eos_token_id, *template.between(said, drawn, answer, tools)]
+        tokens = [*tokens, *ids, tokenizer.eos_token_id, *template.between(Chat(said, tools), drawn, answer)]
         said += answer
         assert tokens == whole(tokenizer, said, tools)
 
@@ -198,7 +199,7 @@ def test_without_a_template_contents_follow_one_another():
 
 def test_tools_are_the_template_s():
     tokenizer = TOKENIZERS["chatml"]
-    text = tokenizer.decode(TurnTemplate(tokenizer).opening([message("user", "q")], TOOLS))
+    text = tokenizer.decode(TurnTemplate(tokenizer).opening(Chat([message("user", "q")], TOOLS)))
     assert json.dumps(TOOLS[0]) in text
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rl_bridge.common.http import Askers, Server
+from rl_bridge.data.messages import ARGUMENTS, Chat, chat_of
 from rl_bridge.data.trajectory import (
     FinishReason,
     Message,
@@ -43,7 +44,7 @@ BESIDE_SAMPLING = frozenset(
     | {"add_generation_prompt", "continue_final_message", "add_special_tokens"}
 )
 """Fields that change no draw of given prompt tokens; replies have these tokens."""
-REASONS: Mapping[Any, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+REASONS: Mapping[Any, FinishReason] = {"stop": "stop", "tool_calls": "stop", "length": "length", "abort": "abort"}
 
 
 class Text(NamedTuple):
@@ -154,18 +155,21 @@ class OpenAIEndpoint:
         what = f"request {'-'.join(map(str, (*request.id, number)))}"
         server = Server(url=self.url.rstrip("/"), headers=self.headers, timeout=self.timeout, retries=self.retries)
         path = "/chat/completions" if self.api == "chat" else "/completions"
-        reply = server.post(self._request(request.prompt, sampling, seed), path=path, what=what)
+        chat = chat_of(request.prompt)
+        reply = server.post(self._request(chat, sampling, seed), path=path, what=what)
         choices = field_of(reply, "choices")
         if not choices:
             raise MalformedReply(f"{self.url}{path} ({what}) replied without a choice: {reply}")
         choice = choices[0]
-        chat = self.api == "chat"
-        content = field_of(field_of(choice, "message"), "content") if chat else field_of(choice, "text")
+        message = field_of(choice, "message") if self.api == "chat" else {"content": field_of(choice, "text")}
+        content = field_of(message, "content")
+        # A server that reads calls takes them out of the text.
+        calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
         ended = field_of(choice, "finish_reason")
         text = Text(
             content or "",
             REASONS.get(ended, "error"),
-            (*messages_of(request.prompt), {"role": "assistant", "content": content or ""}),
+            (*messages_of(chat), {"role": "assistant", "content": content or "", **calls}),
             None,
             None,
             None,
@@ -180,7 +184,8 @@ class OpenAIEndpoint:
         if lost := [name for name in truncation(sampling) if not self._knows(name)]:
             raise ValueError(f"OpenAI's protocol has no {lost[0]}, and protocol_only sends nothing else")
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    def _request(self, chat: Chat, sampling: SamplingParams, seed: int) -> dict[str, Any]:
+        prompt = chat.prompt
         payload: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
@@ -194,13 +199,21 @@ class OpenAIEndpoint:
             if ids:
                 raise ValueError("chat completions take text or messages, not token ids: use api='completions'")
             payload["messages"] = [dict(message) for message in messages_of(prompt)]
+            if chat.tools:
+                payload["tools"] = list(chat.tools)
+            if chat.arguments and self.protocol_only:
+                raise ValueError(f"OpenAI's protocol has no {ARGUMENTS}, and protocol_only sends nothing else")
+        elif chat.tools or chat.arguments:
+            raise ValueError("text completions have no chat template, which reads tools: use api='chat'")
         else:
             if not ids and not isinstance(prompt, str):
                 raise ValueError("text completions take text or token ids, not messages: use api='chat'")
             payload["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
         if self.token_ids:
             payload |= {"return_token_ids": True, "logprobs": True if self.api == "chat" else 0}
-        return payload | dict(self.extra)
+        payload |= dict(self.extra)
+        # A prompt's own arguments of the template come before those of all prompts.
+        return payload | ({ARGUMENTS: {**payload.get(ARGUMENTS, {}), **chat.arguments}} if chat.arguments else {})
 
     def _with_tokens(self, text: Text, reply: Any, choice: Any, where: str) -> Text:
         tokens = choice.get("token_ids")

@@ -1,0 +1,118 @@
+"""Keys of rows and messages that have a meaning elsewhere in the field: those that change nothing here are named."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_bridge.common.terminal import remark
+from rl_bridge.data.messages import ARGUMENTS, TURNS, arguments_of, tools_of
+
+ROW_KEYS = (
+    *("weight", "weights", "sample_weight", "loss_weight"),
+    *("mask", "loss_mask", "completion_mask", "assistant_masks", "attention_mask", "input_ids", "labels"),
+    *("system", "system_prompt", "history", "instruction", "functions", "documents"),
+    *("image", "images", "video", "videos", "audio", "audios"),
+)
+"""Columns that no command reads, and that decide ids, a mask or a weight in other libraries."""
+SUPERVISED_KEYS = ("label",)
+"""Columns that say of a completion that it may be a bad one, which supervision imitates all the same."""
+MESSAGE_KEYS = (
+    *("name", "prefix", "partial", "tool_calls", "function_call", "refusal", "documents", "images", "audio"),
+    *("thinking", "reasoning", "reasoning_content", "reasoning_details"),
+    *("mask", "masked", "loss_mask", "loss_weight", "train_detail"),
+)
+"""Keys of a message that only a chat template could read."""
+TRIES = 32
+"""Rows with a key that are encoded without it, until one of them changes."""
+
+
+class UnreadColumns:
+    """Counts the rows that have columns which nothing reads."""
+
+    def __init__(self, names: Sequence[str] = ROW_KEYS) -> None:
+        self._names, self._rows = names, 0
+        self._count: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def look(self, row: Mapping[str, Any], where: str) -> None:
+        """Count the columns of one row, whose place ``where`` is."""
+        self._rows += 1
+        for name in self._names:
+            if row.get(name) not in (None, "", [], {}):
+                self._count[name] += 1
+                self._first.setdefault(name, where)
+
+    def remark(self, but_by: str = "") -> None:
+        """Name each column that any row has. ``but_by``: whoever else may read it."""
+        for name, count in self._count.items():
+            share = f"{count} of {self._rows} rows have it"
+            remark(f"row key `{name}` is not read{but_by}: {share}, first {self._first[name]}")
+
+
+def remark_on_keys(rows: Iterable[Mapping[str, Any]], encode: Callable[[Mapping[str, Any]], Sequence[int]]) -> None:
+    """Name each key for the chat template without which no row has other tokens.
+
+    ``encode`` gives the tokens of a row, of which it reads messages, ``tools`` and ``chat_template_kwargs``.
+    """
+    count: Counter[str] = Counter()
+    first: dict[str, Mapping[str, Any]] = {}
+    moving: set[str] = set()
+    for row in rows:
+        for name, bare in _without_each(row):
+            count[name] += 1
+            first.setdefault(name, row)
+            if name not in moving and count[name] <= TRIES and _changes(row, bare(), encode):
+                moving.add(name)
+    for name in count:
+        if name not in moving:
+            tries = min(count[name], TRIES)
+            rows_with = f"{tries} rows that have it" if tries == count[name] else f"the first {tries} of {count[name]}"
+            remark(f"{name} is not read: it changes no token of {rows_with}{_first(first[name])}")
+
+
+def _without_each(row: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """The name of each key of ``row`` that a template could read, and the row without it."""
+    if tools_of(row):
+        yield "row key `tools`", lambda: {**row, "tools": []}
+    arguments = arguments_of(row)
+    for name in arguments:
+        rest = {other: value for other, value in arguments.items() if other != name}
+        yield f"row key `{ARGUMENTS}.{name}`", lambda rest=rest: {**row, ARGUMENTS: rest}
+    present = {key for field in TURNS for message in _messages(row.get(field)) for key in message}
+    for name in MESSAGE_KEYS:
+        if name in present:
+            yield f"message key `{name}`", lambda name=name: _without(row, name)
+
+
+def _messages(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The messages of a list, or of a list of completions."""
+    if isinstance(value, Mapping):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _messages(item)
+
+
+def _without(row: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The row with messages that do not have the key."""
+    return {name: _bare(value, key) if name in TURNS else value for name, value in row.items()}
+
+
+def _bare(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: item for name, item in value.items() if name != key}
+    return [_bare(item, key) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _changes(
+    row: Mapping[str, Any], bare: Mapping[str, Any], encode: Callable[[Mapping[str, Any]], Sequence[int]]
+) -> bool:
+    """Whether the row has other tokens than ``bare``, or is read where that is refused."""
+    try:
+        return list(encode(row)) != list(encode(bare))
+    except ValueError:
+        return True
+
+
+def _first(row: Mapping[str, Any]) -> str:
+    return f", first {row['_where']}" if "_where" in row else ""
