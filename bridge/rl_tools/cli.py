@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, escaped, say
-from rl_tools.trainers import TRAINERS, config_of, is_run_file, load, observers_of
+from rl_tools.trainers import TRAINERS, config_of, expanded, is_run_file, load, observers_of
 
 _ADVICE = {
     errno.ENOSPC: "free some space on the disk",
@@ -100,11 +100,12 @@ COMMANDS = {
     "report": "rl_tools.report.page:run",
     "plan": "rl_tools.plan.plan_command:run",
     "doctor": "rl_tools.doctor:run",
-    "completion": "rl_tools.option_help:completion",
+    "completion": "",
     "new": "rl_tools.new:run",
 }
 """Command → ``module:name`` of a function of the words behind it that returns the exit status."""
 TRACEBACK = "--traceback"
+HELP = ("-h", "--help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,6 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "train" and words[1:] in ([], ["--help"], ["-h"]):
         print(usage(), end="")
         return 0 if words[1:] else 2
+    if command == "completion":
+        from rl_tools.option_help import completion
+
+        return _guarded(lambda: completion(words[1:], COMMANDS), helps=True)
     if command is not None and (run := COMMANDS[command]):
         rest = [word for word in words[1:] if word != TRACEBACK]
         # A study may call a function of the user's.
@@ -139,7 +144,11 @@ def _train(words: Sequence[str], *, traceback: bool) -> int:
     parsed: list[tuple[str, Any]] = []
 
     def parse_words() -> int:
-        parsed.append(config_of(words, "train"))
+        rest = [word for word in words if word not in HELP]
+        if len(rest) < len(words) and not any(":" in word for word in rest):
+            _print_short_help(rest)
+        else:
+            parsed.append(config_of(words, "train"))
         return 0
 
     # An environment in which the libraries cannot be imported, such as JAX_PLATFORMS of no platform, is no traceback.
@@ -151,6 +160,15 @@ def _train(words: Sequence[str], *, traceback: bool) -> int:
     if options.dry_run:
         return _guarded(lambda: _dry_run(name, options, run), traceback=traceback)
     return report(lambda options: run(options, observers_of(options)), options, traceback=traceback)
+
+
+def _print_short_help(words: Sequence[str]) -> None:
+    """Print the page of the trainer that the words begin with, or that their run files name."""
+    from rl_tools.option_help import short_help
+
+    name, options = expanded(words)
+    default = load(TRAINERS[name].default)
+    print(short_help(name, default if isinstance(default, type) else default(options)), end="")
 
 
 def _dry_run(name: str, options: Any, run: Callable[..., Any]) -> int:

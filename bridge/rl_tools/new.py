@@ -28,21 +28,21 @@ def run(words: Sequence[str]) -> int:
     Raises:
         ValueError: the file is there already, or is no Python file.
     """
-    known = loops()
+    files = loops()
     parser = argparse.ArgumentParser(
         prog="rl-fn new",
         description="Write a whole loop, to be read, changed and run.",
-        epilog="\n".join(f"{name:<16}{about(file)}" for name, file in known.items()),
+        epilog="\n".join(f"{name:<16}{about(file)}" for name, file in files.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("loop", choices=known, metavar="LOOP", help="one of those below")
+    parser.add_argument("loop", choices=files, metavar="LOOP", help="one of those below")
     parser.add_argument("file", type=Path, help="the file to write, as my_loop.py")
     arguments = parser.parse_args(list(words))
     file: Path = arguments.file
     if file.suffix != ".py":
         raise ValueError(f"{file} is no Python file: give a name that ends in .py")
-    text = known[arguments.loop].read_text("utf-8")
+    text = files[arguments.loop].read_text("utf-8")
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)

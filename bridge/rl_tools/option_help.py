@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import textwrap
 import typing
+from collections.abc import Collection
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -128,11 +129,11 @@ def _texts_of(kind: type) -> dict[str, str]:
 SHELLS = ("bash", "zsh")
 
 
-def completion(words: list[str]) -> int:
+def completion(words: list[str], commands: Collection[str]) -> int:
     """``rl-fn completion bash`` prints the script that a shell reads; ``rl-fn completion -- WORDS`` prints the words
     that may come next."""
     if words[:1] == ["--"]:
-        print("\n".join(next_words(words[1:])))
+        print("\n".join(next_words(words[1:], commands)))
         return 0
     if words not in ([shell] for shell in SHELLS):
         raise ValueError(f'give a shell, one of {", ".join(SHELLS)}: eval "$(rl-fn completion bash)"')
@@ -150,20 +151,18 @@ def completion(words: list[str]) -> int:
     return 0
 
 
-def next_words(words: list[str]) -> list[str]:
+def next_words(words: list[str], commands: Collection[str]) -> list[str]:
     """Words that may stand in the place of the last one of ``words``, which may be a part of a word."""
-    from rl_tools.cli import COMMANDS
-
     before, last = words[:-1], words[-1] if words else ""
     if not before:
-        candidates = [*COMMANDS, "--help", "--version"]
+        candidates = [*commands, "--help", "--version"]
     elif before[0] in ("train", "plan", "tune") and len(before) == 1:
         candidates = list(TRAINERS)
     elif before[0] in ("train", "plan", "tune") and before[1] in TRAINERS:
         default = load(TRAINERS[before[1]].default)
         options = options_of(default if isinstance(default, type) else default(()))
         names = [*options.kinds, *options.of_recipes]
-        recipes = [f"{holder}:{recipe}" for holder, known in options.recipes.items() for recipe in known]
+        recipes = [f"{holder}:{name}" for holder, names in options.recipes.items() for name in names]
         candidates = [*(f"--{name}" for name in names), *recipes, "--help", "--help-all"]
     else:
         candidates = []

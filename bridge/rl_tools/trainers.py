@@ -75,11 +75,6 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     options = options_of(default)
     if HELP_ALL in words:
         helps, settings["args"] = True, ["--help"]
-    elif helps and not any(dashed(word).partition(":")[0] in options.recipes for word in words):
-        from rl_tools.option_help import short_help
-
-        print(short_help(kind.trainer, default), end="")
-        raise SystemExit(0)
     # tyro takes a misspelt recipe behind an option of several values for one more value.
     if not any(map(options.no_recipe, words)):
         try:

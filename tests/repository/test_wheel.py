@@ -1,4 +1,4 @@
-"""The wheel: four packages with py.typed, a report's page, nothing else; a consumer's type checker reads the types."""
+"""The wheel: four packages with py.typed, a report's page, loops to copy; a consumer's type checker reads the types."""
 
 import json
 import os
@@ -34,6 +34,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(unpacked):
         for path in (ROOT / source).rglob("*")
         if path.suffix in (".py", ".html", ".css", ".js") or path.name == "py.typed"
     }
+    wanted |= {f"rl_tools/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert {f"{package}/py.typed" for package in SOURCES} | {"rl_tools/report/page/page.html"} <= wanted
     assert {path for path in there if ".dist-info/" not in path} == wanted
 

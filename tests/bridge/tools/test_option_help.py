@@ -9,6 +9,10 @@ from rl_tools.cli import COMMANDS, main
 from rl_tools.trainers import TRAINERS, load, options_of
 
 
+def completed(words: list[str]) -> list[str]:
+    return option_help.next_words(words, COMMANDS)
+
+
 def config_of_defaults(trainer: str):
     default = load(TRAINERS[trainer].default)
     return default if isinstance(default, type) else default(())
@@ -44,12 +48,12 @@ def test_the_long_page_has_all_options(capsys):
 def test_a_shell_completes_commands_options_and_recipes(shell: str, capsys):
     assert main(["completion", shell]) == 0
     assert "complete -o default -F _rl_fn rl-fn" in capsys.readouterr().out
-    assert option_help.next_words([]) == sorted([*COMMANDS, "--help", "--version"])
-    assert option_help.next_words(["tr"]) == ["train"]
-    assert option_help.next_words(["train", "pre"]) == ["preference"]
-    assert option_help.next_words(["train", "policy", "--optimizer.le"]) == ["--optimizer.learning-rate"]
-    assert option_help.next_words(["train", "policy", "objective:gs"]) == ["objective:gspo", "objective:gspo-token"]
-    assert option_help.next_words(["train", "sft", "objective:"]) == []
+    assert completed([]) == sorted([*COMMANDS, "--help", "--version"])
+    assert completed(["tr"]) == ["train"]
+    assert completed(["train", "pre"]) == ["preference"]
+    assert completed(["train", "policy", "--optimizer.le"]) == ["--optimizer.learning-rate"]
+    assert completed(["train", "policy", "objective:gs"]) == ["objective:gspo", "objective:gspo-token"]
+    assert completed(["train", "sft", "objective:"]) == []
 
 
 def test_bash_asks_for_the_words_that_it_completes(tmp_path, capsys):
