@@ -114,8 +114,9 @@ def _why_not(name: str, path: Path, model: bool) -> str | None:
         return f"it is a file; a model is a folder with {CONFIG}, safetensors and a tokenizer"
     if path.is_dir():
         if (path / "metrics.jsonl").is_file():
-            model = path / "model"
-            return f"it is the folder of a run, and {f'its model is {model}' if model.is_dir() else 'has no model yet'}"
+            export = path / "model"
+            state = f"its model is {export}" if export.is_dir() else "has no model yet"
+            return f"it is the folder of a run, and {state}"
         if model and not (path / CONFIG).exists():
             return _without_config(path)
         files = [path / file for file in (*OBJECTS, TEMPLATE) if (path / file).exists()]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
 from rl_bridge.common.user_files import content_of, load_file, mark_of
@@ -127,7 +127,7 @@ class OwnModel(GivesLogits):
         self.own.training = mode
         return super().train(mode)
 
-    def set_attn_implementation(self, attn_implementation: Any, **_: Any) -> None:
+    def set_attn_implementation(self, attn_implementation: Any, allow_all_kernels: bool = False) -> None:
         """Attention is the class's own whatever it is called: the name alone is noted."""
         self.config._attn_implementation = attn_implementation
 
@@ -346,13 +346,18 @@ class OwnSource:
         _require_registered(module, self.name)
         if self.factory not in _factories:
             _factories.append(self.factory)
-        config = OwnConfig(vocab_size=self.vocabulary, pad_token_id=None, factory=_factories.index(self.factory))
+        settings: dict[str, Any] = {
+            "vocab_size": self.vocabulary,
+            "pad_token_id": None,
+            "factory": _factories.index(self.factory),
+        }
+        config = OwnConfig(**settings)
         positions = getattr(module, "max_positions", None)
         if isinstance(positions, int):
             config.max_position_embeddings = positions
         return _kind(self.name)(module, config)
 
-    def load(self, model: OwnModel, device: torch.device | None = None) -> None:
+    def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Read this worker's part of the file, or keep its part of a new model.
 
         Raises:

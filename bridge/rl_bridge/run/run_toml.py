@@ -43,7 +43,7 @@ def _fill(table: Any, config: Any) -> None:
         is_default_none = value is None and option.default is None
         if not (dataclasses.is_dataclass(value) or is_default_none or option.name in ATTEMPT):
             of_recipe = not option.init
-            name, text = ("name", value.replace("_", "-")) if of_recipe else (dashed(option.name), _plain(value))
+            name, text = ("name", dashed(str(value))) if of_recipe else (dashed(option.name), _plain(value))
             table.add(name, tomlkit.item(text))
     for name, value in values.items():
         if dataclasses.is_dataclass(value):

@@ -291,7 +291,8 @@ def _leap(decoder: CachedDecoder) -> None:
     rows = decoder._rows
     longest = max(len(row.prompt) + row.limit for row in rows)
     present = max(len(row.prompt) + len(row.tokens) for row in rows)
-    total = min(max(present, decoder._model._cache.capacity), longest - 1)
+    model: Any = decoder._model  # a model of the user's own, which has no cache, is not planned
+    total = min(max(present, model._cache.capacity), longest - 1)
     for row in rows:
         row.tokens.extend([1] * (total - len(row.prompt) - len(row.tokens)))
         row.logprobs.extend([0.0] * (len(row.tokens) - len(row.logprobs)))
