@@ -94,13 +94,12 @@ def test_a_fault_is_in_the_living_code_and_taken_back(package, before, after, ow
 
 def test_the_nearest_tests_come_first():
     reach = Reach(ROOT, ROOT / "tests" / "bridge")
-    found = reach.of(ROOT / "bridge/rl_bridge/weights/adapters.py")
-    assert found[0] == "tests/bridge/weights/test_adapters.py"
-    assert "tests/bridge/data/test_reading.py" not in found
-    assert (
-        reach.of(ROOT / "bridge/rl_bridge/rewards/reward_process.py")[0]
-        == "tests/bridge/rewards/test_reward_process.py"
+    adapters, process = (
+        reach.of(ROOT / f"bridge/rl_bridge/{file}") for file in ("weights/adapters.py", "rewards/reward_process.py")
     )
+    assert adapters[0] == "tests/bridge/weights/test_adapters.py"
+    assert process[0] == "tests/bridge/rewards/test_reward_process.py"
+    assert "tests/bridge/data/test_reading.py" not in process
 
 
 def test_tests_of_the_same_name_come_first_and_then_some_cases_of_each():

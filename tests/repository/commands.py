@@ -89,6 +89,8 @@ COMMANDS = [
         "minutes",
     ),
     Command(".venv/bin/rl-fn train runs/quickstart/run.toml --dry-run"),
+    Command("rl-fn train base.toml large.toml --policy.steps 30", "rl-fn train --help", "names files of one's own"),
+    Command("rl-fn new grpo my_loop.py", "rl-fn new grpo $SCRATCH/my_loop.py", "writes into the working folder"),
     Command(
         ".venv/bin/rl-fn train policy objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01",
         ".venv/bin/rl-fn train policy objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01 "

@@ -122,9 +122,8 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
     fused_loss: bool = False
     """The head computes each logit once in an update, not twice: for losses in which no token reads another one."""
     track_kl: bool = True
-    """Measure the KL to the reference, the policy that GRPO started from, even if the objective has no KL term; costs a
-    forward pass. The KL is of the completions in an update: without a KL or entropy term, completions with an
-    advantage."""
+    """Measure the KL to the reference even if the objective has no KL term; costs a forward pass. The KL is of the
+    completions in an update: without a KL or entropy term, completions with an advantage."""
     samples_every: int = field(default=10, metadata=MAY_CHANGE)
     """Steps from one line of completions.jsonl, which ``rl-fn report`` shows, to the next. 0: no line."""
     samples_kept: int = field(default=4, metadata=MAY_CHANGE)
