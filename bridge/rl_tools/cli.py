@@ -168,7 +168,7 @@ def _print_short_help(words: Sequence[str]) -> None:
 
     name, options = expanded(words)
     default = load(TRAINERS[name].default)
-    print(short_help(name, default if isinstance(default, type) else default(options)), end="")
+    say(short_help(name, default if isinstance(default, type) else default(options)).rstrip("\n"))
 
 
 def _dry_run(name: str, options: Any, run: Callable[..., Any]) -> int:

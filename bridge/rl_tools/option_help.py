@@ -10,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from rl_bridge.common.terminal import say
 from rl_bridge.run.options import shown
 from rl_bridge.run.run_toml import dashed
 from rl_tools.trainers import TRAINERS, TrainerOptions, choices_of, load, options_of
@@ -133,12 +134,12 @@ def completion(words: list[str], commands: Collection[str]) -> int:
     """``rl-fn completion bash`` prints the script that a shell reads; ``rl-fn completion -- WORDS`` prints the words
     that may come next."""
     if words[:1] == ["--"]:
-        print("\n".join(next_words(words[1:], commands)))
+        say("\n".join(next_words(words[1:], commands)))
         return 0
     if words not in ([shell] for shell in SHELLS):
         raise ValueError(f'give a shell, one of {", ".join(SHELLS)}: eval "$(rl-fn completion bash)"')
     start = "autoload -U +X bashcompinit && bashcompinit\n" if words == ["zsh"] else ""
-    print(
+    say(
         start + "_rl_fn() {\n"
         "  local words=(\"${COMP_WORDS[@]:1:COMP_CWORD}\") IFS=$'\\n'\n"
         '  local next="$(rl-fn completion -- "${words[@]}" 2>/dev/null)"\n'

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
 from rl_bridge.common.scrubbing import scrubbed_text
 
 RUN_FILE = "run.toml"
@@ -27,6 +25,8 @@ def toml_of(config: Any, trainer: str) -> str:
     >>> print(toml_of(OptimizerConfig(learning_rate=1e-5), "sft").splitlines()[2])
     learning-rate = 1e-05
     """
+    import tomlkit  # of the extra ``bridge``: what reads run files does without
+
     document = tomlkit.document()
     document.add(tomlkit.comment("The options of a run, all of them: rl-fn train FILE is this run again."))
     document.add("trainer", tomlkit.item(trainer))
@@ -36,6 +36,8 @@ def toml_of(config: Any, trainer: str) -> str:
 
 def _fill(table: Any, config: Any) -> None:
     """Put the options of ``config`` into a table. The recipe's name is first; tables are last, for they end a table."""
+    import tomlkit
+
     options = sorted(dataclasses.fields(config), key=lambda option: option.init)
     values = {option.name: getattr(config, option.name) for option in options}
     for option in options:

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from rl_bridge.data.messages import Chat
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.sampling import truncation
 from rl_bridge.rollout.served.openai import EXTENSIONS, OpenAIEndpoint
@@ -18,7 +19,7 @@ ASKED += [{"temperature": 0.0, "top_k": 5, "min_p": 0.1}]
 
 
 def endpoint_fields(sampling, api, **options):
-    return OpenAIEndpoint(url="http://x/v1", model="m", api=api, **options)._request("ab", sampling, 3)
+    return OpenAIEndpoint(url="http://x/v1", model="m", api=api, **options)._request(Chat("ab"), sampling, 3)
 
 
 def asked(sampling):
