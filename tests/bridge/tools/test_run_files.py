@@ -18,15 +18,21 @@ SMALL = {
 }
 
 
+ANSWERED = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+COMPARED = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "0"} for row in ANSWERED]
+ROWS = {"policy": ANSWERED, "sft": ANSWERED, "preference": COMPARED, "reward-model": COMPARED}
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_dry_run_prints_options_and_memory_and_writes_nothing(trainer: str, tmp_path, capsys):
-    file = tmp_path / "my.toml"
-    file.write_text(f'trainer = "{trainer}"\noutput = "{tmp_path}"\n{SMALL[trainer]}')
+    data, file = tmp_path / "rows.jsonl", tmp_path / "my.toml"
+    data.write_text("\n".join(map(json.dumps, ROWS[trainer])))
+    file.write_text(f'trainer = "{trainer}"\ndata = "{data}"\noutput = "{tmp_path}"\n{SMALL[trainer]}')
     assert main(["train", str(file), "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert f'trainer = "{trainer}"\n' in printed and "held-out = 4\n" in printed and "\nsteps = 2\n" in printed
     assert "rows, model and reward are as the run needs them" in printed and "the most is " in printed
-    assert list(tmp_path.iterdir()) == [file]
+    assert set(tmp_path.iterdir()) == {data, file}
 
 
 def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, capsys):
@@ -38,10 +44,18 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, capsys):
 
 
 def test_a_plan_is_of_a_run_file_with_options_over_it(tmp_path, capsys):
-    (tmp_path / RUN_FILE).write_text(toml_of(replace(quickstart(), micro_batch_tokens=99), "policy"))
+    start = quickstart()
+    small = replace(
+        start,
+        micro_batch_tokens=99,
+        held_out=4,
+        sft=replace(start.sft, rows_per_step=4),
+        policy=replace(start.policy, prompts_per_step=4, updates_per_step=1),
+    )
+    (tmp_path / RUN_FILE).write_text(toml_of(small, "policy"))
     for words in ([str(tmp_path)], [str(tmp_path / RUN_FILE)]):
         assert main(["plan", *words, "--no-knobs"]) == 0
-        assert "192 prompts of 6 tokens, 4 completions each of 5; micro-batches of 99 tokens" in capsys.readouterr().out
+        assert "4 prompts of 6 tokens, 4 completions each of 5; micro-batches of 99 tokens" in capsys.readouterr().out
     assert main(["plan", str(tmp_path), "--no-knobs", "--micro-batch-tokens", "98"]) == 0
     assert "micro-batches of 98 tokens" in capsys.readouterr().out
     assert main(["plan", str(tmp_path / "nothing"), "--no-knobs"]) == 1
