@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rl_bridge.engines import Mesh
     from rl_bridge.executors.session import current_executor, init
     from rl_bridge.loop.ahead import Ahead
-    from rl_bridge.loop.data import NLL, Model, Rows, load_model, load_rows, preference_loss
+    from rl_bridge.loop.data import NLL, Model, Rows, load_model, load_rows, preference_loss, tiny_model
     from rl_bridge.loop.groups import GroupBatch, Groups
     from rl_bridge.loop.loop_run import Run
     from rl_bridge.loop.rollout import Rollout
@@ -55,6 +55,7 @@ __all__ = [
     "load_model",
     "load_rows",
     "preference_loss",
+    "tiny_model",
     "torch_loss",
 ]
 
@@ -63,7 +64,7 @@ _PLACES = {
     "engines": ("Mesh",),
     "executors.session": ("current_executor", "init"),
     "loop.ahead": ("Ahead",),
-    "loop.data": ("NLL", "Model", "Rows", "load_model", "load_rows", "preference_loss"),
+    "loop.data": ("NLL", "Model", "Rows", "load_model", "load_rows", "preference_loss", "tiny_model"),
     "loop.groups": ("GroupBatch", "Groups"),
     "loop.rollout": ("Rollout",),
     "loop.loop_run": ("Run",),

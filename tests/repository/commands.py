@@ -11,6 +11,7 @@ from tests.repository.tools_commands import TOOLS
 TINY = (
     "--sft.steps 2 --sft.rows-per-step 8 --policy.steps 2 --policy.prompts-per-step 4 --held-out 8 --checkpoint-every 1"
 )
+LOOP = "--warm-steps 2 --warm-rows 8 --steps 2 --prompts 4 --held-out 8 --checkpoint-every 1"
 FEW = "--policy.sampling.max-new-tokens 5"
 SHORT_RL = f"--policy.steps 2 --policy.prompts-per-step 4 --held-out 8 --checkpoint-every 1 {FEW}"
 SFT = "--data problems.jsonl --model $CLONE/runs/quickstart/model --sft.rows-per-step 4 --held-out 4"
@@ -60,21 +61,22 @@ COMMANDS = [
         PINNED,
     ),
     Command("make install"),
-    Command("make quickstart", f'make quickstart OPTIONS="{TINY}"', "minutes"),
+    Command("make quickstart", f'make quickstart OPTIONS="{LOOP}"', "minutes"),
     Command(
-        ".venv/bin/rl-fn train policy --name quickstart --resume",
-        f".venv/bin/rl-fn train policy --name quickstart --resume {TINY}",
+        ".venv/bin/python experiments/quickstart.py --resume",
+        f".venv/bin/python experiments/quickstart.py --resume {LOOP}",
         "goes on with the short run",
     ),
-    Command("python experiments/quickstart.py", f"python experiments/quickstart.py --name one {TINY}", "minutes"),
+    Command("python experiments/quickstart.py", f"python experiments/quickstart.py --name one {LOOP}", "minutes"),
     Command(
         "torchrun --nproc_per_node=2 experiments/quickstart.py",
-        f"torchrun --standalone --nproc_per_node=2 experiments/quickstart.py --name two {TINY}",
+        f"torchrun --standalone --nproc_per_node=2 experiments/quickstart.py --name two {LOOP}",
         "minutes",
     ),
+    Command(".venv/bin/rl-fn train policy", f".venv/bin/rl-fn train policy {TINY}", "minutes"),
     Command(
-        "python experiments/quickstart.py --executor ray --workers 2",
-        f'{PINNED_HERE} ".[ray]" && python experiments/quickstart.py --executor ray --workers 2 --name three {TINY}',
+        "rl-fn train policy --executor ray --workers 2",
+        f'{PINNED_HERE} ".[ray]" && rl-fn train policy --executor ray --workers 2 --name three {TINY}',
         "minutes; Ray is an extra",
     ),
     Command("make install-vllm", group="vllm"),
@@ -84,11 +86,11 @@ COMMANDS = [
     Command(".venv/bin/rl-fn train policy --help"),
     Command(".venv/bin/rl-fn train policy --help-all"),
     Command(
-        ".venv/bin/rl-fn train runs/quickstart/run.toml --name again --policy.steps 3",
-        f".venv/bin/rl-fn train runs/quickstart/run.toml --name again {TINY}",
+        ".venv/bin/rl-fn train runs/addition/run.toml --name again --policy.steps 3",
+        f".venv/bin/rl-fn train runs/addition/run.toml --name again {TINY}",
         "minutes",
     ),
-    Command(".venv/bin/rl-fn train runs/quickstart/run.toml --dry-run"),
+    Command(".venv/bin/rl-fn train runs/addition/run.toml --dry-run"),
     Command("rl-fn train base.toml large.toml --policy.steps 30", "rl-fn train --help", "names files of one's own"),
     Command("rl-fn new grpo my_loop.py", "rl-fn new grpo $SCRATCH/my_loop.py", "writes into the working folder"),
     Command(
@@ -260,19 +262,19 @@ COMMANDS = [
     ),
     Command(
         "for s in 0 1 2; do .venv/bin/python experiments/quickstart.py --name seed$s --seed $s; done",
-        f".venv/bin/python experiments/quickstart.py --name again --seed 1 {TINY}",
+        f".venv/bin/python experiments/quickstart.py --name seed1 --seed 1 {LOOP}",
         "four minutes a seed",
     ),
     *(
         Command(text, f"{text} --threads 1 --name {name} {TINY}", "minutes")
         for name, text in {
-            "shards": ".venv/bin/torchrun --nproc_per_node=2 experiments/quickstart.py",
-            "tensors": ".venv/bin/torchrun --nproc_per_node=4 experiments/quickstart.py --mesh.tensor 2",
+            "shards": ".venv/bin/torchrun --nproc_per_node=2 -m rl_tools.cli train policy",
+            "tensors": ".venv/bin/torchrun --nproc_per_node=4 -m rl_tools.cli train policy --mesh.tensor 2",
         }.items()
     ),
     Command(
-        ".venv/bin/python experiments/quickstart.py --executor ray --workers 2 --mesh.sequence 2",
-        "pip install --quiet --constraint constraints.txt ray && .venv/bin/python experiments/quickstart.py "
+        ".venv/bin/rl-fn train policy --executor ray --workers 2 --mesh.sequence 2",
+        "pip install --quiet --constraint constraints.txt ray && .venv/bin/rl-fn train policy "
         f"--executor ray --workers 2 --mesh.sequence 2 --threads 1 --name ray {TINY}",
         "minutes, and Ray is an extra",
     ),

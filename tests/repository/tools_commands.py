@@ -57,7 +57,7 @@ MEMORY: list[tuple[str, ...]] = [
     (".venv/bin/rl-fn plan policy --micro-batch-tokens 4096 --fits 24GiB",),
     (".venv/bin/rl-fn plan preference --no-cache-reference --no-knobs",),
     (".venv/bin/rl-fn plan policy --workers 4 --mesh.tensor 2 --no-knobs",),
-    (".venv/bin/rl-fn plan runs/quickstart",),
+    (".venv/bin/rl-fn plan runs/addition",),
     (
         ".venv/bin/rl-fn plan policy --rollout.backend vllm --rollout.vllm.precision int8 "
         "--policy.recompute-old-logprobs --rollout.vllm.kv-cache-gib 0.1",

@@ -18,7 +18,7 @@ from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines.engine import Engine
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
-from rl_bridge.models.pretrained import pretrained, tokenizer_of
+from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
 from rl_bridge.models.row_checks import check_rows, prompted
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.pipelines import comparison, sft
@@ -110,6 +110,21 @@ def load_model(
     if isinstance(tokenizer, str | Path):
         tokenizer = tokenizer_of(str(tokenizer), alone=True)
     return Model(own_source(factory, tokenizer, weights=weights, seed=seed), tokenizer)
+
+
+def tiny_model(rows: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Model:
+    """A new Qwen2 of 1 M parameters whose tokenizer has the characters of the rows' prompts and answers.
+
+    A loop that is being written learns something with this model in minutes on a CPU.
+
+    >>> from rl_bridge import tiny_model
+    >>> tiny_model([{"prompt": "1+1=", "answer": "2"}]).tokenizer("2+1=").input_ids
+    [4, 2, 3, 5]
+
+    Raises:
+        ValueError: rows whose prompts are messages, for which a model with a chat template is needed.
+    """
+    return Model(*new_for_rows(rows, seed=seed))
 
 
 @dataclass(frozen=True)

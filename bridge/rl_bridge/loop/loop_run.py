@@ -1,7 +1,7 @@
 """``Run``: the steps of a loop in a folder, logged, checkpointed, and taken up again bit for bit."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,8 +68,7 @@ class Run:
         for part in state:
             if isinstance(part, Ahead) and part.rows in state:
                 raise ValueError("state holds the rows and Ahead, which saves their place itself: leave the rows out")
-        self._parts = list(state)
-        names = _names(state)
+        self._parts = dict(zip(_names(state), state, strict=True))
         options = LoopOptions(
             name=name,
             output=Path(output),
@@ -78,20 +77,13 @@ class Run:
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             stop_after_skips=stop_after_skips,
-            state={name: dict(part.settings()) for name, part in zip(names, state, strict=True) if part.settings()},
+            state={name: dict(part.settings()) for name, part in self._parts.items() if part.settings()},
         )
         fingerprints = {what: mark for part in state for what, mark in part.fingerprints().items()}
-        self._stage = next(
-            (name for name, part in zip(names, state, strict=True) if isinstance(part, Scored)), names[0]
-        )
-        self._state: dict[str, Engine | Stateful] = {
-            own if first == part.kind else f"{first}.{own}": holder
-            for first, part in zip(names, state, strict=True)
-            for own, holder in part.parts().items()
-        }
         self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
         self._step: int | None = None
-        self._total = 0
+        self._stages: list[str] = []
+        self._total, self._result = 0, dict[str, Any]()
 
     def __enter__(self) -> Self:
         self._run.__enter__()
@@ -103,26 +95,49 @@ class Run:
             return
         with ExitStack() as closing:
             closing.push(self._run.__exit__)  # the summary comes before the folder is given up
-            self._run.finish({"result": f"{self._total} steps", "seconds": round(self._run.seconds, 1)})
+            seconds = round(self._run.seconds, 1)
+            self._run.finish({"result": f"{self._total} steps", **self._result, "seconds": seconds})
 
     @property
     def folder(self) -> Path:
         """Where the run lies."""
         return self._run.folder
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, state: Sequence[Part] | None = None) -> Iterator[int]:
         """The steps 0 … total − 1 that are still to be done. A step that logs nothing is logged all the same.
 
+        A run may have several stages, as a warm start and reinforcement learning: ``state`` are then the objects of the
+        run's state that change in this stage, whose name is that of the model among these.
+
+        >>> with Run("both", state=[warm, policy, rows]) as run:  # doctest: +SKIP
+        ...     for _ in run.steps(100, [warm, rows]):
+        ...         run.log(warm.update(rows.take(256)))
+        ...     warm.sync_weights(policy)
+        ...     for step in run.steps(200, [policy, rows]):
+        ...         ...
+
         Raises:
-            ValueError: a step gave its weights to a reference that is not in the state.
+            ValueError: an object that is not in the run's state, a second stage of the same name, or a step that gave
+                its weights to a reference that is not in the stage's state.
         """
-        self._total = total
-        for policy in self._policies():
+        parts = self._parts if state is None else {self._name_of(part): part for part in state}
+        stage = next((name for name, part in parts.items() if isinstance(part, Scored)), next(iter(parts)))
+        if stage in self._stages:
+            raise ValueError(f"this run has had its stage {stage!r}: steps(total, state) is called once for each model")
+        self._stages.append(stage)
+        self._total += total
+        policies = [part for part in parts.values() if isinstance(part, Policy)]
+        for policy in policies:
             policy.renewed.clear()
-        for step in self._run.steps(self._stage, total, state=self._state):
+        holders: dict[str, Engine | Stateful] = {
+            own if first == part.kind else f"{first}.{own}": holder
+            for first, part in parts.items()
+            for own, holder in part.parts().items()
+        }
+        for step in self._run.steps(stage, total, state=holders):
             self._step = step
             yield step
-            self._require_whole_state()
+            _require_whole(policies, list(parts.values()))
             if self._step is not None:
                 self.log()
 
@@ -143,22 +158,28 @@ class Run:
         self._run.log(self._step, metrics, tokens=tokens, batch=batch)
         self._step = None
 
-    def _policies(self) -> list[Policy]:
-        return [part for part in self._parts if isinstance(part, Policy)]
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """A result in JSON's types that is computed once in a run's life: a resumed run has the first one.
 
-    def _require_whole_state(self) -> None:
-        """Refuse a reference that follows the policy and is in no checkpoint: a resumed run would have the first one.
+        >>> before = run.once("before", lambda: accuracy(rollout))  # doctest: +SKIP
+        """
+        return self._run.cached_result(name, compute)
+
+    def finish(self, result: str, **numbers: Any) -> None:
+        """Say what came of the run: ``summary.json`` and ``rl-fn report`` have the line and the numbers."""
+        self._result = {"result": result, **numbers}
+        self.print(result)
+
+    def _name_of(self, part: Part) -> str:
+        """The name of an object of the state.
 
         Raises:
-            ValueError: with the way on.
+            ValueError: the object is not in the state.
         """
-        for policy in self._policies():
-            followers = [target for target in policy.renewed if isinstance(target, Scored)]
-            if lost := [target.kind for target in followers if not any(target is part for part in self._parts)]:
-                raise ValueError(
-                    f"a step gives a {lost[0]} the policy's weights, and no checkpoint has them: a resumed run would "
-                    f"go on with the first ones. Name the {lost[0]} in Run(state=[…]), too"
-                )
+        for name, own in self._parts.items():
+            if own is part:
+                return name
+        raise ValueError(f"a {part.kind} changes in these steps that Run(state=[…]) does not name: {list(self._parts)}")
 
     def print(self, text: str) -> None:
         """Print a line without breaking the progress bar."""
@@ -167,6 +188,21 @@ class Run:
     def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
         """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
         self._run.keep_best(metric, mode)
+
+
+def _require_whole(policies: Sequence[Policy], state: Sequence[Part]) -> None:
+    """Refuse a reference that follows a policy and is in no checkpoint: a resumed run would have the first one.
+
+    Raises:
+        ValueError: with the way on.
+    """
+    for policy in policies:
+        followers = [target for target in policy.renewed if isinstance(target, Scored)]
+        if lost := [target.kind for target in followers if not any(target is part for part in state)]:
+            raise ValueError(
+                f"a step gives a {lost[0]} the policy's weights, and no checkpoint has them: a resumed run would "
+                f"go on with the first ones. Name the {lost[0]} in Run(state=[…]), too"
+            )
 
 
 def _names(state: Sequence[Part]) -> list[str]:

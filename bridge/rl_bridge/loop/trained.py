@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from rl_bridge.algorithms.policy_setup import (
     require_parts,
 )
 from rl_bridge.algorithms.policy_training import policy_update, shares_of
-from rl_bridge.algorithms.supervised_training import supervised_update
+from rl_bridge.algorithms.supervised_training import supervised_batch, supervised_update
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.token_batch import TokenBatch
@@ -28,6 +29,7 @@ from rl_bridge.executors.session import current_executor
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model
 from rl_bridge.loop.groups import GroupBatch
+from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
@@ -189,17 +191,24 @@ class Policy(Scored):
         scored = batch.with_fields(old_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
         return replace(scored, rescored=True)
 
-    def update(self, batch: GroupBatch | TokenBatch | PairBatch, *, updates: int = 1) -> Metrics:
+    def update(
+        self, batch: GroupBatch | TokenBatch | PairBatch | Sequence[Mapping[str, Any]], *, updates: int = 1
+    ) -> Metrics:
         """Forward and backward in micro-batches, and the optimiser's step; the metrics of the last one.
 
         A ``GroupBatch`` with advantages may be cut into several ``updates``, each with the denominator of its own rows,
-        the ones without a gradient counted. A ``TokenBatch`` is imitated, a ``PairBatch`` compared.
+        the ones without a gradient counted. A ``TokenBatch`` is imitated, a ``PairBatch`` compared. Rows with
+        ``prompt`` and ``answer``, which ``rows.take`` gives, are imitated, too: a warm start.
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
             ValueError: a batch without advantages, or sampled from another distribution than this policy scores.
         """
-        if isinstance(self.objective, NLL) and isinstance(batch, TokenBatch):
+        if isinstance(self.objective, NLL):
+            if isinstance(batch, list):
+                batch = supervised_batch(batch, partial(encode_row, self.model.tokenizer), self.model.pad_token)
+            if not isinstance(batch, TokenBatch):
+                raise TypeError(f"NLL imitates rows or a TokenBatch, and not a {type(batch).__name__}")
             return Metrics(supervised_update(self.engine, batch), batch)
         if isinstance(self.objective, ComparisonLoss) and isinstance(batch, PairBatch):
             assert self._statistics is not None

@@ -77,7 +77,7 @@ def quickstart() -> PolicyPipeline:
     The warm start ends at its full learning rate, before it has learned the task.
     """
     return PolicyPipeline(
-        name="quickstart",
+        name="addition",
         sft=WarmStart(
             steps=135,
             rows_per_step=256,

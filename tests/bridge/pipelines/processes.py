@@ -1,4 +1,4 @@
-"""The quickstart in processes of its own, and what two of its runs have to have in common."""
+"""``rl-fn train policy`` in processes of its own, and what two of its runs have to have in common."""
 
 import json
 import os
@@ -26,11 +26,11 @@ SHORT |= {"--policy.evaluate-every": 2, "--optimizer.learning-rate": 0.01, "--po
 
 
 def in_a_process(words, *, ranks=1, timeout=150):
-    """Run the quickstart's script with other words, as a user does."""
+    """Run the command with these words, as a user does."""
     launch = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"] if ranks > 1 else []
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, *launch, str(ROOT / "experiments/quickstart.py"), *words]
+    command = [sys.executable, *launch, "-m", "rl_tools.cli", "train", "policy", *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -121,7 +121,7 @@ def test_a_run_of_the_same_name_takes_a_free_folder_and_the_same_seed_the_same_n
     assert metrics(tmp_path / "other") != metrics(tmp_path / "run")
 
 
-def test_the_quickstart_makes_its_own_model_for_the_rows(tmp_path, capsys):
+def test_the_command_without_a_model_makes_its_own_for_the_rows(tmp_path, capsys):
     data, evaluation = tmp_path / "train.csv", tmp_path / "eval.json"
     data.write_text("prompt,answer\n" + "\n".join(f"{a}*{a}=,{a * a}" for a in range(10)))
     # Held-out rows may have characters that no row of training has.
@@ -130,7 +130,7 @@ def test_the_quickstart_makes_its_own_model_for_the_rows(tmp_path, capsys):
     words += ["--sft.steps", "1", "--sft.rows-per-step", "8", "--policy.steps", "1", "--policy.prompts-per-step", "2"]
     assert main([*words, "--threads", "1"]) == 0
     assert re.fullmatch(LAST_LINE, capsys.readouterr().out.splitlines()[-1])
-    summary = json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "runs" / "addition" / "summary.json").read_text())
     assert 1.0e6 < summary["parameters"] < 1.1e6 and summary["held_out"] == 1
 
 
