@@ -19,7 +19,7 @@ from rl_bridge import (
     load_model,
     load_rows,
 )
-from tests.support import jobs
+from tests.support import warm
 from tests.support.results import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -93,8 +93,8 @@ def test_a_rank_that_draws_beside_one_that_trains_has_the_numbers_of_one_process
     options = {"model": model_folder, "data": problems, "output": tmp_path, **SIZES}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     for name, ranks, own in (("one", 0, []), ("two", 2, ["--rollout-workers=1"])):
-        code, output, left = jobs.run(ranks, str(example), *flags, *own, f"--name={name}", torchrun=bool(ranks))
-        assert (code, left) == (0, []), output
+        done = warm.run(str(example), *flags, *own, f"--name={name}", count=ranks, timeout=240)
+        assert done.returncode == 0, done.stderr
     for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         names = [name for name, value in one.items() if not isinstance(value, str)]
         assert [two[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-4, abs=1e-5)

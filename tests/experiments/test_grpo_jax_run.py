@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from experiments import grpo_jax
 from experiments.flax_qwen2 import Qwen2, Qwen2Config, save_pretrained
 from experiments.flax_qwen2.run_folder import RunFolder
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = (
@@ -153,8 +154,7 @@ grpo_jax.main(sys.argv[4:])
 )
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, tiny, whole, where, step, left):
     arguments = ["--output", str(tmp_path), "--model", str(tiny), "--name", "whole", *OPTIONS]
-    command = [sys.executable, "-c", KILLED, where, str(step), json.dumps(ROWS), *arguments]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    killed = warm.run("-c", KILLED, where, str(step), json.dumps(ROWS), *arguments, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     checkpoints = tmp_path / "whole" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == left

@@ -2,14 +2,13 @@
 
 import pickle
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.bridge.engines.grid import KINDS, MESHES
 from tests.bridge.engines.own import PAGE
+from tests.support import warm
 
 # Float32 sums in another order, as in tests/bridge/invariance; the gradients' largest entries are about 0.2.
 TOLERANCE = 3e-6
@@ -18,9 +17,7 @@ TOLERANCE = 3e-6
 def test_the_examples_and_their_classes_on_every_mesh(tmp_path):
     """ENG-2, 6, 10, 13, 20, 21: the same loss and gradients, and the same steps after a checkpoint, freed or not."""
     result = tmp_path / "found.pickle"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    job = [*launch, "-m", "tests.bridge.engines.grid", str(result)]
-    done = subprocess.run(job, capture_output=True, text=True, timeout=280)
+    done = warm.run("-m", "tests.bridge.engines.grid", str(result), count=2, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = pickle.loads(result.read_bytes())
     assert len(found) == sum(map(len, KINDS.values()))
@@ -49,8 +46,7 @@ def test_killed_and_resumed_the_classes_end_as_if_they_had_not_been(tmp_path):
     """The page's class and RLite's, ended by SIGKILL between two checkpoints: the same bits."""
 
     def trained(name, *kill):
-        job = [sys.executable, "-m", "tests.bridge.engines.killed", str(tmp_path / name), "4", *kill]
-        return subprocess.run(job, capture_output=True, text=True, timeout=200)
+        return warm.run("-m", "tests.bridge.engines.killed", str(tmp_path / name), "4", *kill)
 
     (tmp_path / "whole").mkdir(), (tmp_path / "killed").mkdir()
     assert trained("whole").returncode == 0

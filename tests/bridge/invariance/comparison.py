@@ -1,16 +1,12 @@
 """Runs the scenario under each executor and compares every case with one worker, padded rows, one micro-batch."""
 
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 
 from tests.bridge.invariance.scenario import Case
+from tests.support import warm
 
-ROOT = Path(__file__).parents[3]
 PARTS = ("loss and metrics", "gradients", "gradient norm", "log-probabilities", "after an update")
 
 
@@ -18,12 +14,7 @@ def results(executor, folder, extent):
     """Every case of an executor, from a process (or two ranks) of its own."""
     output = folder / f"{executor}.pickle"
     module = ["-m", "tests.bridge.invariance.scenario", executor, str(output), extent]
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"] if executor == "torchrun" else []
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launch, *module], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500
-    )
+    done = warm.run(*module, count=2 if executor == "torchrun" else 0, timeout=1500)
     if done.returncode:
         raise RuntimeError(f"{executor} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return pickle.loads(output.read_bytes())

@@ -1,8 +1,6 @@
 """Commands that a test starts in a process of their own, and that may kill themselves."""
 
-import os
-import subprocess
-import sys
+from tests.support import warm
 
 # A process of the command, which dies a number of seconds after it touched the run's record for the nth time; of a
 # negative number it lives. Counted so, a kill falls into a step however busy the machine is.
@@ -34,9 +32,7 @@ sys.exit(cli.main(sys.argv[4:]))
 
 
 def start(words, touches=-1, delay=0.0, record="."):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", COMMAND, str(touches), str(delay), str(record), *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.start("-c", COMMAND, str(touches), str(delay), str(record), *map(str, words))
 
 
 def lines(folder):

@@ -1,13 +1,11 @@
 """A run that was killed or stopped and taken up again equals the one that was not, bit for bit."""
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from rl_tools.cli import main
+from tests.support import warm
 from tests.support.results import assert_same, metrics, result
 
 # The process kills itself in the middle of a step: no handler, no finally, nothing flushed.
@@ -67,9 +65,7 @@ def reward(tmp_path):
 
 
 def die(words, when, version):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", DYING, when, str(version), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run("-c", DYING, when, str(version), *map(str, words), timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
 
 

@@ -1,12 +1,10 @@
 """A loop as a file of the user's own."""
 
-import subprocess
-import sys
-
 import pytest
 
 from rl_tools.cli import main
 from rl_tools.new import about, loops
+from tests.support import warm
 
 
 @pytest.mark.parametrize("name", loops())
@@ -21,9 +19,8 @@ def test_a_new_loop_is_the_example_and_knows_its_options(name: str, tmp_path, ca
 
 def test_a_new_loop_runs_from_any_folder(tmp_path):
     assert main(["new", "grpo", str(tmp_path / "my_loop.py")]) == 0
-    command = [sys.executable, "my_loop.py", "--help"]
-    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
-    assert "--max-new-tokens" in answer.stdout
+    answer = warm.run("my_loop.py", "--help", cwd=tmp_path)
+    assert answer.returncode == 0 and "--max-new-tokens" in answer.stdout
 
 
 def test_all_kinds_of_training_have_a_loop():

@@ -6,8 +6,6 @@ of the first worker alone.
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +28,7 @@ from rl_tools.plan.workload import Workload
 from rl_tools.profile.live_bytes import LiveBytes
 from tests.bridge.tools.plan.measured_runs import written
 from tests.bridge.tools.plan.supervised_runs import PAIRS, ROWS, TOKENS, common
+from tests.support import warm
 
 ROOT = Path(__file__).parents[4]
 SOURCE = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
@@ -168,22 +167,10 @@ def test_the_plan_of_supervision_over_two_ranks_is_within_five_percent_of_their_
 
 
 def trained(trainer: str, folder: Path, options: dict[str, Any], *, ranks: int = 2) -> None:
-    """Train with ``--memory`` under torchrun, as a user does, on what the folder has."""
+    """Train with ``--memory`` in so many ranks on what the folder has."""
     places = {"--name": "run", "--output": folder, "--model": folder / "model", "--data": folder / "rows.jsonl"}
     words = [trainer, "--memory", *(str(word) for pair in (places | options).items() for word in pair if word != "")]
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={ranks}",
-        "--standalone",
-        "-m",
-        "rl_tools.cli",
-        "train",
-    ]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "bridge"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, *launch, *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run("-m", "rl_tools.cli", "train", *words, count=ranks, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
