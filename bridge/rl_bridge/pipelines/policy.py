@@ -263,7 +263,7 @@ def train_and_evaluate(
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
     rewards = reward if isinstance(reward, Rewards) else load(reward)
     rewards.try_on(train_rows, tokenizer)
-    environment = pipeline.environments()
+    environment = pipeline.environments(source)
     fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
     rollout_workers = pipeline.asynchronous.rollout_workers
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)
@@ -380,7 +380,7 @@ class PolicyStages:
         }
         if not pipeline.asynchronous.on:
             return Sampler(pipeline.complete(rollout, self.environment, pipeline.rollout.budget()), **parts)
-        talking = pipeline.talking(self.environment, self.source, self.tokenizer, pipeline.policy.sampling)
+        talking = pipeline.talking(rollout, self.environment, self.tokenizer, pipeline.policy.sampling)
         return pipeline.asynchronous.sampler(rollout, tokenizer=self.tokenizer, talking=talking, **parts)
 
     def learn(self, models: PolicyEngines, sampler: Sampler, coefficients: Coefficients) -> None:

@@ -21,7 +21,7 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.models.model_source import ModelSource
-from rl_bridge.models.row_checks import rotary_bound
+from rl_bridge.models.row_checks import longest_sequence
 from rl_bridge.parallel.heads import GivesLogits
 from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.cached_model import Arrangement
@@ -155,9 +155,7 @@ def _first_right(model: PreTrainedModel) -> Arrangement:
 def _rows(model: PreTrainedModel) -> list[_Row]:
     """Rows of unlike length, two of them with one prompt. The last joins late, and is then as long as the first."""
     config = model.config.get_text_config(decoder=True)
-    longest = min(
-        (n for n in (rotary_bound(model), getattr(config, "max_position_embeddings", None)) if n), default=10**9
-    )
+    longest = longest_sequence(model) or 10**9
     vocabulary = config.vocab_size
     prompts = [[(17 * n * n + 29 * n + 7 * length) % vocabulary for n in range(length)] for length in (3, 10, 10, 1, 6)]
     padding = getattr(config, "pad_token_id", None)
@@ -245,6 +243,7 @@ class InProcessRollout(Advancing, Generating, Conversing):
         self._tokenizer = tokenizer
         self._arrangement = check_decoder(self._model)
         self._stop = stop_tokens(self._model, tokenizer)
+        self.longest = longest_sequence(self._model)
         self._max_batch_rows = max_batch_rows
 
     def decoder(self, sampling: SamplingParams) -> CachedDecoder:
