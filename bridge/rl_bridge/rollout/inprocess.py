@@ -22,6 +22,7 @@ from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import longest_sequence
+from rl_bridge.models.turn_ends import stop_tokens
 from rl_bridge.parallel.heads import GivesLogits
 from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.cached_model import Arrangement
@@ -286,16 +287,3 @@ class _Weights(ParallelModule):
     def exported(self) -> PreTrainedModel:
         """The model, under its own names."""
         return self.model
-
-
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a completion: the tokenizer's end-of-sequence token and all that the model's generation names.
-
-    Raises:
-        ValueError: for a tokenizer without one.
-    """
-    own = tokenizer.eos_token_id
-    if not isinstance(own, int):
-        raise ValueError(f"the tokenizer needs an eos_token with one id, its eos_token_id is {own!r}")
-    named = getattr(model.generation_config, "eos_token_id", None)
-    return frozenset([own, *([named] if isinstance(named, int) else named or [])])
