@@ -9,11 +9,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import remark
-from rl_bridge.models.encoding import encode_row, special_ids
+from rl_bridge.models.chat_templates import rendered
+from rl_bridge.models.encoding import special_ids
 from rl_bridge.models.model_source import ModelSource
 
 GENERATION = "generation_config.json"
-_QUESTION, _REPLY = "1", "2"
+_REPLY = "the reply"
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -31,15 +32,14 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def _template_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the template writes behind the last turn of the assistant; None: it writes none."""
-    turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _REPLY}]
     try:
-        row = encode_row(tokenizer, {"messages": turns})
-    except ValueError:
-        return None  # rows of that form are refused, with the template's words
-    trained = [token for token, counts in zip(row.tokens, row.loss_mask, strict=True) if counts]
-    # A template may write a special token before the words, and none behind them.
-    ends = trained[-1] in special_ids(tokenizer) and _REPLY in str(tokenizer.decode(trained))
-    return trained[-1] if ends else None
+        _, reply, behind = rendered(tokenizer, turns, generation_prompt=False).rpartition(_REPLY)
+        ids = tokenizer(behind, add_special_tokens=False).input_ids if reply else []
+    except Exception:  # rows are refused with the template's words; tokenizers raises bare Exception
+        return None
+    ends = special_ids(tokenizer) - {tokenizer.unk_token_id}
+    return next((token for token in reversed(ids) if token in ends), None)
 
 
 def generation_stops(model: PreTrainedModel) -> frozenset[int]:

@@ -20,7 +20,6 @@ from tests.support.own_models import Tiny
 BASE = "<|endoftext|>"
 ROLES = ("user", "assistant", "user", "assistant")
 TALK = [{"role": role, "content": text} for role, text in zip(ROLES, ("1+1?", "2", "2+2?", "4"), strict=True)]
-ROWS = [{"messages": TALK[:2]}, {"messages": TALK}, {"prompt": "1+1?", "response": "2"}]
 TINY = {"hidden": 16, "layers": 1, "heads": 2}
 
 
@@ -39,11 +38,14 @@ def model_of(tokenizer, stops):
     return model
 
 
-def last_trained(tokenizer):
+def last_trained(tokenizer, kind):
     """The token that ends the last turn, of rows that are imitated, of completions that are compared, without roles."""
-    trajectories = [encode_row(tokenizer, row) for row in ROWS]
-    trajectories += [encode_row(tokenizer, row, apply_chat_template=False) for row in ROWS]
-    trajectories += [encode_completion(tokenizer, TALK[:3], TALK[3:]), encode_completion(tokenizer, "1+1?", "2")]
+    thought = "<think>so</think>" if kind == "opens thought" else ""
+    talk = [turn | {"content": thought + turn["content"]} if turn["role"] == "assistant" else turn for turn in TALK]
+    rows = [{"messages": talk[:2]}, {"messages": talk}, {"prompt": "1+1?", "response": "2"}]
+    trajectories = [encode_row(tokenizer, row) for row in rows]
+    trajectories += [encode_row(tokenizer, row, apply_chat_template=False) for row in rows]
+    trajectories += [encode_completion(tokenizer, talk[:3], talk[3:]), encode_completion(tokenizer, "1+1?", "2")]
     return {t.tokens[-1] for t in trajectories}
 
 
@@ -53,7 +55,7 @@ def last_trained(tokenizer):
 def test_a_trained_end_stops_the_sampler_and_the_exported_model(tmp_path, capsys, kind, eos, stops):
     tokenizer = tokenizer_of(kind, eos)
     named = {"none": None, "one": tokenizer.eos_token_id, "several": [7, tokenizer.eos_token_id]}[stops]
-    model, ends = model_of(tokenizer, named), last_trained(tokenizer)
+    model, ends = model_of(tokenizer, named), last_trained(tokenizer, kind)
     before = set() if named is None else {named} if stops == "one" else set(named)
     assert ends | before == stop_tokens(model, tokenizer) == InProcessRollout(StateSource(model), tokenizer).ends()[0]
     assert not any(TurnTemplate(tokenizer, before | ends).ends(token) for token in (0, 9))

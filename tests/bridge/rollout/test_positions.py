@@ -10,9 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Request, RowRequest, SamplingParams, single_turn
 from rl_bridge.engines import InferenceEngine
+from rl_bridge.engines.worker import torch_worker
 from rl_bridge.environments import Step
 from rl_bridge.environments.functions import FunctionTools
-from rl_bridge.models.model_source import StateSource
+from rl_bridge.models.model_source import StateSource, ValueSource
 from rl_bridge.models.own_model import own_source
 from rl_bridge.models.tool_calls import ToolCall
 from rl_bridge.modules.scoring import TokenScorer
@@ -24,11 +25,10 @@ from rl_bridge.rollout.ahead.pumps import Pace
 from rl_bridge.rollout.cached_decoder import CachedDecoder
 from tests.bridge.rollout.ahead.runs import CONFIG, SOURCE, TOKENIZER, Weights, ahead, shown, steps_of
 from tests.support.own_models import Tiny
-from tests.support.ready import ready
 
 POSITIONS = 24
 STOPS = [TOKENIZER.eos_token_id, *TOKENIZER.convert_tokens_to_ids(["0", "3", "7", "+"])]
-SAMPLING = SamplingParams(max_new_tokens=6, n=6, seed=4)
+SAMPLING = SamplingParams(max_new_tokens=6, n=4, seed=4)
 REQUESTS = [RowRequest({"prompt": prompt}, (4, place), place) for place, prompt in enumerate(["1+1=", "7", "12+34="])]
 SMALL = {"vocab_size": len(TOKENIZER), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
 WIDTHS = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -36,7 +36,12 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
 class Short(Tiny):
+    """Undecided, so that a turn ends soon."""
+
     max_positions = POSITIONS
+
+    def forward(self, input_ids, position_ids, attention_mask=None):
+        return 0.01 * super().forward(input_ids, position_ids, attention_mask)
 
 
 def made(make):
@@ -91,6 +96,10 @@ class Rollout(InProcessRollout):
         self._stop = frozenset(STOPS)
 
 
+def tokens_of(groups):
+    return [[t.tokens for t in group] for group in groups]
+
+
 def law(trajectories):
     """Every row fits, and some fill the positions."""
     lengths = [len(t.tokens) for t in trajectories]
@@ -106,16 +115,17 @@ def test_conversations_end_by_length_where_the_positions_end(make, environment):
     groups = rollout.converse(REQUESTS, SAMPLING, environment, 9)
     lengths = law([t for group in groups for t in group])
     assert POSITIONS in lengths or environment is Lectures
-    assert rollout.converse(REQUESTS, SAMPLING, environment, 9, max_tokens=POSITIONS) == groups
+    # Rows lie beside others as environments answer, so that floats may differ in the last bit.
+    assert tokens_of(rollout.converse(REQUESTS, SAMPLING, environment, 9, max_tokens=POSITIONS)) == tokens_of(groups)
 
 
 def test_positions_that_are_left_change_nothing():
     limited = Rollout(SOURCE).converse(REQUESTS, SAMPLING, Talks, 9, max_tokens=POSITIONS)
-    assert Rollout(tiny()).converse(REQUESTS, SAMPLING, Talks, 9) == limited
+    assert tokens_of(Rollout(tiny()).converse(REQUESTS, SAMPLING, Talks, 9)) == tokens_of(limited)
 
 
-@pytest.mark.parametrize("pace", [Pace(limit=6, steps=4), Pace(partial=True, rounds=2, steps=2, limit=6)])
-def test_conversations_ahead_end_there_too(pace):
+def test_conversations_ahead_end_there_too():
+    pace = Pace(partial=True, rounds=2, steps=2, limit=6)
     engine = InferenceEngine(lambda: Rollout(tiny())).build()
     config = replace(CONFIG, steps=2, sampling=replace(CONFIG.sampling, max_new_tokens=6))
     options = EnvironmentOptions(environment="talks.py:Talks", max_turns=9)
@@ -128,7 +138,7 @@ def test_conversations_ahead_end_there_too(pace):
     assert talking.template.ends(STOPS[1]), "the engine says what ends a turn"
 
 
-@pytest.mark.parametrize("make", [tiny, learned, uncached])
+@pytest.mark.parametrize("make", [tiny, learned])
 def test_a_decoder_s_row_ends_by_length_where_the_positions_end(make):
     """Rounds of rollouts that run ahead put rows in by their limit alone."""
     rollout = Rollout(make())
@@ -140,7 +150,7 @@ def test_a_decoder_s_row_ends_by_length_where_the_positions_end(make):
         decoder.add("full", [5] * POSITIONS, seed=1, limit=1)
 
 
-@pytest.mark.parametrize("make", [tiny, learned, dynamic, uncached])
+@pytest.mark.parametrize("make", [dynamic, uncached])
 def test_what_cannot_fit_is_refused_by_its_numbers(make, caplog):
     rollout = Rollout(make())
     fits = [Request(prompt="1" * (POSITIONS - 6), id=(4, 0))]
@@ -154,15 +164,16 @@ def test_what_cannot_fit_is_refused_by_its_numbers(make, caplog):
         (long, *_), (short, *_) = rollout.converse(rows, SAMPLING, Talks, 2)
     assert (long.finish_reason, len(long.tokens), long.turns) == ("error", 1, 0) and short.turns
     assert f"row {POSITIONS}, turn 0: ValueError: the environment opens with {POSITIONS} tokens" in caplog.text
-    with pytest.raises(ValueError, match=rf"failed in all 6 conversations; row {POSITIONS}.* holds {POSITIONS}"):
+    with pytest.raises(ValueError, match=rf"failed in all 4 conversations; row {POSITIONS}.* holds {POSITIONS}"):
         rollout.converse(rows[:1], SAMPLING, Talks, 2)
 
 
 @pytest.mark.parametrize("scorer", [TokenScorer, ValueScorer])
-def test_a_trainer_reads_no_token_beyond_the_positions(scorer, new_model):
+def test_a_trainer_reads_no_token_beyond_the_positions(scorer):
     """Rows of a loop, and conversations for a critic or teacher with fewer positions than the policy."""
-    module = ready(scorer, new_model(max_positions=POSITIONS))
-    read = module.token_logprobs if scorer is TokenScorer else module.values
+    source = ValueSource(tiny(), pad_token=0) if scorer is ValueScorer else tiny()
+    module = torch_worker(lambda: scorer(source), None, torch.device("cpu"), torch.get_rng_state())
+    read = module.values if scorer is ValueScorer else module.token_logprobs
     rows = [single_turn([5, 6], [7] * (length - 2), group=length) for length in (POSITIONS, POSITIONS + 1)]
     assert read(collate(rows[:1], 0)).shape[1] == POSITIONS
     with pytest.raises(ValueError, match=rf"a row has {POSITIONS + 1} tokens, and Qwen2.* has {POSITIONS} positions"):
