@@ -38,8 +38,8 @@ def _template_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         ids = tokenizer(behind, add_special_tokens=False).input_ids if reply else []
     except Exception:  # rows are refused with the template's words; tokenizers raises bare Exception
         return None
-    ends = special_ids(tokenizer) - {tokenizer.unk_token_id}
-    return next((token for token in reversed(ids) if token in ends), None)
+    ends = special_ids(tokenizer)
+    return next((token for token in reversed(ids) if token in ends and token != tokenizer.unk_token_id), None)
 
 
 def generation_stops(model: PreTrainedModel) -> frozenset[int]:
