@@ -13,6 +13,7 @@ from rl_bridge.environments.functions import FunctionTools, Parse, function_tool
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model
 from rl_bridge.loop.groups import Groups
+from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import RolloutOptions
@@ -43,6 +44,7 @@ class Rollout:
         engines = Engines(executor, Mesh(replicate=len(executor.slots)), model.source, ParallelConfig(), run="loop")
         engines.rollout_workers = workers
         self.engine = engines.rollout(model.tokenizer, options)
+        remark_on_ends(model.source, model.tokenizer)
         self._tools: dict[Any, FunctionTools] = {}
 
     def generate(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams) -> Groups:

@@ -17,6 +17,7 @@ from rl_bridge.models.model_folder import tokenizer_in
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import OwnModel, save_own
 from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.models.turn_ends import add_turn_ends
 from rl_bridge.weights.manifest import full, is_peft
 from rl_bridge.weights.source import source_of
 
@@ -75,10 +76,14 @@ def new_for_rows(rows: Sequence[Mapping[str, Any]], *, seed: int) -> tuple[Model
 
 
 def save_pretrained(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer in Hugging Face format; the folder appears when it is whole."""
+    """Write model and tokenizer in Hugging Face format; the folder appears when it is whole.
+
+    Its ``generation_config.json`` stops at every token that ends a trained turn.
+    """
     with replacing(folder) as temporary:
         policy.save_pretrained(str(temporary))
         tokenizer.save_pretrained(str(temporary))
+        add_turn_ends(temporary, tokenizer)
 
 
 # A model that may be sharded, written whole in Hugging Face format.

@@ -1,4 +1,4 @@
-"""Rows that a model can take: as long as its rotary frequencies allow, ended by no pad token, and templates that fit.
+"""Rows that a model can take: within its positions and rotary frequencies, ended by no pad token, templates that fit.
 
 With the kinds "dynamic" and "longrope" transformers chooses the frequencies of a whole call by its largest position: a
 row's values depend on the rows beside it, and cached keys keep the frequencies of the call that read them. As long as
@@ -22,10 +22,30 @@ from rl_bridge.data.trajectory import Message
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
 from rl_bridge.models.model_source import ModelSource
 
-# Rotary frequencies that depend on the longest row of a call, and how long rows may be so that none does.
+# A model's positions. Rotary frequencies that depend on the longest row of a call, and rows so short that none does.
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+"""Names of the number of positions in the configurations of transformers' families."""
 
 LONG = ("longrope", "su")
 """Kinds with short and long factors; early Phi-3 says "su"."""
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """Tokens that a sequence of this model may have: its positions. None: the model counts none."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    counts = (getattr(config, name, None) for name in POSITIONS)
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """Tokens of the longest sequence that is drawn from this model: its positions, or its rotary bound if lower.
+
+    None: there is no limit.
+    """
+    return min((bound for bound in (positions_of(model), rotary_bound(model)) if bound is not None), default=None)
 
 
 def rotary_bound(model: nn.Module) -> int | None:
@@ -199,7 +219,7 @@ class Fits:
         """
         self.tokenizer, self.new_tokens = tokenizer, new_tokens
         self.embeddings = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type]
-        self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.positions = positions_of(model)
         self.bound = rotary_bound(model)
         self.kept: set[str] = set()
         self.doubtful: set[str] = set()

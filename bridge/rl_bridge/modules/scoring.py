@@ -13,7 +13,7 @@ from rl_bridge.engines.module import ParallelModule
 from rl_bridge.memory.token_budget import TokenBudget, scores_within_memory
 from rl_bridge.models.model_source import ModelSource, device_of
 from rl_bridge.models.pretrained import save_sharded_model
-from rl_bridge.models.row_checks import rotary_bound
+from rl_bridge.models.row_checks import positions_of, rotary_bound
 from rl_bridge.modules.cpu_layers import use_cpu_layers
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.checkpointing import without_peft
@@ -91,7 +91,7 @@ class Scorer(ParallelModule):
         self.budget = TokenBudget() if self.scoring.micro_batch_tokens == "auto" else None
         self.largest_micro_batch = 0
         self.arrangements = Arrangements()
-        self._longest = rotary_bound(self.model)
+        self._positions, self._longest = positions_of(self.model), rotary_bound(self.model)
 
     def exported(self) -> torch.nn.Module:
         """The Hugging Face model: its weights travel under its own names."""
@@ -155,9 +155,16 @@ class Scorer(ParallelModule):
         Rows of a micro-batch that share a prefix are packed, with the prefix once.
 
         Raises:
-            ValueError: a row for which the model would turn the rows beside it otherwise.
+            ValueError: a row beyond the model's positions, or one for which the model would turn the rows beside it
+                otherwise.
         """
-        if self._longest is not None and (longest := max(batch.lengths.tolist(), default=0)) > self._longest:
+        longest = max(batch.lengths.tolist(), default=0)
+        if self._positions is not None and longest > self._positions:
+            raise ValueError(
+                f"a row has {longest} tokens, and {type(without_peft(self.model)).__name__} has {self._positions} "
+                "positions: leave out longer rows (max_tokens of conversations)"
+            )
+        if self._longest is not None and longest > self._longest:
             raise ValueError(
                 f"a row has {longest} tokens: {type(without_peft(self.model)).__name__} chooses its rotary frequencies "
                 f"by the longest row of a call beyond {self._longest} tokens, and every row beside it would change; "

@@ -30,6 +30,7 @@ from rl_bridge.models.encoding import encode_completion
 from rl_bridge.models.model_source import ModelSource, ValueSource
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.row_checks import check_rows, pad_with_no_end
+from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES, REWARD_LOSSES, UNMATCHED, ComparisonLoss, constants_of
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import (
@@ -340,6 +341,7 @@ def run_preference(pipeline: PreferencePipeline, observers: Sequence[Observer] =
     prepare_processes(pipeline, executor)
     loss = pipeline.loss.build()
     data = load_data(pipeline, loss)
+    remark_on_ends(data.source, data.tokenizer)
     examples, held_out, pad, scoring = data.examples, data.held_out, data.pad_token_id, pipeline.scoring()
     config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), data.source)

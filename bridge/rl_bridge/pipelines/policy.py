@@ -29,6 +29,7 @@ from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.pretrained import pretrained, save_pretrained
 from rl_bridge.models.row_checks import check_rows, prompted, supervised
+from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.own_loss import check_loss
 from rl_bridge.modules.policy import require_token_local
 from rl_bridge.modules.scoring import ScoringConfig
@@ -134,10 +135,7 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         super().__post_init__()
         EnvironmentOptions.__post_init__(self)
         if self.samples_every < 0 or self.samples_kept < 1:
-            raise ValueError(
-                f"samples_every must be at least 0 and samples_kept at least 1, got {self.samples_every} and "
-                f"{self.samples_kept}"
-            )
+            raise ValueError(f"need samples_every ≥ 0, samples_kept ≥ 1, got {self.samples_every, self.samples_kept}")
         scoring = self.scoring()
         if (scoring.softcap is not None or scoring.dtype != "float32") and not self.policy.recompute_old_logprobs:
             # The rollout samples in float32 and knows no cap but the model's own.
@@ -218,6 +216,7 @@ def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> 
     train_rows, held_out = rows_of(pipeline)
     objective = prepare(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_out])
+    remark_on_ends(source, tokenizer)
     new_tokens = pipeline.policy.sampling.max_new_tokens
     check_rows(source, tokenizer, [*train_rows, *held_out], prompted(tokenizer), new_tokens=new_tokens)
     if pipeline.sft.steps:
@@ -263,7 +262,7 @@ def train_and_evaluate(
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
     rewards = reward if isinstance(reward, Rewards) else load(reward)
     rewards.try_on(train_rows, tokenizer)
-    environment = pipeline.environments()
+    environment = pipeline.environments(source)
     fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
     rollout_workers = pipeline.asynchronous.rollout_workers
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)
@@ -380,7 +379,7 @@ class PolicyStages:
         }
         if not pipeline.asynchronous.on:
             return Sampler(pipeline.complete(rollout, self.environment, pipeline.rollout.budget()), **parts)
-        talking = pipeline.talking(self.environment, self.source, self.tokenizer, pipeline.policy.sampling)
+        talking = pipeline.talking(rollout, self.environment, self.tokenizer, pipeline.policy.sampling)
         return pipeline.asynchronous.sampler(rollout, tokenizer=self.tokenizer, talking=talking, **parts)
 
     def learn(self, models: PolicyEngines, sampler: Sampler, coefficients: Coefficients) -> None:

@@ -23,6 +23,7 @@ from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.own_model import OwnSource
+from rl_bridge.models.row_checks import longest_sequence
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rewards import RewardOptions, Rewards, load
 from rl_bridge.rewards.sources import named
@@ -30,7 +31,7 @@ from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.ahead.environment_turns import Talking
 from rl_bridge.rollout.ahead.pumps import Admission, Pace
 from rl_bridge.rollout.conversations import Limits
-from rl_bridge.rollout.inprocess import Precision, stop_tokens
+from rl_bridge.rollout.inprocess import Precision
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_fn import Objective
@@ -144,7 +145,7 @@ class EnvironmentOptions(RewardOptions):
     max_turns: int = 4
     """Turns of the policy in one conversation, each of at most ``policy.sampling.max_new_tokens``."""
     max_trajectory_tokens: int | None = None
-    """Tokens of a whole conversation, the environment's included. None: no limit but the turns'."""
+    """Tokens of a whole conversation, the environment's included. None: the model's positions."""
     environment_timeout: float = field(default=60.0, metadata=MAY_CHANGE)
     """Seconds for one answer of the environment; a conversation that waits longer ends."""
     environment_processes: int = field(default=0, metadata=MAY_CHANGE)
@@ -173,14 +174,19 @@ class EnvironmentOptions(RewardOptions):
             return super().rewards()
         return load(("environment",), weights=self.reward_weights)
 
-    def environments(self) -> EnvironmentFactory | None:
-        """The factory of the environments; None: there are none.
+    def environments(self, source: ModelSource) -> EnvironmentFactory | None:
+        """The factory of the environments, which a policy of this source talks to; None: there are none.
 
         Raises:
             FileNotFoundError: there is no such environment file.
-            ValueError: the file has no such environment.
+            ValueError: the file has no such environment, or conversations may be longer than the model has positions.
         """
-        return None if self.environment is None else load_environment(self.environment)
+        if self.environment is None:
+            return None
+        with torch.device("meta"):
+            longest = longest_sequence(source.empty())
+        Limits(max_turns=self.max_turns, turn_tokens=1, all_tokens=self.max_trajectory_tokens, longest=longest)
+        return load_environment(self.environment)
 
     def complete(
         self, rollout: InferenceEngine, environment: EnvironmentFactory | None, budget: Mapping[str, Any] | None = None
@@ -202,20 +208,22 @@ class EnvironmentOptions(RewardOptions):
 
     def talking(
         self,
+        rollout: InferenceEngine,
         environment: EnvironmentFactory | None,
-        source: ModelSource,
         tokenizer: PreTrainedTokenizerBase,
         sampling: SamplingOptions,
     ) -> Talking | None:
         """How conversations that run ahead of training are held; None: there are none."""
         if environment is None:
             return None
-        with torch.device("meta"):
-            stops = stop_tokens(source.empty(), tokenizer)
+        stops, longest = rollout.ends()
         return Talking(
             environment=environment,
             limits=Limits(
-                max_turns=self.max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=self.max_trajectory_tokens
+                max_turns=self.max_turns,
+                turn_tokens=sampling.max_new_tokens,
+                all_tokens=self.max_trajectory_tokens,
+                longest=longest,
             ),
             # The trainer's thread uses ``tokenizer``.
             template=TurnTemplate(copy.deepcopy(tokenizer), stops),

@@ -17,6 +17,7 @@ from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.row_checks import check_rows
+from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
 from rl_bridge.run.options import MAY_CHANGE, require_used
@@ -70,6 +71,7 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
     train_rows, held_rows = load_rows(pipeline, (), supervised_row)
     prepare_processes(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_rows])
+    remark_on_ends(source, tokenizer)
     remark_on_keys([*train_rows, *held_rows], partial(tokens_of, tokenizer, pipeline.apply_chat_template))
     train, left_out = encoded(source, tokenizer, train_rows, **pipeline.reading())
     held_out, held_left_out = encoded(source, tokenizer, held_rows, **pipeline.reading())

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.models.row_checks import rotary_bound
+from rl_bridge.models.row_checks import positions_of, rotary_bound
 from rl_bridge.parallel.heads import GivesLogits
 from rl_bridge.rollout.cached_model import Arrangement, CachedModel
 from rl_bridge.rollout.decoder import Decoder, Drawn, check_row
@@ -82,7 +82,7 @@ class CachedDecoder(Decoder):
         self._sampling, self._stop = sampling, frozenset(stop)
         self._texts = texts or None
         self._max_rows, self._read_tokens = max_rows, read_tokens
-        self._bound, self._name = rotary_bound(model), type(model).__name__
+        self._bound, self._positions, self._name = rotary_bound(model), positions_of(model), type(model).__name__
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
         # Of each running row: seed, number of its next draw, tokens in the cache, last token.
@@ -118,16 +118,18 @@ class CachedDecoder(Decoder):
         """Put a sequence in, as ``Decoder.add`` does. Equal sequences that are read in one step are computed once.
 
         Raises:
-            ValueError: for no tokens, a limit below 1, or a row that could become longer than the model's rotary
-                frequencies hold for (``rl_bridge.models.row_checks``).
+            ValueError: for no tokens, a limit below 1, as many tokens as the model has positions, or a row that could
+                become longer than the model's rotary frequencies hold for (``rl_bridge.models.row_checks``).
         """
-        check_row(tokens, limit=limit, drawn=drawn)
+        check_row(tokens, limit=limit, drawn=drawn, longest=self._positions)
         if self._bound is not None and len(tokens) + limit > self._bound:
             raise ValueError(
                 f"a row of {len(tokens)} tokens that may draw {limit} more can be longer than {self._bound} tokens, "
                 f"from where on {self._name} changes the rotary frequencies of all rows of a call: take shorter "
                 "prompts, or a smaller max_new_tokens (max_tokens of conversations)"
             )
+        if self._positions is not None:
+            limit = min(limit, self._positions - len(tokens))
         row = _Row(key, tuple(tokens), seed, drawn, limit, greedy=greedy)
         if self._texts is not None:
             row.text = self._texts.begin(tokens[len(tokens) - said :])

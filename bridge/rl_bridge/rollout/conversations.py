@@ -34,6 +34,8 @@ class Limits:
     """Tokens that the policy draws in one turn."""
     all_tokens: int | None = None
     """Tokens of the whole trajectory, opening and environment included."""
+    longest: int | None = None
+    """Tokens of the longest sequence that the engine holds, or that the model has positions for."""
 
     def __post_init__(self) -> None:
         """Refuse limits that leave no turn."""
@@ -42,6 +44,16 @@ class Limits:
                 "max_turns and turn_tokens must be ≥ 1 and all_tokens ≥ 2 or None, got "
                 f"{given(self, 'max_turns', 'turn_tokens', 'all_tokens')}"
             )
+        if self.all_tokens is not None and self.longest is not None and self.all_tokens > self.longest:
+            raise ValueError(
+                f"conversations of {self.all_tokens} tokens (max_tokens, --max-trajectory-tokens) are longer than the "
+                f"engine holds, {self.longest} (max_model_len, or the model's positions): give that, or leave it out"
+            )
+
+    def room(self, tokens: int) -> int:
+        """Tokens that the policy may draw behind so many; below 1: none."""
+        most = [limit - tokens for limit in (self.all_tokens, self.longest) if limit is not None]
+        return min([self.turn_tokens, *most])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +158,15 @@ class Conversation:
         except ValueError as error:
             self.failure = error
             return "error"
-        room = limits.turn_tokens
-        if limits.all_tokens is not None:
-            room = min(room, limits.all_tokens - len(self.tokens) - len(new_tokens))
+        room = limits.room(len(self.tokens) + len(new_tokens))
         if room < 1 and self.drawn:
             return "length"
+        if limits.longest is not None and len(new_tokens) >= limits.longest:
+            self.failure = ValueError(
+                f"the environment opens with {len(new_tokens)} tokens, and the engine holds {limits.longest} "
+                "(max_model_len, or the model's positions): no turn has room"
+            )
+            return "error"
         self.give(new_tokens)
         if room < 1:
             return "length"

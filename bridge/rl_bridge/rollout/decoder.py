@@ -61,7 +61,8 @@ class Decoder(Protocol):
             tokens: the sequence so far.
             seed: 64 bits, int64: with ``drawn`` it decides the random numbers.
             drawn: tokens that the policy has drawn already in this sequence, which is the number of its next draw.
-            limit: tokens that the row may draw until it ends.
+            limit: tokens that the row may draw until it ends. A row that fills the engine's longest sequence, or the
+                model's positions, ends by "length" before.
             said: how many of the last tokens belong to the completion that goes on here: stop texts may begin there.
             greedy: the row draws the most likely tokens, however the others are sampled.
 
@@ -120,5 +121,5 @@ def check_row(tokens: Sequence[int], *, limit: int, drawn: int, longest: int | N
     if longest is not None and len(tokens) >= longest:
         raise ValueError(
             f"a sequence of {len(tokens)} tokens leaves no room for one more: the engine holds {longest} "
-            "(max_model_len)"
+            "(max_model_len, or the model's positions)"
         )

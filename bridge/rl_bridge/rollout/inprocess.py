@@ -21,7 +21,8 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.models.model_source import ModelSource
-from rl_bridge.models.row_checks import rotary_bound
+from rl_bridge.models.row_checks import longest_sequence
+from rl_bridge.models.turn_ends import stop_tokens
 from rl_bridge.parallel.heads import GivesLogits
 from rl_bridge.rollout.cached_decoder import CachedDecoder
 from rl_bridge.rollout.cached_model import Arrangement
@@ -155,9 +156,7 @@ def _first_right(model: PreTrainedModel) -> Arrangement:
 def _rows(model: PreTrainedModel) -> list[_Row]:
     """Rows of unlike length, two of them with one prompt. The last joins late, and is then as long as the first."""
     config = model.config.get_text_config(decoder=True)
-    longest = min(
-        (n for n in (rotary_bound(model), getattr(config, "max_position_embeddings", None)) if n), default=10**9
-    )
+    longest = longest_sequence(model) or 10**9
     vocabulary = config.vocab_size
     prompts = [[(17 * n * n + 29 * n + 7 * length) % vocabulary for n in range(length)] for length in (3, 10, 10, 1, 6)]
     padding = getattr(config, "pad_token_id", None)
@@ -245,6 +244,7 @@ class InProcessRollout(Advancing, Generating, Conversing):
         self._tokenizer = tokenizer
         self._arrangement = check_decoder(self._model)
         self._stop = stop_tokens(self._model, tokenizer)
+        self.longest = longest_sequence(self._model)
         self._max_batch_rows = max_batch_rows
 
     def decoder(self, sampling: SamplingParams) -> CachedDecoder:
@@ -287,16 +287,3 @@ class _Weights(ParallelModule):
     def exported(self) -> PreTrainedModel:
         """The model, under its own names."""
         return self.model
-
-
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a completion: the tokenizer's end-of-sequence token and all that the model's generation names.
-
-    Raises:
-        ValueError: for a tokenizer without one.
-    """
-    own = tokenizer.eos_token_id
-    if not isinstance(own, int):
-        raise ValueError(f"the tokenizer needs an eos_token with one id, its eos_token_id is {own!r}")
-    named = getattr(model.generation_config, "eos_token_id", None)
-    return frozenset([own, *([named] if isinstance(named, int) else named or [])])

@@ -62,6 +62,8 @@ class WithDecoder:
     _tokenizer: PreTrainedTokenizerBase
     _stop: Collection[int]
     """Ids that end a completion, or a turn."""
+    longest: int | None = None
+    """Tokens of the longest sequence that the engine holds or the model has positions for; None: no limit."""
 
     @abstractmethod
     def decoder(self, sampling: SamplingParams) -> Decoder:
@@ -73,13 +75,16 @@ class WithDecoder:
         """The version of the weights in use."""
         ...
 
+    @returns("same")
+    def ends(self) -> tuple[frozenset[int], int | None]:
+        """Ids that end a turn, and the tokens of the longest sequence (None: no limit)."""
+        return frozenset(self._stop), self.longest
+
 
 class Generating(WithDecoder):
     """Completions of prompts, by a worker with a decoder: all at once or as a stream."""
 
     _streams: dict[int, "Completions"]
-    longest: int | None = None
-    """Tokens of the longest sequence; None: no limit but the model's."""
 
     @returns("rows")
     @torch.no_grad()
@@ -148,7 +153,7 @@ class Completions:
             new = sampling.max_new_tokens
             raise ValueError(
                 f"a prompt of {length - new} tokens and {new} new ones are more than the engine holds, "
-                f"{worker.longest} (max_model_len)"
+                f"{worker.longest} (max_model_len, or the model's positions)"
             )
         self.left = len(requests) * sampling.n
         """Trajectories that have not finished."""
@@ -240,7 +245,8 @@ class Conversing(WithDecoder):
             sampling: ``max_new_tokens`` is of one turn. A turn that reaches it ends the conversation.
             environment: makes an environment.
             max_turns: turns of the policy.
-            max_tokens: tokens of a whole trajectory, its opening and the environment's messages included.
+            max_tokens: tokens of a whole trajectory, its opening and the environment's messages included. None: as many
+                as the engine holds, or the model has positions.
             step_timeout: seconds of one call of an environment.
             at_once: calls of environments that run at the same time.
             processes: environments that live at the same time, each in a process of its own, which is ended when a
@@ -248,10 +254,13 @@ class Conversing(WithDecoder):
             budget: conversations that are unfinished at one of its limits end by "abort".
 
         Raises:
-            ValueError: a limit that leaves no turn, a chat template that no conversation can go on with, environments
-                all of which failed, or one that cannot be in a process of its own.
+            ValueError: a limit that leaves no turn or is beyond what the engine holds, a chat template that no
+                conversation can go on with, environments all of which failed, or one that cannot be in a process of its
+                own.
         """
-        limits = Limits(max_turns=max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=max_tokens)
+        limits = Limits(
+            max_turns=max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=max_tokens, longest=self.longest
+        )
         version = self.weights_version()
         if not requests:
             return []

@@ -14,7 +14,7 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
 from rl_bridge.models.model_source import ModelSource
-from rl_bridge.rollout.inprocess import stop_tokens
+from rl_bridge.models.turn_ends import stop_tokens
 from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.sampling import StopTexts
 from rl_bridge.rollout.served.process import ServerDied
