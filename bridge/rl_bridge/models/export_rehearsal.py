@@ -77,6 +77,8 @@ class _Written(TensorsInHand):
 
 def _fields(config: Any) -> dict[str, Any]:
     fields = json.loads(config.to_json_string(use_diff=False))
+    if isinstance(rotary := fields.get("rope_parameters"), dict):
+        rotary.pop("type", None)  # an older name of rope_type, which is there too
     return {name: value for name, value in fields.items() if name not in _OF_WRITING}
 
 

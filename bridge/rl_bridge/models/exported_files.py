@@ -59,13 +59,13 @@ def _older_rotary_names(config: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in parameters:
         return names
     names[_BASE_OF_4.get(kind, "rope_theta")] = parameters["rope_theta"]
-    if "partial_rotary_factor" in parameters:
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         names[_PART_OF_4.get(kind, "partial_rotary_factor")] = parameters["partial_rotary_factor"]
     scaling = {n: value for n, value in parameters.items() if n not in ("rope_theta", "partial_rotary_factor")}
     if kind in _SCALING_OF_4:
         scaling = {n: value for n, value in scaling.items() if n in ("rope_type", *_SCALING_OF_4[kind])}
     rope_type = scaling.pop("rope_type", "default")
-    types = {"type": rope_type} if kind in _SCALING_OF_4 else {"rope_type": rope_type, "type": rope_type}
+    types = {"type" if kind in _SCALING_OF_4 else "rope_type": rope_type}
     return names | {"rope_scaling": {**scaling, **types} if scaling or rope_type != "default" else None}
 
 

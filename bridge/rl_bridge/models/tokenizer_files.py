@@ -5,7 +5,7 @@ file's. A folder whose file says otherwise would be read as other ids, and expor
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def _state(backend: Tokenizer, part: str) -> Any:
 def _difference(tokenizer: Any, own: Tokenizer) -> str | None:
     """Where the ids of a text are others than the file's: the file's, and these. None: they are the same."""
     added = own.get_added_tokens_decoder()
-    text = probe(own.encode) + " ".join(added[number].content for number in sorted(added))
+    text = probe(own.encode, [added[number].content for number in sorted(added)])
     for special in (False, True) if own.post_processor is not None else (False,):
         expected = own.encode(text, add_special_tokens=special).ids
         try:
@@ -134,8 +134,12 @@ def _difference(tokenizer: Any, own: Tokenizer) -> str | None:
     return None
 
 
-def probe(encode: Callable[[str], Any]) -> str:
-    """The characters of ``PROBE`` that can be encoded: some tokenizers raise where they have no token."""
+def probe(encode: Callable[[str], Any], tokens: Sequence[str] = ()) -> str:
+    """``PROBE``, and the tokens with spaces before them: as much as can be encoded.
+
+    Some tokenizers raise where they have no token.
+    """
+    pieces = [*PROBE, *(piece for token in tokens for piece in (" ", token))]
 
     def can(text: str) -> bool:
         try:
@@ -144,7 +148,7 @@ def probe(encode: Callable[[str], Any]) -> str:
             return False
         return True
 
-    return PROBE if can(PROBE) else "".join(filter(can, PROBE))
+    return text if can(text := "".join(pieces)) else "".join(filter(can, pieces))
 
 
 def _refusal(tokenizer: Any, own: Tokenizer) -> str:
