@@ -30,6 +30,7 @@ from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model
 from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.models.encoding import encode_row
+from rl_bridge.models.exported_files import ExportDtype, export_types
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
@@ -124,9 +125,12 @@ class Scored:
         """Hash of the model's files."""
         return {f"{self.kind}'s {name}": mark for name, mark in self.model.fingerprints().items()}
 
-    def save(self, folder: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format; the folder appears when it is whole."""
-        save_pretrained(Path(folder), self.engine, self.model.tokenizer)
+    def save(self, folder: str | Path, dtype: ExportDtype = "input") -> None:
+        """Write model and tokenizer in Hugging Face format; the folder appears when it is whole.
+
+        "input" writes each weight in the dtype of the folder that the model came from.
+        """
+        save_pretrained(Path(folder), self.engine, self.model.tokenizer, export_types(self.engines.source, dtype))
 
     def release(self) -> None:
         """Give the model's memory back."""
@@ -165,6 +169,7 @@ class Policy(Scored):
         apart_from: Sequence[Placed] = (),
     ) -> None:
         super().__init__(model, mesh, parallel, apart_from)
+        self.engines.rehearse_export(model.tokenizer, "input")
         self.objective, self.optimizer = objective, optimizer
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self._statistics: BatchStatistics | None = None

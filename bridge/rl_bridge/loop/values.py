@@ -103,6 +103,7 @@ class RewardModel(Scored):
         super().__init__(model, mesh, parallel)
         self.loss, self.optimizer = loss, optimizer
         self.engines.trained = ValueSource(model.source, pad_token=model.pad_token)
+        self.engines.rehearse_export(model.tokenizer, "input")
         self._statistics = BatchStatistics(loss, MOMENTUM)
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self.engine = self.engines.reward_model(optimizer, loss, **options)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from rl_bridge.models.exported_files import with_older_names, write_generation_config
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.stored_tensors import INDEX, ONE_FILE, require_fit
 from rl_bridge.weights.manifest import module_tensors
@@ -86,9 +87,9 @@ def write_checkpoint(
     config["dtype"] = str(dtype).removeprefix("torch.")
     if isinstance(send, Quantize):
         config["quantization_config"] = quantization_config(precision, model, send.names)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "config.json").write_text(json.dumps(with_older_names(config), indent=2))
     if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+        write_generation_config(model.generation_config, folder)
     return send
 
 

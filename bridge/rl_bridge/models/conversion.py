@@ -29,6 +29,7 @@ _NEEDED = {
         "WeightRenaming",
         "dot_natural_key",
         "rename_source_key",
+        "revert_weight_conversion",
     ),
 }
 
@@ -186,6 +187,11 @@ class ConvertedTensors:
             and stack.dim == 0
             and all(type(other) is self._internals.Concatenate and other.dim >= 1 for other in others)
         )
+
+
+def written_tensors(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that transformers writes of a model's: under the names of the hub, experts one by one."""
+    return _internals().revert_weight_conversion(model, dict(state))
 
 
 def _require_all(names: list[str], target: str, kind: str) -> None:

@@ -3,13 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -64,6 +64,7 @@ def require_floats(dtypes: Mapping[str, str], name: str) -> None:
 
 Made = TypeVar("Made")
 CONFIG, TOKENIZER, TEMPLATE = "config.json", "tokenizer.json", "chat_template.jinja"
+ADAPTER = "adapter_config.json"
 OWN = "own_model.json"
 """Written beside the weights of a class of the user's own, in place of a config."""
 OBJECTS = (CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
@@ -80,8 +81,8 @@ COUNTS = (
 """Fields of a config that nearly all families have."""
 
 
-def folder_of(name: str) -> Path:
-    """Where the files are; those of a hub id are downloaded first, if they are not here already.
+def folder_of(name: str, patterns: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
+    """Where the files are; those of a hub id that match are downloaded first, if they are not here already.
 
     Raises:
         ValueError: no such folder and no such model on the hub, a file, or the folder of a run instead of its model.
@@ -89,7 +90,10 @@ def folder_of(name: str) -> Path:
     path = require_place(name)
     if path.is_dir():
         return path
-    return made(name, lambda: Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])))
+    folder = made(name, lambda: Path(snapshot_download(name, allow_patterns=list(patterns))))
+    if (reason := _adapter(folder)) is not None:
+        raise ValueError(f"no model can be loaded from {name!r}: {reason}")
+    return folder
 
 
 def require_place(name: str, *, model: bool = True) -> Path:
@@ -117,6 +121,8 @@ def _why_not(name: str, path: Path, model: bool) -> str | None:
             export = path / "model"
             state = f"its model is {export}" if export.is_dir() else "has no model yet"
             return f"it is the folder of a run, and {state}"
+        if model and (reason := _adapter(path)) is not None:
+            return reason
         if model and not (path / CONFIG).exists():
             return _without_config(path)
         files = [path / file for file in (*OBJECTS, TEMPLATE) if (path / file).exists()]
@@ -127,6 +133,23 @@ def _why_not(name: str, path: Path, model: bool) -> str | None:
         len(parts) > 2 or not all(parts) or name.startswith((".", "~")) or (len(parts) == 2 and path.parent.is_dir())
     )
     return "there is no such folder" if is_path else None
+
+
+def _adapter(folder: Path) -> str | None:
+    """Why a folder with an adapter of peft's is no model, whether or not weights lie beside the adapter."""
+    if not (folder / ADAPTER).is_file():
+        return None
+    try:
+        about = json.loads((folder / ADAPTER).read_text("utf-8"))
+        kind, base = str(about.get("peft_type", "LoRA")), about.get("base_model_name_or_path")
+    except (ValueError, AttributeError, RecursionError):
+        kind, base = "LoRA", None
+    return (
+        f"its {ADAPTER} says that it is a {'LoRA' if kind == 'LORA' else kind} adapter of "
+        f"{base or 'a model that is not named'}, which is not applied here. Merge the adapter: "
+        "peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(MERGED), with the "
+        f"tokenizer beside it; or take {ADAPTER} out of the folder to train its weights without the adapter"
+    )
 
 
 def _without_config(folder: Path) -> str:
@@ -181,20 +204,6 @@ def _field_that_cannot_be(config: dict[str, Any]) -> str | None:
 def config_of(name: str, folder: Path | str) -> Any:
     """The configuration in a folder. Raises ValueError, with what transformers says of it."""
     return made(name, lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
-
-
-def tokenizer_in(name: str, *, alone: bool = False) -> Any:
-    """The tokenizer. Raises ValueError where there is none, or where its files are missing.
-
-    ``alone``: no model need lie beside it.
-    """
-    require_place(name, model=not alone)
-    tokenizer: Any = made(
-        name, what="its tokenizer: ", make=lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    )
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(f"the tokenizer of {name!r} has no tokens but special ones: is {TOKENIZER} missing?")
-    return tokenizer
 
 
 def made(name: str, make: Callable[[], Made], what: str = "") -> Made:

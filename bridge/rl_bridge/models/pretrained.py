@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.files import replacing
 from rl_bridge.data.rows import RESPONSES
-from rl_bridge.models.model_folder import tokenizer_in
+from rl_bridge.models.exported_files import ExportTypes, add_older_names, write_generation_config
+from rl_bridge.models.model_folder import CONFIG
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import OwnModel, save_own
 from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.models.tokenizer_files import tokenizer_in, write_tokenizer
 from rl_bridge.models.turn_ends import add_turn_ends
 from rl_bridge.weights.manifest import full, is_peft
 from rl_bridge.weights.source import source_of
@@ -75,14 +77,17 @@ def new_for_rows(rows: Sequence[Mapping[str, Any]], *, seed: int) -> tuple[Model
     return TinySource.for_tokenizer(tokenizer, seed=seed), tokenizer
 
 
-def save_pretrained(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_pretrained(
+    folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBase, types: ExportTypes | None = None
+) -> None:
     """Write model and tokenizer in Hugging Face format; the folder appears when it is whole.
 
-    Its ``generation_config.json`` stops at every token that ends a trained turn.
+    Its ``generation_config.json`` stops at every token that ends a trained turn. Without ``types`` the weights have the
+    dtype that they are trained in.
     """
     with replacing(folder) as temporary:
-        policy.save_pretrained(str(temporary))
-        tokenizer.save_pretrained(str(temporary))
+        policy.save_pretrained(str(temporary), *(() if types is None else (types,)))
+        write_tokenizer(tokenizer, temporary)
         add_turn_ends(temporary, tokenizer)
 
 
@@ -90,49 +95,58 @@ def save_pretrained(folder: Path, policy: Any, tokenizer: PreTrainedTokenizerBas
 
 
 @torch.no_grad()
-def save_sharded_model(model: PreTrainedModel, folder: str) -> None:
+def save_sharded_model(model: PreTrainedModel, folder: str, types: ExportTypes | None = None) -> None:
     """Write configuration and weights. All workers that hold a part call the function; the first of them writes.
 
     The folder is what transformers itself writes of a plain model: experts one by one, under the names of the hub. Of a
     class of the user's own it has the weights under the class's names. A model with adapters is written merged, as
     every reader knows it.
+
+    Raises:
+        ValueError: a number that a dtype of ``types`` has not.
     """
-    wrapped = cast(PreTrainedModel, model.get_base_model()) if is_peft(model) else model
     meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
     # A parameter that tensor parallelism leaves whole knows nothing of the other tensor ranks.
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     writes = mesh is None or all(place == 0 for place in mesh.get_coordinate() or ())
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name, tensor in source_of(model).stream(adapter=False):
         # Gathered one at a time, and kept by the worker that writes alone.
         whole = full(tensor)
         if writes:
-            state[name] = whole.cpu()
+            state[name] = whole.cpu() if types is None else types.cast(name, whole.cpu())
     if writes:
-        _write(wrapped, state, folder)
+        dtype = next(iter(state.values())).dtype if types is None else types.dtype
+        write_model(model, state, Path(folder), dtype)
     for group in mesh.get_all_groups() if mesh is not None else []:
         if group.size() > 1:
             dist.barrier(group)
 
 
-def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: str) -> None:
+def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
     """Have a plain model of the class write the tensors: transformers goes by names of classes, which FSDP changes.
+
+    ``dtype`` is what the configuration says. Without tensors the files beside them are written.
 
     Raises:
         RuntimeError: transformers has written nothing.
     """
+    model = cast(PreTrainedModel, model.get_base_model()) if is_peft(model) else model
     if isinstance(model, OwnModel):
-        save_own(model, state, Path(folder))
+        save_own(model, state, folder)
         return
     kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # some families look theirs up in a table of their own
     with torch.device("meta"):
-        plain = kind(config).to(next(iter(state.values())).dtype)
-    if model.can_generate():
-        plain.generation_config = model.generation_config
+        plain = kind(config).to(dtype)
+    if plain.can_generate():
+        plain.generation_config = GenerationConfig()  # what transformers refuses to write is written below
     # transformers lets the first process of the world alone write, which may have no part in this engine.
     plain.should_save_on_this_rank = lambda is_main_process: True
-    plain.save_pretrained(folder, state_dict=state)
-    if not (Path(folder) / "config.json").is_file():
-        raise RuntimeError(f"{kind.__name__}.save_pretrained wrote no config.json into {folder}")
+    plain.save_pretrained(str(folder), state_dict=state)
+    if not (folder / CONFIG).is_file():
+        raise RuntimeError(f"{kind.__name__}.save_pretrained wrote no {CONFIG} into {folder}")
+    add_older_names(folder)
+    if model.can_generate() and model.generation_config is not None:
+        write_generation_config(model.generation_config, folder)

@@ -11,6 +11,7 @@ from rl_bridge.data.token_batch import MicroBatch, TokenBatch, micro_batches, re
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
 from rl_bridge.memory.token_budget import TokenBudget, scores_within_memory
+from rl_bridge.models.exported_files import ExportTypes
 from rl_bridge.models.model_source import ModelSource, device_of
 from rl_bridge.models.pretrained import save_sharded_model
 from rl_bridge.models.row_checks import positions_of, rotary_bound
@@ -197,10 +198,13 @@ class Scorer(ParallelModule):
         return self.weight_receiver().usable_version()
 
     @returns("same")
-    def save_pretrained(self, folder: str) -> None:
-        """Write the model in Hugging Face format, whole; the engine's first worker does."""
+    def save_pretrained(self, folder: str, types: ExportTypes | None = None) -> None:
+        """Write the model in Hugging Face format, whole; the engine's first worker does.
+
+        Without ``types`` the weights have the dtype that they are trained in.
+        """
         self.require_weights()
-        save_sharded_model(self.model, folder)
+        save_sharded_model(self.model, folder, types)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The weights and their version, and the optimiser of a module that has one; with LoRA the frozen base too."""

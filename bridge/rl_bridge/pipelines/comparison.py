@@ -345,6 +345,7 @@ def run_preference(pipeline: PreferencePipeline, observers: Sequence[Observer] =
     examples, held_out, pad, scoring = data.examples, data.held_out, data.pad_token_id, pipeline.scoring()
     config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), data.source)
+    engines.rehearse_export(data.tokenizer, pipeline.export_dtype)
     with engines, open_run(pipeline, data.fingerprints, executor, observers) as run:
         engines.serve(run)
         reference = engines.completion_scorer(scoring) if loss.needs_reference else None
@@ -370,7 +371,7 @@ def run_preference(pipeline: PreferencePipeline, observers: Sequence[Observer] =
         )
         after = evaluate()
         best = run.load_best({"policy": policy})
-        save_pretrained(run.folder / "model", policy, data.tokenizer)
+        save_pretrained(run.folder / "model", policy, data.tokenizer, engines.types)
         summary = {
             "result": accuracy_of(after),
             "before": before,
@@ -413,6 +414,7 @@ def run_reward_model(pipeline: RewardModelPipeline, observers: Sequence[Observer
     source = ValueSource(data.source, pad_token=pad)
     config = replace(pipeline.reward_model, steps=pipeline.steps_for(len(data.examples), pipeline.reward_model))
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), source)
+    engines.rehearse_export(data.tokenizer, pipeline.export_dtype)
     with engines, open_run(pipeline, data.fingerprints, executor, observers) as run:
         engines.serve(run)
         model = engines.reward_model(pipeline.optimizer, loss, updates=config.steps, scoring=pipeline.scoring())
@@ -422,7 +424,7 @@ def run_reward_model(pipeline: RewardModelPipeline, observers: Sequence[Observer
         train_reward_model(run, model, stream, loss, config, evaluate=evaluate, pad_token_id=pad)
         after = evaluate()
         best = run.load_best({"model": model})
-        save_pretrained(run.folder / "model", model, data.tokenizer)
+        save_pretrained(run.folder / "model", model, data.tokenizer, engines.types)
         summary = {
             "result": accuracy_of(after),
             "after": after,

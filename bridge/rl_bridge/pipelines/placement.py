@@ -15,6 +15,8 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors import Executor
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.session import current_executor, init
+from rl_bridge.models.export_rehearsal import rehearse_export
+from rl_bridge.models.exported_files import ExportDtype, ExportTypes, export_types
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.comparison import ComparisonLoss, CompletionScorer, PreferenceModule, RewardModule
 from rl_bridge.modules.policy import PolicyModule
@@ -118,6 +120,8 @@ class Engines:
         """Slots that the rollout has to itself. None: every slot has the rollout and all other engines."""
         self.apart: Sequence[Engine] = ()
         """Engines of somebody else, in whose slots no model is trained or scored."""
+        self.types = ExportTypes()
+        """The dtypes that the trained model is exported in."""
         self._engines: list[Engine] = []
         self.notes: list[str] = []
         """Notes of the engines made so far: where rows lie otherwise than asked for, and why."""
@@ -136,6 +140,15 @@ class Engines:
     def serve(self, run: Run) -> None:
         """Name the engines after this run, and give it their notes. Comes before the first engine is made."""
         self._run, self.tell = run.folder.name, run.note
+
+    def rehearse_export(self, tokenizer: PreTrainedTokenizerBase, dtype: ExportDtype) -> None:
+        """Write and read back the files of the untrained model, and keep the ``types`` that it will be exported in.
+
+        Raises:
+            ValueError: what could not be exported after the training.
+        """
+        self.types = export_types(self.source, dtype)
+        rehearse_export(self.trained, tokenizer, self.types)
 
     def supervised(self, optimizer: OptimizerConfig, *, updates: int, scoring: ScoringConfig) -> TrainEngine:
         """The engine of the warm start."""

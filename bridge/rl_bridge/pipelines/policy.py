@@ -267,6 +267,7 @@ def train_and_evaluate(
     rollout_workers = pipeline.asynchronous.rollout_workers
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)
     engines.rollout_workers = rollout_workers
+    engines.rehearse_export(tokenizer, pipeline.export_dtype)
     objective, coefficients = controlled(objective, pipeline.kl_control, pipeline.entropy_control, pipeline.completions)
     teacher = None if pipeline.teacher is None else teacher_source(pipeline.teacher, tokenizer)
     if objective.value is not None:
@@ -414,15 +415,14 @@ class PolicyStages:
 
     def export(self, policy: TrainEngine) -> None:
         """The folder ``model`` has the last policy, and ``best`` the one that was best on held-out rows."""
-        save_pretrained(self.run.folder / "model", policy, self.tokenizer)
+        save_pretrained(self.run.folder / "model", policy, self.tokenizer, self.engines.types)
         if self.run.load_best({"policy": policy}) is not None:
-            save_pretrained(self.run.folder / "best", policy, self.tokenizer)
+            save_pretrained(self.run.folder / "best", policy, self.tokenizer, self.engines.types)
 
     def summary(self, before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """The content of ``summary.json``: both evaluations, compared."""
-        accuracy = before["greedy"]["reward"], after["greedy"]["reward"]
         return {
-            "result": "held-out {} {:.2f} → {:.2f}".format(self._scale, *accuracy),
+            "result": f"held-out {self._scale} {before['greedy']['reward']:.2f} → {after['greedy']['reward']:.2f}",
             "accuracy_before": before["greedy"]["reward"],
             "accuracy_after": after["greedy"]["reward"],
             "gain": confidence_interval(after["greedy"]["scores"], before["greedy"]["scores"]),

@@ -78,6 +78,7 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
     config = replace(pipeline.sft, steps=pipeline.steps_for(len(train)))
     mesh = pipeline.mesh.of(len(executor.slots))
     engines = pipeline.engines(executor, mesh, source)
+    engines.rehearse_export(tokenizer, pipeline.export_dtype)
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     batch = collate(held_out, pad)
@@ -94,7 +95,7 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
         train_sft(run, policy, stream, lambda row: row, config, pad_token_id=pad, held_out=batch)
         after = held_out_nll(policy, batch)
         best = run.load_best({"policy": policy})
-        save_pretrained(folder / "model", policy, tokenizer)
+        save_pretrained(folder / "model", policy, tokenizer, engines.types)
         summary = {
             "result": f"held-out nll {before:.3f} → {after:.3f}; {folder / 'model'} has the "
             + ("last: no step had one" if best is None else f"best, {best:.3f}"),

@@ -21,6 +21,7 @@ from rl_bridge.data.tasks import arithmetic_rows, split_rows
 from rl_bridge.engines import Mesh
 from rl_bridge.executors import Executor
 from rl_bridge.models.chat_templates import read_template, use_template
+from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.model_source import FreezingSource, ModelSource, PretrainedSource
 from rl_bridge.models.own_model import OwnSource, class_fingerprint, factory_of, is_file_of_class, own_source
@@ -82,6 +83,8 @@ class TrainingOptions(RunOptions, PlacementOptions):
     from the seed."""
     chat_template: Path | None = field(default=None, metadata=MAY_CHANGE)
     """File with a Jinja chat template in place of the tokenizer's; the exported tokenizer has it."""
+    export_dtype: ExportDtype = field(default="input", metadata=MAY_CHANGE)
+    """Numbers of the exported model. input: those of the folder that it came from, weight by weight."""
     data: str | None = field(default=None, metadata=MAY_CHANGE)
     """JSON, JSONL, CSV, Parquet or Arrow file, or a Hugging Face dataset; or FILE.py:function, which yields rows.
     None is two-digit addition."""

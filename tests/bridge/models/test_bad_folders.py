@@ -41,6 +41,16 @@ def without(*names):
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
+def adapter(kind, base, *lost):
+    about = json.dumps({"peft_type": kind, "base_model_name_or_path": base})
+
+    def change(folder):
+        written("adapter_config.json", about.encode())(folder)
+        without(*lost)(folder)
+
+    return change
+
+
 CASES = {
     "activation": (changed("config.json", hidden_act="no-such"), "no-such"),
     "dtype": (changed("config.json", dtype="float5"), "float5"),
@@ -53,6 +63,14 @@ CASES = {
     "a pad token": (changed("config.json", pad_token_id=99999), "pad_token_id 99999, and its vocab_size is"),
     "another width": (changed("config.json", intermediate_size=65), "model: 'model.layers.0.mlp.gate_proj.weight'"),
     "no JSON": (written("config.json", b"{"), "config.json"),
+    "an adapter": (
+        adapter("LORA", "org/Small-1B", "config.json", ONE_FILE),
+        "is a LoRA adapter of org/Small-1B",
+    ),
+    "an adapter and a config": (adapter("LORA", "base", ONE_FILE), "is a LoRA adapter of base, which is not applied"),
+    "an adapter and a whole model": (adapter("LORA", "base"), "train its weights without the adapter"),
+    "an adapter of another kind": (adapter("IA3", None), "is a IA3 adapter of a model that is not named, which"),
+    "an adapter without JSON": (written("adapter_config.json", b"{"), "adapter_config.json says that it is a LoRA"),
     "a list": (written("config.json", b"[]"), "config.json must hold a JSON object, got list"),
     "no config": (without("config.json"), "has no config.json"),
     "a tokenizer's list": (written("tokenizer_config.json", b"[]"), "tokenizer_config.json must hold a JSON object"),

@@ -1,0 +1,119 @@
+r"""An exported folder is the same model, tokenizer and settings for transformers 4.
+
+Needs a folder with that version alone, which ``RL_FN_TRANSFORMERS4`` names:
+pip install --target DIR --no-deps transformers==4.57.3 tokenizers==0.22.1 huggingface_hub==0.36.0 requests urllib3 \
+    certifi idna charset-normalizer
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging
+
+from rl_bridge.models.exported_files import ExportTypes
+from rl_bridge.models.pretrained import save_pretrained, save_sharded_model, tokenizer_of
+from tests.bridge.families import zoo
+from tests.support import transformers4
+from tests.support.chat_templates import bytes_tokenizer
+
+OTHER = os.environ.get("RL_FN_TRANSFORMERS4")
+pytestmark = [
+    pytest.mark.skipif(OTHER is None, reason="RL_FN_TRANSFORMERS4 names no folder with transformers 4"),
+    pytest.mark.filterwarnings("ignore"),
+]
+FAMILIES = [kind for kind in zoo.FAMILIES if zoo.reason(kind) is None]
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 16},
+}
+
+
+def export(model, folder, tokenizer=None):
+    if tokenizer is None:
+        save_sharded_model(model, str(folder), ExportTypes())
+    else:
+        policy = SimpleNamespace(save_pretrained=lambda to, types: save_sharded_model(model, to, types))
+        save_pretrained(folder, policy, tokenizer, ExportTypes())
+    return str(folder)
+
+
+def scaled(kind, scaling):
+    """The tiny model with other rotary frequencies."""
+    config = zoo.config(kind)
+    part = {n: value for n, value in config.rope_parameters.items() if n == "partial_rotary_factor"}
+    config.rope_parameters = {"rope_theta": 12345.0, **part, **scaling}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    zoo.draw(model, torch.Generator().manual_seed(0))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Name → what transformers 5 and 4 read of an exported folder."""
+    place = tmp_path_factory.mktemp("exports")
+    logging.set_verbosity_error()
+    folders = {kind: export(zoo.tiny(kind), place / kind) for kind in FAMILIES}
+    for kind in ("llama", "qwen2", "gpt_neox", "phi"):
+        for name, scaling in SCALINGS.items():
+            folders[f"{kind} {name}"] = export(scaled(kind, scaling), place / f"{kind}-{name}")
+    for kind in ("chatml", "llama3"):
+        written = place / f"written-{kind}"
+        model = scaled("qwen2", {"rope_type": "default"})
+        model.generation_config = GenerationConfig(eos_token_id=[1, 2], temperature=0.6, top_p=0.9)
+        export(model, written, bytes_tokenizer(kind))
+        folders[f"tokenizer {kind}"] = export(model, place / f"again-{kind}", tokenizer_of(str(written)))
+    requests, out = place / "list.json", place / "out.json"
+    requests.write_text(json.dumps(list(folders.values())))
+    environment = {**os.environ, "PYTHONPATH": str(OTHER), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, transformers4.__file__, str(requests), str(out)]
+    subprocess.run(command, check=True, env=environment)
+    older = json.loads(out.read_text())
+    results = {}
+    for name, folder in folders.items():
+        try:
+            newer = transformers4.read(folder)
+        except Exception as error:
+            newer = {"error": str(error)}
+        results[name] = (newer, older[folder])
+    Path(place / "results.json").write_text(json.dumps(results))
+    return results
+
+
+def test_the_other_version_is_another(both):
+    newer, older = both["llama"]
+    assert newer["version"].startswith("5.") and older["version"].startswith("4.")
+
+
+NOT_COMPARED = "does not recognize this architecture"
+
+
+def names():
+    return [*FAMILIES, *(f"{kind} {name}" for kind in ("llama", "qwen2", "gpt_neox", "phi") for name in SCALINGS)]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_model_is_the_same_in_both(name, both):
+    newer, older = both[name]
+    if NOT_COMPARED in older.get("error", ""):
+        pytest.skip("a family of transformers 5")
+    assert older.get("error") == newer.get("error")
+    torch.testing.assert_close(torch.tensor(older["logits"]), torch.tensor(newer["logits"]), rtol=1e-3, atol=1e-3)
+    assert older["dtype"] == newer["dtype"] == "torch.float32"
+
+
+@pytest.mark.parametrize("kind", ["chatml", "llama3"])
+def test_tokenizer_and_settings_are_the_same_in_both(kind, both):
+    newer, older = both[f"tokenizer {kind}"]
+    for what in ("ids", "special", "template", "stop"):
+        assert older[what] == newer[what]
