@@ -25,6 +25,7 @@ from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
+from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.pretrained import pretrained, save_pretrained
@@ -262,9 +263,10 @@ def train_and_evaluate(
 ) -> dict[str, Any]:
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
     rewards = reward if isinstance(reward, Rewards) else load(reward)
-    rewards.try_on(train_rows, tokenizer)
+    rewards.try_on(train_rows, tokenizer, beside=pipeline.asynchronous.on)
     environment = pipeline.environments()
     fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
+    fingerprints |= dates_of(tokenizer)
     rollout_workers = pipeline.asynchronous.rollout_workers
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)
     engines.rollout_workers = rollout_workers
