@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -92,6 +92,11 @@ def set_threads(host: Host, threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def threads_of(host: Host) -> int:
+    """The CPU threads of a worker's process."""
+    return torch.get_num_threads()
+
+
 class Engines:
     """Makes the engines of a run, all over the same workers: in turns. On leaving the context it releases them."""
 
@@ -114,6 +119,8 @@ class Engines:
         """
         self._run, self.trained = run, source if trained is None else trained
         self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
+        self.threads: int | None = None
+        """CPU threads that the options name for each worker."""
         self.rollout_workers: int | None = None
         """Slots that the rollout has to itself. None: every slot has the rollout and all other engines."""
         self.apart: Sequence[Engine] = ()
@@ -136,6 +143,27 @@ class Engines:
     def serve(self, run: Run) -> None:
         """Name the engines after this run, and give it their notes. Comes before the first engine is made."""
         self._run, self.tell = run.folder.name, run.note
+        self._keep_threads(run)
+
+    def _keep_threads(self, run: Run) -> None:
+        """A resumed run has the numbers of threads that it began with: with others, sums are in another order."""
+        now = [torch.get_num_threads(), *self._each(threads_of, [()] * len(self.executor.slots))]
+        before = run.cached_result("threads", lambda: now)
+        if before == now or len(before) != len(now):
+            return
+        if self.threads is not None:
+            run.note(f"the run began with {before[0]} CPU threads and has {now[0]} now: its sums may round otherwise")
+            return
+        tell(f"{before[0]} CPU threads as at the beginning of the run, where this process would take {now[0]}")
+        torch.set_num_threads(before[0])
+        self._each(set_threads, [(threads,) for threads in before[1:]])
+
+    def _each(self, function: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
+        """The results of all slots, in order."""
+        slots = [slot.index for slot in self.executor.slots]
+        of_slots = dict(zip(slots, arguments, strict=True))
+        results = self.executor.call(function, of_slots, what=function.__name__, timeout=60)
+        return [results[slot] for slot in slots]
 
     def supervised(self, optimizer: OptimizerConfig, *, updates: int, scoring: ScoringConfig) -> TrainEngine:
         """The engine of the warm start."""

@@ -25,7 +25,6 @@ from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
-from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.pretrained import pretrained, save_pretrained
@@ -191,11 +190,11 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         """Role → folder or hub id, with the critic's and the teacher's."""
         return super().models() | {"critic's model": self.critic.model, "teacher": self.teacher}
 
-    def fingerprints(self) -> dict[str, str]:
+    def fingerprints(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, str]:
         """Fingerprints that a resumed run compares, with the environment's and the loss's."""
         loss = self.objective.loss
         own = {} if loss is None else {"loss": content_of(Path(loss.rpartition(":")[0]))}
-        return super().fingerprints() | self.environment_fingerprint() | own
+        return super().fingerprints(tokenizer) | self.environment_fingerprint() | own
 
     @property
     def completions(self) -> int:
@@ -265,8 +264,7 @@ def train_and_evaluate(
     rewards = reward if isinstance(reward, Rewards) else load(reward)
     rewards.try_on(train_rows, tokenizer, beside=pipeline.asynchronous.on)
     environment = pipeline.environments()
-    fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
-    fingerprints |= dates_of(tokenizer)
+    marks = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints(tokenizer)
     rollout_workers = pipeline.asynchronous.rollout_workers
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)
     engines.rollout_workers = rollout_workers
@@ -276,7 +274,7 @@ def train_and_evaluate(
         require_critic(pipeline.critic)
     # Refuses a backend that cannot be here, before a run begins.
     pipeline.rollout.factory(source, tokenizer, sleep=pipeline.offload == "phases")
-    with closing(rewards), engines, open_run(pipeline, fingerprints, executor, observers) as run:
+    with closing(rewards), engines, open_run(pipeline, marks, executor, observers) as run:
         engines.serve(run)
         run.keep_best("held_out")
         stages = PolicyStages(
