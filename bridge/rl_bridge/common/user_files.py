@@ -19,8 +19,8 @@ from typing import Any
 _OWN = ("rl_fn", "rl_kernels", "rl_bridge", "rl_tools")
 _INSTALLED = {"site-packages", "dist-packages"}
 _BEGIN_PROCESSES = ("reward", "environment")
-_names: set[str] = set()
-"""Names of the modules that files were loaded as in this process."""
+_kinds: dict[str, str] = {}
+"""Name of a module that a file was loaded as in this process → its kind. A file may hold a reward and a tool."""
 _folders: set[Path] = set()
 """Folders that files were loaded from in this process."""
 
@@ -38,18 +38,20 @@ def load_file(path: Path, kind: str) -> ModuleType:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such {kind} file: {path}")
-    is_found = kind in _BEGIN_PROCESSES and _finds(path.stem, path.resolve())
+    is_free = path.stem not in sys.modules or _kinds.get(path.stem) == kind
+    is_found = kind in _BEGIN_PROCESSES and is_free and _finds(path.stem, path.resolve())
     name = path.stem if is_found else f"rl_bridge_{kind}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses, among others, look their own module up.
     sys.modules[spec.name] = module
-    _names.add(spec.name)
+    _kinds[spec.name] = kind
     try:
         with _neighbours(path.resolve().parent), the_users_code():
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
+        sys.modules.pop(spec.name, None)
         if isinstance(error, PermissionError) and str(error.filename) == str(path.absolute()):
             raise
         relative = "relative import" in str(error)
@@ -60,7 +62,7 @@ def load_file(path: Path, kind: str) -> ModuleType:
 
 def _finds(name: str, file: Path) -> bool:
     """Whether an import of ``name`` in another process, with this one's path, runs the file and no other module."""
-    if not name.isidentifier() or name in sys.stdlib_module_names or (name in sys.modules and name not in _names):
+    if not name.isidentifier() or name in sys.stdlib_module_names:
         return False
     folder = str(file.parent)
     importlib.invalidate_caches()

@@ -185,10 +185,10 @@ class Rewards:
         thread.start()
         thread.join()
         if failures:
-            known = "" if OWN_PROCESS in str(failures[0]) else OWN_PROCESS
+            way_on = "" if OWN_PROCESS in str(failures[0]) else OWN_PROCESS
             raise RewardError(
                 f"{failures[0]}; in the program's main thread the same call succeeded, and rollouts that run ahead of "
-                f"training ask for rewards from another thread{known}"
+                f"training ask for rewards from another thread{way_on}"
             ) from failures[0]
 
     def close(self) -> None:
