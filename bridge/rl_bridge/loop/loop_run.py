@@ -12,6 +12,7 @@ from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.data import Part
 from rl_bridge.loop.trained import Metrics, Policy, Scored
+from rl_bridge.pipelines.placement import keep_threads
 from rl_bridge.run import run
 from rl_bridge.run.options import RunOptions
 from rl_bridge.run.run import Observer, Stateful, open_run
@@ -90,6 +91,7 @@ class Run:
             for own, holder in part.parts().items()
         }
         self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
+        keep_threads(self._run, current_executor())
         self._step: int | None = None
         self._total = 0
 

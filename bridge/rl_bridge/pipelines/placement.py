@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -97,6 +97,26 @@ def threads_of(host: Host) -> int:
     return torch.get_num_threads()
 
 
+def keep_threads(run: Run, executor: Executor, chosen: int | None = None) -> None:
+    """Give a resumed run the numbers of threads that it began with: with others, sums are in another order.
+
+    ``chosen``: the number that the user has named for this session, which stays.
+    """
+    slots = [slot.index for slot in executor.slots]
+    by_slot = executor.call(threads_of, dict.fromkeys(slots, ()), what="threads_of", timeout=60)
+    now = [torch.get_num_threads(), *(by_slot[slot] for slot in slots)]
+    before = run.cached_result("threads", lambda: now)
+    if before == now or len(before) != len(now):
+        return
+    if chosen is not None:
+        run.note(f"the run began with {before[0]} CPU threads and has {now[0]} now: its sums may round otherwise")
+        return
+    tell(f"{before[0]} CPU threads as at the beginning of the run, where this process would take {now[0]}")
+    torch.set_num_threads(before[0])
+    threads = {slot: (number,) for slot, number in zip(slots, before[1:], strict=True)}
+    executor.call(set_threads, threads, what="set_threads", timeout=60)
+
+
 class Engines:
     """Makes the engines of a run, all over the same workers: in turns. On leaving the context it releases them."""
 
@@ -143,27 +163,7 @@ class Engines:
     def serve(self, run: Run) -> None:
         """Name the engines after this run, and give it their notes. Comes before the first engine is made."""
         self._run, self.tell = run.folder.name, run.note
-        self._keep_threads(run)
-
-    def _keep_threads(self, run: Run) -> None:
-        """A resumed run has the numbers of threads that it began with: with others, sums are in another order."""
-        now = [torch.get_num_threads(), *self._each(threads_of, [()] * len(self.executor.slots))]
-        before = run.cached_result("threads", lambda: now)
-        if before == now or len(before) != len(now):
-            return
-        if self.threads is not None:
-            run.note(f"the run began with {before[0]} CPU threads and has {now[0]} now: its sums may round otherwise")
-            return
-        tell(f"{before[0]} CPU threads as at the beginning of the run, where this process would take {now[0]}")
-        torch.set_num_threads(before[0])
-        self._each(set_threads, [(threads,) for threads in before[1:]])
-
-    def _each(self, function: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
-        """The results of all slots, in order."""
-        slots = [slot.index for slot in self.executor.slots]
-        of_slots = dict(zip(slots, arguments, strict=True))
-        results = self.executor.call(function, of_slots, what=function.__name__, timeout=60)
-        return [results[slot] for slot in slots]
+        keep_threads(run, self.executor, self.threads)
 
     def supervised(self, optimizer: OptimizerConfig, *, updates: int, scoring: ScoringConfig) -> TrainEngine:
         """The engine of the warm start."""

@@ -64,17 +64,19 @@ def test_all_coroutines_share_an_event_loop_and_none_outlives_its_conversations(
 
 def test_a_coroutine_that_stops_the_event_loop_stops_no_later_one(monkeypatch):
     monkeypatch.setattr(event_loop, "PATIENCE", 0.05)
-    released = threading.Event()
+    released, loops = threading.Event(), []
 
     async def computes():
+        loops.append(asyncio.get_running_loop())
         released.wait()
 
     with ThreadedSteps(limit=0.05) as steps:
         steps.start("computes", computes)
         assert isinstance(all_of(steps, 1)["computes"].error, TimeoutError)
-    stuck = event_loop._here.loop
+        while not loops:
+            time.sleep(0.001)
     deadline = time.monotonic() + 60
-    while event_loop._here.loop is stuck:
+    while event_loop._here.loop is loops[0]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with ThreadedSteps(limit=30) as steps:
