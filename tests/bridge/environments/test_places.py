@@ -25,7 +25,7 @@ from tests.support.simulated_sampler import SimulatedSampler
 TOKENIZER = character_tokenizer("0123456789+-=?")
 LIMITS = Limits(max_turns=3, turn_tokens=20)
 KINDS = """
-import asyncio, dataclasses, pathlib, pickle, signal, sqlite3, threading
+import asyncio, dataclasses, pathlib, pickle, signal, threading
 from helper_of_environments import length as of_helper
 from rl_bridge.environments import Step
 
@@ -58,7 +58,7 @@ async def asked(text):
         KEPT[1].write(text.encode() + b"\\n")
         return int(await KEPT[0].readline())
 
-LOCAL, AT_IMPORT = threading.local(), threading.local()
+LOCAL, AT_IMPORT, OF_RESET = threading.local(), threading.local(), threading.local()
 AT_IMPORT.length = len
 
 def of_this_thread(text):
@@ -89,13 +89,12 @@ KINDS = {
 
 class Lengths:
     def reset(self, row):
-        self.length = KINDS[row["kind"]] if row["kind"] in KINDS else self.of_database
-        if self.length == self.of_database:
-            self.database = sqlite3.connect(":memory:")
+        self.length = KINDS[row["kind"]] if row["kind"] in KINDS else self.of_reset
+        OF_RESET.length = len
         return [{"role": "user", "content": row["prompt"]}]
 
-    def of_database(self, text):
-        return self.database.execute("select length(?)", (text,)).fetchone()[0]
+    def of_reset(self, text):
+        return OF_RESET.length(text)
 
     def step(self, messages):
         length = self.length(messages[-1]["content"])
@@ -108,7 +107,7 @@ class Lengths:
     def answer(self, length):
         return Step(messages=[{"role": "tool", "content": f"={length}"}], reward=float(length))
 """
-NEED_A_PROCESS = ("alarm", "alarm in a coroutine", "thread-local of the import", "database of the conversation")
+NEED_A_PROCESS = ("alarm", "alarm in a coroutine", "thread-local of the import", "thread-local of reset")
 OTHERS = (
     *("semaphore", "kept connection", "thread-local", "cache", "dataclass", "neighbour", "neighbour at the call"),
     "asyncio.run",
