@@ -18,12 +18,18 @@ from typing import Any
 
 _OWN = ("rl_fn", "rl_kernels", "rl_bridge", "rl_tools")
 _INSTALLED = {"site-packages", "dist-packages"}
+_BEGIN_PROCESSES = ("reward", "environment")
+_kinds: dict[str, str] = {}
+"""Name of a module that a file was loaded as in this process → its kind. A file may hold a reward and a tool."""
 _folders: set[Path] = set()
 """Folders that files were loaded from in this process."""
 
 
 def load_file(path: Path, kind: str) -> ModuleType:
     """The file as a module. The file can import the modules that lie beside it. ``kind`` is what it holds: "reward".
+
+    A reward's or an environment's module has the file's name, where that name finds the file: a process that its
+    functions begin (``multiprocessing``, by spawn) imports the module by that name.
 
     Raises:
         FileNotFoundError: no such file.
@@ -32,19 +38,36 @@ def load_file(path: Path, kind: str) -> ModuleType:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such {kind} file: {path}")
-    spec = importlib.util.spec_from_file_location(f"rl_bridge_{kind}_{path.stem}", path)
+    is_free = path.stem not in sys.modules or _kinds.get(path.stem) == kind
+    is_found = kind in _BEGIN_PROCESSES and is_free and _finds(path.stem, path.resolve())
+    name = path.stem if is_found else f"rl_bridge_{kind}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses, among others, look their own module up.
     sys.modules[spec.name] = module
+    _kinds[spec.name] = kind
     try:
         with _neighbours(path.resolve().parent), the_users_code():
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
+        sys.modules.pop(spec.name, None)
         if isinstance(error, PermissionError) and str(error.filename) == str(path.absolute()):
             raise
-        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        relative = "relative import" in str(error)
+        way_on = "; a module beside the file is imported by its name: import NAME" if relative else ""
+        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}{way_on}") from error
     return module
+
+
+def _finds(name: str, file: Path) -> bool:
+    """Whether an import of ``name`` in another process, with this one's path, runs the file and no other module."""
+    if not name.isidentifier() or name in sys.stdlib_module_names:
+        return False
+    folder = str(file.parent)
+    importlib.invalidate_caches()
+    spec = importlib.machinery.PathFinder.find_spec(name, [*(entry for entry in sys.path if entry != folder), folder])
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
 
 
 @contextmanager
@@ -61,11 +84,10 @@ def the_users_code() -> Iterator[None]:
             _at_work.place = os.getcwd()
             _at_work.dtype = None if torch is None else torch.get_default_dtype()
         _at_work.calls += 1
-    _inside.calls = getattr(_inside, "calls", 0) + 1
     try:
-        yield
+        with only_the_users_code():
+            yield
     finally:
-        _inside.calls -= 1
         if torch is not None:
             torch.set_grad_enabled(gradients)
         with _at_work.lock:
@@ -74,6 +96,26 @@ def the_users_code() -> Iterator[None]:
                 os.chdir(_at_work.place)
             if torch is not None and _at_work.dtype not in (None, torch.get_default_dtype()):
                 torch.set_default_dtype(_at_work.dtype)
+
+
+@contextmanager
+def only_the_users_code() -> Iterator[None]:
+    """While this thread runs functions of the user's: ``os._exit`` raises SystemExit."""
+    _inside.calls = getattr(_inside, "calls", 0) + 1
+    try:
+        yield
+    finally:
+        _inside.calls -= 1
+
+
+def belongs_to_a_thread(error: BaseException) -> bool:
+    """Whether an error says that the call is for another thread: the main one, or the one that made an object.
+
+    >>> belongs_to_a_thread(ValueError("signal only works in main thread of the main interpreter"))
+    True
+    """
+    texts = ("main thread", "same thread", "different thread", "event loop in thread", "_thread._local")
+    return any(text in str(error) for text in texts)
 
 
 def _leave(status: int) -> None:

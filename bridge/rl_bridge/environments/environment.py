@@ -2,12 +2,14 @@
 
 import copy
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any, Protocol
 
-from rl_bridge.common.user_files import the_users_code
+from rl_bridge.common.user_files import belongs_to_a_thread, the_users_code
 from rl_bridge.data.messages import tools_of
 from rl_bridge.data.trajectory import Message
 
@@ -46,6 +48,10 @@ EnvironmentFactory = Callable[[], Environment]
 """Makes an environment. Picklable, as the rollout workers get it."""
 
 
+class NeedsOwnProcess(RuntimeError):
+    """An environment or a tool that cannot be called from the threads of a rollout: no conversation can go on."""
+
+
 class Talker(Protocol):
     """One conversation's environment as the sampler uses it, in this process or another."""
 
@@ -71,7 +77,7 @@ class Session:
 
     def reset(self, row: Mapping[str, Any]) -> Step | Awaitable[Step]:
         """The opening messages. The environment gets a copy of the row."""
-        with the_users_code():
+        with the_users_code(), _not_of_a_thread():
             self._environment = self._factory()
             tools = getattr(self._environment, "tools", None)
             self.tools = tools_of(row) if tools is None else tuple(tools)
@@ -79,7 +85,7 @@ class Session:
 
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
         """The environment's answer to the conversation, of which it gets a copy."""
-        with the_users_code():
+        with the_users_code(), _not_of_a_thread():
             return _then_checked(self._environment.step([dict(message) for message in messages]), "step")
 
     def give_up(self) -> None:
@@ -97,9 +103,24 @@ def _then_checked(answer: Any, method: str) -> Step | Awaitable[Step]:
         return _checked(answer, method)
 
     async def checked() -> Step:
-        return _checked(await answer, method)
+        with _not_of_a_thread():
+            return _checked(await answer, method)
 
     return checked()
+
+
+@contextmanager
+def _not_of_a_thread() -> Iterator[None]:
+    """SIGALRM, among others, is for a main thread: every conversation would fail, or the policy read the error."""
+    try:
+        yield
+    except Exception as error:
+        if threading.current_thread() is threading.main_thread() or not belongs_to_a_thread(error):
+            raise
+        raise NeedsOwnProcess(
+            f"{type(error).__name__}: {error}; with --environment-processes N (processes of converse) each environment "
+            "is called in the main thread of a process of its own"
+        ) from error
 
 
 def _checked(answer: Any, method: str) -> Step:

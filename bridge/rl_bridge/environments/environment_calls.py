@@ -1,6 +1,5 @@
 """Calls of environments beside the sampler: many at once, each with a time limit, in threads or in processes."""
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -17,6 +16,7 @@ from inspect import isawaitable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol, Self
 
+from rl_bridge.common import event_loop
 from rl_bridge.common.children import module_at_socket
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import EnvironmentFactory, Step
@@ -55,7 +55,7 @@ class _Call(NamedTuple):
 
 
 class ThreadedSteps:
-    """Runs each call in a thread, and coroutines in one event loop beside them.
+    """Runs each call in a thread, and coroutines in the event loop of this process.
 
     A thread cannot be stopped. A thread that goes past its limit is left behind: its place is given to the next call,
     and its result is dropped.
@@ -75,21 +75,17 @@ class ThreadedSteps:
         self._numbers = itertools.count()
         self._results: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         self._woken = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
+        self._coroutines: event_loop.Futures = set()
         self._closed = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the event loop; calls that wait for their turn are never made."""
+        """Cancel the coroutines that still run; calls that wait for their turn are never made."""
         self._waiting.clear()
-        with self._lock:
-            self._closed = True
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._loop = None
+        self._closed = True
+        event_loop.cancel(self._coroutines)
 
     def start(self, key: Hashable, work: Work, *, calls: int = 1) -> None:
         """Call ``work`` in a thread of its own, in turn. Its limit is that of ``calls`` calls together."""
@@ -137,21 +133,10 @@ class ThreadedSteps:
         self._results.put((number, value, failure))
 
     def _awaited(self, value: Awaitable[Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(_coroutine(value), self._event_loop())
-        try:
-            # ``finished`` gives the call up at its limit. This thread ends soon after.
-            return future.result(self._limit + 1)
-        finally:
-            future.cancel()
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the conversations of this environment are over")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_serve, args=(self._loop,), daemon=True, name="environments").start()
-            return self._loop
+        if self._closed:
+            raise RuntimeError("the conversations of this environment are over")
+        # ``finished`` gives the call up at its limit. This thread ends soon after.
+        return event_loop.run(value, self._limit + 1, self._coroutines)
 
     def _collect(self) -> list[Finished]:
         results: list[Finished] = []
@@ -168,27 +153,6 @@ class ThreadedSteps:
         self._woken |= number == WAKE
         call = self._calls.pop(number, None)
         return [] if call is None else [Finished(call.key, value, error)]
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, then cancel its remaining tasks."""
-    loop.run_forever()
-    loop.run_until_complete(_cancel_others())
-    loop.close()
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-
-
-async def _coroutine(value: Awaitable[Any]) -> Any:
-    try:
-        return await value
-    except (SystemExit, KeyboardInterrupt) as error:  # These would end the event loop of all other calls.
-        raise RuntimeError(f"the environment raised {error!r}") from error
 
 
 START = 120.0

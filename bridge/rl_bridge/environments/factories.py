@@ -1,5 +1,6 @@
 """Factories of environments: ``FILE.py:Name``, RL2's function ``interact``, an OpenEnv server's address."""
 
+import functools
 import importlib.util
 import inspect
 import json
@@ -11,7 +12,7 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.user_files import load_file
+from rl_bridge.common.user_files import content_of, load_file
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import Environment, EnvironmentFactory, Step
 from rl_bridge.models.encoding import messages_of
@@ -168,10 +169,14 @@ class OpenEnvSession:
 
 @dataclass(frozen=True)
 class FileFactory:
-    """Makes the environment ``name`` of a file. It is pickled by the file's path, which every worker must see."""
+    """Makes the environment ``name`` of a file. It is pickled by the file's path, which every worker must see.
+
+    A process loads the file once for all calls, unless its ``content`` is another: conversations share its globals.
+    """
 
     path: str
     name: str
+    content: str = ""
     _make: dict[str, EnvironmentFactory] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self) -> Environment:
@@ -190,8 +195,13 @@ class FileFactory:
             self._make[self.name] = _factory(Path(self.path), self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the path and the name alone: the loaded factory stays in its process."""
-        return FileFactory, (self.path, self.name)
+        """Pickle the path, the name and the content's hash: the loaded factory stays in its process."""
+        return _file_factory, (self.path, self.name, self.content)
+
+
+@functools.lru_cache(maxsize=64)
+def _file_factory(path: str, name: str, content: str) -> FileFactory:
+    return FileFactory(path, name, content)
 
 
 def load_environment(source: str) -> FileFactory | OpenEnv:
@@ -212,7 +222,8 @@ def load_environment(source: str) -> FileFactory | OpenEnv:
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
     if match is None:
         raise ValueError(f"an environment is named FILE.py:Name or http://HOST:PORT, got {source!r}")
-    factory = FileFactory(str(Path(match[1]).resolve()), match[2])
+    path = Path(match[1]).resolve()
+    factory = FileFactory(str(path), match[2], content_of(path)[:16] if path.is_file() else "")
     factory.load()
     return factory
 

@@ -1,6 +1,5 @@
 """The process that environments are forked from: it loads their factory once, and each child is one conversation's."""
 
-import asyncio
 import contextlib
 import os
 import pickle
@@ -11,6 +10,7 @@ from inspect import isawaitable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rl_bridge.common import event_loop
 from rl_bridge.environments.environment import Session
 from rl_bridge.environments.factories import FileFactory
 
@@ -48,29 +48,25 @@ def _converse(connection: Connection, factory: Any) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own generator reseeds itself after a fork.
     session = Session(factory)
-    with contextlib.suppress(EOFError, OSError), asyncio.Runner() as runner:  # The conversation is over.
+    with contextlib.suppress(EOFError, OSError), event_loop.of_this_thread():  # The conversation is over.
         connection.send_bytes(pickle.dumps(os.getpid()))
         while True:
-            method, *arguments = pickle.loads(connection.recv_bytes())
-            answer = _answer(session, method, arguments, runner)
+            method, *arguments = event_loop.received(connection)
+            answer = _answer(session, method, arguments)
             sys.stdout.flush()
             connection.send_bytes(answer)
     os.killpg(0, signal.SIGKILL)
 
 
-def _answer(session: Session, method: str, arguments: list[Any], runner: asyncio.Runner) -> bytes:
+def _answer(session: Session, method: str, arguments: list[Any]) -> bytes:
     try:
         function = session.closing if method == "close" else getattr(session, method)
         value = None if function is None else function(*arguments)
         if isawaitable(value):
-            value = runner.run(_awaited(value))
+            value = event_loop.run(value)
         return pickle.dumps((None, value, session.tools))
     except BaseException as error:  # sys.exit() in an environment is a failure of the environment too.
         return pickle.dumps((_portable(error), None, ()))
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
+from rl_bridge.common.user_files import belongs_to_a_thread
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import Step
 from rl_bridge.models.encoding import messages_of
@@ -53,7 +54,13 @@ class FunctionTools:
             return self.raised(call.name, error)
 
     def raised(self, name: str, error: Exception) -> str:
-        """The answer to a call whose function raised; the first one of a function is logged with its place."""
+        """The answer to a call whose function raised; the first one of a function is logged with its place.
+
+        Raises:
+            Exception: the error itself, where the function may not be called from this thread: the fault is no call's.
+        """
+        if belongs_to_a_thread(error):
+            raise error
         if name not in self._warned:
             self._warned.add(name)
             logger.warning("the tool %s raised; the policy reads the error", name, exc_info=error)

@@ -16,6 +16,7 @@ from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines.engine import Engine
+from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
 from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
@@ -69,8 +70,10 @@ class Model:
     def fingerprints(self) -> dict[str, str]:
         """A hash of the model's files, wherever they lie now; nothing for a source without files."""
         if isinstance(self.source, OwnSource):
-            return own_fingerprints(self.source, self.tokenizer)
-        return {"model": of_folder(self.source.folder(), tell)} if isinstance(self.source, PretrainedSource) else {}
+            return own_fingerprints(self.source, self.tokenizer) | dates_of(self.tokenizer)
+        if not isinstance(self.source, PretrainedSource):
+            return dates_of(self.tokenizer)
+        return {"model": of_folder(self.source.folder(), tell)} | dates_of(self.tokenizer)
 
 
 def load_model(

@@ -12,6 +12,7 @@ from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.data import Part
 from rl_bridge.loop.trained import Metrics, Policy, Scored
+from rl_bridge.pipelines.placement import keep_threads
 from rl_bridge.run import run
 from rl_bridge.run.options import RunOptions
 from rl_bridge.run.run import Observer, Stateful, open_run
@@ -81,6 +82,7 @@ class Run:
         )
         fingerprints = {what: mark for part in state for what, mark in part.fingerprints().items()}
         self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
+        keep_threads(self._run, current_executor())
         self._step: int | None = None
         self._stages: list[str] = []
         self._total, self._result = 0, dict[str, Any]()

@@ -4,11 +4,13 @@ import ctypes
 import functools
 import json
 import math
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +220,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt:
                 tools=list(chat.tools) or None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
-                **chat.arguments,
+                **({"strftime_now": _clock_of(tokenizer).strftime} | dict(chat.arguments)),
             ),
         )
     except Exception as error:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
@@ -229,6 +231,41 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt:
         ) from error
     assert isinstance(text, str)
     return text
+
+
+# The date that some templates write: one for a whole run, which a resumed run compares.
+
+EPOCH = "SOURCE_DATE_EPOCH"
+"""The environment variable with the seconds since 1970 of another date than today's (reproducible-builds.org)."""
+_DATE = re.compile(r"strftime_now\s*\(\s*(?:(['\"])(.+?)\1)?")
+
+
+def dates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """The dates that the tokenizer's chat template writes, for the fingerprints of a run; empty without any."""
+    formats = dict.fromkeys(match[2] or "%Y-%m-%d" for match in _DATE.finditer(_templates_of(tokenizer)))
+    if not formats:
+        return {}
+    dates = ", ".join(map(_clock_of(tokenizer).strftime, formats))
+    return {f"date that the chat template writes ({EPOCH}=SECONDS since 1970 gives a run its date)": dates}
+
+
+def _clock_of(tokenizer: PreTrainedTokenizerBase) -> datetime:
+    """The moment at which this process first wrote a date, also behind midnight, and wherever the tokenizer goes."""
+    if getattr(tokenizer, "template_clock", None) is None:
+        tokenizer.template_clock = _moment()
+    return tokenizer.template_clock
+
+
+@functools.cache
+def _moment() -> datetime:
+    seconds = os.environ.get(EPOCH, "")
+    return datetime.fromtimestamp(int(seconds), UTC) if seconds.isdecimal() else datetime.now()
+
+
+def _templates_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of all templates of the tokenizer."""
+    templates = tokenizer.chat_template or ""
+    return "\n".join(templates.values()) if isinstance(templates, Mapping) else templates
 
 
 def _arguments_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -258,9 +295,7 @@ def _with_text(call: Any) -> Any:
 
 def _bounded(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> str:
     """A tokenizer may have several templates: the limits are those of all."""
-    templates = tokenizer.chat_template
-    text = "\n".join(templates.values()) if isinstance(templates, Mapping) else templates
-    return bounded(render, text, template_of(tokenizer))
+    return bounded(render, _templates_of(tokenizer), template_of(tokenizer))
 
 
 def spans(

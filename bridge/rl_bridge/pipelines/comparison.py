@@ -187,7 +187,7 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
         pad_token_id=tokenizer.pad_token_id,
         examples=examples,
         held_out=held_out,
-        fingerprints=fingerprints_of(options, *parts),
+        fingerprints=fingerprints_of(options, tokenizer, *parts),
     )
 
 
@@ -245,11 +245,14 @@ def addition() -> list[Comparison]:
 
 
 def fingerprints_of(
-    options: ComparisonOptions, train: Sequence[Comparison], held_out: Sequence[Comparison]
+    options: ComparisonOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Sequence[Comparison],
+    held_out: Sequence[Comparison],
 ) -> dict[str, str]:
     """Fingerprints of the rows, of the model and of the chat template. The place of a row does not count."""
     parts = ([{**vars(row), "where": ""} for row in rows] for rows in (train, held_out))
-    return {"data": of_rows(*parts)} | options.fingerprints()
+    return {"data": of_rows(*parts)} | options.fingerprints(tokenizer)
 
 
 def load_model_for(

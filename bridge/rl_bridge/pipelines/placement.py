@@ -94,6 +94,31 @@ def set_threads(host: Host, threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def threads_of(host: Host) -> int:
+    """The CPU threads of a worker's process."""
+    return torch.get_num_threads()
+
+
+def keep_threads(run: Run, executor: Executor, chosen: int | None = None) -> None:
+    """Give a resumed run the numbers of threads that it began with: with others, sums are in another order.
+
+    ``chosen``: the number that the user has named for this session, which stays.
+    """
+    slots = [slot.index for slot in executor.slots]
+    by_slot = executor.call(threads_of, dict.fromkeys(slots, ()), what="threads_of", timeout=60)
+    now = [torch.get_num_threads(), *(by_slot[slot] for slot in slots)]
+    before = run.cached_result("threads", lambda: now)
+    if before == now or len(before) != len(now):
+        return
+    if chosen is not None:
+        run.note(f"the run began with {before[0]} CPU threads and has {now[0]} now: its sums may round otherwise")
+        return
+    tell(f"{before[0]} CPU threads as at the beginning of the run, where this process would take {now[0]}")
+    torch.set_num_threads(before[0])
+    threads = {slot: (number,) for slot, number in zip(slots, before[1:], strict=True)}
+    executor.call(set_threads, threads, what="set_threads", timeout=60)
+
+
 class Engines:
     """Makes the engines of a run, all over the same workers: in turns. On leaving the context it releases them."""
 
@@ -116,6 +141,8 @@ class Engines:
         """
         self._run, self.trained = run, source if trained is None else trained
         self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
+        self.threads: int | None = None
+        """CPU threads that the options name for each worker."""
         self.rollout_workers: int | None = None
         """Slots that the rollout has to itself. None: every slot has the rollout and all other engines."""
         self.apart: Sequence[Engine] = ()
@@ -140,6 +167,7 @@ class Engines:
     def serve(self, run: Run) -> None:
         """Name the engines after this run, and give it their notes. Comes before the first engine is made."""
         self._run, self.tell = run.folder.name, run.note
+        keep_threads(run, self.executor, self.threads)
 
     def rehearse_export(self, tokenizer: PreTrainedTokenizerBase, dtype: ExportDtype) -> None:
         """Write and read back the files of the untrained model, and keep the ``types`` that it will be exported in.

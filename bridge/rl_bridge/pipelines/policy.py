@@ -188,11 +188,11 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         """Role → folder or hub id, with the critic's and the teacher's."""
         return super().models() | {"critic's model": self.critic.model, "teacher": self.teacher}
 
-    def fingerprints(self) -> dict[str, str]:
+    def fingerprints(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, str]:
         """Fingerprints that a resumed run compares, with the environment's and the loss's."""
         loss = self.objective.loss
         own = {} if loss is None else {"loss": content_of(Path(loss.rpartition(":")[0]))}
-        return super().fingerprints() | self.environment_fingerprint() | own
+        return super().fingerprints(tokenizer) | self.environment_fingerprint() | own
 
     @property
     def completions(self) -> int:
@@ -261,9 +261,9 @@ def train_and_evaluate(
 ) -> dict[str, Any]:
     """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
     rewards = reward if isinstance(reward, Rewards) else load(reward)
-    rewards.try_on(train_rows, tokenizer)
+    rewards.try_on(train_rows, tokenizer, beside=pipeline.asynchronous.on)
     environment = pipeline.environments(source)
-    fingerprints = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints()
+    marks = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints(tokenizer)
     rollout_workers = pipeline.asynchronous.rollout_workers
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)
     engines.rollout_workers = rollout_workers
@@ -274,7 +274,7 @@ def train_and_evaluate(
         require_critic(pipeline.critic)
     # Refuses a backend that cannot be here, before a run begins.
     pipeline.rollout.factory(source, tokenizer, sleep=pipeline.offload == "phases")
-    with closing(rewards), engines, open_run(pipeline, fingerprints, executor, observers) as run:
+    with closing(rewards), engines, open_run(pipeline, marks, executor, observers) as run:
         engines.serve(run)
         run.keep_best("held_out")
         stages = PolicyStages(

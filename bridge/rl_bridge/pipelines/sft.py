@@ -82,7 +82,7 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
     pad = tokenizer.pad_token_id
     assert isinstance(pad, int)
     batch = collate(held_out, pad)
-    fingerprints = {"data": of_rows(train_rows, held_rows)} | pipeline.fingerprints()
+    fingerprints = {"data": of_rows(train_rows, held_rows)} | pipeline.fingerprints(tokenizer)
     with engines, open_run(pipeline, fingerprints, executor, observers) as run:
         engines.serve(run)
         folder = run.folder

@@ -20,7 +20,7 @@ from rl_bridge.data.rows import policy_row, read_rows
 from rl_bridge.data.tasks import arithmetic_rows, split_rows
 from rl_bridge.engines import Mesh
 from rl_bridge.executors import Executor
-from rl_bridge.models.chat_templates import read_template, use_template
+from rl_bridge.models.chat_templates import dates_of, read_template, use_template
 from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.model_source import FreezingSource, ModelSource, PretrainedSource
@@ -116,7 +116,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
     """phases: models and optimisers wait in host memory while another one works. always: sharded weights, gradients
     and optimisers stay in host memory, and a layer comes to the device when it computes."""
     threads: int | None = field(default=None, metadata=MAY_CHANGE)
-    """CPU threads of each worker; None takes torch's default."""
+    """CPU threads of each worker; None takes torch's default, and a resumed run the number that it began with."""
 
     def __post_init__(self) -> None:
         """Refuse counts below 1, two policies of activations, and what nothing would read."""
@@ -165,13 +165,13 @@ class TrainingOptions(RunOptions, PlacementOptions):
         """Role → folder or hub id, of the models that the run begins with."""
         return {"model": self.model}
 
-    def fingerprints(self) -> dict[str, str]:
+    def fingerprints(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, str]:
         """Fingerprints of the models' files, the chat template's text and the rows' readers, which a resume compares.
 
-        The place of a file does not count.
+        The place of a file does not count. ``tokenizer``: the model's, for the date that its chat template writes.
         """
         names = {role: name for role, name in self.models().items() if name is not None}
-        fingerprints: dict[str, str] = {}
+        fingerprints: dict[str, str] = {} if tokenizer is None else dates_of(tokenizer)
         if self.of_class:
             fingerprints |= own_fingerprints(*own_model(self))
             del names["model"]
@@ -202,7 +202,9 @@ class TrainingOptions(RunOptions, PlacementOptions):
     def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str = "") -> Engines:
         """The maker of a run's engines, with these options."""
         trained, turns = self.trained(source), self.offload == "phases"
-        return Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, take_turns=turns)
+        engines = Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, take_turns=turns)
+        engines.threads = self.threads
+        return engines
 
 
 def load_rows(

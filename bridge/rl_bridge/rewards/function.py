@@ -1,17 +1,18 @@
 """A reward function: loaded from the user's file, called in the form that its parameters show, every value checked."""
 
-import asyncio
 import copy
 import inspect
 import math
 import re
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import isawaitable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args
 
-from rl_bridge.common.user_files import load_file, the_users_code
+from rl_bridge.common import event_loop
+from rl_bridge.common.user_files import belongs_to_a_thread, load_file, the_users_code
 from rl_bridge.data.trajectory import Trajectory
 
 
@@ -111,13 +112,14 @@ def calls(function: Reward, protocol: Protocol, trajectories: Sequence[Trajector
     else:
         arguments = [_trl(function, copied)] if protocol == "trl" else map(_ONE[protocol], copied)
     if _is_async(function):
-        for value in _finished([function(*args, **kwargs) for args, kwargs in arguments]):
-            if isinstance(value, BaseException):
-                raise value
+        for value, error in event_loop.run_together([function(*args, **kwargs) for args, kwargs in arguments]):
+            if error is not None:
+                raise error
             yield value
     else:
         for args, kwargs in arguments:
-            yield function(*args, **kwargs)
+            value = function(*args, **kwargs)
+            yield event_loop.run(value) if isawaitable(value) else value
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -168,30 +170,9 @@ def _is_async(function: Reward) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _finished(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results in order, or the exceptions. In a thread of its own: the caller may be inside a running loop."""
-
-    async def together() -> list[Any]:
-        return await asyncio.gather(*coroutines, return_exceptions=True)
-
-    outcomes: list[Any] = []
-    thread = threading.Thread(target=lambda: outcomes.append(_outcome(together)), name="rewards", daemon=True)
-    thread.start()
-    thread.join()
-    if isinstance(outcomes[0], BaseException):
-        raise outcomes[0]
-    return outcomes[0]
-
-
-def _outcome(run: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    try:
-        return asyncio.run(run())
-    except BaseException as error:  # sys.exit() inside a coroutine, too: the caller's thread raises the error again.
-        return error
-
-
 # Checked values.
 
+OWN_PROCESS = "; with --reward-timeout SECONDS (reward_timeout) it is called in the main thread of a process of its own"
 FLOAT32 = 3.4028234663852886e38
 """Rewards become float32 tensors: a larger one would be infinite."""
 Values = dict[str, float]
@@ -242,7 +223,7 @@ class Asked:
                 where = self.on_all(trajectories) if whole else self.on(trajectory)
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 end = "" if whole else with_completion(trajectory)
-                raise RewardError(f"{where} raised {reason}{end}") from error
+                raise RewardError(f"{where} raised {reason}{self._way_on(error)}{end}") from error
             if whole:
                 yield from self._of_batch(value, trajectories)
             else:
@@ -251,8 +232,8 @@ class Asked:
     def close(self) -> None:
         """Close the function, if it has a ``close``."""
         close = getattr(self.function, "close", None)
-        if callable(close):
-            close()
+        if callable(close) and isawaitable(closed := close()):
+            event_loop.run(closed)
 
     def on(self, trajectory: Trajectory) -> str:
         """The beginning of an error message about a trajectory."""
@@ -264,6 +245,12 @@ class Asked:
             return self.on(trajectories[0])
         last = trajectories[-1].row.get("_where", "a row")
         return f"{self.on(trajectories[0])} to {last} ({len(trajectories)} completions in one call)"
+
+    def _way_on(self, error: BaseException) -> str:
+        coroutine = _is_async(self.function)
+        in_a_notebook = not coroutine and "running event loop" in str(error)
+        elsewhere = belongs_to_a_thread(error) and not event_loop.in_main_thread(coroutine=coroutine)
+        return OWN_PROCESS if in_a_notebook or elsewhere else ""
 
     def _of_batch(self, value: Any, trajectories: Sequence[Trajectory]) -> Iterator[Values]:
         columns: Any = value if isinstance(value, Mapping) else {self.name: value}
@@ -320,8 +307,10 @@ def short(value: Any, characters: int = 300) -> str:
     return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"
 
 
-def load_reward(source: str) -> Callable[..., Any]:
+def load_reward(source: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
     """The function that ``FILE.py:function`` names. The file can import the modules that lie beside it.
+
+    ``files``: functions of one file share its module.
 
     Raises:
         FileNotFoundError: no such file.
@@ -330,8 +319,10 @@ def load_reward(source: str) -> Callable[..., Any]:
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
     if match is None:
         raise ValueError(f"a reward is named FILE.py:function, got {source!r}")
-    path = Path(match[1])
-    function: Callable[..., Any] | None = getattr(load_file(path, "reward"), match[2], None)
+    path, files = Path(match[1]), {} if files is None else files
+    if path not in files:
+        files[path] = load_file(path, "reward")
+    function: Callable[..., Any] | None = getattr(files[path], match[2], None)
     if not callable(function):
         raise ValueError(f"{path} has no function {match[2]!r}")
     return function

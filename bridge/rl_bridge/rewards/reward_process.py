@@ -1,5 +1,6 @@
 """A reward function in a process of its own, which is ended when the function takes too long."""
 
+import itertools
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,35 @@ class _Process(NamedTuple):
 
     child: Child
     connection: Connection
+    loaded: set[int]
+    """Numbers of the functions that the process has loaded."""
+
+
+class RewardProcess:
+    """The process of the functions of one file, which share its globals. It begins with the first call."""
+
+    def __init__(self) -> None:
+        self.running: _Process | None = None
+        self._numbers = itertools.count()
+
+    def number(self) -> int:
+        """The number of one more function."""
+        return next(self._numbers)
+
+    def start(self) -> _Process:
+        """The process, begun if there is none."""
+        if self.running is None:
+            child, socket = module_at_socket("rl_bridge.rewards.reward_process_main")
+            self.running = _Process(child, Connection(socket.detach()), set())
+            self.running.connection.send_bytes(pickle.dumps(list(sys.path)))
+        return self.running
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self.running is not None:
+            self.running.connection.close()
+            self.running.child.stop()
+            self.running = None
 
 
 class AskedElsewhere:
@@ -28,8 +58,15 @@ class AskedElsewhere:
     and begins anew after its end.
     """
 
-    def __init__(self, name: str, source: str | Callable[..., Any], protocol: Protocol | None, seconds: float) -> None:
-        """``source``: ``FILE.py:function``, or a function that can be pickled."""
+    def __init__(
+        self,
+        name: str,
+        source: str | Callable[..., Any],
+        protocol: Protocol | None,
+        seconds: float,
+        process: RewardProcess | None = None,
+    ) -> None:
+        """``source``: ``FILE.py:function``, or a function that can be pickled. ``process``: functions share it."""
         if not 0 < seconds < float("inf"):
             raise ValueError(f"the time limit of a reward must be a positive number of seconds, got {seconds}")
         self.name, self.seconds = name, seconds
@@ -37,7 +74,9 @@ class AskedElsewhere:
         try:
             if getattr(source, "__module__", None) == "__main__":
                 raise pickle.PicklingError(f"{self.title} is defined in the program itself")
-            self._start = pickle.dumps((name, source, protocol, list(sys.path)))
+            self._host = process or RewardProcess()
+            self._number = self._host.number()
+            self._start = pickle.dumps((self._number, name, source, protocol))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"reward {self.title} cannot run in a process of its own, which a time limit needs: {error}; "
@@ -45,7 +84,6 @@ class AskedElsewhere:
             ) from error
         self._source = f": {source}" if isinstance(source, str) else ""
         self._protocol = protocol
-        self._process: _Process | None = None
 
     @property
     def apart(self) -> bool:
@@ -73,7 +111,7 @@ class AskedElsewhere:
         process = self._running()
         try:
             try:
-                process.connection.send_bytes(pickle.dumps(tuple(trajectories)))
+                process.connection.send_bytes(pickle.dumps((self._number, tuple(trajectories))))
             except OSError:  # The process has ended since the batch before.
                 raise self._ended(process, trajectories[0]) from None
             for trajectory in trajectories:
@@ -89,22 +127,22 @@ class AskedElsewhere:
 
     def close(self) -> None:
         """End the process, if there is one."""
-        if self._process is not None:
-            self._process.connection.close()
-            self._process.child.stop()
-            self._process = None
+        self._host.close()
 
     def _running(self) -> _Process:
-        if self._process is None:
-            child, socket = module_at_socket("rl_bridge.rewards.reward_process_main")
-            self._process = _Process(child, Connection(socket.detach()))
-            self._process.connection.send_bytes(self._start)
-            kind, value = self._next(self._process, START + self.seconds, None)
+        process = self._host.start()
+        if self._number not in process.loaded:
+            try:
+                process.connection.send_bytes(self._start)
+            except OSError:
+                raise self._ended(process, None) from None
+            kind, value = self._next(process, START + self.seconds, None)
             if kind == "error":
                 self.close()
                 raise value
             self._protocol = value
-        return self._process
+            process.loaded.add(self._number)
+        return process
 
     def _next(self, process: _Process, seconds: float, trajectory: Trajectory | None) -> tuple[str, Any]:
         if not process.connection.poll(seconds):

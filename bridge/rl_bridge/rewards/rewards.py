@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_bridge.data.messages import Chat
 from rl_bridge.data.trajectory import Trajectory, single_turn
-from rl_bridge.rewards.function import RewardError
+from rl_bridge.rewards.function import OWN_PROCESS, RewardError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,17 +150,46 @@ class Rewards:
         """
         return sum(weight * rewards[name] for name, weight in zip(self.names, self.weights, strict=True))
 
-    def try_on(self, rows: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
+    def try_on(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        *,
+        beside: bool = False,
+    ) -> None:
         """Ask every reward about a few of ``rows``, with the row's answer and with nothing as the completion.
 
         A reward that fails shows here, before a model is made or warmed up. The tokens of the trial are made up.
+        ``beside``: the rewards will be asked from another thread, too, and are tried there as well.
 
         Raises:
             RewardError: as ``score`` does.
             ValueError: weights that are not one a name; or two rewards of one name.
         """
-        self.score([trial for row in rows[:2] for trial in _trials(row, tokenizer)])
+        trials = [trial for row in rows[:2] for trial in _trials(row, tokenizer)]
+        self.score(trials)
         self._check()
+        if beside:
+            self._try_beside(trials)
+
+    def _try_beside(self, trials: Sequence[Trajectory]) -> None:
+        failures: list[BaseException] = []
+
+        def score() -> None:
+            try:
+                self.score(trials)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=score, name="rewards are tried", daemon=True)
+        thread.start()
+        thread.join()
+        if failures:
+            way_on = "" if OWN_PROCESS in str(failures[0]) else OWN_PROCESS
+            raise RewardError(
+                f"{failures[0]}; in the program's main thread the same call succeeded, and rollouts that run ahead of "
+                f"training ask for rewards from another thread{way_on}"
+            ) from failures[0]
 
     def close(self) -> None:
         """Close every reward."""

@@ -3,15 +3,17 @@
 import hashlib
 import re
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.function import Asked, Protocol, Reward, RewardError, load_reward
-from rl_bridge.rewards.reward_process import AskedElsewhere
+from rl_bridge.rewards.reward_process import AskedElsewhere, RewardProcess
 from rl_bridge.rewards.rewards import NamedReward, Rewards, watched, with_rows
 from rl_bridge.rewards.scoring_models import Judge, RemoteRewardModel, RewardModel, Server
 from rl_bridge.run.options import MAY_CHANGE, require_used
@@ -121,13 +123,14 @@ def load(
         FileNotFoundError: no such file.
         ValueError: a source of another form, a file that cannot be loaded, two rewards of one name.
     """
+    loaded = _Loaded(protocol, timeout)
     listed = [sources] if isinstance(sources, str) or callable(sources) else list(sources) or ["exact"]
     pairs = []
     for source in listed:
         name, rest = named(source)
         pairs.append((name or ("reward" if len(listed) == 1 and rest != "environment" else _own_name(rest)), rest))
     return Rewards(
-        [_load(name, rest, protocol, timeout) for name, rest in pairs],
+        [loaded.reward(name, rest) for name, rest in pairs],
         weights,
         fingerprint=lambda: repr(([(name, _fingerprint(rest)) for name, rest in pairs], protocol)),
     )
@@ -146,27 +149,40 @@ def score(
     return rewards.score(with_rows(trajectories, rows))
 
 
-def _load(name: str, source: Source, protocol: Protocol | None, timeout: float | None) -> NamedReward:
-    if source == "exact":
-        return Asked(name, exact_match)
-    if source == "environment":
-        return EnvironmentReward(name)
-    if isinstance(source, str):
-        kind, _, rest = source.partition(":")
-        if kind in ("http", "https"):
-            return Asked(name, _remote(source), "batch", title=name)
-        if kind == "judge":
-            return Asked(name, Judge.of_file(Path(rest)), "batch", title=name, apart=True)
-        if kind == "model":
-            return Asked(name, RewardModel(rest), "batch", title=name)
-        if timeout is not None:
-            # A file that hangs or ends its process while it is loaded harms no other process.
-            return AskedElsewhere(name, source, protocol, timeout).begin()
-        with watched(lambda: f"{source} to be loaded"):
-            return Asked(name, load_reward(source), protocol)
-    # Parameters that show no protocol are refused before a process is made.
-    here = Asked(name, source, protocol, apart=isinstance(source, Judge))
-    return here if timeout is None else AskedElsewhere(name, source, here.protocol, timeout)
+class _Loaded:
+    """The rewards of one call of ``load``. Functions of one file share its module, and with a time limit a process."""
+
+    def __init__(self, protocol: Protocol | None, timeout: float | None) -> None:
+        self._protocol, self._timeout = protocol, timeout
+        self._files: dict[Path, ModuleType] = {}
+        self._processes: defaultdict[str, RewardProcess] = defaultdict(RewardProcess)
+
+    def reward(self, name: str, source: Source) -> NamedReward:
+        """The reward of a source."""
+        protocol, timeout = self._protocol, self._timeout
+        if source == "exact":
+            return Asked(name, exact_match)
+        if source == "environment":
+            return EnvironmentReward(name)
+        if isinstance(source, str):
+            kind, _, rest = source.partition(":")
+            if kind in ("http", "https"):
+                return Asked(name, _remote(source), "batch", title=name)
+            if kind == "judge":
+                return Asked(name, Judge.of_file(Path(rest)), "batch", title=name, apart=True)
+            if kind == "model":
+                return Asked(name, RewardModel(rest), "batch", title=name)
+            if timeout is not None:
+                # A file that hangs or ends its process while it is loaded harms no other process.
+                process = self._processes[source.rpartition(":")[0]]
+                return AskedElsewhere(name, source, protocol, timeout, process).begin()
+            with watched(lambda: f"{source} to be loaded"):
+                return Asked(name, load_reward(source, self._files), protocol)
+        # Parameters that show no protocol are refused before a process is made.
+        here = Asked(name, source, protocol, apart=isinstance(source, Judge))
+        if timeout is None:
+            return here
+        return AskedElsewhere(name, source, here.protocol, timeout, self._processes[source.__module__])
 
 
 def _remote(source: str) -> RemoteRewardModel:

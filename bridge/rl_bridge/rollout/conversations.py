@@ -19,7 +19,7 @@ from rl_bridge.data.trajectory import (
     Trajectory,
     spans_of_turn,
 )
-from rl_bridge.environments.environment import Step, Talker
+from rl_bridge.environments.environment import NeedsOwnProcess, Step, Talker
 from rl_bridge.environments.environment_calls import Finished, Steps
 from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
 from rl_bridge.rollout.decoder import Decoder, Drawn
@@ -140,7 +140,8 @@ class Conversation:
 
     def cause(self, error: BaseException) -> str:
         """An error of the environment, with the row and the turn."""
-        return f"{self.opening.where}, turn {len(self.drawn)}: {type(error).__name__}: {error}"
+        kind = "" if isinstance(error, NeedsOwnProcess) else f"{type(error).__name__}: "
+        return f"{self.opening.where}, turn {len(self.drawn)}: {kind}{error}"
 
     def _go_on(
         self, answer: list[Message], step: Step, template: TurnTemplate, limits: Limits, tools: Sequence[Any]
@@ -277,7 +278,8 @@ class Conversations:
         """Hold all conversations to their ends; one trajectory each, in order.
 
         Raises:
-            ValueError: every conversation failed; the message has the first one's row and cause.
+            ValueError: every conversation failed, or an environment cannot be called from a thread; the message has
+                the row and the cause.
             UnusableTemplate: no conversation can go on with the tokenizer's chat template.
         """
         self._waiting.extend((key, *opening) for key, opening in enumerate(openings))
@@ -326,6 +328,8 @@ class Conversations:
             return
         talk, session = self._open[key]
         room: FinishReason | int = "error"
+        if isinstance(finished.error, NeedsOwnProcess):
+            raise ValueError(talk.cause(finished.error)) from finished.error
         if finished.error is not None:
             talk.failed(finished.error)
         else:

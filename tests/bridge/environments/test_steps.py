@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from rl_bridge.common import event_loop
 from rl_bridge.environments.environment import Session
 from rl_bridge.environments.environment_calls import ThreadedSteps
 
@@ -35,20 +36,53 @@ def test_calls_and_coroutines_run_side_by_side_and_each_finishes_by_its_key():
         assert steps.finished(wait=False) == [] and steps.finished(wait=True) == []
 
 
-def test_coroutines_of_one_environment_share_an_event_loop():
+def test_all_coroutines_share_an_event_loop_and_none_outlives_its_conversations():
+    ended = threading.Event()
+
     async def loop():
         return asyncio.get_running_loop()
 
-    with ThreadedSteps(limit=30) as steps:
-        loops = []
-        for number in range(2):
-            steps.start(number, loop)
-            loops.append(all_of(steps, 1)[number].value)
-    assert loops[0] is loops[1]
-    deadline = time.monotonic() + 30
-    while not loops[0].is_closed():
+    async def runs_on():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    loops = []
+    for _ in range(2):
+        with ThreadedSteps(limit=30) as steps:
+            for number in range(2):
+                steps.start(number, loop)
+                loops.append(all_of(steps, 1)[number].value)
+            steps.start("runs on", runs_on)
+            while not steps._coroutines:
+                time.sleep(0.001)
+        assert ended.wait(30)
+        ended.clear()
+    assert len(set(loops)) == 1
+
+
+def test_a_coroutine_that_stops_the_event_loop_stops_no_later_one(monkeypatch):
+    monkeypatch.setattr(event_loop, "PATIENCE", 0.05)
+    released, loops = threading.Event(), []
+
+    async def computes():
+        loops.append(asyncio.get_running_loop())
+        released.wait()
+
+    with ThreadedSteps(limit=0.05) as steps:
+        steps.start("computes", computes)
+        assert isinstance(all_of(steps, 1)["computes"].error, TimeoutError)
+        while not loops:
+            time.sleep(0.001)
+    deadline = time.monotonic() + 60
+    while event_loop._here.loop is loops[0]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    with ThreadedSteps(limit=30) as steps:
+        steps.start("next", lambda: asyncio.sleep(0, "fine"))
+        assert all_of(steps, 1)["next"].value == "fine"
+    released.set()
 
 
 async def hangs_in_a_coroutine():
@@ -72,7 +106,7 @@ def test_a_call_that_hangs_is_given_up_and_its_place_is_the_next_one_s(kind):
 
 @pytest.mark.parametrize(
     "error, seen",
-    [(ValueError("no"), "ValueError"), (SystemExit(3), "RuntimeError"), (asyncio.CancelledError(), "CancelledError")],
+    [(ValueError("no"), "ValueError"), (SystemExit(3), "SystemExit"), (asyncio.CancelledError(), "CancelledError")],
 )
 def test_whatever_an_environment_raises_is_its_result(error, seen):
     async def coroutine():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rl_bridge.environments.environment import EnvironmentFactory, Session, Step, Talker
+from rl_bridge.environments.environment import EnvironmentFactory, NeedsOwnProcess, Session, Step, Talker
 from rl_bridge.environments.environment_calls import EnvironmentProcesses, Finished, ThreadedSteps
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.ahead.ledger import Group, Key, Sample, Turn
@@ -168,6 +168,8 @@ class Talks:
                 "a conversation begins anew, its environment answers otherwise than before: %s", finished.error
             )
             return Reply(key, beginning, None, None)
+        if isinstance(finished.error, NeedsOwnProcess):
+            raise ValueError(talk.cause(finished.error)) from finished.error
         if finished.error is not None:
             talk.failed(finished.error)
             return self._failed(key, beginning, talk, None)
