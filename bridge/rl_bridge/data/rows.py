@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.messages import (
     ARGUMENTS,
     arguments_of,
@@ -177,6 +178,7 @@ def read_rows(
     *,
     fields: Sequence[str] = ("prompt",),
     check: Callable[[Mapping[str, Any]], dict[str, Any]] = policy_row,
+    census: SourceCensus | None = None,
 ) -> list[dict[str, Any]]:
     """All rows of ``source``, each as ``check`` returns it, with the ``fields``; ``_where`` has its file and number.
 
@@ -187,6 +189,7 @@ def read_rows(
 
     ``check`` takes a row and returns it in the form that is trained on, or raises ValueError with the field and what
     was expected: ``policy_row``, ``supervised_row``. Columns that other libraries read and this one does not are named.
+    ``census`` gets the numbers of files and rows.
 
     Raises:
         FileNotFoundError: no such file.
@@ -197,7 +200,9 @@ def read_rows(
     rows: list[dict[str, Any]] = []
     unread = UnreadColumns((*ROW_KEYS, *SUPERVISED_KEYS) if check is supervised_row else ROW_KEYS)
     bad: list[str] = []
-    for where, row in _numbered(source):
+    census = SourceCensus() if census is None else census
+    census.name = name_of(source)
+    for where, row in _numbered(source, census):
         try:
             rows.append(_checked(row, fields, check) | {"_where": where})
             unread.look(row, where)
@@ -207,6 +212,7 @@ def read_rows(
     if not rows:
         raise ValueError(f"{name_of(source)} has no rows")
     sampled = check in (policy_row, answered_row)
+    census.read = len(rows)
     unread.remark(but_by=" (but by a reward or an environment of your own)" if sampled else "")
     return rows
 
@@ -246,8 +252,8 @@ def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]
     return checked
 
 
-def _numbered(source: RowSource) -> Iterator[tuple[str, Any]]:
-    """The rows, each with its place as an error names it."""
+def _numbered(source: RowSource, census: SourceCensus) -> Iterator[tuple[str, Any]]:
+    """The rows, each with its place as an error names it; ``census`` gets the number of files."""
     if not isinstance(source, str) or is_file_of_reader(source):
         yield from rows_of(source)
         return
@@ -269,6 +275,7 @@ def _numbered(source: RowSource) -> Iterator[tuple[str, Any]]:
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"no such file: {source}")
+    census.files = len(files)
     places = ((f"{file}, row {number}", row) for file in files for number, row in _READERS[file.suffix.lower()](file))
     yield from places if split is None else _part(source, split, list(places))
 
