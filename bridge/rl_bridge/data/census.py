@@ -99,9 +99,10 @@ class Census:
         for option, count in step.items():
             if self.data.left_out and rest < count:
                 causes = ", ".join(f"{number} rows: {cause}" for cause, number in self.data.left_out.items())
+                as_examples = "" if rest == trained else f" as {rest} examples"
                 raise ValueError(
-                    f"{self.data.name}: of {self.data.read} rows {rest} are left to train on, and one step takes "
-                    f"{count} ({option}); left out are {causes}. Change one of these options"
+                    f"{self.data.name}: of {self.data.read} rows {trained} are left to train on{as_examples}, and one "
+                    f"step takes {count} ({option}); left out are {causes}. Change one of these options"
                 )
 
     def summary(self) -> dict[str, Any]:

@@ -114,9 +114,11 @@ def _singles(
         behind = (_encoded(row, (text,), encode)[0] for text in texts)
         other = next((one for one in behind if longest is None or len(one.tokens) <= longest), None)
         if other is None:
-            short = "" if longest is None else f" of at most {longest} tokens (--max-length) behind this one"
+            number_of_others = (
+                "one" if longest is None else f"none of at most {longest} tokens (--max-length) behind this"
+            )
             raise ValueError(
-                f"{row.where}: {what} estimates a KL from completions of other prompts, and there is none{short}"
+                f"{row.where}: {what} estimates a KL from completions of other prompts, and there is {number_of_others}"
             )
         examples.append(Example(completions=(trajectory, other), desirable=desirable, numbers=row.numbers))
     return examples
