@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_bridge.common.terminal import given, remark, tell
 from rl_bridge.data.census import SAME_PROMPT, Census, SourceCensus
+from rl_bridge.data.messages import require_characters
 from rl_bridge.data.row_readers import reader_fingerprint
 from rl_bridge.data.rows import policy_row, read_rows
 from rl_bridge.data.tasks import arithmetic_rows, split_rows
@@ -132,6 +133,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
         for option in ("model", "data", "eval_data", "tokenizer"):
             if getattr(self, option) == "":
                 raise ValueError(f"{option} names a file, a folder or an id of the hub, and is empty")
+            require_characters(getattr(self, option), option)
         if self.chat_template == Path():
             raise ValueError("chat_template names a file, and is empty or the working directory")
         for option in ("held_out", "threads"):
