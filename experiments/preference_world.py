@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_bridge.data.comparisons import Example, PairBatch, collate_comparisons
+from rl_bridge.data.comparisons import PairBatch, collate_comparisons
+from rl_bridge.data.examples import Example
 from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.modules.comparison import ComparisonLoss
 

@@ -9,7 +9,8 @@ import torch
 import rl_fn
 from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.common.terminal import given
-from rl_bridge.data.comparisons import Example, PairBatch, batch_of
+from rl_bridge.data.comparisons import PairBatch
+from rl_bridge.data.examples import Example, batch_of
 from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.functional import from_jax

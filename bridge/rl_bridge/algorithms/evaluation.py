@@ -118,6 +118,25 @@ def evaluate(
     }
 
 
+def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]]) -> None:
+    """samples.json: some held-out completions of each evaluation, to read."""
+    samples = {when: {how: metrics["samples"] for how, metrics in both.items()} for when, both in evaluations.items()}
+    write_json(folder / "samples.json", samples)
+
+
+def evaluate_both(
+    complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig, seed: int
+) -> dict[str, dict[str, Any]]:
+    """Completions of held-out prompts, greedy and at the temperature of training."""
+    options: dict[str, Any] = {"scalar": config.scalar, "seed": seed}
+    temperatures = {"sampled": config.sampling.temperature, "greedy": 0.0}
+    metrics = {
+        name: evaluate(complete, rows, rewards, config.sampling, temperature=temperature, **options)
+        for name, temperature in temperatures.items()
+    }
+    return {"greedy": metrics["greedy"], "sampled": metrics["sampled"]}
+
+
 def pass_rates(
     complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig, *, seed: int = 0
 ) -> dict[str, dict[str, float]]:

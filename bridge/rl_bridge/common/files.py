@@ -59,7 +59,9 @@ def sweep(folder: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+        # Half of a surrogate pair has no UTF-8. Python writes its code point as JSON does.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _temporary(path: Path) -> Path:

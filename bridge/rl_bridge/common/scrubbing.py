@@ -23,10 +23,11 @@ _SHAPES = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     flags=re.DOTALL,
 )
-_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s'\"<>]+@", flags=re.IGNORECASE)
+_USER = re.compile(r"(\b[a-z][a-z0-9+.-]{0,40}://)[^/\s'\"<>]+@", flags=re.IGNORECASE)
 _QUERY = re.compile(r"([?&;])([\w.~%-]+)=([^&;\s'\"<>#]+)")
 _BEARER = re.compile(r"\b(bearer|basic|token)(:?\s+)[\w.~+/=-]{12,}", flags=re.IGNORECASE)
-_NAMED = re.compile(r"([\w.-]+)\s*[=:]\s*")
+# A name begins where the word begins: from each of its characters on, a long text would be read again.
+_NAMED = re.compile(r"(?<![\w.-])([\w.-]+)\s*[=:]\s*")
 _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s&;,'\"]+")
 _SHORTEST = 6
 """Characters of a value in the environment that is hidden wherever it stands; a shorter one is a word of its own."""

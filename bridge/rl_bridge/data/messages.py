@@ -1,6 +1,7 @@
 """Messages in the user's rows: the many spellings that are written, and the one that everything behind reads."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ FLAGS = ("weight", "loss", "train", "trainable", "training")
 """Keys of a message that say whether it is trained on: OpenAI's, LLaMA-Factory's, axolotl's, verl's."""
 UNTRAINED = "loss"
 """The one of them that a read message has, as False, where it is not trained on."""
+
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     Raises:
         ValueError: they are neither.
     """
-    tools = _read_json(row.get("tools"))
+    tools = _read_json(row.get("tools"), "tools")
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError(f"tools must be a list of JSON schemas, got {shortened(row['tools'])}")
     return tuple(tools or ())
@@ -78,7 +82,7 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: they are neither, or name what is no variable of a template.
     """
-    arguments = _read_json(row.get(ARGUMENTS))
+    arguments = _read_json(row.get(ARGUMENTS), ARGUMENTS)
     if arguments and not isinstance(arguments, Mapping):
         raise ValueError(f"{ARGUMENTS} must be an object, got {shortened(row[ARGUMENTS])}")
     if reserved := sorted(set(arguments or ()) & set(RESERVED)):
@@ -86,14 +90,52 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(arguments or {})
 
 
-def _read_json(value: Any) -> Any:
+def require_characters(value: Any, place: str = "") -> None:
+    """Refuse half of a surrogate pair in any text of a row, which JSON can hold and no file of UTF-8 can.
+
+    >>> require_characters({"messages": [{"content": "cut \\ud83d"}]})
+    Traceback (most recent call last):
+    ValueError: messages[0].content: half of a surrogate pair (U+D83D) at character 4: the text was cut in a character
+
+    Raises:
+        ValueError: with the place in the row and the code point.
+    """
+    waiting = [(place, value)] if _may_hold(value) else []
+    while waiting:
+        place, part = waiting.pop()
+        inside: list[tuple[str, Any]] = []
+        if isinstance(part, str):
+            half = _HALF.search(part)
+            if half is not None:
+                raise ValueError(
+                    f"{place}: half of a surrogate pair (U+{ord(half.group()):04X}) at character {half.start()}: the "
+                    "text was cut in a character"
+                )
+        elif isinstance(part, Mapping):
+            # Names come before what they name: a place is printed.
+            inside = [(f"{place or 'the row'}, a name", name) for name in part if _may_hold(name)]
+            dot = f"{place}." if place else ""
+            inside += [(f"{dot}{name}", item) for name, item in part.items() if _may_hold(item)]
+        else:
+            inside = [(f"{place}[{number}]", item) for number, item in enumerate(part) if _may_hold(item)]
+        waiting += reversed(inside)
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether a value may hold a character that is no ASCII."""
+    return not value.isascii() if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
+
+
+def _read_json(value: Any, field: str) -> Any:
     """The value of a JSON text, as a CSV file has it. A text that is no JSON stays, and is refused by its type."""
     if not isinstance(value, str) or not value.strip():
         return value if not isinstance(value, str) else None
     try:
-        return json.loads(value)
+        parsed = json.loads(value)
     except ValueError:
         return value
+    require_characters(parsed, field)
+    return parsed
 
 
 def messages_of_field(value: Any, field: str) -> list[dict[str, Any]]:
@@ -114,6 +156,7 @@ def messages_of_field(value: Any, field: str) -> list[dict[str, Any]]:
             value = json.loads(value)
         except ValueError:
             raise ValueError(f"{field} must be a list of messages, got the text {shortened(value)}") from None
+        require_characters(value, field)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"{field} must be a list of messages, got {shortened(value)}")
     return [_message(message, f"{field}[{place}]") for place, message in enumerate(value)]
@@ -211,6 +254,7 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except ValueError as error:
             raise ValueError(f"{where}: arguments must be an object or its JSON text: {error}") from None
+        require_characters(arguments, f"{where}.arguments")
         if not isinstance(arguments, dict):
             raise ValueError(f"{where}: arguments must be an object, got {shortened(arguments)}")
         return {**call, "arguments": arguments}

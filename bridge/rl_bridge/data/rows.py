@@ -10,15 +10,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.messages import (
     ARGUMENTS,
     arguments_of,
     is_trained,
     messages_of_field,
+    require_characters,
     shortened,
     tools_of,
     without_keys_of_others,
 )
+from rl_bridge.data.row_files import SUFFIXES, files_of, split_of
 from rl_bridge.data.row_readers import RowSource, is_file_of_reader, name_of, rows_of
 from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, UnreadColumns
 
@@ -159,7 +162,6 @@ def _response(value: Any, field: str) -> Any:
 
 # Rows from the user's files: JSON, JSONL, CSV, Parquet, Arrow, or a Hugging Face dataset; checked row by row.
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 SHOWN = 5
 """Bad rows that an error names; the others are counted."""
 PARAGRAPH = 500
@@ -177,16 +179,19 @@ def read_rows(
     *,
     fields: Sequence[str] = ("prompt",),
     check: Callable[[Mapping[str, Any]], dict[str, Any]] = policy_row,
+    census: SourceCensus | None = None,
 ) -> list[dict[str, Any]]:
     """All rows of ``source``, each as ``check`` returns it, with the ``fields``; ``_where`` has its file and number.
 
     ``source`` is a file by its suffix, a folder of such files, a folder written by ``save_to_disk``, or the name of a
-    dataset that ``datasets.load_dataset`` finds. A split follows as ``SOURCE@SPLIT`` or ``NAME:SPLIT`` (``train``
-    unless named); a part of it as ``train[10:20]``. Or it is a reader: ``FILE.py:function``, a function in hand without
+    dataset that ``datasets.load_dataset`` finds. Its configuration follows as ``NAME/CONFIGURATION``, in folders with
+    configurations too, and a split as ``SOURCE@SPLIT`` or ``NAME:SPLIT`` (``train`` unless named); a part of it as
+    ``train[10:20]``. Or it is a reader: ``FILE.py:function``, a function in hand without
     arguments or of the split's name that yields rows as dicts, or an iterable of rows.
 
     ``check`` takes a row and returns it in the form that is trained on, or raises ValueError with the field and what
     was expected: ``policy_row``, ``supervised_row``. Columns that other libraries read and this one does not are named.
+    ``census`` gets the numbers of files and rows.
 
     Raises:
         FileNotFoundError: no such file.
@@ -197,7 +202,9 @@ def read_rows(
     rows: list[dict[str, Any]] = []
     unread = UnreadColumns((*ROW_KEYS, *SUPERVISED_KEYS) if check is supervised_row else ROW_KEYS)
     bad: list[str] = []
-    for where, row in _numbered(source):
+    census = SourceCensus() if census is None else census
+    census.name = name_of(source)
+    for where, row in _numbered(source, census):
         try:
             rows.append(_checked(row, fields, check) | {"_where": where})
             unread.look(row, where)
@@ -207,6 +214,7 @@ def read_rows(
     if not rows:
         raise ValueError(f"{name_of(source)} has no rows")
     sampled = check in (policy_row, answered_row)
+    census.read = len(rows)
     unread.remark(but_by=" (but by a reward or an environment of your own)" if sampled else "")
     return rows
 
@@ -239,6 +247,7 @@ def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]
     if not isinstance(row, dict):
         expected = f"an object with fields {', '.join(fields)}" if fields else "an object with the row's fields"
         raise ValueError(f"expected {expected}, got {type(row).__name__}")
+    require_characters(row)
     checked = check(row)
     for field in fields:
         if missing(checked, field):
@@ -246,59 +255,21 @@ def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]
     return checked
 
 
-def _numbered(source: RowSource) -> Iterator[tuple[str, Any]]:
-    """The rows, each with its place as an error names it."""
+def _numbered(source: RowSource, census: SourceCensus) -> Iterator[tuple[str, Any]]:
+    """The rows, each with its place as an error names it; ``census`` gets the number of files."""
     if not isinstance(source, str) or is_file_of_reader(source):
         yield from rows_of(source)
         return
-    name, split = _split_of(source)
-    path = Path(name)
-    if path.suffix.lower() in SUFFIXES and not path.is_dir():
-        files = [path]
-    elif path.is_dir() and not any((path / saved).is_file() for saved in _SAVED):
-        files = _files_of(path, split)
-        split = None if split is None else "".join(split.partition("[")[1:])
-    elif path.is_file():
-        raise ValueError(f"{source} is a file whose name does not end in {', '.join(SUFFIXES)}: its kind is not known")
-    else:
-        yield from (
-            (f"{source}, row {number}", without_keys_of_others(row))
-            for number, row in enumerate(_hugging_face(source, path, split), 1)
-        )
+    files = files_of(source)
+    if files is None:
+        rows = enumerate(_hugging_face(source), 1)
+        yield from ((f"{source}, row {number}", without_keys_of_others(row)) for number, row in rows)
         return
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"no such file: {source}")
-    places = ((f"{file}, row {number}", row) for file in files for number, row in _READERS[file.suffix.lower()](file))
-    yield from places if split is None else _part(source, split, list(places))
-
-
-def _split_of(source: str) -> tuple[str, str | None]:
-    """``PATH@SPLIT`` or ``NAME:SPLIT`` in two; a path that exists is one, whatever characters it has."""
-    if Path(source).exists():
-        return source, None
-    name, at, split = source.rpartition("@")
-    if at and name and split:
-        return name, split
-    name, colon, split = source.partition(":")
-    return (name, split) if colon and split and Path(name).suffix.lower() not in SUFFIXES else (source, None)
-
-
-def _files_of(folder: Path, split: str | None) -> list[Path]:
-    """The data files in a folder, by name. Those of a split lie in a folder of its name, or begin with the name."""
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    split_name = None if split is None else split.partition("[")[0]
-    if split_name:
-        files = [
-            file
-            for file in files
-            if split_name in file.relative_to(folder).parts[:-1]
-            or re.match(rf"{re.escape(split_name)}(?![^\W_])", file.name)
-        ]
-    if not files:
-        of_split = f" of the split {split_name!r}" if split_name else ""
-        raise ValueError(f"{folder} has no file{of_split} that ends in {', '.join(SUFFIXES)}")
-    return files
+    census.files = len(files.paths)
+    places = (
+        (f"{file}, row {number}", row) for file in files.paths for number, row in _READERS[file.suffix.lower()](file)
+    )
+    yield from places if files.part is None else _part(source, files.part, list(places))
 
 
 def _part(source: str, split: str, rows: list[Any]) -> list[Any]:
@@ -399,9 +370,11 @@ def _arrow_rows(path: Path, reader: Any) -> list[Any]:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 
 
-def _hugging_face(source: str, path: Path, split: str | None) -> Iterable[Any]:
+def _hugging_face(source: str) -> Iterable[Any]:
     import datasets
 
+    name, split = split_of(source)
+    path = Path(name)
     if path.is_dir():
         try:
             saved: Any = datasets.load_from_disk(str(path))
@@ -413,14 +386,22 @@ def _hugging_face(source: str, path: Path, split: str | None) -> Iterable[Any]:
         if split_name not in saved:
             raise ValueError(f"{source} has no split {split_name!r}; it has {', '.join(map(repr, saved))}")
         return _part(source, bracket + rest, list(saved[split_name])) if bracket else saved[split_name]
+    match = _CONFIGURATION.fullmatch(name)
+    words = (name,) if match is None else match.groups()
     try:
-        return datasets.load_dataset(source if split is None else source[: -1 - len(split)], split=split or "train")
+        return datasets.load_dataset(*words, split=split or "train")
     except Exception as error:
+        if several := re.search(r"available configs: \[(.*)\]", str(error)):
+            raise ValueError(
+                f"{source!r} has the configurations {several[1]}, which are not mixed unasked: name one, as "
+                f"{words[0]}/{several[1].partition(',')[0].strip(chr(39))}@{split or 'train'}"
+            ) from error
         suffixes = ", ".join(SUFFIXES)
         raise ValueError(f"{source!r} is neither a file ({suffixes}) nor a dataset that loads: {error}") from error
 
 
-_SAVED = ("state.json", "dataset_dict.json")
+_CONFIGURATION = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([^/]+)")
+"""The name of a dataset of the hub with one of its configurations."""
 _READERS = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
 
 # An endless stream of rows: shuffled anew each epoch, its place in the data part of a checkpoint.

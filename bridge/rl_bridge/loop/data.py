@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import tell
-from rl_bridge.data.comparisons import PairBatch, batch_of, read_comparisons
+from rl_bridge.data.comparisons import PairBatch, read_comparisons
+from rl_bridge.data.examples import batch_of, rows_in
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
 from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
 from rl_bridge.data.tasks import split_rows
@@ -288,16 +289,21 @@ def load_rows(
         rows = read_rows(data, fields=(), check=supervised_row)
         remark_on_keys(rows, partial(sft.tokens_of, tokenizer, apply_chat_template))
         trajectories, left_out = sft.encoded(source, tokenizer, rows, **reading)
-        if left_out:
-            tell(f"{left_out} of {len(rows)} rows are longer than {max_length} tokens")
+        _tell_left_out(left_out, len(rows), max_length)
         batches: dict[str, Any] = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}
         return Rows(trajectories, seed=seed, reader=data, **batches)
     compared = read_comparisons(data)
     comparison.remark_on_unread(tokenizer, compared, apply_chat_template)
     examples = comparison.encoded(source, tokenizer, compared, loss, **reading)
+    _tell_left_out(len(compared) - rows_in(examples), len(compared), max_length)
     if loss.name in REWARD_LOSSES:
         templated = apply_chat_template and any(map(comparison.has_roles, compared))
         comparison.pad_of_rewards(source, tokenizer, examples, templated=templated)
     fingerprint = of_rows([{**vars(row), "where": ""} for row in compared])
     batches = {"collate": lambda part: batch_of(part, model.pad_token), "fingerprint": fingerprint}
     return Rows(examples, seed=seed, reader=data, **batches)
+
+
+def _tell_left_out(left_out: int, total: int, max_length: int | None) -> None:
+    if left_out:
+        tell(f"{left_out} of {total} rows are longer than {max_length} tokens")

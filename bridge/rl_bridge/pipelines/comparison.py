@@ -21,7 +21,9 @@ from rl_bridge.algorithms.comparison_training import (
     train_reward_model,
     with_reference,
 )
-from rl_bridge.data.comparisons import Comparison, Example, batch_of, examples_of, read_comparisons
+from rl_bridge.data.census import Census, SourceCensus, too_long
+from rl_bridge.data.comparisons import Comparison, read_comparisons
+from rl_bridge.data.examples import Example, batch_of, examples_of, rows_in
 from rl_bridge.data.messages import Chat, chat_of
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.tasks import arithmetic_rows
@@ -34,6 +36,7 @@ from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES, REWARD_LOSSES, UNMATCHED, ComparisonLoss, constants_of
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import (
+    ADDITION,
     TrainingOptions,
     common_summary,
     load_model,
@@ -166,6 +169,12 @@ class ComparisonData:
     examples: list[Example]
     held_out: list[Example]
     fingerprints: dict[str, str]
+    census: Census
+
+    def settle(self, step: Mapping[str, int]) -> None:
+        """Count the rows, and refuse too few for ``step``, as ``Census.settle`` does."""
+        trained, held_out = rows_in(self.examples), rows_in(self.held_out)
+        self.census.settle(trained=trained, held_out=held_out, step=step, examples=len(self.examples))
 
 
 def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonData:
@@ -174,11 +183,15 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
     Raises:
         FileNotFoundError, ValueError: as ``load_comparisons``, ``load_model`` and ``encoded`` do.
     """
-    parts = load_comparisons(options)
+    census = Census()
+    parts = load_comparisons(options, census)
     source, tokenizer = load_model_for(options, [row for part in parts for row in part])
     reading: dict[str, Any] = {"apply_chat_template": options.apply_chat_template, "max_length": options.max_length}
     remark_on_unread(tokenizer, [row for part in parts for row in part], options.apply_chat_template)
     examples, held_out = (encoded(source, tokenizer, part, loss, **reading) for part in parts)
+    if options.max_length is not None:
+        left_out = (len(part) - rows_in(read) for part, read in zip(parts, (examples, held_out), strict=True))
+        census.leave_out(too_long(options.max_length), *left_out)
     assert isinstance(tokenizer.pad_token_id, int)
     return ComparisonData(
         source=source,
@@ -188,6 +201,7 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
         examples=examples,
         held_out=held_out,
         fingerprints=fingerprints_of(options, tokenizer, *parts),
+        census=census,
     )
 
 
@@ -219,15 +233,23 @@ def has_roles(row: Comparison) -> bool:
     return not all(isinstance(text, str) for text in (chat_of(row.prompt).prompt, *row.completions))
 
 
-def load_comparisons(options: ComparisonOptions) -> tuple[list[Comparison], list[Comparison]]:
-    """Rows to train on and rows held out."""
-    rows = addition() if options.data is None else read_comparisons(options.data)
+def load_comparisons(
+    options: ComparisonOptions, census: Census | None = None
+) -> tuple[list[Comparison], list[Comparison]]:
+    """Rows to train on and rows held out; ``census`` gets the numbers of both sources."""
+    census = Census() if census is None else census
+    if options.data is None:
+        rows = addition()
+        census.data = SourceCensus(name=ADDITION, read=len(rows))
+    else:
+        rows = read_comparisons(options.data, census.data)
     if options.eval_data is not None:
-        held_rows = read_comparisons(options.eval_data)
+        census.eval_data = SourceCensus()
+        held_rows = read_comparisons(options.eval_data, census.eval_data)
         remark_on_shared(*((repr(replace(row, where="")) for row in part) for part in (rows, held_rows)))
         return rows, held_rows
     named = [{"prompt": row.prompt, "row": row} for row in rows]
-    train, held_out = split(options, named)
+    train, held_out = split(options, named, census)
     return [row["row"] for row in train], [row["row"] for row in held_out]
 
 
@@ -240,7 +262,9 @@ def addition() -> list[Comparison]:
     rows = []
     for number, row in enumerate(arithmetic_rows(["+"])):
         wrong = int(row["answer"]) + (1, -1, 10, -10)[number % 4]
-        rows.append(Comparison(kind="pair", prompt=row["prompt"], completions=(row["answer"], str(wrong))))
+        completions = (row["answer"], str(wrong))
+        where = f"{ADDITION}, row {number + 1}"
+        rows.append(Comparison(kind="pair", prompt=row["prompt"], completions=completions, where=where))
     return rows
 
 
@@ -282,19 +306,16 @@ def encoded(
     """The rows as the loss reads them, without those that are too long.
 
     Raises:
-        ValueError: all rows are too long; or as ``examples_of`` and ``check_rows`` do.
+        ValueError: as ``examples_of`` and ``check_rows`` do.
     """
     # A reward is read at the end of the template's text, where a classifier of transformers reads.
     to_end = loss.name in REWARD_LOSSES
     encode = partial(encode_completion, tokenizer, apply_chat_template=apply_chat_template, to_end=to_end)
-    examples = examples_of(rows, loss.form, encode, unmatched=loss.name in UNMATCHED, what=loss.name)
-    longest = math.inf if max_length is None else max_length
-    short = [example for example in examples if max(len(t.tokens) for t in example.completions) <= longest]
-    if not short:
-        raise ValueError(f"all {len(examples)} comparisons are longer than max_length={longest} tokens")
-    completions = [{**t.row, "trajectory": t} for example in short for t in example.completions]
+    unmatched = loss.name in UNMATCHED
+    examples = examples_of(rows, loss.form, encode, unmatched=unmatched, what=loss.name, longest=max_length)
+    completions = [{**t.row, "trajectory": t} for example in examples for t in example.completions]
     check_rows(source, tokenizer, completions, lambda row: (row["trajectory"].messages, row["trajectory"].tokens))
-    return short
+    return examples
 
 
 def pad_of_rewards(
@@ -345,6 +366,7 @@ def run_preference(pipeline: PreferencePipeline, observers: Sequence[Observer] =
     loss = pipeline.loss.build()
     data = load_data(pipeline, loss)
     remark_on_ends(data.source, data.tokenizer)
+    data.settle({"--preference.rows-per-step": pipeline.preference.rows_per_step})
     examples, held_out, pad, scoring = data.examples, data.held_out, data.pad_token_id, pipeline.scoring()
     config = replace(pipeline.preference, steps=pipeline.steps_for(len(examples), pipeline.preference))
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots)), data.source)
@@ -382,10 +404,8 @@ def run_preference(pipeline: PreferencePipeline, observers: Sequence[Observer] =
             "best_loss": best,
             "steps": config.steps,
             "loss": {"name": loss.name, **loss.constants, "average": loss.average, "wpo": loss.wpo},
-            "rows": len(examples),
-            "held_out": len(held_out),
             "seconds": round(run.seconds, 1),
-            **common_summary(pipeline, data.source, engines),
+            **common_summary(pipeline, data.source, engines, data.census),
         }
         run.finish(summary)
     return summary
@@ -413,6 +433,7 @@ def run_reward_model(pipeline: RewardModelPipeline, observers: Sequence[Observer
     prepare_processes(pipeline, executor)
     loss = pipeline.loss.build()
     data = load_data(pipeline, loss)
+    data.settle({"--reward-model.rows-per-step": pipeline.reward_model.rows_per_step})
     pad = pad_of_rewards(data.source, data.tokenizer, [*data.examples, *data.held_out], templated=data.templated)
     source = ValueSource(data.source, pad_token=pad)
     config = replace(pipeline.reward_model, steps=pipeline.steps_for(len(data.examples), pipeline.reward_model))
@@ -434,10 +455,8 @@ def run_reward_model(pipeline: RewardModelPipeline, observers: Sequence[Observer
             "best_loss": best,
             "steps": config.steps,
             "loss": {"name": loss.name, **loss.constants},
-            "rows": len(data.examples),
-            "held_out": len(data.held_out),
             "seconds": round(run.seconds, 1),
-            **common_summary(pipeline, source, engines),
+            **common_summary(pipeline, source, engines, data.census),
         }
         run.finish(summary)
     return summary

@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 import rl_fn
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.completions import Complete, Sampler
-from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate
+from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate_both, write_samples
 from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, require_objective
 from rl_bridge.algorithms.policy_training import train_policy
 from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
-from rl_bridge.common.files import write_json
 from rl_bridge.common.plots import spared
 from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.common.user_files import content_of
+from rl_bridge.data.census import Census
 from rl_bridge.data.rows import RowStream, answered_row, policy_row
 from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines import InferenceEngine, TrainEngine
@@ -37,13 +37,7 @@ from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ALGORITHMS, Algorithm, ControlOptions, controlled
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions, EnvironmentOptions, RolloutOptions
-from rl_bridge.pipelines.training import (
-    TrainingOptions,
-    common_summary,
-    load_model,
-    load_rows,
-    prepare_processes,
-)
+from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
 from rl_bridge.run.options import MAY_CHANGE, require_used
@@ -199,6 +193,11 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         """Completions of one step."""
         return self.policy.prompts_per_step * self.policy.responses_per_prompt
 
+    def rows_of_steps(self) -> dict[str, int]:
+        """Option → rows that one step takes."""
+        warm = {"--sft.rows-per-step": self.sft.rows_per_step} if self.sft.steps else {}
+        return warm | {"--policy.prompts-per-step": self.policy.prompts_per_step}
+
     def scoring(self, temperature: float | None = None) -> ScoringConfig:
         """How policy, old policy and reference of this run are scored: at the temperature of sampling."""
         return super().scoring(self.policy.sampling.temperature if temperature is None else temperature)
@@ -213,7 +212,8 @@ def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> 
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
     rewards = pipeline.rewards()
-    train_rows, held_out = rows_of(pipeline)
+    census = Census()
+    train_rows, held_out = rows_of(pipeline, census)
     objective = prepare(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_out])
     remark_on_ends(source, tokenizer)
@@ -234,6 +234,7 @@ def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> 
         reward=rewards,
         objective=objective,
         observers=observers,
+        census=census,
     )
 
 
@@ -258,8 +259,14 @@ def train_and_evaluate(
     reward: Reward | Rewards,
     objective: rl_fn.Objective,
     observers: Sequence[Observer] = (),
+    census: Census | None = None,
 ) -> dict[str, Any]:
-    """Warm start, reinforcement learning and evaluation, in the workers of ``executor``."""
+    """Warm start, reinforcement learning and evaluation, in the workers of ``executor``.
+
+    ``census``: of the sources that the rows are of; None where all rows are in hand.
+    """
+    census = Census.of_rows(train_rows, held_out) if census is None else census
+    census.settle(trained=len(train_rows), held_out=len(held_out), step=pipeline.rows_of_steps())
     rewards = reward if isinstance(reward, Rewards) else load(reward)
     rewards.try_on(train_rows, tokenizer, beside=pipeline.asynchronous.on)
     environment = pipeline.environments(source)
@@ -289,6 +296,7 @@ def train_and_evaluate(
             rewards=rewards,
             environment=environment,
             objective=objective,
+            census=census,
         )
         supervised = stages.warm_start()
         before = stages.evaluated_before()
@@ -318,6 +326,7 @@ class PolicyStages:
     rewards: Rewards
     environment: EnvironmentFactory | None
     objective: rl_fn.Objective
+    census: Census
 
     def warm_start(self) -> TrainEngine:
         """The supervised steps: their engine, whose weights the rollout has too."""
@@ -429,10 +438,9 @@ class PolicyStages:
             "sampled_before": before["sampled"]["reward"],
             "sampled_after": after["sampled"]["reward"],
             "sampled_gain": confidence_interval(after["sampled"]["scores"], before["sampled"]["scores"]),
-            "held_out": len(self.held_out),
             "seconds": round(self.run.seconds, 1),
             "objective": self.objective.explain(),
-            **common_summary(self.pipeline, self.source, self.engines),
+            **common_summary(self.pipeline, self.source, self.engines, self.census),
         }
 
     def _critic(self, policy: TrainEngine, updates: int) -> TrainEngine:
@@ -472,28 +480,9 @@ class PolicyStages:
         return self.pipeline.scoring()
 
 
-def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]]) -> None:
-    """samples.json: some held-out completions of each evaluation, to read."""
-    samples = {when: {how: metrics["samples"] for how, metrics in both.items()} for when, both in evaluations.items()}
-    write_json(folder / "samples.json", samples)
-
-
-def evaluate_both(
-    complete: Complete, rows: Sequence[dict], rewards: Rewards, config: PolicyConfig, seed: int
-) -> dict[str, dict[str, Any]]:
-    """Completions of held-out prompts, greedy and at the temperature of training."""
-    options: dict[str, Any] = {"scalar": config.scalar, "seed": seed}
-    temperatures = {"sampled": config.sampling.temperature, "greedy": 0.0}
-    metrics = {
-        name: evaluate(complete, rows, rewards, config.sampling, temperature=temperature, **options)
-        for name, temperature in temperatures.items()
-    }
-    return {"greedy": metrics["greedy"], "sampled": metrics["sampled"]}
-
-
-def rows_of(pipeline: PolicyPipeline) -> tuple[list[dict], list[dict]]:
-    """Rows to train on and rows held out."""
+def rows_of(pipeline: PolicyPipeline, census: Census | None = None) -> tuple[list[dict], list[dict]]:
+    """Rows to train on and rows held out; ``census`` gets their numbers."""
     sources = pipeline.reward or (() if pipeline.environment else ("exact",))
     compared = "exact" in [source for _, source in map(named, sources)]
     fields = ("prompt", "answer") if compared or pipeline.sft.steps else ("prompt",)
-    return load_rows(pipeline, fields, answered_row if compared else policy_row)
+    return load_rows(pipeline, fields, answered_row if compared else policy_row, census)

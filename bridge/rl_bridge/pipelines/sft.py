@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.supervised_training import SFTConfig, held_out_nll, train_sft
+from rl_bridge.data.census import Census, too_long
 from rl_bridge.data.rows import RowStream, refuse, supervised_row
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory
@@ -68,13 +69,18 @@ class SFTPipeline(TrainingOptions):
 def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Run the pipeline to its end and return the summary that ``summary.json`` holds."""
     executor = pipeline.start()
-    train_rows, held_rows = load_rows(pipeline, (), supervised_row)
+    census = Census()
+    train_rows, held_rows = load_rows(pipeline, (), supervised_row, census)
     prepare_processes(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_rows])
     remark_on_ends(source, tokenizer)
     remark_on_keys([*train_rows, *held_rows], partial(tokens_of, tokenizer, pipeline.apply_chat_template))
     train, left_out = encoded(source, tokenizer, train_rows, **pipeline.reading())
     held_out, held_left_out = encoded(source, tokenizer, held_rows, **pipeline.reading())
+    if pipeline.max_length is not None:
+        census.leave_out(too_long(pipeline.max_length), left_out, held_left_out)
+    step = {"--sft.rows-per-step": pipeline.sft.rows_per_step}
+    census.settle(trained=len(train), held_out=len(held_out), step=step)
     config = replace(pipeline.sft, steps=pipeline.steps_for(len(train)))
     mesh = pipeline.mesh.of(len(executor.slots))
     engines = pipeline.engines(executor, mesh, source)
@@ -86,8 +92,6 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
     with engines, open_run(pipeline, fingerprints, executor, observers) as run:
         engines.serve(run)
         folder = run.folder
-        if left_out or held_left_out:
-            run.note(f"{left_out} rows and {held_left_out} held-out rows are longer than {pipeline.max_length} tokens")
         run.keep_best("held_out_nll", "min")
         policy = engines.supervised(pipeline.optimizer, updates=config.steps, scoring=pipeline.scoring())
         before = run.cached_result("before", lambda: held_out_nll(policy, batch))
@@ -103,11 +107,8 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
             "nll_after": after,
             "nll_best": best,
             "steps": config.steps,
-            "rows": len(train),
-            "held_out": len(held_out),
-            "left_out": left_out + held_left_out,
             "seconds": round(run.seconds, 1),
-            **common_summary(pipeline, source, engines),
+            **common_summary(pipeline, source, engines, census),
         }
         run.finish(summary)
     return summary

@@ -15,6 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_bridge.common.terminal import given, remark, tell
+from rl_bridge.data.census import SAME_PROMPT, Census, SourceCensus
+from rl_bridge.data.messages import require_characters
 from rl_bridge.data.row_readers import reader_fingerprint
 from rl_bridge.data.rows import policy_row, read_rows
 from rl_bridge.data.tasks import arithmetic_rows, split_rows
@@ -134,6 +136,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
         for option in ("model", "data", "eval_data", "tokenizer"):
             if getattr(self, option) == "":
                 raise ValueError(f"{option} names a file, a folder or an id of the hub, and is empty")
+            require_characters(getattr(self, option), option)
         if self.chat_template == Path():
             raise ValueError("chat_template names a file, and is empty or the working directory")
         for option in ("held_out", "threads"):
@@ -207,21 +210,31 @@ class TrainingOptions(RunOptions, PlacementOptions):
         return engines
 
 
+ADDITION = "two-digit addition"
+
+
 def load_rows(
     options: TrainingOptions,
     fields: Sequence[str] = ("prompt", "answer"),
     check: Callable[[Mapping[str, Any]], dict[str, Any]] = policy_row,
+    census: Census | None = None,
 ) -> tuple[list[dict], list[dict]]:
-    """Rows to train on and rows held out, each with the ``fields`` and in the form that ``check`` returns."""
+    """Rows to train on and rows held out, each with the ``fields`` and in the form that ``check`` returns.
+
+    ``census`` gets the numbers of both sources, and of rows that are left out.
+    """
+    census = Census() if census is None else census
     if options.data is None:
         rows: list[dict] = arithmetic_rows(["+"])
+        census.data = SourceCensus(name=ADDITION, read=len(rows))
     else:
-        rows = read_rows(options.data, fields=fields, check=check)
+        rows = read_rows(options.data, fields=fields, check=check, census=census.data)
     if options.eval_data is not None:
-        held_out = read_rows(options.eval_data, fields=fields, check=check)
+        census.eval_data = SourceCensus()
+        held_out = read_rows(options.eval_data, fields=fields, check=check, census=census.eval_data)
         remark_on_shared(map(_without_place, rows), map(_without_place, held_out))
         return rows, held_out
-    return split(options, rows)
+    return split(options, rows, census)
 
 
 def _without_place(row: Mapping[str, Any]) -> str:
@@ -229,7 +242,7 @@ def _without_place(row: Mapping[str, Any]) -> str:
     return repr({name: value for name, value in row.items() if name != "_where"})
 
 
-def split(options: TrainingOptions, rows: Sequence[dict]) -> tuple[list[dict], list[dict]]:
+def split(options: TrainingOptions, rows: Sequence[dict], census: Census) -> tuple[list[dict], list[dict]]:
     """(Rows to train on, ``options.held_out`` rows held out), of prompts that differ.
 
     Rows that are left out are counted, and so are too few to train on.
@@ -237,13 +250,12 @@ def split(options: TrainingOptions, rows: Sequence[dict]) -> tuple[list[dict], l
     Raises:
         ValueError: the rows have too few prompts.
     """
-    source = options.data or "two-digit addition"
+    source = census.data.name
     try:
         train, held_out = split_rows(rows, options.held_out, options.seed)
     except ValueError as error:
         raise ValueError(f"{source}: {error}: give a smaller --held-out, or --eval-data FILE") from error
-    if left_out := len(rows) - len(train) - len(held_out):
-        remark(f"{source}: {left_out} of {len(rows)} rows are left out: their prompts are those of held-out rows")
+    census.data.leave_out(SAME_PROMPT, len(rows) - len(train) - len(held_out))
     if len(train) < len(held_out):
         remark(
             f"{source}: {len(train)} rows are trained on and {len(held_out)} held out: a smaller --held-out, or "
@@ -335,9 +347,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
-def common_summary(options: TrainingOptions, source: ModelSource, engines: Engines) -> dict[str, Any]:
+def common_summary(options: TrainingOptions, source: ModelSource, engines: Engines, census: Census) -> dict[str, Any]:
     """The part of a summary that every run has."""
     return {
+        **census.summary(),
         "notes": engines.notes,
         "seed": options.seed,
         "parameters": parameters_of(source),

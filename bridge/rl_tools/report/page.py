@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_bridge.common.files import replacing
 from rl_bridge.common.terminal import say
+from rl_bridge.data.census import SourceCensus
 from rl_bridge.run.records import METRICS
 from rl_bridge.run.run_toml import RUN_FILE
 from rl_tools.report.curves import Group, comparison, curves, differences, grouped, options_of
@@ -90,6 +91,7 @@ def _about(run: RunFiles) -> dict[str, Any]:
         "time": last.get("time"),
         "tokens": sum(record.get("trained_tokens", 0) for record in run.records),
         "summary": {name: run.summary[name] for name in HEADLINES if name in run.summary},
+        "rows": [SourceCensus(**source).line() for source in run.summary.get("census", {}).values()],
         "versions": run.summary.get("versions", {}),
         "warnings": warnings_of(run),
     }

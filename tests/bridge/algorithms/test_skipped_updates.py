@@ -15,7 +15,7 @@ from rl_bridge.algorithms.comparison_training import (
     train_reward_model,
 )
 from rl_bridge.algorithms.supervised_training import SFTConfig, train_sft
-from rl_bridge.data.comparisons import Example
+from rl_bridge.data.examples import Example
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import NeedParallel

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from rl_bridge.data.comparisons import batch_of, comparison_of, examples_of, pair_parts, read_comparisons, stand_in_pair
+from rl_bridge.data.comparisons import comparison_of, pair_parts, read_comparisons, stand_in_pair
+from rl_bridge.data.examples import batch_of, examples_of
 from rl_bridge.data.token_batch import units_of
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.encoding import encode_completion

@@ -50,8 +50,9 @@ def test_own_data_reward_and_model_to_the_end(
     folder = run_to_end(arguments("run", **QUICK, **changes, **{"--seed": 5}))
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(LAST_LINE.replace("accuracy", "reward"), out[-1])
-    assert out[0] == f"run folder: {folder}"
-    assert re.fullmatch(r"held-out reward before reinforcement learning: \d\.\d{3}", out[1])
+    assert out[0] == f"rows: {data}: 64 rows of 1 file: 44 trained on, 20 held out"
+    assert out[1] == f"run folder: {folder}"
+    assert re.fullmatch(r"held-out reward before reinforcement learning: \d\.\d{3}", out[2])
 
     names = {
         ".lock",

@@ -185,13 +185,15 @@ def test_options_that_cannot_be_are_refused(words, capsys, more, message):
 
 
 def test_epochs_and_lengths(words):
-    folder = ended(words("epochs", "--epochs", 1.5, "--max-length", 15, **{"--sft.steps": 200}))
+    few = {"--sft.steps": 200, "--sft.rows-per-step": 4}
+    folder = ended(words("epochs", "--epochs", 1.5, "--max-length", 15, **few))
     found = summary(folder)
     # 34 rows are left to train on; a conversation of two digits in the first number is longer than 15 tokens.
     assert found["left_out"] > 0 and found["rows"] + found["left_out"] + found["held_out"] == 40
     note, *records = metrics(folder)
-    assert note["note"].endswith("held-out rows are longer than 15 tokens")
-    assert found["steps"] == -(-3 * found["rows"] // 16) == len(records)
+    left_out = f"{found['left_out']} of 40 rows are left out: they have more than 15 tokens (--max-length)"
+    assert note["note"].endswith(left_out)
+    assert found["steps"] == -(-3 * found["rows"] // 8) == len(records)
 
 
 def test_contents_can_be_concatenated(words):

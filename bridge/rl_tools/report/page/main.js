@@ -28,10 +28,12 @@ function head() {
     if (runs.length) tiles.push(tile(String(runs.length), "runs"), tile(duration(runs.reduce((sum, run) => sum + (run.seconds || 0), 0)), "time together"));
     for (const study of content.studies) tiles.push(tile(String(study.trials.length), [shown(study.name), ": trials"].flat()));
   }
-  const told = runs.flatMap((run) => run.warnings.map((text) => (one ? shown(text) : [el("b", {}, shown(run.name)), ": ", ...shown(text)])));
+  const named = (run, text) => (one ? shown(text) : [el("b", {}, shown(run.name)), ": ", ...shown(text)]);
+  const told = runs.flatMap((run) => run.warnings.map((text) => named(run, text)));
+  const rows = runs.flatMap((run) => run.rows.map((text) => el("p", { class: "soft" }, named(run, `rows of ${text}`))));
   filled(document.getElementById("top"), {}, [el("div", { class: "head" }, el("div", {}, el("h1", {}, shown(content.title)),
     el("p", { class: "soft" }, `${state}. Written ${made.toLocaleString()}.`)), button),
-  el("div", { class: "tiles" }, tiles),
+  el("div", { class: "tiles" }, tiles), rows,
   told.length ? el("div", { class: "warnings", role: "note" }, el("b", {}, told.length === 1 ? "One thing to look at" : `${told.length} things to look at`), el("ul", {}, told.map((text) => el("li", {}, text)))) : null]);
 }
 function foot() {
