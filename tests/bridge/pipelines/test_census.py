@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from rl_bridge.algorithms.comparison_training import PreferenceConfig, RewardModelConfig
-from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.algorithms.supervised_training import SFTConfig, WarmStart
 from rl_bridge.data.census import Census, SourceCensus
 from rl_bridge.data.rows import RowStream
@@ -18,7 +17,8 @@ from rl_bridge.pipelines.comparison import (
     run_preference,
     run_reward_model,
 )
-from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
+from rl_bridge.pipelines.policy import run_policy
+from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_bridge.run.run import DryRun
 from rl_tools.report.page import content
@@ -76,10 +76,9 @@ def reward_model(loss):
 
 def policy(warm):
     def pipeline(**options):
-        config = PolicyConfig(steps=1, prompts_per_step=STEP, responses_per_prompt=2, evaluate_every=1)
-        return run_policy, PolicyPipeline(
-            policy=config, sft=WarmStart(steps=warm, rows_per_step=STEP), track_kl=False, **options
-        )
+        quick, start = quickstart(), WarmStart(steps=warm, rows_per_step=STEP)
+        few = {"steps": 1, "prompts_per_step": STEP, "responses_per_prompt": 2, "updates_per_step": 1}
+        return run_policy, replace(quick, policy=replace(quick.policy, **few), sft=start, track_kl=False, **options)
 
     return pipeline
 
