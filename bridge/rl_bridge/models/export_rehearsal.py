@@ -19,7 +19,15 @@ from rl_bridge.models.stored_tensors import TensorsInHand, require_fit
 from rl_bridge.models.tokenizer_files import probe, tokenizer_in, write_tokenizer
 from rl_bridge.weights.manifest import module_tensors
 
-_OF_WRITING = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "auto_map")
+_OF_WRITING = (
+    "_name_or_path",
+    "auto_map",
+    "transformers_weights",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+)
 """Fields of a configuration that tell of the file and not of the model."""
 
 
@@ -61,8 +69,10 @@ def _faults_of_model(model: PreTrainedModel, folder: Path, types: ExportTypes) -
         generation = GenerationConfig.from_pretrained(folder)
         yield from _differences("generation_config.json", _fields(model.generation_config), _fields(generation))
     try:
+        with torch.device("meta"):
+            again = type(model)(config)
         written = _Written(written_tensors(model, dict(module_tensors(model))))
-        require_fit(model, ConvertedTensors(written, model))  # type: ignore[arg-type]
+        require_fit(again, ConvertedTensors(written, again))  # type: ignore[arg-type]
     except ValueError as error:
         yield f"its weights would not be read again: {error}"
 

@@ -40,17 +40,16 @@ def spoil(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_saved_tokenizer_that_drops_a_character_when_it_is_loaded_again_is_refused(folder):
+def test_a_character_that_a_saved_tokenizer_does_not_know_is_refused(folder):
     source, tokenizer = pretrained(str(folder))
-    assert tokenizer.decode(tokenizer("45-12=").input_ids) == "4512="
     check_rows(source, tokenizer, [{"prompt": "45+12="}], prompted(tokenizer))
     rows = [{"prompt": "45+12="}, {"prompt": "45-12=", "_where": "problems.jsonl, row 2"}]
-    message = "problems.jsonl, row 2: the tokenizer loses the character '-' (HYPHEN-MINUS): '45-12=' becomes '4512='"
+    message = "problems.jsonl, row 2: the tokenizer cannot encode the prompt '45-12='"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_rows(source, tokenizer, rows, prompted(tokenizer))
     rows = [{"prompt": "45+12=", "answer": "-3"}]
     check_rows(source, tokenizer, rows, prompted(tokenizer))  # the answer is not encoded
-    with pytest.raises(ValueError, match=r"row 1: the tokenizer loses the character '-'"):
+    with pytest.raises(ValueError, match=r"row 1: the tokenizer cannot encode the answer '-3'"):
         check_rows(source, tokenizer, rows, supervised(tokenizer))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl_bridge.models import export_rehearsal
 from rl_tools.cli import main
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
@@ -61,11 +62,16 @@ def test_the_exported_folder_has_the_files_and_dtypes_of_the_one_that_was_read(t
 
 
 @pytest.mark.parametrize("trainer", STEPS)
-def test_what_cannot_be_exported_is_refused_before_there_is_a_run(trainer, folder, capsys):
-    config = json.loads((folder / "config.json").read_text()) | {"temperature": 0.7}
-    (folder / "config.json").write_text(json.dumps(config))
+def test_what_cannot_be_exported_is_refused_before_there_is_a_run(trainer, folder, capsys, monkeypatch):
+    def fail(tokenizer, place):
+        raise OSError(f"no place for {place}/tokenizer.json")
+
+    monkeypatch.setattr(export_rehearsal, "write_tokenizer", fail)
     assert run(trainer, folder) == 1
-    assert "the trained model could not be exported, as its untrained files show" in capsys.readouterr().err
+    message = (
+        "the trained model could not be exported, as its untrained files show: no place for its folder/tokenizer.json"
+    )
+    assert message in capsys.readouterr().err
     assert not (folder.parent / "runs").exists()
 
 
