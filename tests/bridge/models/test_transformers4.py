@@ -36,6 +36,10 @@ SCALINGS = {
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 16},
 }
+SCALED = [(kind, name) for kind in ("llama", "qwen2") for name in SCALINGS] + [
+    ("gpt_neox", "linear"),
+    ("phi", "linear"),
+]
 
 
 def export(model, folder, tokenizer=None):
@@ -64,9 +68,8 @@ def both(tmp_path_factory):
     place = tmp_path_factory.mktemp("exports")
     logging.set_verbosity_error()
     folders = {kind: export(zoo.tiny(kind), place / kind) for kind in FAMILIES}
-    for kind in ("llama", "qwen2", "gpt_neox", "phi"):
-        for name, scaling in SCALINGS.items():
-            folders[f"{kind} {name}"] = export(scaled(kind, scaling), place / f"{kind}-{name}")
+    for kind, name in SCALED:
+        folders[f"{kind} {name}"] = export(scaled(kind, SCALINGS[name]), place / f"{kind}-{name}")
     for kind in ("chatml", "llama3"):
         written = place / f"written-{kind}"
         model = scaled("qwen2", {"rope_type": "default"})
@@ -99,7 +102,7 @@ NOT_COMPARED = "does not recognize this architecture"
 
 
 def names():
-    return [*FAMILIES, *(f"{kind} {name}" for kind in ("llama", "qwen2", "gpt_neox", "phi") for name in SCALINGS)]
+    return [*FAMILIES, *(f"{kind} {name}" for kind, name in SCALED)]
 
 
 @pytest.mark.parametrize("name", names())
