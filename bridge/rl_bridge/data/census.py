@@ -66,7 +66,7 @@ class Census:
     @classmethod
     def of_rows(cls, train: Sequence[Any], held_out: Sequence[Any]) -> "Census":
         """Rows in hand, all of which are trained on or held out."""
-        counts = {"read": len(train) + len(held_out), "trained": len(train), "held_out": len(held_out)}
+        counts: dict[str, Any] = {"read": len(train) + len(held_out), "trained": len(train), "held_out": len(held_out)}
         return cls(data=SourceCensus(**counts))
 
     @property

@@ -136,10 +136,10 @@ class _Declared(NamedTuple):
         declared = about.get("data_files")
         if declared is None:
             folder = self.folder / str(about.get("data_dir", ""))
-            files = _data_files(folder)
+            every = _data_files(folder)
             # Files without a split in their names are those to train on.
-            plain = split == "train" and not _splits_in([file.relative_to(folder) for file in files])
-            return files if plain and files else _of_split(folder, split, asked_for=False)
+            plain = split == "train" and not _splits_in([file.relative_to(folder) for file in every])
+            return every if plain and every else _of_split(folder, split, asked_for=False)
         splits = dict(self._splits(declared))
         if split not in splits:
             names = ", ".join(map(repr, splits))
