@@ -78,10 +78,11 @@ def _named(tokenizer: PreTrainedTokenizerBase, tokens: Collection[int]) -> str:
 def add_turn_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let the folder's ``generation_config.json`` stop at all tokens that end a trained turn.
 
-    A file that names them stays as it is, and a folder without one, as of a classifier, gets none.
+    A file that names them stays as it is, and a folder without one, as of a classifier, gets none. A tokenizer without
+    an end of a sequence names no end.
     """
     file = folder / GENERATION
-    if not file.is_file():
+    if not file.is_file() or tokenizer.eos_token_id is None:
         return
     config = json.loads(file.read_text())
     named = config.get("eos_token_id")

@@ -167,7 +167,7 @@ def test_text_messages_and_ids_are_the_same_prompt(model):
 def test_token_ids_are_used_as_they_are_and_never_made_again(model, tokenizer):
     class Counting:
         eos_token_id, pad_token_id, bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
-        encoded = 0
+        encoded, chat_template = 0, None
 
         def __call__(self, text, **options):
             self.encoded += 1
