@@ -62,7 +62,13 @@ def _faults_of_model(model: PreTrainedModel, folder: Path, types: ExportTypes) -
     if isinstance(model, OwnModel):
         return  # a file of tensors under the class's own names, which the source has compared
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    yield from _differences("config.json", _fields(model.config), _fields(config))
+    # A whole model's configuration has parts that the language model alone has not: Moshi's depth decoder.
+    parts = {type(module.config) for module in model.modules() if hasattr(module, "config")}
+    absent = {name for name in model.config.sub_configs if type(getattr(model.config, name, None)) not in parts}
+    written, read = (
+        {name: value for name, value in _fields(one).items() if name not in absent} for one in (model.config, config)
+    )
+    yield from _differences("config.json", written, read)
     if config.dtype != types.dtype:
         yield f"config.json says {config.dtype}, and the weights are {types.dtype}"
     if model.can_generate() and model.generation_config is not None:
@@ -89,7 +95,14 @@ def _fields(config: Any) -> dict[str, Any]:
     fields = json.loads(config.to_json_string(use_diff=False))
     if isinstance(rotary := fields.get("rope_parameters"), dict):
         rotary.pop("type", None)  # an older name of rope_type, which is there too
-    return {name: value for name, value in fields.items() if name not in _OF_WRITING}
+    return _of_model(fields)
+
+
+def _of_model(value: Any) -> Any:
+    """The value without what tells of the file, in a configuration inside the configuration too."""
+    if isinstance(value, dict):
+        return {name: _of_model(inner) for name, inner in value.items() if name not in _OF_WRITING}
+    return value
 
 
 def _differences(what: str, expected: dict[str, Any], read: dict[str, Any]) -> Iterator[str]:

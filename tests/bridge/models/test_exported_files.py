@@ -90,11 +90,12 @@ def test_older_names_change_nothing_that_transformers_5_reads(kind, tmp_path):
     for config in configurations(kind):
         written = json.loads(config.to_json_string())
         older = with_older_names(written)
-        assert all(older[name] == value for name, value in written.items() if not isinstance(value, dict))
+        names = written.keys() - {"rope_theta", "rope_scaling"}  # older names may stand there, with another number
+        assert all(older[name] == written[name] for name in names if not isinstance(written[name], dict))
         (tmp_path / "config.json").write_text(json.dumps(written))
         try:
             expected = AutoConfig.from_pretrained(tmp_path)
-        except (StrictDataclassError, KeyError):
+        except (StrictDataclassError, KeyError, AttributeError):
             continue  # a scaling that the family has not
         (tmp_path / "config.json").write_text(json.dumps(older))
         assert fields_of(AutoConfig.from_pretrained(tmp_path)) == fields_of(expected), config.rope_parameters
