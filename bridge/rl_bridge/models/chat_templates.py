@@ -212,6 +212,7 @@ def rendered(
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool) -> str:
+    variables: dict[str, Any] = {"strftime_now": _clock_of(tokenizer).strftime, **chat.arguments}
     try:
         text = _bounded(
             tokenizer,
@@ -220,7 +221,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt:
                 tools=list(chat.tools) or None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
-                **({"strftime_now": _clock_of(tokenizer).strftime} | dict(chat.arguments)),
+                **variables,
             ),
         )
     except Exception as error:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
@@ -251,9 +252,11 @@ def dates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 def _clock_of(tokenizer: PreTrainedTokenizerBase) -> datetime:
     """The moment at which this process first wrote a date, also behind midnight, and wherever the tokenizer goes."""
-    if getattr(tokenizer, "template_clock", None) is None:
-        tokenizer.template_clock = _moment()
-    return tokenizer.template_clock
+    clock: datetime | None = getattr(tokenizer, "template_clock", None)
+    if clock is None:
+        clock = _moment()
+        tokenizer.template_clock = clock
+    return clock
 
 
 @functools.cache

@@ -153,7 +153,8 @@ class _Loaded:
     """The rewards of one call of ``load``. Functions of one file share its module, and with a time limit a process."""
 
     def __init__(self, protocol: Protocol | None, timeout: float | None) -> None:
-        self._protocol, self._timeout = protocol, timeout
+        self._protocol: Protocol | None = protocol
+        self._timeout = timeout
         self._files: dict[Path, ModuleType] = {}
         self._processes: defaultdict[str, RewardProcess] = defaultdict(RewardProcess)
 
