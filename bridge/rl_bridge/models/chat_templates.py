@@ -254,7 +254,8 @@ def _clock_of(tokenizer: PreTrainedTokenizerBase) -> datetime:
     """The moment at which this process first wrote a date, also behind midnight, and wherever the tokenizer goes."""
     clock: datetime | None = getattr(tokenizer, "template_clock", None)
     if clock is None:
-        clock = tokenizer.template_clock = _moment()
+        clock = _moment()
+        tokenizer.template_clock = clock
     return clock
 
 
