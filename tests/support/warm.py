@@ -58,7 +58,7 @@ class Template:
             text=True,
         )
         theirs.close()
-        self._file = self._replies.makefile("r")
+        self._text = b""  # replies that were received and not yet read
         self.folder = tempfile.TemporaryDirectory(prefix="warm-")
         atexit.register(self.close)
 
@@ -82,14 +82,16 @@ class Template:
 
     def _read(self, timeout: float | None) -> bool:
         """Take in a reply; False where none comes in time."""
-        self._replies.settimeout(timeout)
-        try:
-            first = self._replies.recv(1, socket.MSG_PEEK)
-        except (TimeoutError, BlockingIOError):
-            return False
-        assert first, f"the template ended with {self._process.wait(10)}"
-        self._replies.settimeout(None)
-        reply = json.loads(self._file.readline())
+        while b"\n" not in self._text:
+            self._replies.settimeout(timeout)
+            try:
+                part = self._replies.recv(65536)
+            except (TimeoutError, BlockingIOError):
+                return False
+            assert part, f"the template ended with {self._process.wait(10)}"
+            self._text += part
+        line, _, self._text = self._text.partition(b"\n")
+        reply = json.loads(line)
         (self._pids if "pid" in reply else self._statuses)[reply["number"]] = reply.get("pid", reply.get("status"))
         return True
 
