@@ -15,20 +15,25 @@ import transformers
 TEXTS = ["hello world", " 2023 650841823", "a\n\n  b\t12\r\n", "x<|im_start|> y <|im_end|>z"]
 
 
-def read(folder):
+def read(folder, tokenizer_of=transformers.AutoTokenizer.from_pretrained):
     """What this version makes of a folder."""
     config = transformers.AutoConfig.from_pretrained(folder)
     found = {"version": transformers.__version__}
     if (Path(folder) / "model.safetensors").is_file():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        # The kernels of state spaces are a GPU's.
+        changes = {"use_mamba_kernels": False} if hasattr(config, "use_mamba_kernels") else {}
+        loading = {"attn_implementation": "eager", **changes}
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **loading).eval()
         ids = torch.arange(3, 43)[None] % config.get_text_config().vocab_size
         with torch.no_grad():
-            found["logits"] = model.float()(ids, use_cache=False).logits[0, -1].tolist()
+            # Layers that share keys take them from the cache in transformers 4.
+            cache = bool(getattr(config, "num_kv_shared_layers", 0))
+            found["logits"] = model.float()(ids, use_cache=cache).logits[0, -1].tolist()
         generation = model.generation_config
         found["stop"] = [generation.eos_token_id, generation.pad_token_id, generation.temperature, generation.top_p]
         found["dtype"] = str(config.dtype)
     if (Path(folder) / "tokenizer.json").is_file():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = tokenizer_of(folder)
         found["ids"] = [tokenizer(text).input_ids for text in TEXTS]
         found["special"] = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
         found["special"].pop("additional_special_tokens", None)

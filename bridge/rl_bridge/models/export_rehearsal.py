@@ -3,12 +3,14 @@
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from rl_bridge.models.conversion import ConvertedTensors, written_tensors
 from rl_bridge.models.exported_files import ExportTypes, written_source
@@ -46,13 +48,26 @@ def rehearse_export(source: ModelSource, tokenizer: PreTrainedTokenizerBase, typ
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         try:
-            write_model(model, {}, folder, types.dtype)
+            with _without_bars():
+                write_model(model, {}, folder, types.dtype)
             write_tokenizer(tokenizer, folder)
             faults = [*_faults_of_model(model, folder, types), *_faults_of_tokenizer(tokenizer, folder)]
         except Exception as error:  # of any kind, by what transformers does not write or read
             raise ValueError(f"{_REFUSAL}: {str(error).replace(place, 'its folder')}") from error
     if faults:
         raise ValueError(f"{_REFUSAL}: {'; '.join(faults)}")
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No bar of a file of weights, of which a rehearsal writes none."""
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
 
 
 _REFUSAL = "the trained model could not be exported, as its untrained files show"

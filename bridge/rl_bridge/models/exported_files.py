@@ -25,6 +25,13 @@ _BASE_OF_4 = {"gpt_neox": "rotary_emb_base", "gpt_neox_japanese": "rotary_emb_ba
 _PART_OF_4 = {"gpt_neox": "rotary_pct", "gpt_neox_japanese": "rotary_pct"}
 _SCALING_OF_4 = {"phi3": ("short_factor", "long_factor")}
 """Families that refuse other fields of ``rope_scaling`` beside its type."""
+_MAMBA = {"linear_attention": "mamba"}
+_TYPES_OF_4 = {
+    "granitemoehybrid": _MAMBA | {"full_attention": "attention"},
+    "zamba": _MAMBA,
+    "zamba2": _MAMBA,
+}
+"""Families that know the types of their layers by other words."""
 
 
 def with_older_names(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,10 +44,22 @@ def with_older_names(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> config["torch_dtype"], config["rope_theta"], config["rope_scaling"]
     ('bfloat16', 1000000.0, None)
     """
-    config = {name: value for name, value in config.items() if name != "auto_map"}  # code that is not there
+    config = {name: _number(value) for name, value in config.items() if name != "auto_map"}  # code that is not there
     parts = {name: with_older_names(value) for name, value in config.items() if isinstance(value, Mapping)}
     older = {} if config.get("dtype") is None else {"torch_dtype": config["dtype"]}
+    if (kind := config.get("model_type")) == "qwen3_moe" and "num_local_experts" in config:
+        older["num_experts"] = config["num_local_experts"]
+    for name in ("layer_types", "layers_block_type") if kind in _TYPES_OF_4 else ():
+        if name in config:
+            older[name] = [_TYPES_OF_4[str(kind)].get(layer, layer) for layer in config[name]]
     return {**config, **parts, **older, **_older_rotary_names(config)}
+
+
+def _number(value: Any) -> Any:
+    """The value with infinity as JSON of Python writes it, where transformers 5 writes {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping) and value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return [_number(one) for one in value] if isinstance(value, list) else value
 
 
 def _older_rotary_names(config: Mapping[str, Any]) -> dict[str, Any]:

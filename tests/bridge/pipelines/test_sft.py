@@ -254,6 +254,6 @@ def test_a_chat_template_of_a_file_is_used_exported_and_compared(tmp_path, words
     # A file that was moved is the same; another text is not.
     elsewhere = file.rename(tmp_path / "moved.jinja")
     assert main(words("given", "--resume", **options | {"--chat-template": elsewhere})) == 0
-    elsewhere.write_text(TEMPLATE.replace("m.role[0]", "m.role"))
+    elsewhere.write_text("{# the same ids #}" + TEMPLATE)
     assert main(words("given", "--resume", **options | {"--chat-template": elsewhere})) == 1
     assert "the chat template is another one" in capsys.readouterr().err
