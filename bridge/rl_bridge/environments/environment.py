@@ -10,7 +10,7 @@ from inspect import isawaitable
 from typing import Any, Protocol
 
 from rl_bridge.common.user_files import belongs_to_a_thread, the_users_code
-from rl_bridge.data.messages import tools_of
+from rl_bridge.data.messages import require_characters, tools_of
 from rl_bridge.data.trajectory import Message
 
 
@@ -128,7 +128,8 @@ def _checked(answer: Any, method: str) -> Step:
 
     Raises:
         TypeError: another type than the protocol's.
-        ValueError: a reward that is not finite, a state id below 0, or a reset that ends.
+        ValueError: a reward that is not finite, a state id below 0, a text with half of a character, or a reset that
+            ends.
     """
     step = Step(messages=answer) if method == "reset" and isinstance(answer, list | tuple) else answer
     if not isinstance(step, Step):
@@ -136,6 +137,7 @@ def _checked(answer: Any, method: str) -> Step:
         raise TypeError(f"{method}() returned {answer!r}, expected {expected}")
     if not isinstance(step.messages, list | tuple) or not all(_is_message(message) for message in step.messages):
         raise TypeError(f"{method}() gave messages {step.messages!r}, expected a list of role and content, both text")
+    require_characters(list(step.messages), f"{method}().messages")
     if step.reward is not None and not (isinstance(step.reward, bool | int | float) and math.isfinite(step.reward)):
         raise ValueError(f"{method}() gave the reward {step.reward!r}, expected a finite number or None")
     if step.state_id is not None and not (isinstance(step.state_id, int) and step.state_id >= 0):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
 from rl_bridge.common.user_files import belongs_to_a_thread
+from rl_bridge.data.messages import require_characters
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import Step
 from rl_bridge.models.encoding import messages_of
@@ -136,6 +137,10 @@ def _answer(result: Any) -> Message:
             result = json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError):
             result = str(result)
+    try:
+        require_characters(result, "the result")
+    except ValueError as error:
+        result = _error(str(error))
     return {"role": "tool", "content": result}
 
 

@@ -1,7 +1,7 @@
 """A loop's model and its rows: loaded, checked row by row, and taken in an order that a checkpoint keeps."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import tell
+from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
 from rl_bridge.data.examples import batch_of, rows_in
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
@@ -177,22 +178,30 @@ class Rows:
         collate: Callable[[Sequence[Any]], TokenBatch | PairBatch] | None = None,
         fingerprint: str | None = None,
         reader: RowSource | None = None,
+        census: SourceCensus | None = None,
     ) -> None:
         """``collate``: makes a batch of rows. ``fingerprint``: of what the rows were made of, if not of the rows.
 
-        ``reader``: the source that ``load_rows`` read them of.
+        ``reader``: the source that ``load_rows`` read them of, and ``census`` how many there were.
         """
         self.stream = RowStream(rows, seed)
         self._rows, self._seed, self._collate = rows, seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
         self._reader = reader_fingerprint(reader)
         self.count = len(rows)
+        self.census = SourceCensus(read=self.count, trained=self.count) if census is None else census
 
     def __len__(self) -> int:
         return self.count
 
     def take(self, count: int) -> list[Any]:
-        """The next ``count`` rows; behind the last row the next epoch begins."""
+        """The next ``count`` rows; behind the last row the next epoch begins.
+
+        Raises:
+            ValueError: rows were left out, and fewer than ``count`` are left.
+        """
+        if count > self.count and self.census.left_out:
+            raise ValueError(f"a step takes {count} rows, of {self.census.line()}")
         return self.stream.take(count)
 
     def batch(self, count: int) -> Any:
@@ -218,9 +227,9 @@ class Rows:
         if self._collate is not None:
             raise ValueError("these rows are encoded for a loss: hold_out is for prompts, which a reward scores")
         train, held_out = split_rows(self._rows, count, self._seed)
-        if left_out := len(self._rows) - len(train) - len(held_out):
-            tell(f"{left_out} of {len(self._rows)} rows are left out: their prompts are those of held-out rows")
-        rows = Rows(train, seed=self._seed)
+        census = replace(self.census, trained=len(train), held_out=len(held_out), left_out=dict(self.census.left_out))
+        census.leave_out("their prompts are those of held-out rows", len(self._rows) - len(train) - len(held_out))
+        rows = Rows(train, seed=self._seed, census=census)
         rows._reader = self._reader
         return rows, held_out
 
@@ -275,35 +284,38 @@ def load_rows(
         ValueError: rows that cannot be read: the first few with file or function, row number, field and what was
             expected; or a loss without a model.
     """
+    census = SourceCensus()
     if loss is None:
-        rows = read_rows(data, check=policy_row)
+        rows = read_rows(data, check=policy_row, census=census)
+        census.trained = len(rows)
         if model is not None:
             check_rows(model.source, model.tokenizer, rows, prompted(model.tokenizer), new_tokens=new_tokens)
             remark_on_keys(rows, lambda row: prompted(model.tokenizer)(row)[1])
-        return Rows(rows, seed=seed, reader=data)
+        return Rows(rows, seed=seed, reader=data, census=census)
     if model is None:
         raise ValueError(f"rows for {loss} are encoded for a model: load_rows(data, model, loss)")
     source, tokenizer = model.source, model.tokenizer
     reading: dict[str, Any] = {"apply_chat_template": apply_chat_template, "max_length": max_length}
     if isinstance(loss, NLL):
-        rows = read_rows(data, fields=(), check=supervised_row)
+        rows = read_rows(data, fields=(), check=supervised_row, census=census)
         remark_on_keys(rows, partial(sft.tokens_of, tokenizer, apply_chat_template))
         trajectories, left_out = sft.encoded(source, tokenizer, rows, **reading)
-        _tell_left_out(left_out, len(rows), max_length)
+        _count(census, len(trajectories), left_out, max_length)
         batches: dict[str, Any] = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}
-        return Rows(trajectories, seed=seed, reader=data, **batches)
-    compared = read_comparisons(data)
+        return Rows(trajectories, seed=seed, reader=data, census=census, **batches)
+    compared = read_comparisons(data, census)
     comparison.remark_on_unread(tokenizer, compared, apply_chat_template)
     examples = comparison.encoded(source, tokenizer, compared, loss, **reading)
-    _tell_left_out(len(compared) - rows_in(examples), len(compared), max_length)
+    _count(census, rows_in(examples), len(compared) - rows_in(examples), max_length)
     if loss.name in REWARD_LOSSES:
         templated = apply_chat_template and any(map(comparison.has_roles, compared))
         comparison.pad_of_rewards(source, tokenizer, examples, templated=templated)
     fingerprint = of_rows([{**vars(row), "where": ""} for row in compared])
     batches = {"collate": lambda part: batch_of(part, model.pad_token), "fingerprint": fingerprint}
-    return Rows(examples, seed=seed, reader=data, **batches)
+    return Rows(examples, seed=seed, reader=data, census=census, **batches)
 
 
-def _tell_left_out(left_out: int, total: int, max_length: int | None) -> None:
-    if left_out:
-        tell(f"{left_out} of {total} rows are longer than {max_length} tokens")
+def _count(census: SourceCensus, trained: int, left_out: int, max_length: int | None) -> None:
+    """Count the rows to train on and those that are left out for their length."""
+    census.trained = trained
+    census.leave_out(f"they have more than {max_length} tokens (max_length)", left_out)

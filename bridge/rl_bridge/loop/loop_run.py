@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+from rl_bridge.common.terminal import tell
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
-from rl_bridge.loop.data import Part
+from rl_bridge.loop.data import Part, Rows
 from rl_bridge.loop.trained import Metrics, Policy, Scored
 from rl_bridge.pipelines.placement import keep_threads
 from rl_bridge.run import run
@@ -70,6 +71,8 @@ class Run:
             if isinstance(part, Ahead) and part.rows in state:
                 raise ValueError("state holds the rows and Ahead, which saves their place itself: leave the rows out")
         self._parts = dict(zip(_names(state), state, strict=True))
+        rows = (part.rows if isinstance(part, Ahead) else part for part in state)
+        self._rows = [part.census for part in rows if isinstance(part, Rows)]
         options = LoopOptions(
             name=name,
             output=Path(output),
@@ -83,6 +86,8 @@ class Run:
         fingerprints = {what: mark for part in state for what, mark in part.fingerprints().items()}
         self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
         keep_threads(self._run, current_executor())
+        if self._rows:
+            tell(f"rows: {'; '.join(census.line() for census in self._rows)}")
         self._step: int | None = None
         self._stages: list[str] = []
         self._total, self._result = 0, dict[str, Any]()
@@ -98,7 +103,8 @@ class Run:
         with ExitStack() as closing:
             closing.push(self._run.__exit__)  # the summary comes before the folder is given up
             seconds = round(self._run.seconds, 1)
-            self._run.finish({"result": f"{self._total} steps", **self._result, "seconds": seconds})
+            counts = {} if not self._rows else {"census": {f"rows {n}": vars(c) for n, c in enumerate(self._rows, 1)}}
+            self._run.finish({"result": f"{self._total} steps", **self._result, **counts, "seconds": seconds})
 
     @property
     def folder(self) -> Path:

@@ -6,6 +6,7 @@ no row is longer than the bound, every call has the short frequencies.
 """
 
 import copy
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -206,6 +207,46 @@ def check_rows(
             f"{len(marked)} of {total} rows have control tokens in the content of a message, which the model reads as "
             f"turns: first {where}, {mark!r}"
         )
+
+
+def require_as_long(
+    beside: ModelSource,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Mapping[str, Any]],
+    new_tokens: int,
+    conversation: float | None,
+    *,
+    role: str,
+) -> None:
+    """Refuse a model beside the policy that has fewer positions than what the policy says may take.
+
+    Args:
+        beside: of the model that reads the policy's completions.
+        source: of the policy.
+        tokenizer: the policy's.
+        rows: with the prompts.
+        new_tokens: are sampled behind each row.
+        conversation: tokens of the longest conversation, ∞ for one without a limit; None where there is one turn.
+        role: of the model beside the policy.
+
+    Raises:
+        ValueError: with the first few rows, or with both numbers.
+    """
+    with torch.device("meta"):
+        positions, of_policy = longest_sequence(beside.empty()), longest_sequence(source.empty())
+    if positions is None or (of_policy is not None and positions >= of_policy):
+        return
+    if conversation is not None and min(conversation, of_policy or math.inf) > positions:
+        raise ValueError(
+            f"the {role} has {positions} positions, and a conversation may have more tokens: take "
+            f"--max-trajectory-tokens {positions}, or another {role}"
+        )
+    if conversation is None:
+        try:
+            check_rows(beside, tokenizer, rows, prompted(tokenizer), new_tokens=new_tokens)
+        except ValueError as error:
+            raise ValueError(f"the {role} cannot read what the policy may say: {error}") from error
 
 
 class Fits:

@@ -9,16 +9,26 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import remark
+from rl_bridge.data.messages import Chat
 from rl_bridge.models.chat_templates import rendered
 from rl_bridge.models.encoding import special_ids
 from rl_bridge.models.model_source import ModelSource
 
 GENERATION = "generation_config.json"
 _REPLY = "the reply"
+_PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
+_TOOL = {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": _PARAMETERS}}
+_CALL = {"type": "function", "id": "call00001", "function": {"name": "search", "arguments": {"text": _REPLY}}}
+_QUESTION = {"role": "user", "content": "a question"}
+_TURNS = (
+    Chat([_QUESTION, {"role": "assistant", "content": _REPLY}]),
+    Chat([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], tools=(_TOOL,)),
+)
+"""A turn that answers, and one that calls a tool: Harmony ends these with tokens of their own."""
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids with which a trained turn ends: the end-of-sequence token, and the chat template's own end of a turn.
+    """Ids with which a trained turn ends: the end-of-sequence token, and the chat template's own ends of a turn.
 
     Raises:
         ValueError: for a tokenizer without an end-of-sequence token of one id.
@@ -26,15 +36,14 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
         raise ValueError(f"the tokenizer needs an eos_token with one id, its eos_token_id is {eos!r}")
-    end = None if tokenizer.chat_template is None else _template_end(tokenizer)
-    return frozenset([eos] if end is None else [eos, end])
+    ends = [] if tokenizer.chat_template is None else [_template_end(tokenizer, turn) for turn in _TURNS]
+    return frozenset([eos, *(end for end in ends if end is not None)])
 
 
-def _template_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def _template_end(tokenizer: PreTrainedTokenizerBase, turn: Chat) -> int | None:
     """The special token that the template writes behind the last turn of the assistant; None: it writes none."""
-    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _REPLY}]
     try:
-        _, reply, behind = rendered(tokenizer, turns, generation_prompt=False).rpartition(_REPLY)
+        _, reply, behind = rendered(tokenizer, turn, generation_prompt=False).rpartition(_REPLY)
         ids = tokenizer(behind, add_special_tokens=False).input_ids if reply else []
     except Exception:  # rows are refused with the template's words; tokenizers raises bare Exception
         return None

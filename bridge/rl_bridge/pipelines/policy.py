@@ -28,7 +28,7 @@ from rl_bridge.executors import Executor
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.pretrained import pretrained, save_pretrained
-from rl_bridge.models.row_checks import check_rows, prompted, supervised
+from rl_bridge.models.row_checks import check_rows, prompted, require_as_long, supervised
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.own_loss import check_loss
 from rl_bridge.modules.policy import require_token_local
@@ -65,16 +65,18 @@ def critic_source(
     return ValueSource(trunk, pad_token=pad if isinstance(pad, int) else None)
 
 
-def require_critic(options: CriticOptions) -> None:
-    """Refuse a folder that is no value model, before a run begins.
+def required_critic(options: CriticOptions) -> ModelSource | None:
+    """The source of a critic of its own, loaded before a run begins; None: the critic has the policy's trunk.
 
     Raises:
         ValueError: no such model, another head, or weights that do not fit.
     """
-    if options.model is not None:
-        source = PretrainedValueSource(options.model)
-        with torch.device("meta"):
-            source.check(source.empty())
+    if options.model is None:
+        return None
+    source = PretrainedValueSource(options.model)
+    with torch.device("meta"):
+        source.check(source.empty())
+    return source
 
 
 def teacher_source(name: str, tokenizer: PreTrainedTokenizerBase) -> ModelSource:
@@ -277,8 +279,11 @@ def train_and_evaluate(
     engines.rehearse_export(tokenizer, pipeline.export_dtype)
     objective, coefficients = controlled(objective, pipeline.kl_control, pipeline.entropy_control, pipeline.completions)
     teacher = None if pipeline.teacher is None else teacher_source(pipeline.teacher, tokenizer)
-    if objective.value is not None:
-        require_critic(pipeline.critic)
+    critic = None if objective.value is None else required_critic(pipeline.critic)
+    for role, beside in (("critic", critic), ("teacher", teacher)):
+        if beside is not None:
+            new_tokens, limit = pipeline.policy.sampling.max_new_tokens, pipeline.longest_conversation
+            require_as_long(beside, source, tokenizer, [*train_rows, *held_out], new_tokens, limit, role=role)
     # Refuses a backend that cannot be here, before a run begins.
     pipeline.rollout.factory(source, tokenizer, sleep=pipeline.offload == "phases")
     with closing(rewards), engines, open_run(pipeline, marks, executor, observers) as run:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -167,6 +168,11 @@ class EnvironmentOptions(RewardOptions):
             require_used(self, names, "without --environment")
             if any(rest == "environment" for _, rest in map(named, self.reward)):
                 raise ValueError("the reward environment is what --environment gives, and there is none")
+
+    @property
+    def longest_conversation(self) -> float | None:
+        """Tokens of a conversation, ∞ without a limit of its own; None: there is one turn."""
+        return None if self.environment is None else float(self.max_trajectory_tokens or math.inf)
 
     def rewards(self) -> Rewards:
         """The named rewards, or the environment's own."""

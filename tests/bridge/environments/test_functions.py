@@ -10,6 +10,8 @@ from rl_bridge.environments import Step
 from rl_bridge.environments.functions import function_tools
 from tests.support.chat_templates import bytes_tokenizer
 
+HALF = "\ud83d"
+
 
 def add(a: int, b: int = 1) -> int:
     """
@@ -38,6 +40,18 @@ async def slow(text: str) -> dict:
 def broken() -> str:
     """Raise."""
     raise RuntimeError("out of order")
+
+
+def cut(after: bool) -> object:
+    """
+    Give or raise a text that was cut in a character.
+
+    Args:
+        after: Whether the text is an error's.
+    """
+    if after:
+        raise ValueError(f"no file {HALF}")
+    return {"text": HALF}
 
 
 def parse(text):
@@ -80,6 +94,13 @@ def answers(text, *functions):
 )
 def test_a_turn_s_calls_are_answered_in_order(text, expected):
     assert answers(text) == expected
+
+
+@pytest.mark.parametrize("after, character", [(0, 10), (1, 27)])
+def test_half_of_a_character_is_an_error_that_the_policy_reads(after, character):
+    """A tokenizer cannot read such a text, and no file of the run could have it."""
+    place = f"the result: half of a surrogate pair (U+D83D) at character {character}"
+    assert answers(f"cut after={after}", cut) == [f"error: {place}: the text was cut in a character"]
 
 
 def test_functions_that_wait_for_nothing_answer_in_their_thread():

@@ -52,3 +52,24 @@ def test_the_row_that_rewards_and_other_completions_read_is_never_the_environmen
         ended(session.step(messages))
         assert messages == ({"role": "assistant", "content": "2"},)
     assert row == before and openings[0] == openings[1] == [{"role": "user", "content": "1+1?!"}]
+
+
+class Cuts:
+    """Opens or answers with a text that was cut in a character."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def reset(self, row):
+        return [{"role": "user", "content": "\ud83d" if self.place == "reset" else "1"}]
+
+    async def step(self, messages):
+        return Step(messages=[{"role": "tool", "content": "1"}, {"role": "tool", "content": "2\ude00"}])
+
+
+@pytest.mark.parametrize("place, where", [("reset", r"reset\(\)\.messages\[0\]"), ("step", r"step\(\)\.messages\[1\]")])
+def test_half_of_a_character_is_this_conversation_s_failure(place, where):
+    session = Session(lambda: Cuts(place))
+    with pytest.raises(ValueError, match=rf"{where}\.content: half of a surrogate pair"):
+        session.reset({})
+        asyncio.run(session.step([]))

@@ -81,6 +81,33 @@ def test_a_special_token_before_the_words_ends_no_turn():
     assert stop_tokens(model_of(tokenizer, None), tokenizer) == {tokenizer.eos_token_id}
 
 
+CALLS = """{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.arguments | tojson }}{% endfor %}\
+{% if BUILT_IN %}<|end_of_call|>{% else %}<|im_end|>{% endif %}{% else %}"""
+
+
+@pytest.mark.parametrize("of_its_own", [True, False], ids=["another end", "the same end"])
+def test_a_turn_that_calls_a_tool_may_end_with_another_token(tmp_path, of_its_own):
+    tokenizer = tokenizer_of("chatml", "own")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end_of_call|>"]}, replace_extra_special_tokens=False)
+    turn = "{{ m.content }}<|im_end|>"
+    assert turn in tokenizer.chat_template
+    calls = CALLS.replace("BUILT_IN", "tools" if of_its_own else "false")
+    tokenizer.chat_template = tokenizer.chat_template.replace(turn, f"{calls}{turn}{{% endif %}}")
+    call = {"type": "function", "function": {"name": "search", "arguments": {"text": "x"}}}
+    tool = {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": {}}}
+    row = {"messages": [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]}
+    trained = [
+        token for t in (encode_row(tokenizer, row),) for token, on in zip(t.tokens, t.loss_mask, strict=True) if on
+    ]
+    end = tokenizer.convert_tokens_to_ids("<|end_of_call|>" if of_its_own else "<|im_end|>")
+    assert end in trained[-2:]
+    model = model_of(tokenizer, tokenizer.eos_token_id)
+    assert stop_tokens(model, tokenizer) == {tokenizer.eos_token_id, end}
+    save_pretrained(tmp_path / "model", model, tokenizer)
+    exported = json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"]
+    assert exported == ([tokenizer.eos_token_id, end] if of_its_own else tokenizer.eos_token_id)
+
+
 def test_a_folder_without_generation_gets_none_and_a_class_of_one_s_own_is_stopped(tmp_path, capsys):
     tokenizer = character_tokenizer("0123456789+=")
     source = own_source(Tiny, tokenizer)

@@ -1,6 +1,8 @@
 """No token has a place beyond the model's positions: in no engine, environment, rollout ahead or trainer."""
 
+import contextlib
 import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from rl_bridge.environments import Step
 from rl_bridge.environments.functions import FunctionTools
 from rl_bridge.models.model_source import StateSource, ValueSource
 from rl_bridge.models.own_model import own_source
+from rl_bridge.models.row_checks import require_as_long
 from rl_bridge.models.tool_calls import ToolCall
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.modules.value import ValueScorer
@@ -184,3 +187,26 @@ def test_a_run_s_limit_beyond_the_positions_is_refused_before_it_begins():
     options = EnvironmentOptions(environment="no_such.py:Talks", max_trajectory_tokens=POSITIONS + 1)
     with pytest.raises(ValueError, match=r"25 tokens \(max_tokens, --max-trajectory-tokens\) .* engine holds, 24"):
         options.environments(tiny())
+
+
+@pytest.mark.parametrize(
+    "prompt, conversation, refusal",
+    [
+        (3, None, None),
+        (4, None, r"the critic cannot read .* row 1: the row has 4 tokens and 21 are sampled behind; .* 24 positions"),
+        (4, POSITIONS, None),
+        (
+            4,
+            POSITIONS + 1,
+            "the critic has 24 positions, and a conversation may have more tokens: take --max-traj.* 24,",
+        ),
+        (4, math.inf, "or another critic"),
+    ],
+)
+def test_a_model_beside_the_policy_with_fewer_positions_is_refused_before_a_run(prompt, conversation, refusal):
+    beside, policy = ValueSource(tiny(), pad_token=0), replace(SOURCE, max_positions=2 * POSITIONS)
+    options = {"new_tokens": POSITIONS - 3, "conversation": conversation, "role": "critic"}
+    rows = [{"prompt": "1" * prompt}]
+    with contextlib.nullcontext() if refusal is None else pytest.raises(ValueError, match=refusal):
+        require_as_long(beside, policy, TOKENIZER, rows, **options)
+    require_as_long(policy, ValueSource(tiny(), pad_token=0), TOKENIZER, rows, **options)
