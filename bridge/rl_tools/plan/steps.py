@@ -72,6 +72,7 @@ class _Tokens:
     """The attributes of a tokenizer that engines read."""
 
     eos_token_id = pad_token_id = 0
+    chat_template = None
 
 
 class PolicyStep:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rl_bridge.common.files import write_json
 from tests.bridge.invariance import comparison
 
-RESULTS = comparison.ROOT / "experiments" / "results" / "invariance"
+RESULTS = Path(__file__).parents[3] / "experiments" / "results" / "invariance"
 
 
 def main():

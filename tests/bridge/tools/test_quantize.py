@@ -85,10 +85,10 @@ def test_a_smoothed_checkpoint_is_told(command, folder, new_model, tmp_path):
 
 
 def test_verify_measures_the_budget(command, folder, tmp_path):
-    (tmp_path / "prompts.txt").write_text("1+1=\n12+34=\n7*8=\n\n")
+    (tmp_path / "prompts.txt").write_text("1+1=\n12+34=\n7+8=\n\n")
     words = ("verify", "-m", folder, "--prompts", tmp_path / "prompts.txt", "--tokens", 16, "--samples", 8)
-    status, out, _ = command(*words, "--json", tmp_path / "budget.json", "--most", 1)
-    assert status == 0
+    status, out, err = command(*words, "--json", tmp_path / "budget.json", "--most", 1)
+    assert status == 0, err
     assert out.count("\n") == 4
     assert "engine: in_process" in out
     found = json.loads((tmp_path / "budget.json").read_text())
