@@ -55,13 +55,16 @@ def error_of(function: Callable, *arguments) -> Callable[[], str]:
 def reward(folder: Path) -> Opened:
     from rl_bridge.data.trajectory import single_turn
     from rl_bridge.rewards import with_rows
-    from rl_bridge.rewards.reward_process import AskedElsewhere
+    from rl_bridge.rewards.reward_process import AskedElsewhere, RewardProcess
 
     words = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "a"})
     batch = with_rows([single_turn([2], [3], group=0, messages=words)], [{"prompt": "1+1=", "_where": "row 1"}])
-    asked = AskedElsewhere("reward", f"{file(folder, 'mine.py', REWARD)}:score", None, 600.0).begin()
+    source, process = f"{file(folder, 'mine.py', REWARD)}:score", RewardProcess()
+    asked = AskedElsewhere("reward", source, None, 600.0, process).begin()
+    assert process.running is not None
+    child = process.running.child
     report = error_of(lambda: list(asked.score(batch)))
-    return Opened(asked._process.child, asked.close, report)
+    return Opened(child, asked.close, report)
 
 
 def environment(folder: Path) -> Opened:
