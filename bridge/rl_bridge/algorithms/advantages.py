@@ -110,6 +110,11 @@ class Advantages:
         if not bool(valid.all()):
             fields["valid"] = valid
         if self._several:
+            if bool((sampled.rewarded & ~sampled.applies.all(1)).any()):
+                raise ValueError(
+                    f"{self._objective.name} compares each reward within a group, and one returned None for a "
+                    "completion that another one applies to: give a number there"
+                )
             fields["rewards"] = sampled.matrix
         elif self._steps:
             steps = steps_of(sampled.trajectories, batch.mask, sampled.rewards)

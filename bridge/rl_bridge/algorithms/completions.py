@@ -14,7 +14,7 @@ from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.functional import from_jax
-from rl_bridge.rewards import Rewards, with_rows
+from rl_bridge.rewards import RewardError, Rewards, with_rows
 from rl_fn import Objective, Rollouts
 
 # Named rewards of completions, group by group, and the penalty of long ones.
@@ -23,9 +23,20 @@ _overlong_penalty = from_jax(rl_fn.overlong_penalty)
 
 
 def reward_matrix(trajectories: Sequence[Trajectory], names: Sequence[str], responses: int) -> torch.Tensor:
-    """[P, R, n]: the rewards of P groups of n trajectories, group by group."""
+    """[P, R, n]: the rewards of P groups of n trajectories, group by group; NaN where a reward does not apply."""
     flat = torch.tensor([[trajectory.rewards[name] for name in names] for trajectory in trajectories])
     return flat.view(-1, responses, len(names)).transpose(1, 2)
+
+
+def require_rewards(trajectories: Sequence[Trajectory], applies: torch.Tensor) -> None:
+    """Refuse completions of which none has a reward: ``applies`` [P, R, n].
+
+    Raises:
+        RewardError: with the first row.
+    """
+    if not bool(applies.any()):
+        where = trajectories[0].row.get("_where", "a row")
+        raise RewardError(f"every reward returned None for all {len(trajectories)} completions, the first on {where}")
 
 
 def overlong(trajectories: Sequence[Trajectory], responses: int, *, max_length: int, buffer: int) -> torch.Tensor:
@@ -78,6 +89,8 @@ class Sampled:
     """[P, n]: what the policy is trained on."""
     greedy_rewards: torch.Tensor | None
     """[P]: of a greedy completion of each prompt, where the objective reads them."""
+    applies: torch.Tensor
+    """[P, R, n]: False where a reward returned None; ``matrix`` has 0 there, and so has ``rewards`` without any."""
     sampled_groups: int
     """Groups that were sampled for these, those that were left out among them."""
     ahead: Mapping[str, float] = field(default_factory=dict)
@@ -85,14 +98,22 @@ class Sampled:
 
     @property
     def valid(self) -> torch.Tensor:
-        """[P, n]: False where the environment failed or the caller gave up, which says nothing of the policy."""
-        return torch.tensor([t.finish_reason not in FAILED for t in self.trajectories]).view(self.rewards.shape)
+        """[P, n]: False where the environment failed, the caller gave up or no reward applies: none is the policy's."""
+        ended = torch.tensor([t.finish_reason not in FAILED for t in self.trajectories]).view(self.rewards.shape)
+        return ended & self.rewarded
+
+    @property
+    def rewarded(self) -> torch.Tensor:
+        """[P, n]: whether a reward applies, the overlong penalty aside."""
+        return self.applies.any(1)
 
     def metrics(self) -> dict[str, float]:
         """Means of the rewards, tokens, the share cut at a limit; of conversations turns, and the share that failed."""
         metrics = {"reward": float(self.rewards.mean())}
         if len(self.names) > 1:
             metrics |= {f"reward/{name}": float(self.matrix[:, i].mean()) for i, name in enumerate(self.names)}
+        if not bool(self.applies.all()):
+            metrics |= self._where_rewards_apply()
         tokens = torch.tensor([float(sum(t.loss_mask)) for t in self.trajectories])
         if any(t.turns != 1 or t.finish_reason == "error" for t in self.trajectories):
             count = len(self.trajectories)
@@ -102,6 +123,18 @@ class Sampled:
             metrics["aborted"] = sum(t.finish_reason == "abort" for t in self.trajectories) / len(self.trajectories)
         metrics["truncated"] = sum(t.finish_reason == "length" for t in self.trajectories) / len(self.trajectories)
         return {**metrics, "tokens": float(tokens.mean()), **self.ahead}
+
+    def _where_rewards_apply(self) -> dict[str, float]:
+        """Means over the completions that have a reward, and the shares of those that have none."""
+        metrics = {
+            "reward": float(self.rewards[self.rewarded].mean()),
+            "unrewarded": float((~self.rewarded).float().mean()),
+        }
+        for i, name in enumerate(self.names[: self.applies.shape[1]] if len(self.names) > 1 else ()):
+            applies = self.applies[:, i]
+            metrics[f"unrewarded/{name}"] = float((~applies).float().mean())
+            metrics[f"reward/{name}"] = float(self.matrix[:, i].sum() / applies.sum().clamp(min=1))
+        return metrics
 
     def rows(self, groups: torch.Tensor) -> "Sampled":
         """The chosen groups, numbered anew."""
@@ -113,6 +146,7 @@ class Sampled:
             matrix=self.matrix[groups],
             earned=self.earned[groups],
             rewards=self.rewards[groups],
+            applies=self.applies[groups],
             greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],
         )
 
@@ -130,10 +164,17 @@ def rewarded(
     """Groups of ``n`` trajectories that have the rewards, and all that is computed from them.
 
     ``max_new_tokens`` is the limit that ``overlong_buffer`` lies before. ``greedy`` [P]: rewards of greedy completions.
+
+    Raises:
+        RewardError: no reward applies to any of the completions.
     """
     names = rewards.names
     matrix = reward_matrix(trajectories, names, n)
-    earned = total = (ScalarOptions() if scalar is None else scalar).combine(matrix, rewards.weights)
+    earned = (ScalarOptions() if scalar is None else scalar).combine(matrix, rewards.weights)
+    applies = ~matrix.isnan()
+    require_rewards(trajectories, applies)
+    matrix, earned = matrix.masked_fill(~applies, 0.0), earned.masked_fill(~applies.any(1), 0.0)
+    total = earned
     if overlong_buffer is not None:
         penalty = overlong(trajectories, n, max_length=max_new_tokens, buffer=overlong_buffer)
         names, matrix, total = (*names, "overlong"), torch.cat([matrix, penalty[:, None]], 1), earned + penalty
@@ -143,6 +184,7 @@ def rewarded(
         matrix=matrix,
         earned=earned,
         rewards=total,
+        applies=applies,
         greedy_rewards=greedy,
         sampled_groups=len(total),
     )
@@ -242,6 +284,9 @@ class Sampler:
         if config.overlong_buffer is not None:
             limit = config.sampling.max_new_tokens
             rewards = rewards + overlong(trajectories, 1, max_length=limit, buffer=config.overlong_buffer)
+        if bool(rewards.isnan().any()):
+            where = trajectories[int(rewards[:, 0].isnan().nonzero()[0, 0])].row.get("_where", "a row")
+            raise RewardError(f"no reward applies to the greedy completion of {where}, which is the group's baseline")
         return rewards[:, 0]
 
 
@@ -254,6 +299,7 @@ def joined(parts: Sequence[Sampled]) -> Sampled:
         matrix=torch.cat([part.matrix for part in parts]),
         earned=torch.cat([part.earned for part in parts]),
         rewards=torch.cat([part.rewards for part in parts]),
+        applies=torch.cat([part.applies for part in parts]),
         greedy_rewards=torch.cat(greedy) if greedy else None,
     )
     return whole.rows(torch.arange(len(whole.rewards)))

@@ -1,6 +1,7 @@
 """Evaluation on held-out rows: mean reward, its interval, pass@k, completions to read, the Pareto front of rewards."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from rl_bridge.common.plots import Figure
 from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.functional import from_jax
-from rl_bridge.rewards import Rewards
+from rl_bridge.rewards import RewardError, Rewards
 
 # The Pareto front of several rewards over a run: which steps no other step beats in all of them.
 
@@ -104,16 +105,23 @@ def evaluate(
 ) -> dict[str, Any]:
     """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read.
 
+    A score is None where no reward applies.
+
     ``seed``: the run's. It is the same in all evaluations of a run, so that before and after draw by the same numbers.
     """
     trajectories = scored(complete, rewards, rows, replace(sampling, temperature=temperature).params(seed=seed))
     matrix = reward_matrix(trajectories, rewards.names, 1)
     scores = (scalar or ScalarOptions()).combine(matrix, rewards.weights)[:, 0].tolist()
-    named = dict(zip(rewards.names, matrix.mean((0, 2)).tolist(), strict=True))
+    applies = ~matrix.isnan()
+    for name, some in zip(rewards.names, applies.any(2).any(0).tolist(), strict=True):
+        if not some:
+            raise RewardError(f"reward {name} returned None for all {len(scores)} held-out completions")
+    means = matrix.nanmean((0, 2)) if not bool(applies.all()) else matrix.mean((0, 2))
+    present = [score for score in scores if not math.isnan(score)]
     return {
-        "reward": sum(scores) / len(scores),
-        "rewards": named,
-        "scores": scores,
+        "reward": sum(present) / len(present),
+        "rewards": dict(zip(rewards.names, means.tolist(), strict=True)),
+        "scores": [None if math.isnan(score) else score for score in scores],
         "samples": [_row_of(trajectory) for trajectory in trajectories[:16]],
     }
 
@@ -154,13 +162,28 @@ def pass_rates(
 def pass_rates_of(earned: torch.Tensor, pass_at: Sequence[int], correct_reward: float) -> dict[str, dict[str, float]]:
     """pass@k of rewards [P, n], as ``pass_rates``."""
     correct = (earned >= correct_reward).sum(1, dtype=torch.int32)
-    total = torch.full_like(correct, earned.shape[1])
-    return {f"pass@{k}": interval(_pass_at_k(correct, total, k).tolist()) for k in pass_at}
+    total = (~earned.isnan()).sum(1, dtype=torch.int32)
+    rates = {}
+    for k in pass_at:
+        enough = total >= k  # of a row to which rewards apply less often nothing is known
+        if not bool(enough.any()):
+            raise RewardError(
+                f"pass@{k} needs {k} completions of a row to which a reward applies, and no row has as many"
+            )
+        rates[f"pass@{k}"] = interval(_pass_at_k(correct[enough], total[enough], k).tolist())
+    return rates
 
 
-def interval(scores: Sequence[float]) -> dict[str, float]:
-    """The mean of ``scores`` and its bootstrap interval over the rows."""
-    return confidence_interval(scores, [0.0] * len(scores), resamples=RESAMPLES)
+def interval(scores: Sequence[float | None]) -> dict[str, float]:
+    """The mean of ``scores`` and its bootstrap interval over the rows that have one."""
+    present = [score for score in scores if score is not None]
+    return confidence_interval(present, [0.0] * len(present), resamples=RESAMPLES)
+
+
+def gain(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+    """The mean difference of two evaluations, and its interval over the rows that have a score in both."""
+    pairs = [pair for pair in zip(after["scores"], before["scores"], strict=True) if None not in pair]
+    return confidence_interval([one for one, _ in pairs], [one for _, one in pairs])
 
 
 def with_ends(intervals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -212,4 +235,4 @@ class Evaluator:
 def _row_of(trajectory: Trajectory) -> Mapping[str, Any]:
     row = trajectory.row
     completion = {"prompt": row["prompt"], "completion": trajectory.completion, "answer": row.get("answer")}
-    return completion | dict(trajectory.rewards)
+    return completion | {name: None if math.isnan(value) else value for name, value in trajectory.rewards.items()}

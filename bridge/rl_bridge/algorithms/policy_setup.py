@@ -157,17 +157,28 @@ class ScalarOptions:
     def combine(self, rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
         """[P, R, n] → [P, n], larger is better. ``weights`` are those that the rewards come with.
 
+        NaN is no reward: the others make the number, which is NaN without any.
+
         Raises:
-            ValueError: not a weight (a number of the ideal point) for each reward.
+            ValueError: not a weight (a number of the ideal point) for each reward, or tchebycheff without one of these.
         """
         factors, count = self.weights or tuple(weights), rewards.shape[1]
         for name, values in (("weights", factors), ("ideal", self.ideal)):
             if values is not None and len(values) != count:
                 raise ValueError(f"{name} has {len(values)} numbers for {count} rewards: {values}")
-        objectives, w = rewards.movedim(1, -1), torch.tensor(factors)
+        absent = rewards.isnan()
+        w, none = torch.tensor(factors), absent.all(1)
+        objectives = rewards.masked_fill(absent, 0.0).movedim(1, -1)
         if self.ideal is None:
-            return -_weighted_sum(objectives, w, maximize=True)
-        return -_tchebycheff(objectives, w, torch.tensor(self.ideal), maximize=True, rho=self.rho)
+            total = -_weighted_sum(objectives, w, maximize=True)
+        elif bool((absent.any(1) & ~none).any()):
+            raise ValueError(
+                "tchebycheff looks at all rewards of a completion, and one returned None: give a number there, or take "
+                "weighted_sum"
+            )
+        else:
+            total = -_tchebycheff(objectives, w, torch.tensor(self.ideal), maximize=True, rho=self.rho)
+        return total.masked_fill(none, torch.nan)
 
 
 # Options of a run: steps, prompts, completions, how they are sampled and evaluated.

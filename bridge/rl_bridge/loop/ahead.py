@@ -14,6 +14,7 @@ from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.trained import Policy
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions
 from rl_bridge.rewards import Rewards
+from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
 from rl_bridge.run.run import Stateful
 
@@ -60,6 +61,7 @@ class Ahead:
         weights: Sequence[float] = (),
         scalar: ScalarOptions | None = None,
         overlong_buffer: int | None = None,
+        none: OnNone = "refuse",
     ) -> None:
         if not isinstance(policy.objective, rl_fn.Objective):
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
@@ -88,7 +90,7 @@ class Ahead:
         self._sampler = self._options.sampler(
             rollout.engine,
             tokenizer=rollout.model.tokenizer,
-            rewards=loaded_rewards(reward, weights),
+            rewards=loaded_rewards(reward, weights, none),
             stream=rows.stream,
             objective=policy.objective,
             config=config,

@@ -16,6 +16,7 @@ from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import Rewards, load
+from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
 
 SCORED_BY = {
@@ -80,17 +81,20 @@ class Groups:
         *,
         scalar: ScalarOptions | None = None,
         overlong_buffer: int | None = None,
+        none: OnNone = "refuse",
     ) -> "Groups":
         """The groups with rewards.
 
         ``reward`` is what ``--reward`` takes: a function in any of the known forms, ``FILE.py:function``, ``exact``,
         ``environment``, ``model:FOLDER``, ``judge:FILE.toml``, an address, or a list of these. ``weights`` and
-        ``scalar`` make one number of several rewards. ``overlong_buffer``: DAPO's penalty of long completions.
+        ``scalar`` make one number of several rewards. ``overlong_buffer``: DAPO's penalty of long completions. ``none``
+        "leave-out": a reward that returns None does not apply to a completion, as to another task's rows; a completion
+        that no reward applies to is in no group's statistics and in no loss, and ``metrics`` counts it (unrewarded).
 
         Raises:
             RewardError: a reward that raises, hangs, dies or returns no finite number: its name and the row.
         """
-        rewards = loaded_rewards(reward, weights)
+        rewards = loaded_rewards(reward, weights, none)
         sampled = rewarded(
             rewards.score(self.trajectories),
             rewards,
@@ -152,10 +156,14 @@ class Groups:
         Raises:
             ValueError: the groups have not been scored, or a k above the number of a prompt's completions.
         """
-        rewards = self.rewards
+        rewards, rewarded = self.rewards, self.scored.rewarded
         if pass_at and max(pass_at) > rewards.shape[1]:
             raise ValueError(f"pass@{max(pass_at)} needs {max(pass_at)} completions a prompt, got {rewards.shape[1]}")
-        scores = rewards.mean(1).tolist()
+        if bool(rewarded.all()):
+            scores = rewards.mean(1).tolist()
+        else:  # the mean of the completions that have a reward, of the prompts that have such a completion
+            rewards = rewards.masked_fill(~rewarded, torch.nan)
+            scores = rewards[rewarded.any(1)].nanmean(1).tolist()
         named = {"held_out": interval(scores)} | pass_rates_of(rewards, pass_at, correct_reward)
         return with_ends(named) | {"held_out": sum(scores) / len(scores)}
 
@@ -201,16 +209,18 @@ class GroupBatch:
         return replace(self, tokens=batch, computed=computed, counted=counted, metrics=metrics)
 
 
-def loaded_rewards(reward: Source | Sequence[Source] | Rewards, weights: Sequence[float] = ()) -> Rewards:
+def loaded_rewards(
+    reward: Source | Sequence[Source] | Rewards, weights: Sequence[float] = (), none: OnNone = "refuse"
+) -> Rewards:
     """The rewards that ``reward`` names, with the ``weights`` of several."""
     several = reward if isinstance(reward, str | Rewards) or callable(reward) else tuple(reward)
-    return several if isinstance(several, Rewards) else _loaded(several, tuple(weights))
+    return several if isinstance(several, Rewards) else _loaded(several, tuple(weights), none)
 
 
 @lru_cache(maxsize=16)
-def _loaded(reward: Source | tuple[Source, ...], weights: tuple[float, ...]) -> Rewards:
+def _loaded(reward: Source | tuple[Source, ...], weights: tuple[float, ...], none: OnNone) -> Rewards:
     """The rewards, loaded once: files and processes stay open from step to step."""
-    return load(reward, weights=weights)
+    return load(reward, weights=weights, none=none)
 
 
 @lru_cache(maxsize=16)

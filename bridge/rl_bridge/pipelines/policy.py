@@ -12,12 +12,11 @@ from transformers import PreTrainedTokenizerBase
 import rl_fn
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.completions import Complete, Sampler
-from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate_both, write_samples
+from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate_both, gain, write_samples
 from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, require_objective
 from rl_bridge.algorithms.policy_training import train_policy
 from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
 from rl_bridge.common.plots import spared
-from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.census import Census
 from rl_bridge.data.rows import RowStream, answered_row, policy_row
@@ -439,10 +438,10 @@ class PolicyStages:
             "result": f"held-out {self._scale} {before['greedy']['reward']:.2f} → {after['greedy']['reward']:.2f}",
             "accuracy_before": before["greedy"]["reward"],
             "accuracy_after": after["greedy"]["reward"],
-            "gain": confidence_interval(after["greedy"]["scores"], before["greedy"]["scores"]),
+            "gain": gain(after["greedy"], before["greedy"]),
             "sampled_before": before["sampled"]["reward"],
             "sampled_after": after["sampled"]["reward"],
-            "sampled_gain": confidence_interval(after["sampled"]["scores"], before["sampled"]["scores"]),
+            "sampled_gain": gain(after["sampled"], before["sampled"]),
             "seconds": round(self.run.seconds, 1),
             "objective": self.objective.explain(),
             **common_summary(self.pipeline, self.source, self.engines, self.census),

@@ -176,6 +176,8 @@ OWN_PROCESS = "; with --reward-timeout SECONDS (reward_timeout) it is called in 
 FLOAT32 = 3.4028234663852886e38
 """Rewards become float32 tensors: a larger one would be infinite."""
 Values = dict[str, float]
+NO_REWARD = math.nan
+"""A reward's None: of no reward for this completion. ``Rewards`` refuses it, or leaves the completion out."""
 
 
 class Asked:
@@ -273,7 +275,10 @@ class Asked:
 
     def _values(self, value: Any, trajectory: Trajectory) -> Values:
         if isinstance(value, Mapping) and self.protocol == "verl":
-            value = value.get("score")  # The rest is for verl's log.
+            if "score" not in value:
+                end = with_completion(trajectory)
+                raise RewardError(f"{self.on(trajectory)} returned {short(value)}, expected a number named score{end}")
+            value = value["score"]  # The rest is for verl's log.
         if isinstance(value, Mapping) and not value:
             end = with_completion(trajectory)
             raise RewardError(f"{self.on(trajectory)} returned {{}}, expected a number a name{end}")
@@ -282,6 +287,8 @@ class Asked:
         return {self.name: self._number(value, trajectory)}
 
     def _number(self, value: Any, trajectory: Trajectory) -> float:
+        if value is None:
+            return NO_REWARD
         # Scalars of numpy, torch and jax; a list of one number is none.
         plain = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
         expected = "a finite number"

@@ -2,16 +2,17 @@
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rl_bridge.data.messages import Chat
 from rl_bridge.data.trajectory import Trajectory, single_turn
-from rl_bridge.rewards.function import OWN_PROCESS, RewardError
+from rl_bridge.rewards.function import OWN_PROCESS, RewardError, with_completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +53,10 @@ def watched(awaited: Callable[[], str]) -> Iterator[Callable[[], None]]:
         thread.join()
 
 
+OnNone = Literal["refuse", "leave-out"]
+"""A reward's None: an error, or a completion that the reward does not apply to."""
+
+
 class NamedReward(Protocol):
     """One reward, or several that are computed together."""
 
@@ -78,9 +83,19 @@ class Rewards:
     """
 
     def __init__(
-        self, rewards: Sequence[NamedReward], weights: Sequence[float] = (), *, fingerprint: Callable[[], str] = str
+        self,
+        rewards: Sequence[NamedReward],
+        weights: Sequence[float] = (),
+        *,
+        none: OnNone = "refuse",
+        fingerprint: Callable[[], str] = str,
     ) -> None:
-        """``weights`` in the order of the names; none are all 1. ``fingerprint``: of the rewards' files and names."""
+        """``weights`` in the order of the names; none are all 1. ``fingerprint``: of the rewards' files and names.
+
+        ``none`` "leave-out": a reward that returns None does not apply to the completion. The others make its number,
+        and a completion without any is left out and counted.
+        """
+        self._none = none
         self._rewards = tuple(rewards)
         self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
         self._tried = False
@@ -136,6 +151,12 @@ class Rewards:
                         f"{sorted(values)}, before they were {sorted(self._names[place])}"
                     )
                 rewards |= values
+                if self._none == "refuse" and any(map(math.isnan, values.values())):
+                    raise RewardError(
+                        f"reward {getattr(reward, 'title', reward.name)} on {trajectory.row.get('_where', 'a row')} "
+                        f"returned None, expected a finite number{with_completion(trajectory)}; with --reward-none "
+                        'leave-out (none="leave-out") None says that the reward does not apply to a completion'
+                    )
         if trajectories and not self._tried:
             self._tried = True
             self._check()
@@ -148,7 +169,8 @@ class Rewards:
         >>> load(["exact"], weights=[2.0]).total({"reward": 0.5})
         1.0
         """
-        return sum(weight * rewards[name] for name, weight in zip(self.names, self.weights, strict=True))
+        pairs = [(weight, rewards[name]) for name, weight in zip(self.names, self.weights, strict=True)]
+        return sum(weight * value for weight, value in pairs if not math.isnan(value))
 
     def try_on(
         self,
@@ -167,7 +189,12 @@ class Rewards:
             ValueError: weights that are not one a name; or two rewards of one name.
         """
         trials = [trial for row in rows[:2] for trial in _trials(row, tokenizer)]
-        self.score(trials)
+        numbers = [value for trial in self.score(trials) for value in trial.rewards.values()]
+        if numbers and all(map(math.isnan, numbers)):
+            raise RewardError(
+                f"no reward of {', '.join(self.names)} returned a number for {trials[0].row.get('_where', 'a row')} or "
+                f"{trials[-1].row.get('_where', 'a row')}, with the row's answer and with nothing: is a return missing?"
+            )
         self._check()
         if beside:
             self._try_beside(trials)

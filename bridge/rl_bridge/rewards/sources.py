@@ -14,7 +14,7 @@ from rl_bridge.common.user_files import content_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.function import Asked, Protocol, Reward, RewardError, load_reward
 from rl_bridge.rewards.reward_process import AskedElsewhere, RewardProcess
-from rl_bridge.rewards.rewards import NamedReward, Rewards, watched, with_rows
+from rl_bridge.rewards.rewards import NamedReward, OnNone, Rewards, watched, with_rows
 from rl_bridge.rewards.scoring_models import Judge, RemoteRewardModel, RewardModel, Server
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.provenance import of_folder, of_function
@@ -89,6 +89,9 @@ class RewardOptions:
     """Protocol of the functions' calls, where their parameters do not show one."""
     reward_timeout: float | None = field(default=None, metadata=MAY_CHANGE)
     """Seconds for one result of a reward function, which then runs in a process of its own."""
+    reward_none: OnNone = "refuse"
+    """A reward that returns None. leave-out: the reward does not apply to the completion, as to another task's rows; a
+    completion that no reward applies to is left out, and counted (unrewarded)."""
 
     def __post_init__(self) -> None:
         """Refuse options for functions where no reward is a function."""
@@ -97,11 +100,17 @@ class RewardOptions:
         kinds = [str(source).partition(":")[0] for _, source in map(named, self.reward)]
         if all(kind in (*NO_FILES, "exact", "environment") for kind in kinds):
             require_used(self, ("reward_protocol", "reward_timeout"), "without a reward FILE.py:function")
+        if all(kind in ("exact", "environment", "judge", "model") for kind in kinds):
+            require_used(self, ("reward_none",), "without a reward that may return None, FILE.py:function or http")
 
     def rewards(self) -> Rewards:
         """The rewards, loaded. Raises ValueError or FileNotFoundError where one is not there."""
         return load(
-            self.reward, weights=self.reward_weights, protocol=self.reward_protocol, timeout=self.reward_timeout
+            self.reward,
+            weights=self.reward_weights,
+            protocol=self.reward_protocol,
+            timeout=self.reward_timeout,
+            none=self.reward_none,
         )
 
 
@@ -111,10 +120,12 @@ def load(
     weights: Sequence[float] = (),
     protocol: Protocol | None = None,
     timeout: float | None = None,
+    none: OnNone = "refuse",
 ) -> Rewards:
     """The rewards of ``sources``: functions, or texts as ``RewardOptions.reward`` has them, with ``NAME=`` before them.
 
-    ``timeout`` is in seconds for one result of a function, which then runs in a process that can be ended.
+    ``timeout`` is in seconds for one result of a function, which then runs in a process that can be ended. ``none``
+    "leave-out": a completion for which a function returns None is none of that reward's.
 
     >>> load([lambda completion, row: len(completion)]).names
     ('reward',)
@@ -132,6 +143,7 @@ def load(
     return Rewards(
         [loaded.reward(name, rest) for name, rest in pairs],
         weights,
+        none=none,
         fingerprint=lambda: repr(([(name, _fingerprint(rest)) for name, rest in pairs], protocol)),
     )
 

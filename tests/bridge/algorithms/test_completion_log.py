@@ -126,7 +126,7 @@ def written(folder, step=0, length=3, seen=None, computed=(False, True, True, Fa
     rewards = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
     sampled = Sampled(
         trajectories=drawn, names=("right",), matrix=rewards[:, None], earned=rewards, rewards=rewards,
-        greedy_rewards=None, sampled_groups=2,
+        greedy_rewards=None, applies=torch.ones(2, 1, rewards.shape[1], dtype=torch.bool), sampled_groups=2,
     )  # fmt: skip
     batch = collate(drawn, 0)
     batch = batch._replace(old_logprobs=batch.rollout_logprobs, advantages=batch.mask * torch.arange(4.0)[:, None])

@@ -88,7 +88,7 @@ def test_every_row_whose_advantage_is_not_0_is_computed(recipe):
     engines: Any = PolicyEngines(policy=None, rollout=None)  # type: ignore[arg-type]
     whole = Sampled(
         trajectories=trajectories, names=("one",), matrix=rewards[:, None], earned=rewards, rewards=rewards,
-        greedy_rewards=None, sampled_groups=2,
+        greedy_rewards=None, applies=torch.ones(2, 1, rewards.shape[1], dtype=torch.bool), sampled_groups=2,
     )  # fmt: skip
     batch, computed, counted = Inputs(engines, objective, config(), 5).advantages(collate(trajectories, 0), whole, {})
     signal = (batch.advantages != 0) & batch.mask

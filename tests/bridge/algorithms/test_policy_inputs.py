@@ -204,7 +204,7 @@ def test_a_failed_environment_s_trajectory_has_no_part_in_the_update(name):
         one = matrix.mean(1)
         whole = Sampled(
             trajectories=trajectories, names=names, matrix=matrix, earned=one, rewards=one,
-            greedy_rewards=torch.tensor([0.1, 0.2]), sampled_groups=2,
+            greedy_rewards=torch.tensor([0.1, 0.2]), applies=matrix.isfinite(), sampled_groups=2,
         )  # fmt: skip
         return inputs.advantages(batch, whole, {})
 

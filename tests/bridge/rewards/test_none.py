@@ -1,0 +1,176 @@
+"""A reward's None: refused, or a completion that the reward does not apply to, which then changes nothing."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rl_bridge
+import rl_fn
+from rl_bridge.algorithms.completions import Sampler
+from rl_bridge.algorithms.evaluation import evaluate, gain, interval
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
+from rl_bridge.data.rows import RowStream
+from rl_bridge.data.trajectory import single_turn
+from rl_bridge.rewards import RewardError, RewardOptions, load
+from tests.bridge.rewards.batches import rows, trajectories, values
+
+FORMS = {
+    "a completion": lambda completion, row: None if completion == "b" else 1.0,
+    "a batch": lambda trajectories: [None if t.completion == "b" else 1.0 for t in trajectories],
+    "TRL's": lambda completions, **columns: [None if text == "b" else 1.0 for text in completions],
+    "verl's": lambda data_source, solution_str, ground_truth, extra_info: {
+        "score": None if solution_str == "b" else 1.0
+    },
+    "by name": lambda completion, row: {"one": None if completion == "b" else 1.0, "two": 2.0},
+}
+SAMPLING = rl_bridge.SamplingParams(n=4, max_new_tokens=4, seed=3)
+GROUPED = ["grpo", "dr_grpo", "dapo", "rloo", "gspo", "opo", "reinforce_pp"]
+
+
+async def later(completion, row):
+    return FORMS["a completion"](completion, row)
+
+
+@pytest.mark.parametrize("reward", [*FORMS.values(), later], ids=[*FORMS, "later"])
+def test_none_is_refused_with_the_way_on_or_no_reward(reward):
+    with pytest.raises(
+        RewardError, match=r"row 2 returned None, expected a finite number; completion 'b'; with --rew.* le"
+    ):
+        load(reward).score(trajectories("a", "b"))
+    first, second = load(reward, none="leave-out").score(trajectories("a", "b"))
+    name = "one" if reward is FORMS["by name"] else "reward"
+    assert first.rewards[name] == 1.0 and math.isnan(second.rewards[name])
+
+
+def test_a_process_of_its_own_says_none_too(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completion, row): return None if completion == 'b' else 1.0\n")
+    options = RewardOptions(reward=(f"{tmp_path / 'mine.py'}:score",), reward_timeout=60.0, reward_none="leave-out")
+    rewards = options.rewards()
+    found = values(rewards, "a", "b")
+    rewards.close()
+    assert found[0] == 1.0 and math.isnan(found[1])
+
+
+def test_a_verl_s_result_without_a_score_and_a_missing_return_are_no_none():
+    verl = load(lambda data_source, solution_str, ground_truth, extra_info: {"acc": 1.0}, none="leave-out")
+    with pytest.raises(RewardError, match=r"returned {'acc': 1.0}, expected a number named score"):
+        values(verl, "a")
+    with pytest.raises(RewardError, match=r"no reward of reward returned a number for .*row 1 or .*row 2.*missing"):
+        load(lambda completion, row: None, none="leave-out").try_on(rows(2))
+    with pytest.raises(ValueError, match="without a reward that may return None"):
+        RewardOptions(reward_none="leave-out")
+
+
+def groups_of(*rewards):
+    """Completions of unequal lengths with these rewards, scored."""
+    flat = [reward for group in rewards for reward in group]
+    drawn = []
+    for number in range(len(flat)):
+        length, messages = (
+            1 + number % 3,
+            ({"role": "user", "content": "x"}, {"role": "assistant", "content": str(number)}),
+        )
+        row = single_turn(
+            [5], [6] * length, logprobs=[-0.5] * length, group=number // len(rewards[0]), messages=messages
+        )
+        drawn.append(replace(row, row={"prompt": "x"}))
+    groups = rl_bridge.Groups(trajectories=drawn, sampling=replace(SAMPLING, n=len(rewards[0])), pad_token=0)
+    return groups.score(lambda completion, row: flat[int(completion)], none="leave-out")
+
+
+@pytest.mark.parametrize("recipe", GROUPED)
+def test_the_others_are_compared_as_if_a_completion_without_a_reward_were_not_there(recipe):
+    objective = getattr(rl_fn.recipes, recipe)().replace(kl=None, reward_kl=None)
+    # Number 3 has no reward, or is not there.
+    with_none = groups_of([1.0, 0.0, 0.5, None]).batch().with_advantages(objective)
+    without = groups_of([1.0, 0.0, 0.5]).batch().with_advantages(objective)
+    assert not with_none.computed[3] and not with_none.counted[3].any() and not with_none.tokens.advantages[3].any()
+    assert torch.equal(with_none.computed[:3], without.computed) and torch.equal(with_none.counted[:3], without.counted)
+    torch.testing.assert_close(with_none.tokens.advantages[:3], without.tokens.advantages)
+    assert without.tokens.advantages.any()
+
+
+def test_metrics_and_evaluations_are_of_the_completions_that_have_a_reward():
+    groups = groups_of([1.0, None, 0.0, 1.0], [None, None, None, None], [0.0, 0.0, None, None])
+    metrics = groups.metrics()
+    assert metrics["reward"] == pytest.approx(2 / 5) and metrics["unrewarded"] == pytest.approx(7 / 12)
+    held_out = groups.held_out(pass_at=(1, 2))
+    assert held_out["held_out"] == pytest.approx((2 / 3 + 0) / 2)
+    assert held_out["pass@1"] == pytest.approx((2 / 3 + 0) / 2) and held_out["pass@2"] == pytest.approx(0.5)
+    with pytest.raises(RewardError, match="pass@4 needs 4 completions of a row to which a reward applies, and no row"):
+        groups.held_out(pass_at=(4,))
+    assert not groups.select([1]).valid.any() and groups.select([0]).valid.tolist() == [[True, False, True, True]]
+    assert rl_bridge.Groups.joined([groups.select([0]), groups.select([2])]).valid.sum() == 5
+    with pytest.raises(RewardError, match="every reward returned None for all 2 completions"):
+        groups_of([None, None])
+
+
+def test_several_rewards_make_the_number_of_those_that_apply():
+    matrix = torch.tensor([[[1.0, math.nan, math.nan], [2.0, 4.0, math.nan]]])
+    total = ScalarOptions().combine(matrix, (1.0, 0.5))
+    assert total[0, :2].tolist() == [2.0, 2.0] and bool(total[0, 2].isnan())
+    tchebycheff = ScalarOptions(method="tchebycheff", ideal=(5.0, 5.0))
+    with pytest.raises(ValueError, match="tchebycheff looks at all rewards of a completion, and one returned None"):
+        tchebycheff.combine(matrix, (1.0, 1.0))
+    assert bool(tchebycheff.combine(matrix[:, :, 2:], (1.0, 1.0)).isnan().all())
+    groups = groups_of([1.0, 0.0])
+    rewards = load(FORMS["by name"], none="leave-out")
+    assert rewards.total(rewards.score(trajectories("b"))[0].rewards) == 2.0
+    both = replace(groups, trajectories=trajectories("a", "b", data=rows(1) * 2)).score(
+        FORMS["by name"], none="leave-out"
+    )
+    metrics = both.metrics()
+    assert (metrics["reward/one"], metrics["unrewarded/one"], metrics["unrewarded/two"]) == (1.0, 0.5, 0.0)
+    assert metrics["unrewarded"] == 0.0 and metrics["reward"] == 2.5
+    with pytest.raises(ValueError, match="gdpo compares each reward within a group, and one returned None"):
+        both.batch().with_advantages(rl_fn.recipes.gdpo())
+
+
+def complete(rows, sampling):
+    """Completion number i says i."""
+    return [
+        single_turn(
+            [2], [3, 4], group=place, request_id=(sampling.seed, place, number),
+            messages=({"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": str(number)}),
+        )
+        for place, row in enumerate(rows)
+        for number in range(sampling.n)
+    ]  # fmt: skip
+
+
+def named(name):
+    def function(completion, row):
+        return None
+
+    function.__name__ = name
+    return function
+
+
+def test_an_evaluation_leaves_rows_out_and_pairs_those_with_both_scores():
+    options = SamplingOptions(max_new_tokens=4)
+
+    def even(completion, row):
+        return None if int(row["answer"]) % 2 else float(row["answer"])
+
+    result = evaluate(complete, rows(5), load(even, none="leave-out"), options)
+    assert result["scores"] == [0.0, None, 2.0, None, 4.0] and result["reward"] == result["rewards"]["reward"] == 2.0
+    assert [sample["reward"] for sample in result["samples"]] == result["scores"]
+    assert interval(result["scores"])["mean"] == 2.0
+    after = {"scores": [1.0, 5.0, None, 7.0, 4.5]}
+    assert gain(after, result)["mean"] == pytest.approx((1.0 + 0.5) / 2)
+    with pytest.raises(RewardError, match="reward odd returned None for all 5 held-out completions"):
+        evaluate(complete, rows(5), load([named("odd"), even], none="leave-out"), options)
+
+
+def test_a_baseline_without_a_reward_is_refused():
+    def reward(completion, row):
+        return None if row["answer"] == "1" and completion == "0" else float(completion)
+
+    config = PolicyConfig(
+        steps=1, prompts_per_step=3, responses_per_prompt=2, sampling=SamplingOptions(max_new_tokens=4)
+    )
+    sampler = Sampler(complete, load(reward, none="leave-out"), RowStream(rows(3), 0), rl_fn.recipes.remax(), config, 5)
+    with pytest.raises(RewardError, match=r"no reward applies to the greedy completion of problems\.jsonl, row 2"):
+        sampler.sample(0)
