@@ -67,6 +67,8 @@ class Ahead:
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
         rollout.require_no_limits()
         policy.watch(rollout)
+        self._rollout = rollout
+        rollout.ahead = self
         self.rows, self._prompts = rows, prompts
         self._sampling = sampling
         self._of_groups: dict[str, Any] = {"pad_token": rollout.model.pad_token, "exact": rollout.exact}
@@ -102,6 +104,11 @@ class Ahead:
 
     def __exit__(self, *_: object) -> None:
         self._sampler.close()
+        self._rollout.ahead = None
+
+    def sync(self) -> None:
+        """Give the rollout the policy's weights between two steps, for an evaluation: nothing is drawn meanwhile."""
+        self._sampler.update(self._engines)
 
     def groups(self) -> Groups:
         """The groups of the next step, with rewards; the rollout gets the policy's weights where it is time."""

@@ -1,5 +1,6 @@
 """A loop's model and its rows: loaded, checked row by row, and taken in an order that a checkpoint keeps."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,24 @@ from rl_bridge.pipelines import comparison, sft
 from rl_bridge.pipelines.training import own_fingerprints
 from rl_bridge.run.provenance import of_folder, of_rows
 from rl_bridge.run.run import Stateful
+
+# Changes between two steps: what a checkpoint must hold, and the order of draws and updates.
+
+_numbers = itertools.count()
+changed: "list[Part]" = []
+"""Objects that changed since the run's step began; the run looks whether its checkpoints have them."""
+
+
+def change(part: "Part") -> int:
+    """Note that an object changed; the number of this event in the life of the process."""
+    if not any(part is other for other in changed):
+        changed.append(part)
+    return next(_numbers)
+
+
+def draw() -> int:
+    """The number of a draw in the life of the process."""
+    return next(_numbers)
 
 
 class Part(Protocol):
@@ -202,6 +221,7 @@ class Rows:
         """
         if count > self.count and self.census.left_out:
             raise ValueError(f"a step takes {count} rows, of {self.census.line()}")
+        change(self)
         return self.stream.take(count)
 
     def batch(self, count: int) -> Any:

@@ -1,5 +1,6 @@
 """``Groups``: prompts with their completions and rewards; and the batch that a policy is updated on."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -48,6 +49,8 @@ class Groups:
     """The rewards in all forms, after ``score``."""
     exact: bool = True
     """Whether the rollout computes as a trainer in float32 does."""
+    drawn: int | None = None
+    """When they were drawn, among draws and updates; None where weights may be older by design (``Ahead``)."""
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -128,12 +131,18 @@ class Groups:
         """All prompts of several scored groups, numbered anew: one batch, and one update with one denominator.
 
         Raises:
-            ValueError: parts that were sampled in another way (the seed apart), or have not been scored.
+            ValueError: parts that were sampled in another way or by the same seed, or have not been scored.
         """
         first = parts[0]
         alike = [(replace(part.sampling, seed=0), part.pad_token, part.scored.names) for part in parts]
         if strange := [way for way in alike if way != alike[0]]:
             raise ValueError(f"groups that are joined are sampled and scored alike, got {alike[0]} and {strange[0]}")
+        seed, count = Counter(part.sampling.seed for part in parts).most_common(1)[0]
+        if count > 1 and first.sampling.temperature:
+            raise ValueError(
+                f"{count} of the joined groups have the seed {seed}, and drew by the same random numbers at each "
+                "place: give each generate of a step a seed of its own, as step + (round << 48)"
+            )
         sampled = joined([part.scored for part in parts])
         sampled = replace(sampled, sampled_groups=sum(part.scored.sampled_groups for part in parts))
         exact = all(part.exact for part in parts)
@@ -180,6 +189,8 @@ class GroupBatch:
     """[N, L]: tokens in the denominator."""
     reference: ScoringConfig | None = None
     """How the reference scored."""
+    objective: rl_fn.Objective | None = None
+    """The objective whose advantages these are."""
     rescored: bool = False
     """Whether π_old is the trainer's (``policy.score``), and not what the rollout sampled from."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -206,7 +217,8 @@ class GroupBatch:
         batch = advantages.marked(self.tokens, sampled, correct_reward=correct_reward, seed=seed)
         batch, computed, counted = advantages.advantages(batch, sampled, {})
         metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch)
-        return replace(self, tokens=batch, computed=computed, counted=counted, metrics=metrics)
+        of_objective: dict[str, Any] = {"computed": computed, "counted": counted, "objective": objective}
+        return replace(self, tokens=batch, metrics=metrics, **of_objective)
 
 
 def loaded_rewards(

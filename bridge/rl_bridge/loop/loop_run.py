@@ -11,7 +11,7 @@ from rl_bridge.common.terminal import tell
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
-from rl_bridge.loop.data import Part, Rows
+from rl_bridge.loop.data import Part, Rows, changed
 from rl_bridge.loop.trained import Metrics, Policy, Scored
 from rl_bridge.pipelines.placement import keep_threads
 from rl_bridge.run import run
@@ -68,8 +68,16 @@ class Run:
         if not state:
             raise ValueError("state holds the objects that change from step to step, and is empty")
         for part in state:
+            if not hasattr(part, "parts"):
+                raise TypeError(
+                    f"a {type(part).__name__} is no part of a run's state, which a checkpoint holds: that is the "
+                    "policy, the rows, a critic, a reference that follows. A rollout takes its weights of the policy"
+                )
             if isinstance(part, Ahead) and part.rows in state:
-                raise ValueError("state holds the rows and Ahead, which saves their place itself: leave the rows out")
+                raise ValueError(
+                    "state holds the rows and Ahead, which saves their place itself: leave the rows out; a stage "
+                    "before takes rows of its own, of another load_rows"
+                )
         self._parts = dict(zip(_names(state), state, strict=True))
         rows = (part.rows if isinstance(part, Ahead) else part for part in state)
         self._rows = [part.census for part in rows if isinstance(part, Rows)]
@@ -83,17 +91,22 @@ class Run:
             stop_after_skips=stop_after_skips,
             state={name: dict(part.settings()) for name, part in self._parts.items() if part.settings()},
         )
-        fingerprints = {what: mark for part in state for what, mark in part.fingerprints().items()}
+        fingerprints: dict[str, str] = {}
+        for own, part in self._parts.items():
+            for what, mark in part.fingerprints().items():
+                fingerprints[what if fingerprints.get(what, mark) == mark else f"{what} of {own}"] = mark
         self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
         keep_threads(self._run, current_executor())
         if self._rows:
             tell(f"rows: {'; '.join(census.line() for census in self._rows)}")
         self._step: int | None = None
         self._stages: list[str] = []
+        self._entered = False
         self._total, self._result = 0, dict[str, Any]()
 
     def __enter__(self) -> Self:
         self._run.__enter__()
+        self._entered = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -125,42 +138,67 @@ class Run:
         ...         ...
 
         Raises:
-            ValueError: an object that is not in the run's state, a second stage of the same name, or a step that gave
-                its weights to a reference that is not in the stage's state.
+            ValueError: an object that is not in the run's state, a second stage of the same name, or an object that
+                changes in a step, or between two stages, and is not in the stage's state.
+            RuntimeError: the run was not entered: ``with Run(…) as run``.
         """
+        if not self._entered:
+            raise RuntimeError(
+                "the steps of a run are taken in its block: with Run(…) as run: for step in run.steps(…)"
+            )
         parts = self._parts if state is None else {self._name_of(part): part for part in state}
         stage = next((name for name, part in parts.items() if isinstance(part, Scored)), next(iter(parts)))
         if stage in self._stages:
-            raise ValueError(f"this run has had its stage {stage!r}: steps(total, state) is called once for each model")
+            raise ValueError(
+                f"this run has had its stage {stage!r}: steps(total, state) is called once for each model. Rows of two "
+                "kinds for one model are taken in one stage, by the step's number"
+            )
+        if not self._stages:
+            changed.clear()
+        else:  # a run that is resumed in this stage syncs the first weights, and takes back what a checkpoint holds
+            _require_whole([part for part in changed if isinstance(part, Scored)], list(parts.values()))
         self._stages.append(stage)
         self._total += total
+        holders: dict[str, Engine | Stateful] = {}
+        for first, part in parts.items():
+            for own, holder in part.parts().items():
+                name = own if first == part.kind else f"{first}-{own}"
+                if name in holders:
+                    raise ValueError(
+                        f"two objects of the state have a part {name!r}: a checkpoint would hold one of them"
+                    )
+                holders[name] = holder
         policies = [part for part in parts.values() if isinstance(part, Policy)]
-        for policy in policies:
-            policy.renewed.clear()
-        holders: dict[str, Engine | Stateful] = {
-            own if first == part.kind else f"{first}.{own}": holder
-            for first, part in parts.items()
-            for own, holder in part.parts().items()
-        }
         for step in self._run.steps(stage, total, state=holders):
+            while policies:  # the first step, with the weights of a checkpoint
+                policies.pop().remember()
+            changed.clear()
             self._step = step
             yield step
-            _require_whole(policies, list(parts.values()))
+            _require_whole(changed, list(parts.values()))
             if self._step is not None:
                 self.log()
+        changed.clear()
 
     def log(self, *measured: Mapping[str, float] | Measured) -> None:
         """Write the record of this step: metrics of an update, of groups, or numbers of your own.
 
         Raises:
             RuntimeError: there is no step, or its record is written: each step has one.
+            ValueError: two of these have a number of one name, or a name is the run's own.
         """
         if self._step is None:
             raise RuntimeError("run.log is called once in each step of run.steps, with all that the step measured")
         metrics: dict[str, float] = {}
         updates = [part for part in measured if isinstance(part, Metrics)]
         for part in measured:
-            metrics |= part if isinstance(part, Mapping) else part.metrics()
+            numbers = part if isinstance(part, Mapping) else part.metrics()
+            if twice := sorted(numbers.keys() & {*metrics, *_OF_RUN}):
+                raise ValueError(
+                    f"run.log has two numbers named {twice[0]!r}: give one of these another name, as "
+                    f"{{f'second/{{name}}': number for name, number in …}}"
+                )
+            metrics |= numbers
         last = updates[-1] if updates else None
         batch, tokens = (None, None) if last is None else (last.batch, last.tokens)
         self._run.log(self._step, metrics, tokens=tokens, batch=batch)
@@ -171,7 +209,7 @@ class Run:
 
         >>> before = run.once("before", lambda: accuracy(rollout))  # doctest: +SKIP
         """
-        return self._run.cached_result(name, compute)
+        return self._run.cached_result(f"once/{name}", compute)
 
     def finish(self, result: str, **numbers: Any) -> None:
         """Say what came of the run: ``summary.json`` and ``rl-fn report`` have the line and the numbers."""
@@ -198,19 +236,22 @@ class Run:
         self._run.keep_best(metric, mode)
 
 
-def _require_whole(policies: Sequence[Policy], state: Sequence[Part]) -> None:
-    """Refuse a reference that follows a policy and is in no checkpoint: a resumed run would have the first one.
+_OF_RUN = ("stage", "step", "seconds")
+"""Numbers of a record that are the run's own."""
+
+
+def _require_whole(changes: Sequence[Part], state: Sequence[Part]) -> None:
+    """Refuse an object that changes and is in no checkpoint of the stage: a resumed run would have the first one.
 
     Raises:
         ValueError: with the way on.
     """
-    for policy in policies:
-        followers = [target for target in policy.renewed if isinstance(target, Scored)]
-        if lost := [target.kind for target in followers if not any(target is part for part in state)]:
-            raise ValueError(
-                f"a step gives a {lost[0]} the policy's weights, and no checkpoint has them: a resumed run would "
-                f"go on with the first ones. Name the {lost[0]} in Run(state=[…]), too"
-            )
+    saved = [*state, *(part.rows for part in state if isinstance(part, Ahead))]
+    if lost := [part.kind for part in changes if not any(part is other for other in saved)]:
+        raise ValueError(
+            f"a {lost[0]} changes, and no checkpoint of these steps has it: a resumed run would go on with the first "
+            f"one. Name the {lost[0]} in Run(state=[…]), and in steps(total, […]) where that names objects, too"
+        )
 
 
 def _names(state: Sequence[Part]) -> list[str]:

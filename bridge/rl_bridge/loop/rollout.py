@@ -11,7 +11,7 @@ from rl_bridge.engines import Mesh
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.environments.functions import FunctionTools, Parse, function_tools
 from rl_bridge.executors.session import current_executor
-from rl_bridge.loop.data import Model
+from rl_bridge.loop.data import Model, draw
 from rl_bridge.loop.groups import Groups
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.parallel.config import ParallelConfig
@@ -46,6 +46,8 @@ class Rollout:
         self.engine = engines.rollout(model.tokenizer, options)
         remark_on_ends(model.source, model.tokenizer)
         self._tools: dict[Any, FunctionTools] = {}
+        self.ahead: Any = None
+        """The ``Ahead`` that draws with this rollout."""
 
     def generate(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams) -> Groups:
         """``sampling.n`` completions of each row's ``prompt``.
@@ -118,4 +120,5 @@ class Rollout:
         self, drawn: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]], sampling: SamplingParams
     ) -> Groups:
         trajectories = with_rows(drawn, rows)
-        return Groups(trajectories=trajectories, sampling=sampling, pad_token=self.model.pad_token, exact=self.exact)
+        of_rollout: dict[str, Any] = {"pad_token": self.model.pad_token, "exact": self.exact, "drawn": draw()}
+        return Groups(trajectories=trajectories, sampling=sampling, **of_rollout)

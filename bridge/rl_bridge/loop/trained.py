@@ -27,8 +27,8 @@ from rl_bridge.engines.engine import Engine
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.executors.session import current_executor
 from rl_bridge.functional import from_jax
-from rl_bridge.loop.data import NLL, Model
-from rl_bridge.loop.groups import GroupBatch
+from rl_bridge.loop.data import NLL, Model, change, draw
+from rl_bridge.loop.groups import GroupBatch, Groups
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype, export_types
 from rl_bridge.models.pretrained import save_pretrained
@@ -41,6 +41,8 @@ from rl_bridge.run.run import Stateful
 
 MOMENTUM = 0.9
 """Momentum of BCO's shift, as the command has it."""
+_REMEMBERED = 64
+"""Versions of a policy's weights, and so updates, that a batch may be drawn before."""
 AnyBatch = TypeVar("AnyBatch", GroupBatch, PairBatch)
 
 
@@ -175,8 +177,10 @@ class Policy(Scored):
         self._statistics: BatchStatistics | None = None
         self._replaced: Replaced | None = None
         self._updates = 0
-        self.renewed: list[Placed] = []
-        """Objects that took these weights since the run's steps began."""
+        self._versions: list[tuple[int, int]] = []
+        self._seeds: dict[int, int] = {}
+        if not isinstance(objective, rl_fn.Objective):
+            require_no_temperature(options["scoring"], objective)
         if isinstance(objective, NLL):
             self.kind = "sft"
             self.engine = self.engines.supervised(optimizer, **options)
@@ -190,6 +194,7 @@ class Policy(Scored):
             require_parts(objective, self.engines.mesh)
             self._denominator = from_jax(objective.denominator)
             self.engine = self.engines.policy(optimizer, objective, fused_loss=fused_loss, **options)
+            self.remember()
 
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with π_old of the trainer's present weights, for a rollout that is stale or less precise."""
@@ -197,7 +202,11 @@ class Policy(Scored):
         return replace(scored, rescored=True)
 
     def update(
-        self, batch: GroupBatch | TokenBatch | PairBatch | Sequence[Mapping[str, Any]], *, updates: int = 1
+        self,
+        batch: GroupBatch | TokenBatch | PairBatch | Sequence[Mapping[str, Any]],
+        *,
+        updates: int = 1,
+        stale: bool = False,
     ) -> Metrics:
         """Forward and backward in micro-batches, and the optimiser's step; the metrics of the last one.
 
@@ -205,10 +214,15 @@ class Policy(Scored):
         the ones without a gradient counted. A ``TokenBatch`` is imitated, a ``PairBatch`` compared. Rows with
         ``prompt`` and ``answer``, which ``rows.take`` gives, are imitated, too: a warm start.
 
+        Completions are of the weights that the policy had when they were drawn, unless ``stale`` says that older ones
+        are meant. With ``updates`` above 1, ``AdamW(total=…)`` counts each of them.
+
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: a batch without advantages, or sampled from another distribution than this policy scores.
+            ValueError: a batch without advantages, or with those of another objective; or sampled from another
+                distribution than this policy scores, from older weights, or by an earlier step's seed.
         """
+        change(self)
         if isinstance(self.objective, NLL):
             if isinstance(batch, list):
                 batch = supervised_batch(batch, partial(encode_row, self.model.tokenizer), self.model.pad_token)
@@ -221,25 +235,59 @@ class Policy(Scored):
         if not (isinstance(self.objective, rl_fn.Objective) and isinstance(batch, GroupBatch)):
             raise TypeError(f"{self.objective} does not learn from a {type(batch).__name__}")
         require_group(self.objective, batch.groups.sampling.n, "n")
-        computed, counted = selected(batch)
+        computed, counted = selected(batch, self.objective)
         self._require_same_scoring(batch)
+        self._require_own_draw(batch.groups, stale)
         # The critic's alone: a policy's loss reads none of them.
         tokens = batch.tokens._replace(old_values=None, returns=None, teacher_logprobs=None)
         metrics = dict(batch.metrics) | self._of_syncs()
         for minibatch, denominator, _, count in shares_of(tokens, computed, counted, self._denominator, updates):
             metrics |= policy_update(self.engine, minibatch, denominator, count, {})
         self._updates += 1
+        self.remember()
         return Metrics(metrics, batch.tokens)
+
+    def remember(self) -> None:
+        """Note the version of the present weights, with which completions are drawn from now on."""
+        if isinstance(self.objective, rl_fn.Objective):
+            self._versions = [*self._versions[-_REMEMBERED:], (draw(), self.engine.call("weights_version"))]
+
+    def _require_own_draw(self, groups: Groups, stale: bool) -> None:
+        """Refuse completions of other weights than the policy had when they were drawn, and a seed that drew before."""
+        if groups.drawn is None:
+            return
+        own = [version for event, version in self._versions if event < groups.drawn]
+        versions = {version for t in groups.trajectories for version in t.weights_versions if version >= 0}
+        if not stale and own and versions - {own[-1]}:
+            raise ValueError(
+                f"these completions were drawn by weights of version {max(versions)}, when the policy had "
+                f"version {own[-1]}: policy.sync_weights(rollout) comes before rollout.generate; where older ones are meant, "
+                "policy.update(batch, stale=True)"
+            )
+        if groups.sampling.temperature and self._seeds.setdefault(groups.sampling.seed, groups.drawn) != groups.drawn:
+            raise ValueError(
+                f"completions of an earlier step were drawn by the seed {groups.sampling.seed}, too: their random "
+                "numbers are the same at each place; SamplingParams(seed=step) gives each step its own"
+            )
 
     def sync_weights(self, target: Any) -> None:
         """Give a ``Rollout``, a ``Reference`` or another ``Policy`` these weights, each proved by a checksum.
 
         An engine of vLLM that does not hold them is replaced: that is printed, and ``update`` counts it.
+
+        Raises:
+            ValueError: an ``Ahead`` draws with the rollout.
         """
+        if getattr(target, "ahead", None) is not None:
+            raise ValueError(
+                "an Ahead draws with this rollout, while the policy trains: ahead.sync() gives it the weights"
+            )
         self.watch(target)
         self.engine.sync_weights(target.engine)
-        if not any(target is renewed for renewed in self.renewed):
-            self.renewed.append(target)
+        if isinstance(target, Scored):
+            change(target)
+        if isinstance(target, Policy):
+            target.remember()
 
     def watch(self, target: Placed) -> None:
         """Count the engines behind ``target`` that syncs from now on have to replace, where its weights are proved."""
@@ -315,12 +363,30 @@ class Reference(Scored):
         return replace(scored, reference=self.engine.scoring_config())
 
 
-def selected(batch: GroupBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def require_no_temperature(scoring: ScoringConfig, objective: Any) -> None:
+    """Refuse a temperature for an objective that samples nothing.
+
+    Raises:
+        ValueError: with the way on.
+    """
+    if scoring.temperature != 1.0:
+        raise ValueError(
+            f"{objective} learns from the data's own distribution, which has no temperature, got "
+            f"{scoring.temperature}: ScoringConfig(temperature=…) is for a policy that samples, and for its reference"
+        )
+
+
+def selected(batch: GroupBatch, objective: rl_fn.Objective) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows to compute and tokens that count.
 
     Raises:
-        ValueError: there are no advantages yet.
+        ValueError: there are no advantages yet, or those of another objective.
     """
     if batch.computed is None or batch.counted is None:
         raise ValueError("this batch has no advantages yet: batch = batch.with_advantages(objective)")
+    if batch.objective is not None and batch.objective != objective:
+        raise ValueError(
+            f"these are advantages of another objective than the one that is trained, {objective.name}: one object is "
+            f"for with_advantages(objective) and for the models. The batch's:\n{batch.objective.explain()}"
+        )
     return batch.computed, batch.counted

@@ -10,9 +10,9 @@ from rl_bridge.algorithms.policy_training import critic_update, shares_of
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.functional import from_jax
-from rl_bridge.loop.data import Model
+from rl_bridge.loop.data import Model, change
 from rl_bridge.loop.groups import GroupBatch
-from rl_bridge.loop.trained import MOMENTUM, AdamW, Metrics, Placed, Scored, selected
+from rl_bridge.loop.trained import MOMENTUM, AdamW, Metrics, Placed, Scored, require_no_temperature, selected
 from rl_bridge.models.model_source import ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
@@ -47,7 +47,8 @@ class Critic(Scored):
         super().__init__(model, mesh, parallel, apart_from)
         if objective.value is None:
             raise ValueError(f"{objective.name} has no critic's loss: objective.replace(value=ValueLoss()) has one")
-        self.optimizer, self._denominator = optimizer, from_jax(objective.denominator)
+        self.objective, self.optimizer = objective, optimizer
+        self._denominator = from_jax(objective.denominator)
         source = ValueSource(model.source, pad_token=model.pad_token)
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self.engine = self.engines.critic(source, optimizer, objective, **options)
@@ -62,7 +63,8 @@ class Critic(Scored):
         Raises:
             ValueError: a batch without advantages.
         """
-        _, counted = selected(batch)
+        change(self)
+        _, counted = selected(batch, self.objective)
         metrics: dict[str, float] = {}
         for minibatch, denominator, *_ in shares_of(batch.tokens, counted.any(1), counted, self._denominator, updates):
             metrics |= critic_update(self.engine, minibatch, denominator)
@@ -102,6 +104,7 @@ class RewardModel(Scored):
     ) -> None:
         super().__init__(model, mesh, parallel)
         self.loss, self.optimizer = loss, optimizer
+        require_no_temperature(scoring or ScoringConfig(), loss)
         self.engines.trained = ValueSource(model.source, pad_token=model.pad_token)
         self.engines.rehearse_export(model.tokenizer, "input")
         self._statistics = BatchStatistics(loss, MOMENTUM)
@@ -110,6 +113,7 @@ class RewardModel(Scored):
 
     def update(self, batch: PairBatch) -> Metrics:
         """One step of the optimiser on a batch of comparisons."""
+        change(self)
         return Metrics(comparison_update(self.engine, self.loss, batch, self._statistics), batch)
 
     def settings(self) -> dict[str, Any]:

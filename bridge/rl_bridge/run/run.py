@@ -267,6 +267,8 @@ class Run:
         first = 0
         if stage in self._finished:
             return
+        if self._stage not in ("", stage, *self._finished):
+            self._finished = [*self._finished, self._stage]  # the loop left that stage before its last step
         self._stage, self._updated = stage, _updated(state)
         self._checkpointer.require_shared(_split(state)[0])
         if self._resumed is not None and stage == self._resumed["stage"]:

@@ -88,7 +88,7 @@ def test_an_engine_that_a_sync_replaces_is_counted_and_said(model, batch, monkey
 
 def test_a_reference_that_follows_belongs_to_the_state(model, batch, tmp_path):
     policy, reference = Policy(model, GRPO, AdamW(1e-3)), Reference(model)
-    policy.sync_weights(reference)  # before the steps, as after a warm start: the same in a resumed run
+    policy.sync_weights(reference)  # before the first stage: the same in a resumed run
 
     def steps(name, state, every):
         with Run(name, state=state, output=tmp_path) as run:
@@ -99,6 +99,6 @@ def test_a_reference_that_follows_belongs_to_the_state(model, batch, tmp_path):
 
     steps("fixed", [policy], None)
     steps("followed", [policy, reference], 1)
-    with pytest.raises(ValueError, match=r"no checkpoint has them.*Name the reference in Run\(state="):
+    with pytest.raises(ValueError, match=r"no checkpoint of these steps has it.*Name the reference in Run\(state="):
         steps("lost", [policy], 1)
     assert len((tmp_path / "lost" / "metrics.jsonl").read_text().splitlines()) == 2

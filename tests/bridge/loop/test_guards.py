@@ -1,0 +1,219 @@
+"""What a loop gets wrong is refused by name: an object in no checkpoint, older weights, a seed twice, two objectives."""
+
+from dataclasses import replace
+
+import pytest
+
+import rl_fn
+from rl_bridge import (
+    NLL,
+    AdamW,
+    Ahead,
+    Groups,
+    Model,
+    Policy,
+    Reference,
+    RewardModel,
+    Rollout,
+    Rows,
+    Run,
+    SamplingParams,
+    ScoringConfig,
+    current_executor,
+    preference_loss,
+)
+from rl_bridge.models.small import TinySource, character_tokenizer
+from tests.support.results import metrics
+
+GRPO = rl_fn.recipes.grpo().replace(kl=None)
+PROMPTS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
+SAMPLING = SamplingParams(n=2, max_new_tokens=3, seed=1)
+
+
+def reward(completion, row):
+    return completion.count("1") - len(completion)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny model; its engines are gone in the end."""
+    current_executor().stop()
+    tokenizer = character_tokenizer("0123456789+=")
+    yield Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    current_executor().stop()
+
+
+@pytest.fixture
+def rollout(model):
+    rollout = Rollout(model)
+    yield rollout
+    rollout.release()
+
+
+@pytest.fixture
+def policy(model):
+    policy = Policy(model, GRPO, AdamW(1e-3))
+    yield policy
+    policy.release()
+
+
+def drawn(rollout, seed):
+    return rollout.generate(PROMPTS[:2], replace(SAMPLING, seed=seed)).score(reward)
+
+
+def batch_of(rollout, seed, objective=GRPO):
+    return drawn(rollout, seed).batch().with_advantages(objective)
+
+
+def test_completions_are_of_the_policy_s_weights_when_they_were_drawn(policy, rollout):
+    policy.sync_weights(rollout)
+    first = batch_of(rollout, 1)
+    for _ in range(2):  # two epochs on a batch of the policy's
+        policy.update(first)
+    for batch in (batch_of(rollout, 2), policy.score(batch_of(rollout, 3))):
+        with pytest.raises(
+            ValueError, match=r"drawn by weights of version 0, when the policy had version 2: policy\.sync"
+        ):
+            policy.update(batch)
+        policy.update(batch, stale=True)
+    policy.sync_weights(rollout)
+    policy.update(batch_of(rollout, 4))
+
+
+def test_a_seed_draws_once(policy, rollout):
+    policy.sync_weights(rollout)
+    policy.update(batch_of(rollout, 1))
+    policy.sync_weights(rollout)
+    with pytest.raises(ValueError, match=r"an earlier step were drawn by the seed 1, too.*SamplingParams\(seed=step\)"):
+        policy.update(batch_of(rollout, 1))
+    policy.update(batch_of(rollout, 2))
+    with pytest.raises(ValueError, match="2 of the joined groups have the seed 3"):
+        Groups.joined([drawn(rollout, 4), drawn(rollout, 3), drawn(rollout, 3)])
+    assert len(Groups.joined([drawn(rollout, 4), drawn(rollout, 3)]).rewards) == 4
+    greedy = replace(SAMPLING, temperature=0.0)
+    assert len(Groups.joined([rollout.generate(PROMPTS, greedy).score(reward)] * 2).rewards) == 16
+
+
+def test_advantages_are_of_the_objective_that_is_trained(policy, rollout):
+    policy.sync_weights(rollout)
+    with pytest.raises(ValueError, match="advantages of another objective than the one that is trained, grpo"):
+        policy.update(batch_of(rollout, 1, rl_fn.recipes.dr_grpo()))
+    policy.update(batch_of(rollout, 1, rl_fn.recipes.grpo().replace(kl=None)))
+
+
+def test_what_samples_nothing_has_no_temperature(model):
+    hot = ScoringConfig(temperature=0.7)
+    for objective in (NLL(), preference_loss()):
+        with pytest.raises(ValueError, match=r"the data's own distribution, which has no temperature, got 0\.7"):
+            Policy(model, objective, AdamW(1e-3), scoring=hot)
+    with pytest.raises(ValueError, match="has no temperature"):
+        RewardModel(model, preference_loss("bradley_terry"), AdamW(1e-3), scoring=hot)
+
+
+def test_all_that_changes_in_a_step_is_in_its_stage_s_state(model, policy, tmp_path):
+    rows, reference, warm = Rows(PROMPTS), Reference(model), Policy(model, NLL(), AdamW(1e-3))
+    changes = {
+        "rows": lambda: rows.take(2),
+        "reference": lambda: policy.sync_weights(reference),
+        "sft": lambda: warm.update(PROMPTS[:2]),
+    }
+    for kind, change in changes.items():
+        with Run(kind, [policy, rows, reference, warm], output=tmp_path) as run:
+            for stage in ([policy],) if kind != "sft" else ([rows],):
+                with pytest.raises(ValueError, match=f"a {kind} changes, and no checkpoint of these steps has it"):
+                    for _ in run.steps(2, stage):
+                        change()
+    for target in (reference, warm):
+        target.release()
+
+
+def test_what_is_synced_between_two_stages_is_in_the_second_one_s_state(model, policy, tmp_path):
+    reference, warm = Reference(model), Policy(model, NLL(), AdamW(1e-3))
+
+    def run_with(name, second):
+        with Run(name, [warm, policy, reference], output=tmp_path) as run:
+            for _ in run.steps(1, [warm]):
+                run.log(warm.update(PROMPTS[:2]))
+            warm.sync_weights(policy)
+            policy.sync_weights(reference)
+            return list(run.steps(1, second))
+
+    with pytest.raises(ValueError, match=r"a reference changes.*in Run\(state=\[…\]\), and in steps\(total, \[…\]\)"):
+        run_with("lost", [policy])
+    assert run_with("whole", [policy, reference]) == [0]
+    for target in (reference, warm):
+        target.release()
+
+
+def test_a_stage_that_the_loop_leaves_has_ended(model, policy, tmp_path):
+    warm, rows = Policy(model, NLL(), AdamW(1e-3)), Rows(PROMPTS)
+    options = {"output": tmp_path, "checkpoint_every": 1}
+
+    def learn(resume, stop_at):
+        with Run("left", [warm, policy, rows], resume=resume, **options) as run:
+            for step in run.steps(9, [warm, rows]):
+                run.log(warm.update(rows.take(2)))
+                if step == 2:
+                    break
+            for step in run.steps(3, [policy, rows]):
+                if step == stop_at:
+                    raise KeyboardInterrupt
+                rows.take(1)
+        return [(record["stage"], record["step"]) for record in metrics(tmp_path / "left")]
+
+    with pytest.raises(KeyboardInterrupt):
+        learn(False, 2)
+    of_warm, of_policy = [("sft", step) for step in range(3)], [("policy", step) for step in range(3)]
+    assert learn(True, None) == of_warm + of_policy
+    warm.release()
+
+
+def test_two_objects_of_a_kind_have_names_and_marks_of_their_own(model, tmp_path):
+    first, second = (Policy(model, NLL(), AdamW(1e-3)) for _ in range(2))
+    easy, hard = Rows(PROMPTS[:4]), Rows(PROMPTS[4:])
+    state = [first, second, easy, hard]
+    with Run("two", state, output=tmp_path, checkpoint_every=1) as run:
+        for _ in run.steps(1):
+            run.log(first.update(easy.take(1)))
+            second.update(hard.take(1))
+    other = [first, second, Rows(PROMPTS[4:]), hard]
+    with pytest.raises(ValueError, match="the data is another one"):
+        Run("two", other, output=tmp_path, resume=True)
+    with pytest.raises(ValueError, match="the data of rows-2 is another one"):
+        Run("two", [first, second, easy, Rows(PROMPTS[:4])], output=tmp_path, resume=True)
+    Run("two", state, output=tmp_path, resume=True).__enter__().__exit__(None, None, None)
+    for one in (first, second):
+        one.release()
+
+
+def test_a_record_has_each_name_once_and_a_run_its_block(policy, rollout, tmp_path):
+    with pytest.raises(TypeError, match="a Rollout is no part of a run's state"):
+        Run("rollout", [policy, rollout], output=tmp_path)
+    run = Run("names", [policy], output=tmp_path)
+    with pytest.raises(RuntimeError, match=r"with Run\(…\) as run"):
+        next(run.steps(1))
+    with run:
+        for _ in run.steps(1):
+            for numbers in ({"reward": 2.0}, {"step": 1.0}):
+                with pytest.raises(ValueError, match="run.log has two numbers named"):
+                    run.log({"reward": 1.0}, numbers)
+            run.log({"reward": 1.0}, {"second/reward": 2.0})
+    assert metrics(tmp_path / "names")[0]["second/reward"] == 2.0
+
+
+def test_a_rollout_that_draws_ahead_is_synced_by_ahead_and_can_be_evaluated_between_steps(policy, rollout, tmp_path):
+    greedy = replace(SAMPLING, temperature=0.0, n=1)
+    ahead = Ahead(rollout, policy, Rows(PROMPTS), reward, SAMPLING, prompts=2, steps=3)
+    with ahead, Run("ahead", [policy, ahead], output=tmp_path) as run:
+        for _ in run.steps(3):
+            groups = ahead.groups()
+            update = policy.update(policy.score(groups.batch()).with_advantages(GRPO))
+            with pytest.raises(ValueError, match=r"an Ahead draws with this rollout.*ahead\.sync\(\)"):
+                policy.sync_weights(rollout)
+            ahead.sync()
+            held_out = rollout.generate(PROMPTS, greedy).score(reward)
+            assert {v for t in held_out.trajectories for v in t.weights_versions} - {-1} == {
+                policy.engine.call("weights_version")
+            }
+            run.log(update, groups, held_out.held_out())
+    policy.sync_weights(rollout)
