@@ -261,8 +261,8 @@ class Policy(Scored):
         if not stale and own and versions - {own[-1]}:
             raise ValueError(
                 f"these completions were drawn by weights of version {max(versions)}, when the policy had "
-                f"version {own[-1]}: policy.sync_weights(rollout) comes before rollout.generate; where older ones are meant, "
-                "policy.update(batch, stale=True)"
+                f"version {own[-1]}: policy.sync_weights(rollout) comes before rollout.generate; for older ones "
+                "on purpose, policy.update(batch, stale=True)"
             )
         if groups.sampling.temperature and self._seeds.setdefault(groups.sampling.seed, groups.drawn) != groups.drawn:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a loop gets wrong is refused by name: an object in no checkpoint, older weights, a seed twice, two objectives."""
+"""Faults of a loop are refused by name: objects in no checkpoint, older weights, a seed twice, two objectives."""
 
 from dataclasses import replace
 
@@ -195,7 +195,7 @@ def test_a_record_has_each_name_once_and_a_run_its_block(policy, rollout, tmp_pa
     with run:
         for _ in run.steps(1):
             for numbers in ({"reward": 2.0}, {"step": 1.0}):
-                with pytest.raises(ValueError, match="run.log has two numbers named"):
+                with pytest.raises(ValueError, match=r"run\.log has two numbers named"):
                     run.log({"reward": 1.0}, numbers)
             run.log({"reward": 1.0}, {"second/reward": 2.0})
     assert metrics(tmp_path / "names")[0]["second/reward"] == 2.0
