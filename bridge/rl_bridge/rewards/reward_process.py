@@ -1,5 +1,6 @@
 """A reward function in a process of its own, which is ended when the function takes too long."""
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -48,13 +49,17 @@ class RewardProcess:
         return self.running
 
     def close(self, *, grace: float | None = None) -> None:
-        """End the process, if there is one: it closes its functions within ``grace`` seconds (``GRACE``), or is killed."""
+        """End the process, if there is one. It has ``grace`` seconds (``GRACE``) to close its functions and files."""
         if self.running is not None:
             child, connection, _ = self.running
             self.running = None
             try:
                 # A fork of this process may hold the connection open.
-                with connection, socket.socket(fileno=os.dup(connection.fileno())) as near:
+                with (
+                    contextlib.suppress(OSError),
+                    connection,
+                    socket.socket(fileno=os.dup(connection.fileno())) as near,
+                ):
                     near.shutdown(socket.SHUT_RDWR)
                 child.dead.wait(GRACE if grace is None else grace)
             finally:
@@ -64,8 +69,8 @@ class RewardProcess:
 class AskedElsewhere:
     """``Asked`` in a process of its own, with a limit of ``seconds`` for each result, from the one before.
 
-    Coroutines of a batch run together: then a result of any row counts, since each may wait for the others. Of those that
-    have no result at the limit the first is named.
+    Coroutines of a batch run together: then a result of any row counts, since each may wait for the others. Of the rows
+    without a result the first is named.
 
     A function that hangs or dies takes no other process with it. The process begins with ``begin`` or the first call,
     and begins anew after its end.
