@@ -161,7 +161,7 @@ class _Loops:
     def mend(self, *, doubtful: bool = False) -> None:
         """Replace a loop with a call that was given up, if the loop does not answer.
 
-        A coroutine that computes or sleeps without ``await`` stops its loop. Calls that have not begun begin in the next.
+        A coroutine that computes or sleeps without ``await`` stops its loop. Calls that wait there begin in the next.
         """
         loop = self.loop
         if loop is None or not (doubtful or loop.doubtful) or loop.answers():
