@@ -1,39 +1,216 @@
-"""One event loop of this process for all coroutines of the user's: a client or a semaphore belongs to one loop."""
+"""Event loops of this process for coroutines of the user's: a client or a semaphore belongs to one loop.
+
+Rewards have one and environments have one: what a coroutine of one kind does without ``await`` stops none of the other.
+"""
 
 import asyncio
 import atexit
+import contextlib
+import inspect
 import os
 import pickle
 import threading
-from collections.abc import Awaitable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from rl_bridge.common.user_files import only_the_users_code
 
+Kind = Literal["reward", "environment"]
 Outcome = tuple[Any, BaseException | None]
 """A result, or the error in its place."""
 PATIENCE = 5.0
-"""Seconds for a loop with a call past its limit to answer before another loop takes its place."""
-Futures = set["Future[Outcome]"]
+"""Seconds for a loop with a call that was given up to answer before another loop takes its place."""
+_this_thread = threading.local()
+
+
+class _Call:
+    """A coroutine that a thread waits for. It begins once, in the loop where it was submitted last."""
+
+    def __init__(self, awaitable: Awaitable[Any]) -> None:
+        self.outcome: Future[Outcome] = Future()
+        self._awaitable, self._lock = awaitable, threading.Lock()
+        self._loop: _Loop | None = None
+        self._task: asyncio.Task[Outcome] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the coroutine runs or has run."""
+        return self._task is not None
+
+    def submit(self, loop: "_Loop") -> None:
+        """Begin the coroutine in this loop, unless it has begun in another."""
+        with self._lock:
+            if not self.begun and not self.outcome.done():
+                self._loop = loop
+                loop.waiting.add(self)
+                loop.events.call_soon_threadsafe(self._begin, loop)
+
+    def give_up(self) -> None:
+        """Cancel the coroutine, if it has no outcome yet. Any thread may call this."""
+        with self._lock:
+            if self.outcome.done():
+                return
+            self.outcome.cancel()
+            if self._loop is not None:
+                self._loop.doubtful.add(self)
+            if self._loop is not None and self._task is not None:
+                self._loop.events.call_soon_threadsafe(self._task.cancel)
+            elif inspect.iscoroutine(self._awaitable):
+                self._awaitable.close()
+
+    def _begin(self, loop: "_Loop") -> None:
+        with self._lock:
+            loop.waiting.discard(self)
+            loop.doubtful.discard(self)
+            if self._loop is loop and not self.outcome.done():
+                self._task = loop.events.create_task(_carried(self._awaitable))
+                self._task.add_done_callback(self._end)
+
+    def _end(self, task: "asyncio.Task[Outcome]") -> None:
+        with self._lock:
+            assert self._loop is not None
+            self._loop.doubtful.discard(self)
+            if not self.outcome.done():
+                self.outcome.set_result((None, asyncio.CancelledError()) if task.cancelled() else task.result())
+
+
+Calls = set[_Call]
+
+
+class _Loop:
+    """An event loop in a daemon thread. One that is left behind ends when nothing runs in it any more."""
+
+    def __init__(self) -> None:
+        self.events = asyncio.new_event_loop()
+        self.waiting: Calls = set()
+        """Calls that have not begun."""
+        self.doubtful: Calls = set()
+        """Calls that were given up and have not ended: one of them may stop the loop."""
+        _here.loops.append(self)
+        threading.Thread(target=self._serve, daemon=True, name="user's coroutines").start()
+
+    def answers(self) -> bool:
+        """Whether the loop goes on within ``PATIENCE``. A loop that has ended does not."""
+        answer = threading.Event()
+        try:
+            self.events.call_soon_threadsafe(answer.set)
+        except RuntimeError:
+            return False
+        return answer.wait(PATIENCE)
+
+    def leave(self) -> None:
+        """Let what runs here run to its end, and end the loop then."""
+        self.events.call_soon_threadsafe(self.events.stop)
+
+    def cancel_all(self) -> threading.Event:
+        """Cancel what runs here; the event is set when all of it has ended."""
+        ended = threading.Event()
+
+        def cancel() -> None:
+            self.events.create_task(_cancel_others()).add_done_callback(lambda _: ended.set())
+
+        try:
+            self.events.call_soon_threadsafe(cancel)
+        except RuntimeError:  # The loop has ended.
+            ended.set()
+        return ended
+
+    def _serve(self) -> None:
+        _this_thread.serves = True
+        with only_the_users_code():
+            self._through(self.events.run_forever)
+            while self._through(self._run_out):
+                pass
+        self.events.close()
+        _here.loops.remove(self)
+
+    def _through(self, run: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return run()
+            except (SystemExit, KeyboardInterrupt):  # of a task that nobody waits for
+                continue
+
+    def _run_out(self) -> bool:
+        self.events.run_until_complete(asyncio.sleep(0))  # Callers of what has just ended get the outcome.
+        others = asyncio.all_tasks(self.events)
+        if others:
+            self.events.run_until_complete(asyncio.wait(others))
+        return bool(others)
+
+
+class _Loops:
+    """The loop of one kind of coroutines, from the first on."""
+
+    def __init__(self) -> None:
+        self.loop: _Loop | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, call: _Call) -> None:
+        """Begin the coroutine in a loop that goes on."""
+        self.mend()
+        with self._lock:
+            if self.loop is None:
+                self.loop = _Loop()
+            call.submit(self.loop)
+
+    def mend(self, *, doubtful: bool = False) -> None:
+        """Replace a loop with a call that was given up, if the loop does not answer.
+
+        A coroutine that computes or sleeps without ``await`` stops its loop. Calls that wait there begin in the next.
+        """
+        loop = self.loop
+        if loop is None or not (doubtful or loop.doubtful) or loop.answers():
+            return
+        with self._lock:
+            if self.loop is loop:
+                self.loop = _Loop()
+                for call in list(loop.waiting):
+                    call.submit(self.loop)
+                loop.leave()
+
+    def outcome(self, call: _Call, seconds: float | None) -> Outcome:
+        """The outcome of a call that was submitted.
+
+        Raises:
+            TimeoutError: none within ``seconds``.
+            CancelledError: the call was given up.
+        """
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        try:
+            while not call.begun and until - time.monotonic() > PATIENCE:
+                with contextlib.suppress(TimeoutError):
+                    return call.outcome.result(PATIENCE)
+                self.mend()
+            return call.outcome.result(None if seconds is None else max(0.0, until - time.monotonic()))
+        except (TimeoutError, CancelledError):
+            call.give_up()
+            self.mend(doubtful=True)
+            raise
 
 
 class _Process:
-    """The loop of this process: in a daemon thread from the first coroutine on, or one that a thread runs itself."""
+    """The loops of this process: each in a daemon thread, or one that a thread runs itself."""
 
-    lock = threading.Lock()
-    loop: asyncio.AbstractEventLoop | None = None
-    thread: threading.Thread | None = None
-    runner: asyncio.Runner | None = None
-    """In a process that only calls the user's functions, in its main thread: signals arrive there."""
+    def __init__(self) -> None:
+        self.kinds: dict[Kind, _Loops] = {"reward": _Loops(), "environment": _Loops()}
+        self.loops: list[_Loop] = []
+        """All loops in threads, those left behind too."""
+        self.runner: asyncio.Runner | None = None
+        """In a process that only calls the user's functions, in its main thread: signals arrive there."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The runner's, from the first coroutine on."""
+        self.progress: Callable[[], None] = lambda: None
 
 
 _here = _Process()
 
 
-def run(awaitable: Awaitable[Any], seconds: float | None = None, among: Futures | None = None) -> Any:
+def run(awaitable: Awaitable[Any], kind: Kind, seconds: float | None = None, among: Calls | None = None) -> Any:
     """The result of a coroutine. Any thread may call this, also one whose own event loop runs.
 
     ``among`` holds the coroutine while it runs: ``cancel`` ends it from another thread.
@@ -42,36 +219,77 @@ def run(awaitable: Awaitable[Any], seconds: float | None = None, among: Futures 
         TimeoutError: no result within ``seconds``.
         BaseException: whatever the coroutine raises, SystemExit too.
     """
-    value, error = _outcome(awaitable, seconds, among)
+    value, error = _outcome(awaitable, kind, seconds, among)
     if error is not None:
         raise error
     return value
 
 
-def run_together(awaitables: Sequence[Awaitable[Any]]) -> list[Outcome]:
-    """The results of coroutines that run at once, in order.
+def run_in_order(awaitables: Sequence[Awaitable[Any]], kind: Kind) -> Iterator[Outcome]:
+    """The results of coroutines that run at once, in order, each as soon as it and those before it are there.
 
-    >>> [value for value, error in run_together([asyncio.sleep(0.01, "first"), asyncio.sleep(0, "second")])]
+    Coroutines that nobody waits for any more are cancelled.
+
+    >>> together = run_in_order([asyncio.sleep(0.01, "first"), asyncio.sleep(0, "second")], "reward")
+    >>> [value for value, error in together]
     ['first', 'second']
     """
+    if _here.runner is not None:
+        yield from _in_order_here(awaitables, _here.runner)
+    elif _serves_here():
 
-    async def together() -> list[Outcome]:
-        return await asyncio.gather(*map(_carried, awaitables))
+        async def together() -> list[Outcome]:
+            return await asyncio.gather(*map(_carried, awaitables))
 
-    return run(together())
+        yield from run(together(), kind)
+    else:
+        calls = [_Call(awaitable) for awaitable in awaitables]
+        try:
+            for call in calls:
+                _here.kinds[kind].submit(call)
+            for call in calls:
+                yield _here.kinds[kind].outcome(call, None)
+        finally:
+            for call in calls:
+                call.give_up()
 
 
-def cancel(futures: Futures) -> None:
+def _in_order_here(awaitables: Sequence[Awaitable[Any]], runner: asyncio.Runner) -> Iterator[Outcome]:
+    _here.loop = loop = runner.get_loop()
+    tasks = [loop.create_task(_carried(awaitable)) for awaitable in awaitables]
+    progress = _here.progress
+
+    def tell(_: Any) -> None:
+        progress()
+
+    async def ended(task: "asyncio.Task[Outcome]") -> Outcome:
+        return await task
+
+    for task in tasks:
+        task.add_done_callback(tell)
+    try:
+        for task in tasks:
+            yield runner.run(ended(task))
+    finally:
+        for task in tasks:
+            task.remove_done_callback(tell)
+            task.cancel()
+
+
+def cancel(calls: Calls) -> None:
     """Cancel coroutines that are ``among`` these."""
-    for future in list(futures):
-        future.cancel()
+    for call in list(calls):
+        call.give_up()
 
 
 @contextmanager
-def of_this_thread() -> Iterator[None]:
-    """While the block runs, this thread runs the process's coroutines: the main thread, which may handle signals."""
+def of_this_thread(progress: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """While the block runs, this thread runs the process's coroutines: the main thread, which may handle signals.
+
+    ``progress`` is called whenever one of the coroutines of ``run_in_order`` has ended, in whatever order.
+    """
     with asyncio.Runner() as runner:
-        _here.runner = runner
+        _here.runner, _here.progress = runner, progress
         try:
             yield
         finally:
@@ -112,55 +330,25 @@ async def _carried(awaitable: Awaitable[Any]) -> Outcome:
         return None, error
 
 
-def _outcome(awaitable: Awaitable[Any], seconds: float | None, among: Futures | None) -> Outcome:
+def _outcome(awaitable: Awaitable[Any], kind: Kind, seconds: float | None, among: Calls | None) -> Outcome:
     if _here.runner is not None:
         _here.loop = _here.runner.get_loop()
         return _here.runner.run(_carried(awaitable))
-    loop = _background()
-    if _running_here() is loop:  # A coroutine that waited here for another one would stop them both.
+    if _serves_here():  # A coroutine that waited here for another one would stop them both.
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(asyncio.run, _carried(awaitable)).result(seconds)
-    future = asyncio.run_coroutine_threadsafe(_carried(awaitable), loop)
-    futures = set() if among is None else among
-    futures.add(future)
+    call, calls, loops = _Call(awaitable), set() if among is None else among, _here.kinds[kind]
+    calls.add(call)
     try:
-        return future.result(seconds)
-    except (TimeoutError, CancelledError):
-        _leave_behind_if_stuck(loop)
-        raise
+        loops.submit(call)
+        return loops.outcome(call, seconds)
     finally:
-        future.cancel()
-        futures.discard(future)
+        call.give_up()
+        calls.discard(call)
 
 
-def _running_here() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def _background() -> asyncio.AbstractEventLoop:
-    with _here.lock:
-        if _here.loop is None:
-            _here.loop = asyncio.new_event_loop()
-            _here.thread = threading.Thread(target=_serve, args=(_here.loop,), daemon=True, name="user's coroutines")
-            _here.thread.start()
-        return _here.loop
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, then cancel its remaining tasks."""
-    stopped: list[bool] = []
-    with only_the_users_code():
-        while not stopped:
-            try:
-                loop.run_forever()
-                stopped.append(True)
-            except (SystemExit, KeyboardInterrupt):  # of a task that nobody waits for
-                continue
-        loop.run_until_complete(_cancel_others())
-        loop.close()
+def _serves_here() -> bool:
+    return getattr(_this_thread, "serves", False)
 
 
 async def _cancel_others() -> None:
@@ -170,31 +358,18 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _leave_behind_if_stuck(loop: asyncio.AbstractEventLoop) -> None:
-    """A coroutine that computes or sleeps without ``await`` stops its loop: others get another one."""
-    answers = threading.Event()
-    loop.call_soon_threadsafe(answers.set)
-    if not answers.wait(PATIENCE):
-        _stop(loop)
-
-
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    with _here.lock:
-        if _here.loop is loop:
-            _here.loop = None
-            loop.call_soon_threadsafe(loop.stop)
-
-
 def _close() -> None:
     """At the end of the process: what coroutines do behind ``finally`` is done."""
-    if _here.loop is not None and _here.thread is not None and _here.runner is None:
-        _stop(_here.loop)
-        _here.thread.join(PATIENCE)
+    endings, until = [loop.cancel_all() for loop in list(_here.loops)], time.monotonic() + PATIENCE
+    for ended in endings:
+        ended.wait(max(0.0, until - time.monotonic()))
 
 
 def _forked() -> None:
-    """A forked child has the loop and not its thread."""
-    _here.lock, _here.loop, _here.thread, _here.runner = threading.Lock(), None, None, None
+    """A forked child has the loops and not their threads."""
+    global _here
+    _here = _Process()
+    _this_thread.serves = False
 
 
 atexit.register(_close)

@@ -108,14 +108,32 @@ def only_the_users_code() -> Iterator[None]:
         _inside.calls -= 1
 
 
+_OF_A_THREAD = {
+    "builtins.ValueError": ("signal only works in main thread", "set_wakeup_fd only works in main thread"),
+    "builtins.RuntimeError": (
+        "There is no current event loop in thread",
+        "set_wakeup_fd only works in main thread",  # asyncio's add_signal_handler
+        "main thread is not in main loop",  # tkinter
+    ),
+    "builtins.AttributeError": ("'_thread._local' object has no attribute",),
+    "sqlite3.ProgrammingError": ("SQLite objects created in a thread can only be used in that same thread",),
+    "greenlet.error": ("cannot switch to a different thread", "Cannot switch to a different thread"),
+}
+"""Type of an error → how its message begins."""
+
+
 def belongs_to_a_thread(error: BaseException) -> bool:
     """Whether an error says that the call is for another thread: the main one, or the one that made an object.
 
+    The type and the beginning of the message decide: other errors may quote a text that speaks of threads.
+
     >>> belongs_to_a_thread(ValueError("signal only works in main thread of the main interpreter"))
     True
+    >>> belongs_to_a_thread(KeyError("signal only works in main thread"))
+    False
     """
-    texts = ("main thread", "same thread", "different thread", "event loop in thread", "_thread._local")
-    return any(text in str(error) for text in texts)
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return str(error).startswith(_OF_A_THREAD.get(kind, ()))
 
 
 def _leave(status: int) -> None:

@@ -55,7 +55,7 @@ class _Call(NamedTuple):
 
 
 class ThreadedSteps:
-    """Runs each call in a thread, and coroutines in the event loop of this process.
+    """Runs each call in a thread, and coroutines in this process's event loop of environments.
 
     A thread cannot be stopped. A thread that goes past its limit is left behind: its place is given to the next call,
     and its result is dropped.
@@ -75,7 +75,7 @@ class ThreadedSteps:
         self._numbers = itertools.count()
         self._results: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         self._woken = False
-        self._coroutines: event_loop.Futures = set()
+        self._coroutines: event_loop.Calls = set()
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -136,7 +136,7 @@ class ThreadedSteps:
         if self._closed:
             raise RuntimeError("the conversations of this environment are over")
         # ``finished`` gives the call up at its limit. This thread ends soon after.
-        return event_loop.run(value, self._limit + 1, self._coroutines)
+        return event_loop.run(value, "environment", self._limit + 1, self._coroutines)
 
     def _collect(self) -> list[Finished]:
         results: list[Finished] = []

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import re
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,6 +179,8 @@ class FileFactory:
     name: str
     content: str = ""
     _make: dict[str, EnvironmentFactory] = field(default_factory=dict, repr=False, compare=False)
+    # A file may make environments of other files when it is loaded.
+    _loading: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __call__(self) -> Environment:
         """A new environment."""
@@ -185,23 +188,27 @@ class FileFactory:
         return self._make[self.name]()
 
     def load(self) -> None:
-        """Load the file, unless this process has done so before.
+        """Load the file, unless this process has done so before. Threads that need the file wait for the first.
 
         Raises:
             FileNotFoundError: no such file.
             ValueError: the file fails to load, or the name is no environment.
         """
-        if not self._make:
-            self._make[self.name] = _factory(Path(self.path), self.name)
+        with self._loading:
+            if not self._make:
+                self._make[self.name] = _factory(Path(self.path), self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path, the name and the content's hash: the loaded factory stays in its process."""
         return _file_factory, (self.path, self.name, self.content)
 
 
-@functools.lru_cache(maxsize=64)
+_lock, _made = threading.Lock(), functools.lru_cache(maxsize=64)(FileFactory)
+
+
 def _file_factory(path: str, name: str, content: str) -> FileFactory:
-    return FileFactory(path, name, content)
+    with _lock:  # Two threads that unpickle at once get the same factory.
+        return _made(path, name, content)
 
 
 def load_environment(source: str) -> FileFactory | OpenEnv:

@@ -63,7 +63,7 @@ def _answer(session: Session, method: str, arguments: list[Any]) -> bytes:
         function = session.closing if method == "close" else getattr(session, method)
         value = None if function is None else function(*arguments)
         if isawaitable(value):
-            value = event_loop.run(value)
+            value = event_loop.run(value, "environment")
         return pickle.dumps((None, value, session.tools))
     except BaseException as error:  # sys.exit() in an environment is a failure of the environment too.
         return pickle.dumps((_portable(error), None, ()))

@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
@@ -60,7 +61,7 @@ class FunctionTools:
         Raises:
             Exception: the error itself, where the function may not be called from this thread: the fault is no call's.
         """
-        if belongs_to_a_thread(error):
+        if belongs_to_a_thread(error) and threading.current_thread() is not threading.main_thread():
             raise error
         if name not in self._warned:
             self._warned.add(name)

@@ -112,14 +112,15 @@ def calls(function: Reward, protocol: Protocol, trajectories: Sequence[Trajector
     else:
         arguments = [_trl(function, copied)] if protocol == "trl" else map(_ONE[protocol], copied)
     if _is_async(function):
-        for value, error in event_loop.run_together([function(*args, **kwargs) for args, kwargs in arguments]):
+        coroutines = [function(*args, **kwargs) for args, kwargs in arguments]
+        for value, error in event_loop.run_in_order(coroutines, "reward"):
             if error is not None:
                 raise error
             yield value
     else:
         for args, kwargs in arguments:
             value = function(*args, **kwargs)
-            yield event_loop.run(value) if isawaitable(value) else value
+            yield event_loop.run(value, "reward") if isawaitable(value) else value
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -235,7 +236,7 @@ class Asked:
         """Close the function, if it has a ``close``."""
         close = getattr(self.function, "close", None)
         if callable(close) and isawaitable(closed := close()):
-            event_loop.run(closed)
+            event_loop.run(closed, "reward")
 
     def on(self, trajectory: Trajectory) -> str:
         """The beginning of an error message about a trajectory."""

@@ -1,7 +1,10 @@
 """A reward function in a process of its own, which is ended when the function takes too long."""
 
+import contextlib
 import itertools
+import os
 import pickle
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -13,6 +16,8 @@ from rl_bridge.rewards.function import OF_LISTS, Protocol, RewardError, Values, 
 
 START = 60.0
 """Seconds for Python to start and to import the function's file, beside the time limit of a call."""
+GRACE = 5.0
+"""Seconds for a process that is not needed any more to close its functions and files."""
 
 
 class _Process(NamedTuple):
@@ -38,21 +43,34 @@ class RewardProcess:
     def start(self) -> _Process:
         """The process, begun if there is none."""
         if self.running is None:
-            child, socket = module_at_socket("rl_bridge.rewards.reward_process_main")
-            self.running = _Process(child, Connection(socket.detach()), set())
+            child, near = module_at_socket("rl_bridge.rewards.reward_process_main")
+            self.running = _Process(child, Connection(near.detach()), set())
             self.running.connection.send_bytes(pickle.dumps(list(sys.path)))
         return self.running
 
-    def close(self) -> None:
-        """End the process, if there is one."""
+    def close(self, *, grace: float | None = None) -> None:
+        """End the process, if there is one. It has ``grace`` seconds (``GRACE``) to close its functions and files."""
         if self.running is not None:
-            self.running.connection.close()
-            self.running.child.stop()
+            child, connection, _ = self.running
             self.running = None
+            try:
+                # A fork of this process may hold the connection open.
+                with (
+                    contextlib.suppress(OSError),
+                    connection,
+                    socket.socket(fileno=os.dup(connection.fileno())) as near,
+                ):
+                    near.shutdown(socket.SHUT_RDWR)
+                child.dead.wait(GRACE if grace is None else grace)
+            finally:
+                child.stop()
 
 
 class AskedElsewhere:
-    """``Asked`` in a process of its own, with a limit of ``seconds`` for each result.
+    """``Asked`` in a process of its own, with a limit of ``seconds`` for each result, from the one before.
+
+    Coroutines of a batch run together: then a result of any row counts, since each may wait for the others. Of the rows
+    without a result the first is named.
 
     A function that hangs or dies takes no other process with it. The process begins with ``begin`` or the first call,
     and begins anew after its end.
@@ -126,7 +144,7 @@ class AskedElsewhere:
             raise
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Close the function and end its process, if there is one."""
         self._host.close()
 
     def _running(self) -> _Process:
@@ -145,18 +163,18 @@ class AskedElsewhere:
         return process
 
     def _next(self, process: _Process, seconds: float, trajectory: Trajectory | None) -> tuple[str, Any]:
-        if not process.connection.poll(seconds):
-            self.close()
-            if trajectory is not None:
-                raise RewardError(
-                    f"{self._on(trajectory)} did not end within {seconds:g} s{with_completion(trajectory)}"
-                )
-            limits = f"{START:g} s to start and the limit of {self.seconds:g} s"
-            raise RewardError(f"{self._on(None)} could not be loaded within {seconds:g} s ({limits}){self._source}")
-        try:
-            return pickle.loads(process.connection.recv_bytes())
-        except (EOFError, OSError):
-            raise self._ended(process, trajectory) from None
+        while process.connection.poll(seconds):
+            try:
+                kind, value = pickle.loads(process.connection.recv_bytes())
+            except (EOFError, OSError):
+                raise self._ended(process, trajectory) from None
+            if kind != "progress":  # A coroutine has ended: the limit begins anew.
+                return kind, value
+        self._host.close(grace=0.0)
+        if trajectory is not None:
+            raise RewardError(f"{self._on(trajectory)} did not end within {seconds:g} s{with_completion(trajectory)}")
+        limits = f"{START:g} s to start and the limit of {self.seconds:g} s"
+        raise RewardError(f"{self._on(None)} could not be loaded within {seconds:g} s ({limits}){self._source}")
 
     def _ended(self, process: _Process, trajectory: Trajectory | None) -> RewardError:
         how, end = process.child.how_it_ended(), with_completion(trajectory) if trajectory else ""

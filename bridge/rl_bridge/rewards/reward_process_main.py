@@ -13,14 +13,15 @@ from rl_bridge.rewards.function import Asked, RewardError, load_reward
 
 
 def serve(connection: Connection) -> None:
-    """Load functions and score batches until the other end is closed."""
+    """Load functions and score batches until the other end is closed, and close the functions then."""
+    with contextlib.ExitStack() as functions, contextlib.suppress(EOFError, ConnectionError):  # The run is over.
+        _serve(connection, functions)
+
+
+def _serve(connection: Connection, functions: contextlib.ExitStack) -> None:
     sys.path[:] = pickle.loads(connection.recv_bytes())
     files: dict[Path, ModuleType] = {}
     rewards: dict[int, Asked] = {}
-
-    def send(kind: str, value: Any) -> None:
-        connection.send_bytes(pickle.dumps((kind, value)))
-
     while True:
         number, *message = event_loop.received(connection)
         if number not in rewards:
@@ -29,17 +30,34 @@ def serve(connection: Connection) -> None:
                 function = load_reward(source, files) if isinstance(source, str) else source
                 rewards[number] = Asked(name, function, protocol)
             except (ValueError, FileNotFoundError) as error:
-                send("error", error)
+                send(connection, "error", error)
                 return
-            send("ready", rewards[number].protocol)
+            functions.callback(rewards[number].close)
+            send(connection, "ready", rewards[number].protocol)
             continue
         try:
             for values in rewards[number].score(message[0]):
-                send("values", values)
+                send(connection, "values", values)
         except RewardError as error:
-            send("error", str(error))
+            send(connection, "error", str(error))
+
+
+def send(connection: Connection, kind: str, value: Any = None) -> None:
+    """Send a message to the process that reads the rewards."""
+    connection.send_bytes(pickle.dumps((kind, value)))
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the first argument."""
+    connection = Connection(int(sys.argv[1]))
+
+    def progress() -> None:
+        with contextlib.suppress(OSError):  # ``serve`` finds out that the other end is closed.
+            send(connection, "progress")
+
+    with event_loop.of_this_thread(progress):
+        serve(connection)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError), event_loop.of_this_thread():  # The run is over.
-        serve(Connection(int(sys.argv[1])))
+    main()

@@ -1,8 +1,10 @@
 """Functions as tools: each call is answered by what the function returns, and each fault by its words."""
 
 import asyncio
+import concurrent.futures
 import inspect
 import logging
+import sqlite3
 
 import pytest
 
@@ -115,6 +117,42 @@ def test_a_function_that_raises_is_logged_once(caplog):
         for _ in range(3):
             tools().step([{"role": "assistant", "content": "broken"}])
     assert [record.message for record in caplog.records] == ["the tool broken raised; the policy reads the error"]
+
+
+OF_A_THREAD = (
+    ValueError("signal only works in main thread of the main interpreter"),
+    ValueError("set_wakeup_fd only works in main thread of the main interpreter"),
+    RuntimeError("There is no current event loop in thread 'environment'."),
+    RuntimeError("main thread is not in main loop"),
+    AttributeError("'_thread._local' object has no attribute 'length'"),
+    sqlite3.ProgrammingError(
+        "SQLite objects created in a thread can only be used in that same thread. "
+        "The object was created in thread id 1 and this is thread id 2."
+    ),
+    type("error", (Exception,), {"__module__": "greenlet"})("cannot switch to a different thread (which has exited)"),
+)
+QUOTES = [
+    kind(beginning + str(error))
+    for error in OF_A_THREAD
+    for kind in (KeyError, ValueError, RuntimeError, LookupError)
+    for beginning in ("", "no results for ")
+    if beginning or kind in (KeyError, LookupError)
+]
+
+
+@pytest.mark.parametrize(
+    "error", [*OF_A_THREAD, *QUOTES], ids=[f"own {i}" for i in range(7)] + [f"quote {i}" for i in range(len(QUOTES))]
+)
+def test_only_a_call_in_the_wrong_thread_is_no_reply_and_a_reply_may_quote_its_words(error):
+    """A policy that wrote "main thread" in a query ended the run, where the tool quoted the query."""
+    tools = function_tools([broken], bytes_tokenizer("chatml"), parse)
+    assert tools.raised("broken", error) == f"error: {type(error).__name__}: {error}", "in the main thread"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(tools.raised, "broken", error)
+        if error in OF_A_THREAD:
+            assert reply.exception() is error
+        else:
+            assert reply.result() == f"error: {type(error).__name__}: {error}"
 
 
 def untyped(a):

@@ -1,11 +1,13 @@
 import asyncio
+import concurrent.futures
 import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from rl_bridge.environments import Interact, Step, load_environment
-from rl_bridge.environments.factories import OpenEnv, OpenEnvSession, json_action
+from rl_bridge.environments.factories import FileFactory, OpenEnv, OpenEnvSession, json_action
 
 FILE = """
 from dataclasses import dataclass
@@ -111,6 +113,28 @@ def test_what_is_no_environment_is_refused(folder, monkeypatch, source, said):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such environment file: .*game.py"):
         load_environment(f"{tmp_path}/game.py:Game")
+
+
+def test_threads_that_unpickle_a_factory_execute_its_file_once(tmp_path):
+    """A worker's first conversations begin in threads, each with the factory that arrived."""
+    file, count, threads = tmp_path / "counted.py", tmp_path / "count", 8
+    file.write_text("class Game:\n    def reset(self, row): ...\n    def step(self, messages): ...\n")
+    # The file takes its time, as imports do: all threads come while the first executes it.
+    file.write_text(
+        f"import time\nwith open({str(count)!r}, 'a') as lines:\n    lines.write('executed\\n')\ntime.sleep(0.05)\n"
+        + file.read_text()
+    )
+    arrived = pickle.dumps(FileFactory(str(file), "Game", "the content of another run"))
+    together = threading.Barrier(threads, timeout=60)
+
+    def begin(_):
+        together.wait()
+        return type(pickle.loads(arrived)())
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        assert len(set(pool.map(begin, range(threads)))) == 1
+    assert count.read_text().split() == ["executed"]
+    assert pickle.loads(pickle.dumps(pickle.loads(arrived))) is pickle.loads(arrived)
 
 
 class Client:

@@ -1,4 +1,5 @@
 import asyncio
+import concurrent.futures
 import threading
 import time
 
@@ -55,7 +56,7 @@ def test_all_coroutines_share_an_event_loop_and_none_outlives_its_conversations(
                 steps.start(number, loop)
                 loops.append(all_of(steps, 1)[number].value)
             steps.start("runs on", runs_on)
-            while not steps._coroutines:
+            while not any(call.begun for call in steps._coroutines):
                 time.sleep(0.001)
         assert ended.wait(30)
         ended.clear()
@@ -76,13 +77,120 @@ def test_a_coroutine_that_stops_the_event_loop_stops_no_later_one(monkeypatch):
         while not loops:
             time.sleep(0.001)
     deadline = time.monotonic() + 60
-    while event_loop._here.loop is loops[0]:
+    while event_loop._here.kinds["environment"].loop.events is loops[0]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with ThreadedSteps(limit=30) as steps:
         steps.start("next", lambda: asyncio.sleep(0, "fine"))
         assert all_of(steps, 1)["next"].value == "fine"
     released.set()
+
+
+@pytest.fixture
+def at_once():
+    """Calls in threads, and an event that ends all that blocks."""
+    released = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        try:
+            yield pool.submit, released
+        finally:
+            released.set()
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+KINDS = ("reward", "environment")
+
+
+@pytest.mark.parametrize("stopped", KINDS)
+def test_a_coroutine_that_stops_its_loop_stops_none_of_the_other_kind(stopped, at_once):
+    submit, released = at_once
+    blocks = threading.Event()
+
+    async def computes():
+        blocks.set()
+        released.wait()
+        return "late"
+
+    late = submit(event_loop.run, computes(), stopped)
+    assert blocks.wait(60)
+    (other,) = {*KINDS} - {stopped}
+    assert submit(event_loop.run, asyncio.sleep(0, "fine"), other).result(60) == "fine"
+    assert submit(lambda: list(event_loop.run_in_order([asyncio.sleep(0, 1)], other))).result(60) == [(1, None)]
+    released.set()
+    assert late.result(60) == "late"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ended", ["cancelled", "overdue"])
+def test_a_loop_that_a_given_up_call_has_stopped_is_not_handed_out(kind, ended, at_once, monkeypatch):
+    """The call that follows within milliseconds got the stopped loop, and waited for ever or was cancelled with it.
+
+    One call runs in the loop already, one waits for its turn, and one comes right after the end.
+    """
+    monkeypatch.setattr(event_loop, "PATIENCE", 0.05)
+    submit, released = at_once
+    blocks, runs, calls = threading.Event(), threading.Event(), set()
+
+    async def computes():
+        blocks.set()
+        released.wait()
+
+    async def innocent():
+        runs.set()
+        while not released.is_set():
+            await asyncio.sleep(0.001)
+        return "fine"
+
+    async def loop_of():
+        return asyncio.get_running_loop()
+
+    before = submit(event_loop.run, innocent(), kind)
+    assert runs.wait(60)
+    stopped = event_loop._here.kinds[kind].loop
+    # A limit that ends before the block begins would stop nothing.
+    stuck = submit(event_loop.run, computes(), kind, None, calls)
+    assert blocks.wait(60)
+    waiting = submit(event_loop.run, loop_of(), kind)
+    until(lambda: stopped.waiting)
+    if ended == "cancelled":
+        event_loop.cancel(calls)
+    else:
+        with pytest.raises(TimeoutError):
+            event_loop.run(loop_of(), kind, 0.01)
+    after = submit(event_loop.run, loop_of(), kind)
+    assert waiting.result(60) is after.result(60) is not stopped.events
+    assert not before.done(), "a call that has begun goes on where it is"
+    released.set()
+    assert before.result(60) == "fine"
+    assert (type(stuck.exception(60)).__name__ == "CancelledError") == (ended == "cancelled")
+    until(stopped.events.is_closed)
+    assert not stopped.answers(), "a loop that has ended is no error"
+
+
+def test_results_come_in_order_and_each_end_is_progress():
+    """A coroutine may wait for all others: the limit of a result begins anew with the end of any."""
+    events = []
+
+    async def waits(own, others):
+        if others is not None:
+            await others.wait()
+        own.set()
+        return "value"
+
+    with event_loop.of_this_thread(lambda: events.append("progress")):
+        done = [asyncio.Event() for _ in range(4)]
+        chain = [waits(own, others) for own, others in zip(done, [*done[1:], None], strict=True)]
+        for value, error in event_loop.run_in_order(chain, "reward"):
+            events.append((value, error))
+        assert event_loop.run(asyncio.sleep(0, "next"), "reward") == "next"
+    # The last coroutine ends first. The first result is there when all have ended.
+    assert events[:3] == ["progress"] * 3 and sorted(map(str, events)) == ["('value', None)"] * 4 + ["progress"] * 4
 
 
 async def hangs_in_a_coroutine():

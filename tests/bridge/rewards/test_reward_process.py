@@ -218,3 +218,121 @@ def test_a_process_that_ends_between_two_batches_is_named(tmp_path):
         assert values(rewards, "c") == [1.0]
     finally:
         rewards.close()
+
+
+TOGETHER = """
+import asyncio, pathlib
+ONE, LATER = asyncio.Semaphore(1), [asyncio.Event() for _ in range(6)]
+HERE = pathlib.Path(__file__).parent
+
+async def score(completion, row):
+    async with ONE:
+        if completion == "hang":
+            await asyncio.Event().wait()
+        while completion == "later" and not (HERE / "taken").is_file():
+            await asyncio.sleep(0.001)
+        return 1.0
+
+async def backwards(completion, row):
+    place = int(completion)
+    if place < 5:
+        await LATER[place + 1].wait()
+    await asyncio.sleep(0.5)
+    LATER[place].set()
+    return float(place)
+"""
+
+
+@pytest.fixture
+def together(tmp_path):
+    (tmp_path / "together.py").write_text(TOGETHER)
+    return tmp_path / "together.py"
+
+
+def test_the_row_whose_coroutine_hangs_is_named_and_not_the_first(together):
+    rewards = load(f"{together}:score", timeout=2.0)
+    try:
+        with pytest.raises(RewardError, match="row 3 did not end within 2 s; completion 'hang'"):
+            values(rewards, "a", "b", "hang", "c", "d")
+        assert values(rewards, "a") == [1.0]
+    finally:
+        rewards.close()
+
+
+def test_a_coroutine_s_value_is_sent_when_it_is_there(together):
+    asked = AskedElsewhere("reward", f"{together}:score", None, 60.0)
+    try:
+        results = asked.score(trajectories("a", "later"))
+        first = next(results)
+        (together.parent / "taken").touch()
+        assert (first, next(results)) == ({"reward": 1.0}, {"reward": 1.0})
+    finally:
+        asked.close()
+
+
+def test_a_coroutine_may_wait_for_all_others_for_longer_than_the_limit_of_one(together):
+    rewards = load(f"{together}:backwards", timeout=2.0)
+    try:
+        assert values(rewards, *map(str, range(6))) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    finally:
+        rewards.close()
+
+
+ENDS = """
+import asyncio, atexit, os, pathlib, time
+HERE = pathlib.Path(__file__).parent
+BUFFERED, TASKS = (HERE / "buffered").open("w"), []
+atexit.register((HERE / "atexit").touch)
+
+async def beside():
+    try:
+        await asyncio.Event().wait()
+    finally:
+        (HERE / "finally").touch()
+
+def score(completion, row):
+    BUFFERED.write(completion)
+    (HERE / "pid").write_text(str(os.getpid()))
+    return 1.0
+
+async def later(completion, row):
+    TASKS.append(asyncio.create_task(beside()))
+    await asyncio.sleep(0)
+    return score(completion, row)
+
+def hangs(completion, row):
+    return score(completion, row)
+
+async def close():
+    await asyncio.sleep(0)
+    (HERE / "close").touch()
+
+score.close = (HERE / "close").touch
+later.close = close
+hangs.close = lambda: time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("name, files", [("score", ()), ("later", ("finally",)), ("hangs", None)])
+def test_a_process_that_is_not_needed_any_more_ends_what_it_began(name, files, tmp_path, monkeypatch):
+    """A function's close(), atexit, files with a buffer and what coroutines do at their end were lost."""
+    monkeypatch.setattr(reward_process, "GRACE", 60.0 if files is not None else 0.1)
+    (tmp_path / "ends.py").write_text(ENDS)
+    rewards = load(f"{tmp_path / 'ends.py'}:{name}", timeout=60.0)
+    assert values(rewards, "abc") == [1.0]
+    rewards.close()
+    assert gone(int((tmp_path / "pid").read_text()))
+    if files is not None:
+        assert all((tmp_path / file).is_file() for file in ("close", "atexit", *files))
+        assert (tmp_path / "buffered").read_text() == "abc"
+
+
+@pytest.mark.parametrize("name", ["score", "later"])
+def test_a_process_whose_results_nobody_takes_ends_what_it_began(name, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(reward_process, "GRACE", 60.0)
+    (tmp_path / "ends.py").write_text(ENDS)
+    results = AskedElsewhere("reward", f"{tmp_path / 'ends.py'}:{name}", None, 60.0).score(trajectories(*"abcdef"))
+    next(results)
+    results.close()
+    assert all((tmp_path / file).is_file() for file in ("close", "atexit"))
+    assert "Traceback" not in capfd.readouterr().err
