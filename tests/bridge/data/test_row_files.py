@@ -273,7 +273,7 @@ def test_a_split_is_known_by_its_word_wherever_it_is_in_a_name(tmp_path, kind):
     tree(tmp_path, names)
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "cache-12.arrow").write_text("no data")
-    with pytest.raises(ValueError, match="not mixed unasked.*name .*@(train|main@train)"):
+    with pytest.raises(ValueError, match=r"not mixed unasked.*name .*@(train|main@train)"):
         prompts(tmp_path)
     assert prompts(f"{tmp_path}@train") == [names[0]]
     other = next((word for word in ("testing", "dev", "evaluation", "test") if word in names[1].lower()), None)
@@ -292,7 +292,7 @@ def test_a_word_within_another_is_no_split(tmp_path, name):
 def test_one_word_stands_for_another_where_no_file_has_it(tmp_path):
     tree(tmp_path, ["training.jsonl", "val.jsonl", "dev.jsonl"])
     assert prompts(f"{tmp_path}@train") == ["training.jsonl"] and prompts(f"{tmp_path}@val") == ["val.jsonl"]
-    with pytest.raises(ValueError, match="has 2 splits, val, dev, .*@val"):
+    with pytest.raises(ValueError, match=r"has 2 splits, val, dev, .*@val"):
         prompts(f"{tmp_path}@validation")
 
 
@@ -333,7 +333,7 @@ def test_the_name_of_a_split_alone_is_the_split(tmp_path):
     tree(tmp_path, ["train.jsonl", "train_socratic.jsonl"])
     assert prompts(f"{tmp_path}@train") == ["train.jsonl"]
     assert prompts(f"{tmp_path}@train_socratic") == ["train_socratic.jsonl"]
-    with pytest.raises(ValueError, match="split 'train' and 1 others, as .*train_socratic.jsonl"):
+    with pytest.raises(ValueError, match=r"split 'train' and 1 others, as .*train_socratic.jsonl"):
         prompts(tmp_path)
 
 
@@ -391,7 +391,7 @@ def test_linked_folders_are_entered_and_no_row_is_read_twice(tmp_path, target):
 def test_a_link_to_nothing_is_refused(tmp_path):
     tree(tmp_path, ["a.jsonl"])
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "absent.jsonl")
-    with pytest.raises(FileNotFoundError, match="b.jsonl is a link to a file that is not there"):
+    with pytest.raises(FileNotFoundError, match=r"b.jsonl is a link to a file that is not there"):
         prompts(tmp_path)
 
 
@@ -400,7 +400,7 @@ def test_patterns_are_of_the_data_dir(folder):
     (folder / "README.md").write_text(HEAD.format(text.format("socratic")))
     assert prompts(folder) == expected("socratic train")
     (folder / "README.md").write_text(HEAD.format(text.format("../gsm/main")))
-    with pytest.raises(ValueError, match="'../gsm/main' of 'easy' is not in the folder"):
+    with pytest.raises(ValueError, match=r"'../gsm/main' of 'easy' is not in the folder"):
         prompts(folder)
 
 
