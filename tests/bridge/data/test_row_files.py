@@ -371,14 +371,11 @@ def test_rows_without_a_reader_are_refused_and_not_passed_over(tmp_path, suffix)
         prompts(f"{tmp_path}@train")
 
 
-@pytest.mark.parametrize("target", ["elsewhere", ".", "..", "rows/below"])
+@pytest.mark.parametrize("target", ["../elsewhere", ".", "..", "below"])
 def test_linked_folders_are_entered_and_no_row_is_read_twice(tmp_path, target):
     tree(tmp_path, ["rows/a.jsonl", "rows/below/b.jsonl", "elsewhere/c.jsonl"])
-    (tmp_path / "rows" / "link").symlink_to((tmp_path / "rows" if target == "." else tmp_path) / target)
-    rows = ["rows/a.jsonl", "rows/below/b.jsonl", *(["elsewhere/c.jsonl"] if target == "elsewhere" else [])]
-    if target == "..":
-        (tmp_path / "rows" / "link").unlink()
-        (tmp_path / "rows" / "link").symlink_to("..")
+    (tmp_path / "rows" / "link").symlink_to(target)
+    rows = ["rows/a.jsonl", "rows/below/b.jsonl", *(["elsewhere/c.jsonl"] if "elsewhere" in target else [])]
     assert prompts(tmp_path / "rows") == rows
     text = "configs:\n- config_name: default\n  data_files: '**'\n"
     (tmp_path / "rows" / "README.md").write_text(HEAD.format(text))
