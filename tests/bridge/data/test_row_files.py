@@ -377,7 +377,7 @@ def test_linked_folders_are_entered_and_no_row_is_read_twice(tmp_path, target):
     (tmp_path / "rows" / "link").symlink_to(target)
     rows = ["rows/a.jsonl", "rows/below/b.jsonl", *(["elsewhere/c.jsonl"] if "elsewhere" in target else [])]
     assert prompts(tmp_path / "rows") == rows
-    text = "configs:\n- config_name: default\n  data_files: '**'\n"
+    text = "configs:\n- config_name: default\n  data_files: '**/*.jsonl'\n"
     (tmp_path / "rows" / "README.md").write_text(HEAD.format(text))
     assert sorted(set(prompts(tmp_path / "rows"))) == sorted(
         {*rows, *(["elsewhere/c.jsonl"] if target == ".." else [])}
