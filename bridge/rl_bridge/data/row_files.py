@@ -3,14 +3,24 @@
 A folder's ``README.md`` may declare configurations as datasets of the hub do, by ``configs:`` in its YAML head.
 """
 
+import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
-SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""Names by which a split is known where nobody has named one."""
+UNREAD = (".ndjson", ".jsonlines", ".tsv", ".feather", ".orc", ".xlsx")
+UNREAD += (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
+"""Files that look like rows and have no reader: never passed over in silence."""
+SAME_SPLIT = (
+    ("train", "training"),
+    ("test", "testing", "eval", "evaluation"),
+    ("validation", "valid", "val", "dev"),
+)
+"""Words of one split, as the hub reads them: a word stands for the others where no file has the word itself."""
+SPLITS = tuple(word for words in SAME_SPLIT for word in words)
+"""Words by which a split is known where nobody has named one."""
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that ``datasets`` writes about a dataset."""
 NAMES = 20
@@ -67,12 +77,13 @@ def files_of(source: str) -> Files | None:
     for folder, configuration in ((path, None), (path.parent, path.name)):
         configurations = configurations_of(folder)
         if configuration in configurations or (configurations and configuration is None):
-            declared = _Declared(source, folder, _one_of(source, folder, configurations, configuration))
-            return Files(declared.files(configurations[declared.configuration], split_name or "train"), part)
+            chosen = _one_of(source, folder, configurations, configuration)
+            declared = _Declared(source, folder, chosen, str(configurations[chosen].get("data_dir") or ""))
+            return Files(declared.files(configurations[chosen], split_name or "train", part == "[:]"), part)
     if path.is_dir():
-        return Files(
-            _of_split(path, split_name, part is not None) if split_name else _all(path, split is not None), part
-        )
+        # Rows of a part begin somewhere in the files, so that only the whole says that all files are meant.
+        every = part == "[:]"
+        return Files(_of_split(path, split_name, every) if split_name else _all(path, every), part)
     if path.is_file():
         raise ValueError(f"{source} is a file whose name does not end in {', '.join(SUFFIXES)}: its kind is not known")
     return None
@@ -130,17 +141,23 @@ class _Declared(NamedTuple):
     source: str
     folder: Path
     configuration: str
+    data_dir: str
 
-    def files(self, about: Mapping[str, Any], split: str) -> list[Path]:
-        """The files of a split, in the order of the patterns."""
+    def files(self, about: Mapping[str, Any], split: str, asked_for: bool) -> list[Path]:
+        """The files of a split, in the order of the patterns, which are of the ``data_dir`` where there is one."""
         declared = about.get("data_files")
+        self._refuse_outside(self.data_dir)
         if declared is None:
-            folder = self.folder / str(about.get("data_dir", ""))
+            folder = self.folder / self.data_dir
             every = _data_files(folder)
             # Files without a split in their names are those to train on.
             plain = split == "train" and not _splits_in([file.relative_to(folder) for file in every])
-            return every if plain and every else _of_split(folder, split, asked_for=False)
-        splits = dict(self._splits(declared))
+            return _all(folder, asked_for) if plain and every else _of_split(folder, split, asked_for)
+        splits: dict[str, list[str]] = {}
+        for name, patterns in self._splits(declared):
+            if name in splits:
+                raise ValueError(f"{self._place}: data_files of {self._name} have two entries of the split {name!r}")
+            splits[name] = patterns
         if split not in splits:
             names = ", ".join(map(repr, splits))
             raise ValueError(f"{self.source}: the configuration {self._name} has no split {split!r}; it has {names}")
@@ -153,7 +170,7 @@ class _Declared(NamedTuple):
                 if file.suffix.lower() not in SUFFIXES:
                     raise ValueError(f"{file}, a file of {self._name}, does not end in {', '.join(SUFFIXES)}")
                 files[file] = None
-        return list(files)
+        return _readable(list(files), asked_for)
 
     def _splits(self, declared: Any) -> Iterator[tuple[str, list[str]]]:
         """Split → patterns of its files."""
@@ -169,11 +186,15 @@ class _Declared(NamedTuple):
             yield str(entry.get("split", "train")), paths
 
     def _matches(self, pattern: str) -> list[Path]:
-        parts = PurePath(pattern).parts
-        if pattern.startswith("/") or ".." in parts or "://" in pattern:
+        self._refuse_outside(pattern)
+        folder = self.folder / self.data_dir
+        # Path.glob passes over linked folders.
+        matches = (folder / match for match in glob.iglob(pattern, root_dir=folder, recursive=True))
+        return sorted(file for file in matches if not file.is_dir() and not _is_hidden(file, self.folder))
+
+    def _refuse_outside(self, pattern: str) -> None:
+        if pattern.startswith("/") or ".." in PurePath(pattern).parts or "://" in pattern:
             raise ValueError(f"{self._place}: {pattern!r} of {self._name} is not in the folder")
-        matches = self.folder.glob(f"{pattern}/*" if parts[-1:] == ("**",) else pattern)
-        return sorted(file for file in matches if file.is_file() and not _is_hidden(file, self.folder))
 
     @property
     def _name(self) -> str:
@@ -187,23 +208,52 @@ class _Declared(NamedTuple):
 # Folders of files that nothing describes.
 
 
-def _of_split(folder: Path, split: str, asked_for: bool) -> list[Path]:
-    """The files of a split: those in a folder of its name, or whose names begin with it.
+class _Place(NamedTuple):
+    """Where the path of a file has the word of a split: the first folder or file whose name has it."""
 
-    Several folders of this split have to be ``asked_for``.
+    above: PurePath
+    """The folders above, which are no part of the split: configurations."""
+    name: str
+    below: PurePath
+    """The path below a folder of the split; empty where the file itself has the word."""
+    stem: str
+    """The name without suffix and numbers of shards: ``train_sft`` of ``train_sft-00000-of-00002.parquet``."""
+
+
+def _of_split(folder: Path, split: str, asked_for: bool) -> list[Path]:
+    """The files of a split: those whose names have its word, or that are in a folder whose name has it.
+
+    Several folders with this split, and names that differ by more than numbers, have to be ``asked_for``. The name
+    that is the split's alone needs no asking: ``train.jsonl`` beside ``train_sft.jsonl`` is ``train``.
     """
-    places = {file: place for file in _data_files(folder) if (place := _place_of(file.relative_to(folder), split))}
+    source = f"{folder}@{split}"
+    files = _data_files(folder)
+    places, word = _places(files, folder, split), split
+    if not places:
+        words = next((words for words in SAME_SPLIT if split in words), ())
+        others = [word for word in words if _places(files, folder, word)]
+        if len(others) > 1:
+            raise ValueError(_several(source, folder, "splits", others))
+        word = others[0] if others else split
+        places = _places(files, folder, word)
     if not places:
         raise ValueError(f"{folder} has no file of the split {split!r} that ends in {', '.join(SUFFIXES)}")
-    above = sorted({str(place[0]) for place in places.values()} - {"."})
-    if len(above) > 1 and not asked_for:
-        behind = f"; {folder}@{split}[:] is all {len(places)} files"
-        raise ValueError(_several(f"{folder}@{split}", folder, "folders of one split", above, behind))
-    below = _splits_in([place[1] for place in places.values()])
-    if len(below) > 1 and not asked_for:
-        inside = folder / next(iter(places.values()))[0] / split
-        raise ValueError(_several(f"{folder}@{split}", inside, "splits", below))
-    return list(places)
+    if asked_for:
+        return _readable(list(places), asked_for)
+    behind = f"; {source}[:] is all {len(places)} files"
+    places = {file: place for file, place in places.items() if place.stem == word} or places
+    _refuse_folders(source, folder, list(places.values()), behind)
+    stems = sorted({place.stem for place in places.values()})
+    if len(stems) > 1:
+        raise ValueError(_several(source, folder, "splits", stems, behind))
+    folders = sorted({folder / place.above / place.name for place in places.values() if place.below.parts})
+    if not folders:
+        return _readable(list(places), asked_for)
+    if alone := [file for file, place in places.items() if not place.below.parts]:
+        both = f"the folder {folders[0]} and the file {alone[0]}"
+        raise ValueError(f"{source} is {both}, which are not mixed unasked: name one{behind}")
+    # What is in a folder of the split may again be splits: "main" of folder@main is a configuration.
+    return _once([file for inside in folders for file in _all(inside, asked_for)])
 
 
 def _all(folder: Path, asked_for: bool) -> list[Path]:
@@ -211,22 +261,89 @@ def _all(folder: Path, asked_for: bool) -> list[Path]:
     files = _data_files(folder)
     if not files:
         raise ValueError(f"{folder} has no file that ends in {', '.join(SUFFIXES)}")
-    if not asked_for:
-        paths = [file.relative_to(folder) for file in files]
-        splits = _splits_in(paths)
-        above = {str(place[0]) for split in splits for path in paths if (place := _place_of(path, split))} - {"."}
-        behind = f"; {folder}@[:] is all {len(files)} files"
-        if len(above) > 1:
-            raise ValueError(_several(str(folder), folder, "folders of one split", sorted(above), behind))
-        if len(splits) > 1:
-            raise ValueError(_several(str(folder), folder, "splits", splits, behind))
+    splits = _splits_in([file.relative_to(folder) for file in files])
+    if asked_for or not splits:
+        return _readable(files, asked_for)
+    _refuse_unread(files)
+    behind = f"; {folder}@[:] is all {len(files)} files"
+    by_split = [list(_places(files, folder, split).values()) for split in splits]
+    below = [place for places in by_split for place in places if place.above.parts]
+    for places in (below, *by_split):
+        _refuse_folders(str(folder), folder, places, behind)
+    if len(splits) > 1:
+        raise ValueError(_several(str(folder), folder, "splits", splits, behind))
+    of_split = _of_split(folder, splits[0], asked_for)
+    chosen = {file.resolve() for file in of_split}
+    if others := [file for file in files if file.resolve() not in chosen]:
+        raise ValueError(
+            f"{folder} has files of the split {splits[0]!r} and {len(others)} others, as {others[0]}, which are not "
+            f"mixed unasked: name a file or the split, as {folder}@{splits[0]}{behind}"
+        )
+    return of_split
+
+
+def _refuse_folders(source: str, folder: Path, places: Sequence[_Place], behind: str) -> None:
+    """Refuse files of one split that are in several folders; the folder at the top is one of them."""
+    # The example of the error is a folder below.
+    above = sorted({place.above for place in places}, key=lambda path: (not path.parts, path))
+    if len(above) > 1:
+        names = [str(path) if path.parts else f"{folder} itself (name its file)" for path in above]
+        raise ValueError(_several(source, folder, "folders of one split", names, behind))
+
+
+def _readable(files: list[Path], asked_for: bool) -> list[Path]:
+    """The files, each once; those that cannot be read are refused, and rows that are there in two forms."""
+    _refuse_unread(files)
+    files = _once(files)
+    forms: dict[tuple[Path, str], tuple[tuple[str, str], Path]] = {}
+    for file in files:
+        name, _, shards = _SHARDS.sub(r"/\1", file.stem).partition("/")
+        form = (file.suffix.lower(), shards)
+        first_form, first = forms.setdefault((file.parent, name), (form, file))
+        if form != first_form and not asked_for:
+            raise ValueError(
+                f"{first} and {file} are two forms of one name, so that rows may be there twice: name one of the "
+                "files, or move the other elsewhere"
+            )
     return files
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """The files; one that links give several names has the first."""
+    names: dict[Path, Path] = {}
+    for file in files:
+        names.setdefault(file.resolve(), file)
+    return list(names.values())
+
+
+def _refuse_unread(files: Sequence[Path]) -> None:
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is a link to a file that is not there")
+        if file.suffix.lower() not in SUFFIXES:
+            raise ValueError(
+                f"{file} looks like rows and has no reader: unpack or rewrite it as a file that ends in "
+                f"{', '.join(SUFFIXES)}, move it elsewhere, or name the files that are to be read"
+            )
 
 
 def _data_files(folder: Path) -> list[Path]:
     """Files of rows, by name: no hidden ones, and none that describes a dataset or is a cache of ``datasets``."""
-    files = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    return sorted(file for file in files if not _is_hidden(file, folder) and not _is_no_data(file))
+    return sorted(file for file in _files_in(folder) if not _is_no_data(file))
+
+
+def _files_in(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """The files below that look like rows, linked folders included; a link to a folder above is passed over."""
+    folder_itself = folder.resolve()
+    if not folder.is_dir() or any(folder_itself == other or folder_itself in other.parents for other in above):
+        return
+    for entry in folder.iterdir():
+        if _is_hidden(entry, folder):
+            continue
+        if entry.is_dir():
+            yield from _files_in(entry, (*above, folder_itself))
+        elif entry.suffix.lower() in SUFFIXES + UNREAD and (entry.is_file() or entry.is_symlink()):
+            yield entry
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -235,25 +352,62 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 
 def _is_no_data(file: Path) -> bool:
-    if file.name in DESCRIPTIONS:
+    if file.name in DESCRIPTIONS and file.is_file():
         with file.open("rb") as stream:
             return stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
-    return file.name.startswith("cache-") and file.suffix == ".arrow" and (file.parent / "state.json").is_file()
+    described = any((file.parent / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return file.name.startswith("cache-") and file.suffix == ".arrow" and described
 
 
-def _place_of(path: PurePath, split: str) -> tuple[PurePath, PurePath] | None:
-    """The parts of a path above and below its split; None for a file of no such split.
+def _places(files: Sequence[Path], folder: Path, split: str) -> dict[Path, _Place]:
+    """The files of a split, each with its place."""
+    places = ((file, _place_of(file.relative_to(folder), split)) for file in files)
+    return {file: place for file, place in places if place}
 
-    >>> _place_of(PurePath("main/train/a.csv"), "train"), _place_of(PurePath("trainer.csv"), "train")
-    ((PurePosixPath('main'), PurePosixPath('a.csv')), None)
+
+def _place_of(path: PurePath, split: str) -> _Place | None:
+    """The place of a split in a path; None for a file of no such split.
+
+    >>> _place_of(PurePath("main/gsm_train-00000-of-00002.csv"), "train").stem
+    'gsm_train'
+    >>> _place_of(PurePath("trainer.csv"), "train")
     """
-    parts = path.parts
-    if split in parts[:-1]:
-        place = parts.index(split)
-        return PurePath(*parts[:place]), PurePath(*parts[place + 1 :])
-    return (path.parent, PurePath()) if re.match(rf"{re.escape(split)}(?![^\W_])", path.name) else None
+    # A word ends where the letters end, and a name that ends in a number where the number ends.
+    end = r"(?![^\W_])" if split[-1:].isdigit() else r"(?![^\W\d_])"
+    word = re.compile(rf"(?<![^\W\d_]){re.escape(split)}{end}", re.IGNORECASE)
+    for depth, name in enumerate(path.parts):
+        is_file = depth == len(path.parts) - 1
+        stem = _without_suffixes(name) if is_file else name
+        if match := word.search(stem):
+            stem = _without_numbers(stem[: match.start()]) + match[0] + _without_numbers(stem[match.end() :])
+            return _Place(PurePath(*path.parts[:depth]), name, PurePath(*path.parts[depth + 1 :]), stem)
+    return None
 
 
 def _splits_in(paths: Sequence[PurePath]) -> list[str]:
     """The known splits of which there are files."""
     return [split for split in SPLITS if any(_place_of(path, split) for path in paths)]
+
+
+def _without_suffixes(name: str) -> str:
+    while (suffix := PurePath(name).suffix.lower()) in SUFFIXES + UNREAD and suffix:
+        name = name[: -len(suffix)]
+    return name
+
+
+def _without_numbers(text: str) -> str:
+    """A name without the numbers of shards.
+
+    >>> _without_numbers("rows-00000-of-00001"), _without_numbers("rows.part3"), _without_numbers("rows-5k")
+    ('rows', 'rows', 'rows-5k')
+    """
+    return _SHARD.sub("", text)
+
+
+_SHARD = re.compile(
+    r"[-._ ]*(?<![^\W_])(?:(?:part|shard|chunk)[-._ ]?)?\d+(?:[-._ ]of[-._ ]\d+)?(?:-[0-9a-f]{16})?(?![^\W_])",
+    re.IGNORECASE,
+)
+"""A shard's number, as in ``-00000-of-00002`` or ``.part3``; datasets of the hub have had a hash behind it."""
+_SHARDS = re.compile(r"-\d+-of-(\d+)(?:-[0-9a-f]{16})?$")
+"""A file's number among the files of one name, and how many there are."""

@@ -75,14 +75,14 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row to imitate: ``messages`` with a message of the assistant, or ``prompt`` and a response.
 
     The response is in ``response``, ``completion`` or ``answer``: text, a number, or messages of the assistant and of
-    tools.
+    tools. Without one, a prompt may stand beside the messages that hold it, which are then what is imitated.
 
     Raises:
         ValueError: with the field and what was expected.
     """
     row = _with_tools(row)
-    if not missing(row, "prompt"):
-        field = response_field(row)
+    field = response_field(row)
+    if not missing(row, "prompt") and (field is not None or missing(row, "messages")):
         if field is None:
             names = ", ".join(map(repr, RESPONSES))
             raise ValueError(f"a row with 'prompt' needs one of {names}; it has {sorted(map(str, row))}")
@@ -92,7 +92,8 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if missing(row, "messages"):
         raise ValueError(f"expected 'messages', or 'prompt' and a response; the row has {sorted(map(str, row))}")
     messages = messages_of_field(row["messages"], "messages")
-    field = response_field(row)
+    if not missing(row, "prompt"):
+        _require_one_prompt(row, _text_or_messages(row["prompt"], "prompt"))
     if messages[-1]["role"] != "assistant" and field is not None:
         return {**row, "messages": messages, "prompt": messages, field: _response(row[field], field)}
     if all(message["role"] != "assistant" for message in messages):

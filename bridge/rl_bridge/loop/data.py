@@ -247,7 +247,8 @@ class Rows:
         if self._collate is not None:
             raise ValueError("these rows are encoded for a loss: hold_out is for prompts, which a reward scores")
         train, held_out = split_rows(self._rows, count, self._seed)
-        census = replace(self.census, trained=len(train), held_out=len(held_out), left_out=dict(self.census.left_out))
+        counts = {"trained": len(train), "held_out": self.census.held_out + len(held_out)}
+        census = replace(self.census, **counts, left_out=dict(self.census.left_out))
         census.leave_out("their prompts are those of held-out rows", len(self._rows) - len(train) - len(held_out))
         rows = Rows(train, seed=self._seed, census=census)
         rows._reader = self._reader

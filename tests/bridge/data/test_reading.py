@@ -224,8 +224,8 @@ def test_a_folder_of_files(tmp_path):
 
 def test_the_files_of_a_split_have_its_name_or_its_folder(tmp_path):
     write_parquet(tmp_path / "train-00000-of-00001.parquet", ROWS[:2])
-    write_parquet(tmp_path / "test-00000-of-00001.parquet", ROWS[2:3])
-    write_parquet(tmp_path / "test.parquet", ROWS[3:4])
+    write_parquet(tmp_path / "test-00000-of-00002.parquet", ROWS[2:3])
+    write_parquet(tmp_path / "test-00001-of-00002.parquet", ROWS[3:4])
     write_parquet(tmp_path / "testing.parquet", ROWS[4:])
     (tmp_path / "dev").mkdir()
     write_jsonl(tmp_path / "dev" / "rows.jsonl", ROWS[4:])

@@ -220,3 +220,191 @@ def test_several_configurations_of_the_hub_are_refused_with_their_names(monkeypa
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: load(str(folder), split=split))
     with pytest.raises(ValueError, match=r"'main', 'socratic', which are not mixed unasked.* as org/gsm/main@test"):
         prompts("org/gsm@test")
+
+
+def tree(folder, names):
+    """Files of one row each, the row's prompt being the file's name; a value is what a link points to."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        row = {"prompt": name, "answer": "1"}
+        if path.suffix == ".arrow":
+            with pyarrow.ipc.new_stream(path, (table := pyarrow.Table.from_pylist([row])).schema) as stream:
+                stream.write_table(table)
+        elif path.suffix == ".parquet":
+            parquet(path, [row])
+        elif path.suffix == ".csv":
+            path.write_text(f"prompt,answer\n{name},1\n")
+        elif path.suffix == ".json":
+            path.write_text(json.dumps([row]))
+        else:
+            lines(path, [row])
+    return folder
+
+
+PARTS = ("", "[:100]", "[-100:]", "[0:]", "[:-1]")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_asks_for_no_mixture(folder, part):
+    for source in (f"{folder}@train{part}", f"{folder / 'main'}@{part}" if part else folder / "main"):
+        with pytest.raises(ValueError, match="not mixed unasked"):
+            prompts(source)
+    assert len(prompts(f"{folder / 'main'}@[:]")) == 5
+
+
+SPLIT_PAIRS = {
+    "behind": ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
+    "folders": ("train_data/a.jsonl", "test_data/a.jsonl"),
+    "longer words": ("training/a.jsonl", "testing/a.jsonl"),
+    "evaluation": ("a.train.csv", "a.evaluation.csv"),
+    "hub's parquet": ("main/partial-train/0000.parquet", "main/partial-test/0000.parquet"),
+    "cache": ("gsm8k-train.arrow", "gsm8k-test.arrow"),
+    "numbers": ("train0.json", "test0.json"),
+    "capitals": ("Train.jsonl", "Test.jsonl"),
+    "in the middle": ("my train set/a.jsonl", "my dev set/a.jsonl"),
+    "one without": ("train.jsonl", "rows.jsonl"),
+}
+
+
+@pytest.mark.parametrize("kind", SPLIT_PAIRS)
+def test_a_split_is_known_by_its_word_wherever_it_is_in_a_name(tmp_path, kind):
+    names = SPLIT_PAIRS[kind]
+    tree(tmp_path, names)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "cache-12.arrow").write_text("no data")
+    with pytest.raises(ValueError, match=r"not mixed unasked.*name .*@(train|main@train)"):
+        prompts(tmp_path)
+    assert prompts(f"{tmp_path}@train") == [names[0]]
+    other = next((word for word in ("testing", "dev", "evaluation", "test") if word in names[1].lower()), None)
+    if other:
+        assert prompts(f"{tmp_path}@{other}") == prompts(f"{tmp_path}@{other}[:5]") == [names[1]]
+    assert sorted(prompts(f"{tmp_path}@[:]")) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    "name", ["trainer.jsonl", "pretrain.jsonl", "latest.jsonl", "contest/a.jsonl", "devices.jsonl"]
+)
+def test_a_word_within_another_is_no_split(tmp_path, name):
+    assert prompts(tree(tmp_path, [name, "rows.jsonl"])) == sorted([name, "rows.jsonl"])
+
+
+def test_one_word_stands_for_another_where_no_file_has_it(tmp_path):
+    tree(tmp_path, ["training.jsonl", "val.jsonl", "dev.jsonl"])
+    assert prompts(f"{tmp_path}@train") == ["training.jsonl"] and prompts(f"{tmp_path}@val") == ["val.jsonl"]
+    with pytest.raises(ValueError, match=r"has 2 splits, val, dev, .*@val"):
+        prompts(f"{tmp_path}@validation")
+
+
+TWICE = {
+    "a folder below": (("train.jsonl", "old/train.jsonl"), "old, .* itself .*as .*old@train"),
+    "shards below": (("train.jsonl", "data/train-00000-of-00001.parquet"), "data, .* itself .*as .*data@train"),
+    "no exact name": (("train_sft-0.jsonl", "train_gen-0.jsonl"), "train_gen, train_sft, .*@train_gen"),
+    "before the word": (("a_train.jsonl", "b_train.jsonl"), "a_train, b_train, .*@a_train"),
+    "sizes": (("train_1k.jsonl", "train_5k.jsonl"), "train_1k, train_5k, .*@train_1k"),
+    "a folder and a file": (("train/a.jsonl", "train.jsonl"), "the folder .*train and the file .*train.jsonl"),
+    "two suffixes": (("train.jsonl", "train.parquet"), "train.jsonl and .*train.parquet are two forms"),
+    "another cut": (
+        ("train-00000-of-00001.csv", "train-00000-of-00002.csv", "train-00001-of-00002.csv"),
+        "of-00001.csv and .*00000-of-00002.csv are two forms",
+    ),
+    "cut and whole": (("train.csv", "train-00000-of-00001.parquet"), "are two forms"),
+}
+
+
+@pytest.mark.parametrize("kind", TWICE)
+@pytest.mark.parametrize("split", ["", "@train", "@train[:9]"])
+def test_rows_that_may_be_there_twice_are_named(tmp_path, kind, split):
+    names, message = TWICE[kind]
+    with pytest.raises(ValueError, match=message):
+        prompts(f"{tree(tmp_path, names)}{split}")
+    assert sorted(prompts(f"{tmp_path}@train[:]")) == sorted(names)
+
+
+@pytest.mark.parametrize("suffixes", [(".jsonl", ".parquet"), (".csv", ".jsonl"), (".arrow", ".json")], ids="".join)
+def test_one_name_with_two_suffixes_is_refused(tmp_path, suffixes):
+    tree(tmp_path, [f"rows{suffix}" for suffix in suffixes])
+    with pytest.raises(ValueError, match=r"rows\{} and .*rows\{} are two forms of one name".format(*suffixes)):
+        prompts(tmp_path)
+    assert prompts(tmp_path / f"rows{suffixes[0]}") == [f"rows{suffixes[0]}"]
+
+
+def test_the_name_of_a_split_alone_is_the_split(tmp_path):
+    tree(tmp_path, ["train.jsonl", "train_socratic.jsonl"])
+    assert prompts(f"{tmp_path}@train") == ["train.jsonl"]
+    assert prompts(f"{tmp_path}@train_socratic") == ["train_socratic.jsonl"]
+    with pytest.raises(ValueError, match=r"split 'train' and 1 others, as .*train_socratic.jsonl"):
+        prompts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train-00000-of-00002.csv", "train-00001-of-00002.csv"),
+        ("train-00000-of-00002-0123456789abcdef.csv", "train-00001-of-00002-fedcba9876543210.csv"),
+        ("train_part1.csv", "train_part2.csv"),
+        ("train1.csv", "train2.csv"),
+        ("train/0.csv", "train/1.jsonl"),
+        ("train-1/a.csv", "train-2/a.csv"),
+    ],
+    ids=lambda names: names[0],
+)
+def test_shards_are_one_split(tmp_path, names):
+    tree(tmp_path, names)
+    for source in (str(tmp_path), f"{tmp_path}@train", f"{tmp_path}@train[:]"):
+        assert prompts(source) == list(names)
+
+
+UNREAD = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".ndjson", ".tsv", ".csv.bz2", ".jsonl.xz", ".zip", ".xlsx")
+
+
+@pytest.mark.parametrize("suffix", UNREAD)
+def test_rows_without_a_reader_are_refused_and_not_passed_over(tmp_path, suffix):
+    tree(tmp_path, ["test.jsonl"])
+    (tmp_path / f"train{suffix}").write_bytes(b"rows")
+    for source in (tmp_path, f"{tmp_path}@train", f"{tmp_path}@[:]", f"{tmp_path}@train[:9]"):
+        with pytest.raises(ValueError, match=rf"train\{suffix} looks like rows and has no reader: unpack"):
+            prompts(source)
+    assert prompts(f"{tmp_path}@test") == ["test.jsonl"]
+    (tmp_path / "train.jsonl").write_text((tmp_path / "test.jsonl").read_text())
+    with pytest.raises(ValueError, match="looks like rows"):
+        prompts(f"{tmp_path}@train")
+
+
+@pytest.mark.parametrize("target", ["../elsewhere", ".", "..", "below"])
+def test_linked_folders_are_entered_and_no_row_is_read_twice(tmp_path, target):
+    tree(tmp_path, ["rows/a.jsonl", "rows/below/b.jsonl", "elsewhere/c.jsonl"])
+    (tmp_path / "rows" / "link").symlink_to(target)
+    rows = ["rows/a.jsonl", "rows/below/b.jsonl", *(["elsewhere/c.jsonl"] if "elsewhere" in target else [])]
+    assert prompts(tmp_path / "rows") == rows
+    text = "configs:\n- config_name: default\n  data_files: '**/*.jsonl'\n"
+    (tmp_path / "rows" / "README.md").write_text(HEAD.format(text))
+    assert sorted(set(prompts(tmp_path / "rows"))) == sorted(
+        {*rows, *(["elsewhere/c.jsonl"] if target == ".." else [])}
+    )
+    assert len(prompts(tmp_path / "rows")) == len(set(prompts(tmp_path / "rows")))
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    tree(tmp_path, ["a.jsonl"])
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "absent.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"b.jsonl is a link to a file that is not there"):
+        prompts(tmp_path)
+
+
+def test_patterns_are_of_the_data_dir(folder):
+    text = "configs:\n- config_name: easy\n  data_dir: {}\n  data_files:\n  - split: train\n    path: train-*\n"
+    (folder / "README.md").write_text(HEAD.format(text.format("socratic")))
+    assert prompts(folder) == expected("socratic train")
+    (folder / "README.md").write_text(HEAD.format(text.format("../gsm/main")))
+    with pytest.raises(ValueError, match=r"'../gsm/main' of 'easy' is not in the folder"):
+        prompts(folder)
+
+
+def test_two_entries_of_one_split_are_refused_as_datasets_does(folder):
+    entries = "".join(f"  - split: train\n    path: {name}/train-*\n" for name in CONFIGURATIONS)
+    (folder / "README.md").write_text(HEAD.format(f"configs:\n- config_name: easy\n  data_files:\n{entries}"))
+    with pytest.raises(ValueError, match="data_files of 'easy' have two entries of the split 'train'"):
+        prompts(folder)
+    with pytest.raises(ValueError, match="duplicate"):
+        datasets.load_dataset(str(folder))

@@ -4,6 +4,7 @@ import re
 import pytest
 
 from rl_bridge.data.rows import policy_row, read_rows, supervised_row
+from rl_bridge.models.encoding import conversation_of
 
 USER, SYSTEM = {"role": "user", "content": "1+1?"}, {"role": "system", "content": "Be brief."}
 REPLY, TOOL = {"role": "assistant", "content": "2"}, {"role": "tool", "content": "2"}
@@ -20,10 +21,19 @@ REPLY, TOOL = {"role": "assistant", "content": "2"}, {"role": "tool", "content":
         {"prompt": [USER], "answer": False},
         {"prompt": [USER], "completion": [REPLY, TOOL, REPLY], "source": "x"},
         {"prompt": [3, 4], "response": "2"},
+        {"prompt": "1+1?", "prompt_id": "a1", "messages": [USER, REPLY]},
+        {"prompt": "1+1?", "messages": [SYSTEM, USER, REPLY, USER, REPLY]},
+        {"prompt": [SYSTEM, USER], "messages": [SYSTEM, USER, REPLY], "answer": ""},
     ],
 )
 def test_supervised_rows_stay_as_they_are(row):
     assert supervised_row(row) == row
+
+
+@pytest.mark.parametrize("prompt", ["1+1?", [USER]], ids=["text", "messages"])
+def test_messages_beside_their_prompt_are_what_is_imitated(prompt):
+    row = supervised_row({"prompt": prompt, "messages": [USER, REPLY, TOOL, REPLY]})
+    assert conversation_of(row) == ((USER, REPLY, TOOL, REPLY), None)
 
 
 def test_messages_that_end_with_the_user_are_the_prompt_of_the_answer():
@@ -46,6 +56,8 @@ def test_the_messages_of_a_row_to_sample_from_are_its_prompt():
     [
         ({"text": "a"}, "expected 'messages', or 'prompt' and a response; the row has ['text']"),
         ({"prompt": "a", "text": "b"}, "a row with 'prompt' needs one of 'response', 'completion', 'answer'; it has"),
+        ({"prompt": "2+2?", "messages": [USER, REPLY]}, "the messages do not hold the prompt; give one"),
+        ({"prompt": "1+1?", "messages": [USER]}, "messages has none of the assistant, so there is nothing to learn"),
         ({"messages": [USER]}, "messages has none of the assistant, so there is nothing to learn; its roles are ['us"),
         ({"messages": "hello"}, "messages must be a list of messages, got the text 'hello'"),
         ({"messages": {"role": "user"}}, "messages must be a list of messages, got {'role': 'user'}"),

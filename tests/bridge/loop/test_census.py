@@ -41,6 +41,15 @@ def test_every_way_to_rows_counts_them(tmp_path):
     assert counts(compared) == (2, 1, 0, 1)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (1, 1, 1)], ids=str)
+def test_rows_that_are_held_out_again_add_up(sizes):
+    rows = rl_bridge.Rows(PROMPTS)
+    for size in sizes:
+        rows, held_out = rows.hold_out(size)
+        assert len(held_out) == size
+    assert counts(rows) == (9, rows.count, sum(sizes), 9 - rows.count - sum(sizes))
+
+
 def test_a_step_of_more_rows_than_a_filter_leaves_is_refused():
     rows = rl_bridge.load_rows([*PROMPTS, LONG], MODEL, rl_bridge.NLL(), max_length=10)
     assert len(rows.take(9)) == 9
