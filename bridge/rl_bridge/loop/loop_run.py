@@ -174,7 +174,11 @@ class Run:
                 policies.pop().remember()
             changed.clear()
             self._step = step
-            yield step
+            try:
+                yield step
+            except GeneratorExit:
+                changed.clear()  # a step that the loop leaves is of this stage
+                raise
             _require_whole(changed, list(parts.values()))
             if self._step is not None:
                 self.log()
