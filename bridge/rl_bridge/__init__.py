@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rl_bridge.modules.scoring import ScoringConfig
     from rl_bridge.parallel.config import ParallelConfig
     from rl_bridge.pipelines.rollout_options import RolloutOptions
+    from rl_bridge.pipelines.training import LoRAOptions
     from rl_bridge.rollout.vllm import VLLMOptions
 
 # JAX traces here and computes next to nothing; where it has a GPU it would take three quarters of it from torch.
@@ -36,6 +37,7 @@ __all__ = [
     "Critic",
     "GroupBatch",
     "Groups",
+    "LoRAOptions",
     "Mesh",
     "Model",
     "ParallelConfig",
@@ -74,6 +76,7 @@ _PLACES = {
     "modules.own_loss": ("torch_loss",),
     "parallel.config": ("ParallelConfig",),
     "pipelines.rollout_options": ("RolloutOptions",),
+    "pipelines.training": ("LoRAOptions",),
     "rollout.vllm": ("VLLMOptions",),
 }
 """Modules and the public names that lie in them."""

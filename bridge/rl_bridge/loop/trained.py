@@ -37,6 +37,7 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, MeshOptions
+from rl_bridge.pipelines.training import LoRAOptions, trained_part
 from rl_bridge.run.run import Stateful
 
 MOMENTUM = 0.9
@@ -144,7 +145,8 @@ class Policy(Scored):
 
     ``mesh`` arranges the workers; ``scoring`` says how a token's probability is computed, among others at which
     temperature completions are sampled and how many tokens one forward pass has. ``apart_from=[rollout]`` leaves the
-    rollout its own workers, so that both can work at the same time.
+    rollout its own workers, so that both can work at the same time. ``lora`` trains adapters, drawn from ``seed``, in
+    place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained.
 
     >>> model, rows = load_model("org/Small-1B"), load_rows("problems.jsonl")  # doctest: +SKIP
     >>> objective = rl_fn.recipes.grpo()  # doctest: +SKIP
@@ -169,8 +171,13 @@ class Policy(Scored):
         parallel: ParallelConfig | None = None,
         fused_loss: bool = False,
         apart_from: Sequence[Placed] = (),
+        lora: LoRAOptions | None = None,
+        freeze: Sequence[str] = (),
+        seed: int = 0,
     ) -> None:
         super().__init__(model, mesh, parallel, apart_from)
+        self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
+        self.engines.trained = trained_part(model.source, self.lora, self.freeze, seed)
         self.engines.rehearse_export(model.tokenizer, "input")
         self.objective, self.optimizer = objective, optimizer
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
@@ -283,7 +290,8 @@ class Policy(Scored):
                 "an Ahead draws with this rollout, while the policy trains: ahead.sync() gives it the weights"
             )
         self.watch(target)
-        self.engine.sync_weights(target.engine)
+        adapter = self.lora.rank > 0 and isinstance(target, Policy) and target.lora == self.lora
+        self.engine.sync_weights(target.engine, adapter=True if adapter else None)
         if isinstance(target, Scored):
             change(target)
         if isinstance(target, Policy):
@@ -311,7 +319,9 @@ class Policy(Scored):
     def settings(self) -> dict[str, Any]:
         """The objective and the optimiser besides."""
         explain = self.objective.explain() if isinstance(self.objective, rl_fn.Objective) else repr(self.objective)
-        return super().settings() | {"objective": explain, "optimizer": asdict(self.optimizer)}
+        part = {"lora": asdict(self.lora)} if self.lora.rank else {}
+        part |= {"freeze": list(self.freeze)} if self.freeze else {}
+        return super().settings() | {"objective": explain, "optimizer": asdict(self.optimizer), **part}
 
     def _require_same_scoring(self, batch: GroupBatch) -> None:
         scoring, sampled = self.engine.scoring_config(), batch.groups.sampling.temperature

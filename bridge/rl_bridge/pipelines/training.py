@@ -70,6 +70,19 @@ class LoRAOptions:
         return LoRASource(source, self.rank, alpha, targets, self.use_rslora, seed=seed)  # type: ignore[return-value]
 
 
+def trained_part(source: ModelSource, lora: LoRAOptions, freeze: Sequence[str], seed: int) -> ModelSource:
+    """The model with its trained part: adapters in it or all of it, without the frozen parameters.
+
+    Raises:
+        ValueError: a target module or a freeze pattern that the model does not have.
+    """
+    adapted = lora.of(source, seed)
+    trained = FreezingSource(adapted, tuple(freeze)) if freeze else adapted
+    with torch.device("meta"):
+        trained.empty()  # A name that the model does not have is refused before workers are made.
+    return trained
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(RunOptions, PlacementOptions):
     """Options of every training command. Without ``model`` it is a tiny new Qwen2."""
@@ -196,11 +209,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
         Raises:
             ValueError: a target module or a freeze pattern that the model does not have.
         """
-        adapted = self.lora.of(source, self.seed)
-        trained = FreezingSource(adapted, self.freeze) if self.freeze else adapted
-        with torch.device("meta"):
-            trained.empty()  # A name that the model does not have is refused before workers are made.
-        return trained
+        return trained_part(source, self.lora, self.freeze, self.seed)
 
     def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str = "") -> Engines:
         """The maker of a run's engines, with these options."""
