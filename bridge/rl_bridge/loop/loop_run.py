@@ -159,15 +159,7 @@ class Run:
             _require_whole([part for part in changed if isinstance(part, Scored)], list(parts.values()))
         self._stages.append(stage)
         self._total += total
-        holders: dict[str, Engine | Stateful] = {}
-        for first, part in parts.items():
-            for own, holder in part.parts().items():
-                name = own if first == part.kind else f"{first}-{own}"
-                if name in holders:
-                    raise ValueError(
-                        f"two objects of the state have a part {name!r}: a checkpoint would hold one of them"
-                    )
-                holders[name] = holder
+        holders = _holders(parts)
         policies = [part for part in parts.values() if isinstance(part, Policy)]
         for step in self._run.steps(stage, total, state=holders):
             while policies:  # the first step, with the weights of a checkpoint
@@ -238,6 +230,38 @@ class Run:
     def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
         """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
         self._run.keep_best(metric, mode)
+
+    def load_best(self, *models: Part) -> float | None:
+        """Give these models the weights of the checkpoint that ``keep_best`` kept; its metric, None if there is none.
+
+        >>> run.load_best(policy)  # doctest: +SKIP
+        >>> policy.save(run.folder / "best")  # doctest: +SKIP
+
+        Raises:
+            ValueError: a model that is not in the run's state.
+        """
+        holders = _holders({self._name_of(model): model for model in models})
+        best = self._run.load_best({name: holder for name, holder in holders.items() if isinstance(holder, Engine)})
+        for model in models:
+            if isinstance(model, Policy):
+                model.remember()
+        return best
+
+
+def _holders(parts: Mapping[str, Part]) -> dict[str, Engine | Stateful]:
+    """Engines and states of the objects by their names in a checkpoint.
+
+    Raises:
+        ValueError: two of one name.
+    """
+    holders: dict[str, Engine | Stateful] = {}
+    for first, part in parts.items():
+        for own, holder in part.parts().items():
+            name = own if first == part.kind else f"{first}-{own}"
+            if name in holders:
+                raise ValueError(f"two objects of the state have a part {name!r}: a checkpoint would hold one of them")
+            holders[name] = holder
+    return holders
 
 
 _OF_RUN = ("stage", "step", "seconds")

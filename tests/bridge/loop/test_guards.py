@@ -217,3 +217,19 @@ def test_a_rollout_that_draws_ahead_is_synced_by_ahead_and_can_be_evaluated_betw
             }
             run.log(update, groups, held_out.held_out())
     policy.sync_weights(rollout)
+
+
+def test_the_best_step_s_weights_come_back(policy, rollout, tmp_path):
+    rewards, saved = {0: 1.0, 1: 3.0, 2: 2.0}, []
+    with Run("best", [policy], output=tmp_path) as run:
+        run.keep_best("held_out")
+        for step in run.steps(3):
+            policy.sync_weights(rollout)
+            run.log(policy.update(batch_of(rollout, step)), {"held_out": rewards[step]})
+            policy.save(tmp_path / str(step))
+            saved.append((tmp_path / str(step) / "model.safetensors").read_bytes())
+        assert run.load_best(policy) == 3.0
+        policy.save(tmp_path / "best-model")
+        with pytest.raises(ValueError, match="a policy changes in these steps that"):
+            run.load_best(Policy(policy.model, GRPO, AdamW(1e-3)))
+    assert (tmp_path / "best-model" / "model.safetensors").read_bytes() == saved[1] != saved[2]
