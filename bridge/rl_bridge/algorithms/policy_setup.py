@@ -227,6 +227,8 @@ class PolicyConfig:
     on those of the first."""
     reference_every: int | None = None
     """Steps after which the reference takes the policy's weights, again and again. None: it stays as it began."""
+    reference_share: float = 1.0
+    """Share of the policy's weights that the reference then takes, the rest are its own: a moving average below 1."""
     scalar: ScalarOptions = ScalarOptions()
     overlong_buffer: int | None = None
     """DAPO's penalty of long completions: it grows to 1 over the last so many of ``max_new_tokens``; of a conversation
@@ -253,6 +255,10 @@ class PolicyConfig:
             raise ValueError(f"counts must be ≥ 1, got {given(self, *counted, 'sampling_rounds', 'pass_at')}")
         if self.reference_every is not None and self.reference_every < 1:
             raise ValueError(f"reference_every counts steps and is at least 1, or None, got {self.reference_every}")
+        if not 0 < self.reference_share <= 1:
+            raise ValueError(f"reference_share must be in (0, 1], got {self.reference_share}")
+        if self.reference_every is None:
+            require_used(self, ("reference_share",), "without --policy.reference-every", part="policy")
         if self.critic_warmup < 0:
             raise ValueError(f"critic_warmup must be ≥ 0, got {self.critic_warmup}")
         if self.critic_warmup >= self.steps:

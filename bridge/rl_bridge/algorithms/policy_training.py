@@ -255,7 +255,7 @@ def train_policy(
     warned, idle = False, 0
     for step in run.steps("policy", config.steps, state=state):
         if engines.reference is not None and config.reference_every and step and step % config.reference_every == 0:
-            engines.policy.sync_weights(engines.reference)
+            engines.policy.follow(engines.reference, config.reference_share)
         sampler.begin_step(engines)
         sampled = sampler.sample(step)
         phase_ended()

@@ -169,6 +169,22 @@ class TrainEngine(Engine):
         assert target.brought is not None
         return target.brought
 
+    def follow(self, reference: "TrainEngine", share: float = 1.0) -> None:
+        """Let a reference take these weights: θ_ref ← share · θ + (1 − share) · θ_ref, a moving average.
+
+        The weights come as in ``sync_weights``, each proved, and are averaged where they arrived.
+
+        Raises:
+            ValueError: a share outside (0, 1].
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"a reference takes a share in (0, 1] of the policy's weights, got {share}")
+        if share < 1:
+            reference.call("copy_weights")
+        self.sync_weights(reference)
+        if share < 1:
+            reference.call("average_weights", share)
+
     def _repeat(self, target: Revived, options: dict[str, Any]) -> int:
         """The last sync once more, if the weights are still those; their version.
 

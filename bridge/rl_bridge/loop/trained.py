@@ -277,21 +277,27 @@ class Policy(Scored):
                 "numbers are the same at each place; SamplingParams(seed=step) gives each step its own"
             )
 
-    def sync_weights(self, target: Any) -> None:
+    def sync_weights(self, target: Any, *, share: float = 1.0) -> None:
         """Give a ``Rollout``, a ``Reference`` or another ``Policy`` these weights, each proved by a checksum.
 
-        An engine of vLLM that does not hold them is replaced: that is printed, and ``update`` counts it.
+        An engine of vLLM that does not hold them is replaced: that is printed, and ``update`` counts it. A reference may
+        be a moving average: θ_ref ← share · θ + (1 − share) · θ_ref.
 
         Raises:
-            ValueError: an ``Ahead`` draws with the rollout.
+            ValueError: an ``Ahead`` draws with the rollout, or a share that is not of a reference.
         """
         if getattr(target, "ahead", None) is not None:
             raise ValueError(
                 "an Ahead draws with this rollout, while the policy trains: ahead.sync() gives it the weights"
             )
         self.watch(target)
-        adapter = self.lora.rank > 0 and isinstance(target, Policy) and target.lora == self.lora
-        self.engine.sync_weights(target.engine, adapter=True if adapter else None)
+        if isinstance(target, Reference):
+            self.engine.follow(target.engine, share)
+        elif share != 1:
+            raise ValueError(f"a share of the weights is for a Reference, a {type(target).__name__} takes all of them")
+        else:
+            adapter = self.lora.rank > 0 and isinstance(target, Policy) and target.lora == self.lora
+            self.engine.sync_weights(target.engine, adapter=True if adapter else None)
         if isinstance(target, Scored):
             change(target)
         if isinstance(target, Policy):

@@ -92,6 +92,7 @@ class Scorer(ParallelModule):
         self.budget = TokenBudget() if self.scoring.micro_batch_tokens == "auto" else None
         self.largest_micro_batch = 0
         self.arrangements = Arrangements()
+        self._copy: list[torch.Tensor] = []
         self._positions, self._longest = positions_of(self.model), rotary_bound(self.model)
 
     def exported(self) -> torch.nn.Module:
@@ -196,6 +197,25 @@ class Scorer(ParallelModule):
     def weights_version(self) -> int:
         """The version that the weights came with."""
         return self.weight_receiver().usable_version()
+
+    @returns("same")
+    def copy_weights(self) -> None:
+        """Keep a copy of the weights, for ``average_weights``."""
+        self._copy = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    @returns("same")
+    def average_weights(self, share: float) -> None:
+        """θ ← share · θ + (1 − share) · θ_copy. The copy is gone then.
+
+        Raises:
+            RuntimeError: there is no copy.
+        """
+        copied, self._copy = self._copy, []
+        if not copied:
+            raise RuntimeError("copy_weights comes before average_weights")
+        with torch.no_grad():
+            for parameter, before in zip(self.model.parameters(), copied, strict=True):
+                parameter.mul_(share).add_(before, alpha=1.0 - share)
 
     @returns("same")
     def save_pretrained(self, folder: str, types: ExportTypes | None = None) -> None:

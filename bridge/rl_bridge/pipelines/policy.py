@@ -161,7 +161,7 @@ class PolicyPipeline(TrainingOptions, EnvironmentOptions):
         require_objective(objective, self.policy)
         if not reads_reference(objective) and not self.track_kl:
             reason = f"with {objective.name}, which reads no reference, and --no-track-kl"
-            require_used(self.policy, ("reference_every",), reason, part="policy")
+            require_used(self.policy, ("reference_every", "reference_share"), reason, part="policy")
         if objective.value is None:
             names = [option.name for option in fields(self.critic)]
             require_used(self.critic, names, f"with {objective.name}, which has no critic", part="critic")

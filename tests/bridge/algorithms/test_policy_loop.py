@@ -100,6 +100,10 @@ def test_the_reference_follows_the_policy_every_so_many_steps():
         def sync_weights(self, target):
             self.targets = [*getattr(self, "targets", ()), (target, self.updates)]
 
+        def follow(self, target, share):
+            assert share == 1.0
+            self.sync_weights(target)
+
     reference = FakePolicy()
     _, policy, _ = run_loop(longest_is_best, rl_fn.recipes.grpo(), reference, 6, policy=Followed(), reference_every=2)
     assert [updates for target, updates in policy.targets if target is reference] == [2, 4]
@@ -107,6 +111,9 @@ def test_the_reference_follows_the_policy_every_so_many_steps():
     assert all(target is not reference for target, _ in policy.targets)
     with pytest.raises(ValueError, match="reference_every counts steps and is at least 1, or None, got 0"):
         run_loop(longest_is_best, reference_every=0)
+    for options in ({"reference_every": 1, "reference_share": 0.0}, {"reference_share": 0.5}):
+        with pytest.raises(ValueError, match="reference_share|reference-share"):
+            run_loop(longest_is_best, **options)
 
 
 def test_statistics_of_the_batch_are_not_split_over_workers(monkeypatch):

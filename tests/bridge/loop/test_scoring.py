@@ -4,6 +4,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import rl_fn
 from rl_bridge import (
@@ -102,3 +104,26 @@ def test_a_reference_that_follows_belongs_to_the_state(model, batch, tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint of these steps has it.*Name the reference in Run\(state="):
         steps("lost", [policy], 1)
     assert len((tmp_path / "lost" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_reference_may_be_a_moving_average(model, batch, tmp_path):
+    """θ_ref ← 0.25 θ + 0.75 θ_ref, by the exported weights; a resumed run has it too, for it is in the state."""
+    policy, reference = Policy(model, GRPO, AdamW(0.1)), Reference(model)
+
+    def weights(part, name):
+        part.save(tmp_path / name)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    before = weights(reference, "before")
+    for _ in range(2):
+        policy.update(batch)
+    policy.sync_weights(reference, share=0.25)
+    of_policy, after = weights(policy, "policy"), weights(reference, "after")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    for name in before:
+        torch.testing.assert_close(after[name], 0.25 * of_policy[name] + 0.75 * before[name], rtol=1e-6, atol=1e-7)
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match=r"a share in \(0, 1\]"):
+            policy.sync_weights(reference, share=share)
+    with pytest.raises(ValueError, match="a share of the weights is for a Reference"):
+        policy.sync_weights(Policy(model, GRPO, AdamW(0.1)), share=0.5)
