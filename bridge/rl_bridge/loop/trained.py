@@ -280,8 +280,8 @@ class Policy(Scored):
     def sync_weights(self, target: Any, *, share: float = 1.0) -> None:
         """Give a ``Rollout``, a ``Reference`` or another ``Policy`` these weights, each proved by a checksum.
 
-        An engine of vLLM that does not hold them is replaced: that is printed, and ``update`` counts it. A reference may
-        be a moving average: θ_ref ← share · θ + (1 − share) · θ_ref.
+        An engine of vLLM that does not hold them is replaced: that is printed, and ``update`` counts it. A reference
+        may be a moving average: θ_ref ← share · θ + (1 − share) · θ_ref.
 
         Raises:
             ValueError: an ``Ahead`` draws with the rollout, or a share that is not of a reference.
