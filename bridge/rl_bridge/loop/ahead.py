@@ -1,5 +1,6 @@
 """``Ahead``: groups of later steps are drawn while a loop trains on a step."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, Self
@@ -88,11 +89,13 @@ class Ahead:
             scalar=scalar or ScalarOptions(),
             overlong_buffer=overlong_buffer,
         )
+        self._rewards = loaded_rewards(reward, weights, none)
+        self._of_rewards = {"scalar": asdict(config.scalar), "overlong_buffer": overlong_buffer, "none": none}
         self._engines = PolicyEngines(policy=policy.engine, rollout=rollout.engine)
         self._sampler = self._options.sampler(
             rollout.engine,
             tokenizer=rollout.model.tokenizer,
-            rewards=loaded_rewards(reward, weights, none),
+            rewards=self._rewards,
             stream=rows.stream,
             objective=policy.objective,
             config=config,
@@ -124,11 +127,12 @@ class Ahead:
         return dict(self._sampler.state())
 
     def settings(self) -> dict[str, Any]:
-        """The sampling, and how far rollouts run ahead."""
+        """The sampling, how far rollouts run ahead, and what is made of the rewards."""
         sampling = asdict(self._sampling)
         sampling["stop"] = list(sampling["stop"])
-        return {"sampling": sampling, "prompts": self._prompts, "ahead": asdict(self._options)}
+        of_ahead = {"prompts": self._prompts, "ahead": asdict(self._options)}
+        return {"sampling": sampling, **of_ahead, "rewards": json.loads(json.dumps(self._of_rewards))}
 
     def fingerprints(self) -> dict[str, str]:
-        """Hash of the rows."""
-        return self.rows.fingerprints()
+        """Hashes of the rows, and of the rewards with their weights."""
+        return self.rows.fingerprints() | {"reward": self._rewards.fingerprint}
