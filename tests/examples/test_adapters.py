@@ -43,7 +43,7 @@ def loop(model_folder, problems, tmp_path):
         current_executor().stop()
         source, rows = load_model(str(model_folder)), load_rows(str(problems))
         objective = rl_fn.recipes.dapo()
-        rollout, policy = Rollout(source), Policy(source, objective, AdamW(0.02, total=3, beta2=0.99), **part)
+        rollout, policy = Rollout(source), Policy(source, objective, AdamW(0.02, warmup=0, total=3, beta2=0.99), **part)
         try:
             with Run(name, state=[policy, rows], output=tmp_path, resume=resume, checkpoint_every=1) as run:
                 for step in run.steps(3):
