@@ -365,7 +365,8 @@ def _next_header(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None  # rows are refused with the template's words
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, before_user, strict=False)))
     header = before[same:]  # what stands before a reply, and not before a question
-    return header if header.strip() and header in behind and not after.startswith(behind) else None
+    # Jinja drops the last newline of a template.
+    return header if header.strip() and header.strip() in behind and not after.startswith(behind) else None
 
 
 def _between(text: str, first: str, second: str) -> str:
