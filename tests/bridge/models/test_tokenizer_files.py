@@ -186,7 +186,7 @@ def marked(written, tmp_path_factory):
 @pytest.mark.parametrize("does", [True, False])
 def test_a_flag_that_the_file_does_not_follow_is_named(flag, value, does, name, marked, tmp_path, capsys):
     folder = place(marked[(flag,) if does else ()], tmp_path / "model", None, name, **{flag: value})
-    tokenizer = require_ids_of_the_file(folder)
+    tokenizer = require_ids_of_the_file(folder, alone=True)
     printed, obeys = capsys.readouterr().out, name in ("LlamaTokenizerFast", "GemmaTokenizer")
     sentence = f'says "{flag}": {json.dumps(value)}, which transformers 4 obeys, and its tokenizer.json does otherwise'
     assert (sentence in printed) == (obeys and value is not None and value != does)
@@ -200,7 +200,7 @@ def test_a_flag_that_the_file_does_not_follow_is_named(flag, value, does, name, 
 @pytest.mark.parametrize("value", [True, False])
 def test_a_flag_that_is_set_on_the_tokenizer_is_exported(flag, value, before, marked, tmp_path):
     folder, out = place(marked[before], tmp_path / "model", None, FAST), tmp_path / "out"
-    tokenizer = tokenizer_of(str(folder))
+    tokenizer = tokenizer_of(str(folder), alone=True)
     for other in before:
         setattr(tokenizer, other, True)
     setattr(tokenizer, flag, value)
