@@ -39,7 +39,7 @@ class TokenizerFiles:
     config: Mapping[str, Any]
     """The content of tokenizer_config.json."""
     fingerprint: str
-    """Of all that decides ids, as it was read."""
+    """The tokenizer's, as it was read."""
 
 
 def tokenizer_in(name: str, *, alone: bool = False, say: Callable[[str], None] = remark) -> Any:
@@ -126,7 +126,7 @@ def _adds(tokenizer: Any) -> dict[str, bool]:
 
 
 def _fingerprint(tokenizer: Any) -> str:
-    """Of every part that decides ids and texts."""
+    """The same for tokenizers that are alike in every part that decides ids and texts."""
     backend, digest = tokenizer.backend_tokenizer, hashlib.sha256()
     for part in (*_PARTS, "post_processor"):
         digest.update(repr(_state(backend, part)).encode())
