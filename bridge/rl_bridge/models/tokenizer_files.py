@@ -38,8 +38,8 @@ class TokenizerFiles:
     """The content of tokenizer.json."""
     config: Mapping[str, Any]
     """The content of tokenizer_config.json."""
-    fingerprint: str
-    """The tokenizer's, as it was read."""
+    fingerprint: str | None
+    """The tokenizer's, as it was read. None: it has more tokens than tokenizer.json, by its configuration."""
 
 
 def tokenizer_in(name: str, *, alone: bool = False, say: Callable[[str], None] = remark) -> Any:
@@ -99,7 +99,8 @@ def _as_its_file(name: str, say: Callable[[str], None]) -> Any:
             f"If that is wrong: tokenizer = AutoTokenizer.from_pretrained({name!r}); tokenizer.{flag} = {value}; "
             "tokenizer.save_pretrained(FOLDER)"
         )
-    setattr(tokenizer, _READ_FROM, TokenizerFiles(text, config, _fingerprint(tokenizer)))
+    fingerprint = _fingerprint(tokenizer) if len(tokenizer) == own.get_vocab_size() else None
+    setattr(tokenizer, _READ_FROM, TokenizerFiles(text, config, fingerprint))
     return tokenizer
 
 
