@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rl_bridge.models.chat_templates import next_header
 from rl_bridge.models.small import smollm2_tokenizer
 from rl_bridge.models.turn_template import REASONING, TurnTemplate, UnusableTemplate
 
@@ -72,6 +73,11 @@ def refusal(name: str, role: str) -> str | None:
 # What a policy says; leading and trailing spaces are the templates' to trim.
 PLAIN = st.text(alphabet="ab1+ <>{}\n", min_size=1, max_size=12).map(str.strip).filter(bool)
 WORDS = PLAIN | st.builds(REASONING.format, PLAIN, PLAIN)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_template_is_taken_for_one_whose_turns_do_not_end(name):
+    assert next_header(tokenizer_of(name)) is None
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])

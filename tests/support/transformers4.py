@@ -35,6 +35,7 @@ def read(folder, tokenizer_of=transformers.AutoTokenizer.from_pretrained):
     if (Path(folder) / "tokenizer.json").is_file():
         tokenizer = tokenizer_of(folder)
         found["ids"] = [tokenizer(text).input_ids for text in TEXTS]
+        found["fields"] = sorted(tokenizer("hello"))
         found["special"] = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
         found["special"].pop("additional_special_tokens", None)
         found["template"] = tokenizer.chat_template

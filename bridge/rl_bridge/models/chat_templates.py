@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import json
 import math
 import os
@@ -326,6 +327,52 @@ def spans(
                 yield whole[len(earlier) :], None if prompted else place
             earlier = whole
         count = place + 1
+
+
+_QUESTION, _REPLY, _NEXT = "a question", "the reply", "something else"
+
+
+def next_header(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The header of one more reply, which the template writes behind a last reply too; None: it writes none there.
+
+    Such a template knows no end of a turn: the first one of Meta-Llama-3-8B-Instruct was of this kind.
+    """
+    template = _templates_of(tokenizer)
+    checked: tuple[str, str | None] | None = getattr(tokenizer, "template_header", None)
+    if checked is None or checked[0] != template:
+        checked = template, _next_header(tokenizer)
+        tokenizer.template_header = checked
+    return checked[1]
+
+
+def _next_header(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    question, reply, other = (
+        {"role": role, "content": text} for role, text in (("user", _QUESTION), ("assistant", _REPLY), ("user", _NEXT))
+    )
+
+    def text(*messages: Message) -> str:
+        return rendered(tokenizer, messages, generation_prompt=False)
+
+    try:
+        talk, longer = text(question, reply), text(question, reply, other)
+        behind, before = talk.rpartition(_REPLY)[2], _between(talk, _QUESTION, _REPLY)
+        after = _between(longer, _REPLY, _NEXT)
+        try:
+            before_user = _between(text(question, other), _QUESTION, _NEXT)
+        except ValueError:  # roles that must alternate
+            before_user = after
+    except ValueError:
+        return None  # rows are refused with the template's words
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, before_user, strict=False)))
+    header = before[same:]  # what stands before a reply, and not before a question
+    # Jinja drops the last newline of a template.
+    return header if header.strip() and header.strip() in behind and not after.startswith(behind) else None
+
+
+def _between(text: str, first: str, second: str) -> str:
+    """The text between two words; nothing where one of them is missing."""
+    before, word, _ = text.rpartition(second)
+    return before.rpartition(first)[2] if word and first in before else ""
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_bridge.data.messages import Chat, chat_of, is_trained, shortened
 from rl_bridge.data.rows import RESPONSES, response_field
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
-from rl_bridge.models.chat_templates import rendered, spans, template_of
+from rl_bridge.models.chat_templates import next_header, rendered, spans, template_of
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
@@ -64,7 +64,7 @@ def encode_row(
 
     Raises:
         ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
-            that changes earlier tokens when a message is added.
+            that changes earlier tokens when a message is added, or begins another reply behind the last one.
     """
     messages, alone = conversation_of(row)
     chat = Chat.of(row, messages)
@@ -92,6 +92,13 @@ def encode_row(
             elif text := content_of(message):
                 add(of(text, "conversation"))
     else:
+        if not to_end and (header := next_header(tokenizer)) is not None:
+            raise ValueError(
+                f"{template_of(tokenizer)} writes {header!r} behind the last reply too, also where no other reply is "
+                "to follow: training would teach that as the end of a turn. Give it --chat-template FILE, with "
+                "{% if add_generation_prompt %} around what begins a reply behind the messages; or "
+                "apply_chat_template=false concatenates the contents"
+            )
         for text, place in spans(tokenizer, chat):
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
             counts = place is not None and is_trained(messages[place])

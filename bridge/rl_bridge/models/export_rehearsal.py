@@ -110,6 +110,8 @@ def _fields(config: Any) -> dict[str, Any]:
     fields = json.loads(config.to_json_string(use_diff=False))
     if isinstance(rotary := fields.get("rope_parameters"), dict):
         rotary.pop("type", None)  # an older name of rope_type, which is there too
+        if "partial_rotary_factor" in rotary:
+            fields.pop("partial_rotary_factor", None)  # for transformers 4 alone
     return _of_model(fields)
 
 
@@ -128,10 +130,26 @@ def _differences(what: str, expected: dict[str, Any], read: dict[str, Any]) -> I
 
 def _faults_of_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
     read = tokenizer_in(str(folder), alone=True, say=lambda text: None)
-    for what in ("special_tokens_map", "extra_special_tokens", "chat_template"):
+    for what in ("special_tokens_map", "extra_special_tokens"):
         if getattr(read, what) != getattr(tokenizer, what):
             yield f"the tokenizer's {what} is read back as {getattr(read, what)!r}, not {getattr(tokenizer, what)!r}"
+    expected, templates = _templates(tokenizer), _templates(read)
+    for name in sorted(expected.keys() | templates.keys()):
+        pair = templates.get(name, ""), expected.get(name, "")
+        if pair[0] != pair[1]:
+            ends = (text + mark for text, mark in zip(pair, "\0\1", strict=True))
+            start = max(0, next(i for i, (a, b) in enumerate(zip(*ends, strict=False)) if a != b) - 20)
+            texts = [f"{text[start : start + 40]!r}…" for text in pair]
+            place = f"from character {start} on"
+            yield f"the tokenizer's chat template {name!r} is read back with {texts[0]} {place}, not {texts[1]}"
     if read.get_vocab() != tokenizer.get_vocab():
         yield f"the tokenizer is read back with {len(read)} tokens, which has {len(tokenizer)}, or with other ids"
     elif (ids := read(text := probe(tokenizer)).input_ids) != (expected := tokenizer(text).input_ids):
         yield f"the tokenizer is read back with other ids: {ids[:8]}… for {expected[:8]}…"
+
+
+def _templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Name → chat template, with lines that end as a file that is read has them, and as Jinja does."""
+    templates: Any = tokenizer.chat_template or {}
+    templates = {"default": templates} if isinstance(templates, str) else templates
+    return {name: text.replace("\r\n", "\n").replace("\r", "\n") for name, text in templates.items()}

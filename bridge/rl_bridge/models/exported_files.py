@@ -78,7 +78,7 @@ def _older_rotary_names(config: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in parameters:
         return names
     names[_BASE_OF_4.get(kind, "rope_theta")] = parameters["rope_theta"]
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if "partial_rotary_factor" in parameters:  # the whole, too: transformers 4 turns a part by default in some families
         names[_PART_OF_4.get(kind, "partial_rotary_factor")] = parameters["partial_rotary_factor"]
     scaling = {n: value for n, value in parameters.items() if n not in ("rope_theta", "partial_rotary_factor")}
     if kind in _SCALING_OF_4:

@@ -110,17 +110,26 @@ def save_sharded_model(model: PreTrainedModel, folder: str, types: ExportTypes |
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     writes = mesh is None or all(place == 0 for place in mesh.get_coordinate() or ())
     state: dict[str, torch.Tensor] = {}
+    refused: list[ValueError] = []
     for name, tensor in source_of(model).stream(adapter=False):
         # Gathered one at a time, and kept by the worker that writes alone.
         whole = full(tensor)
-        if writes:
+        if not writes or refused:
+            continue  # the other workers take part in the gathering of each weight
+        try:
             state[name] = whole.cpu() if types is None else types.cast(name, whole.cpu())
-    if writes:
-        dtype = next(iter(state.values())).dtype if types is None else types.dtype
-        write_model(model, state, Path(folder), dtype)
-    for group in mesh.get_all_groups() if mesh is not None else []:
-        if group.size() > 1:
-            dist.barrier(group)
+        except ValueError as error:
+            refused.append(error)
+    try:
+        if refused:
+            raise refused[0]
+        if writes:
+            dtype = next(iter(state.values())).dtype if types is None else types.dtype
+            write_model(model, state, Path(folder), dtype)
+    finally:  # the others wait there, whatever the error
+        for group in mesh.get_all_groups() if mesh is not None else []:
+            if group.size() > 1:
+                dist.barrier(group)
 
 
 def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:

@@ -41,12 +41,15 @@ def positions_of(model: nn.Module) -> int | None:
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
-def longest_sequence(model: nn.Module) -> int | None:
+def longest_sequence(model: nn.Module, engine: int | None = None) -> int | None:
     """Tokens of the longest sequence that is drawn from this model: its positions, or its rotary bound if lower.
 
-    None: there is no limit.
+    ``engine``: tokens that an engine beside the trainer holds. vLLM counts the positions of "linear" and "dynamic"
+    frequencies by their factor, and does not know the bound of "longrope"; the trainer reads what it draws. None: there
+    is no limit.
     """
-    return min((bound for bound in (positions_of(model), rotary_bound(model)) if bound is not None), default=None)
+    bounds = (engine, positions_of(model), rotary_bound(model))
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def rotary_bound(model: nn.Module) -> int | None:

@@ -4,8 +4,9 @@ transformers 5 builds the tokenizers of some families anew, with the family's ow
 file's. A folder whose file says otherwise would be read as other ids, and exported as another file.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _VERSION_5 = "TokenizersBackend"
 """Another name of that class, which transformers 4 lacks."""
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 _READ_FROM = "read_from"
+_OBEDIENT = ("LlamaTokenizer", "CodeLlamaTokenizer", "CohereTokenizer", "GemmaTokenizer", "GPTNeoXTokenizer")
+"""Classes of transformers 4 that put the tokens of a beginning and an end as their settings say, not as the file."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,10 @@ class TokenizerFiles:
 
     text: bytes
     """The content of tokenizer.json."""
-    tokens: int
-    """How many tokens the file has."""
     config: Mapping[str, Any]
     """The content of tokenizer_config.json."""
-    replaced: str | None = None
-    """The class that would have read other ids, in whose place the file itself was taken."""
+    fingerprint: str | None
+    """The tokenizer's, as it was read. None: it has more tokens than tokenizer.json, by its configuration."""
 
 
 def tokenizer_in(name: str, *, alone: bool = False, say: Callable[[str], None] = remark) -> Any:
@@ -74,7 +75,6 @@ def _as_its_file(name: str, say: Callable[[str], None]) -> Any:
     own.no_truncation()
     own.no_padding()
     config = json.loads((folder / CONFIG).read_text("utf-8")) if (folder / CONFIG).is_file() else {}
-    replaced = None
     if tokenizer is None or not _is_of(tokenizer, own):
         plain: Any = PreTrainedTokenizerFast.from_pretrained(name)
         for special in plain.SPECIAL_TOKENS_ATTRIBUTES:
@@ -85,17 +85,55 @@ def _as_its_file(name: str, say: Callable[[str], None]) -> Any:
         if _difference(plain, own) is not None:
             raise ValueError(_refusal(plain, own))
         if tokenizer is None:
-            replaced = str(config.get("tokenizer_class"))
             say(f"{name}: transformers fails on its tokenizer ({failure}), and its {TOKENIZER} is followed")
         elif (difference := _difference(tokenizer, own)) is not None:
-            replaced = type(tokenizer).__name__
             say(
-                f"{name}: its {TOKENIZER} reads {difference}, as transformers' {replaced} does not: the file is "
-                f"followed, here and in what is exported. Read the folder by {FAST} elsewhere, too"
+                f"{name}: its {TOKENIZER} reads {difference}, as transformers' {type(tokenizer).__name__} does not: "
+                f"the file is followed, here and in what is exported. Read the folder by {FAST} elsewhere, too"
             )
         tokenizer = plain
-    setattr(tokenizer, _READ_FROM, TokenizerFiles(text, own.get_vocab_size(), config, replaced))
+    for flag, value, does in _claims(tokenizer, config):
+        say(
+            f'{name}: its {CONFIG} says "{flag}": {json.dumps(value)}, which transformers 4 obeys, and its {TOKENIZER} '
+            f"does otherwise: a text is read {'with' if does else 'without'} this token, here and in what is exported. "
+            f"If that is wrong: tokenizer = AutoTokenizer.from_pretrained({name!r}); tokenizer.{flag} = {value}; "
+            "tokenizer.save_pretrained(FOLDER)"
+        )
+    fingerprint = _fingerprint(tokenizer) if len(tokenizer) == own.get_vocab_size() else None
+    setattr(tokenizer, _READ_FROM, TokenizerFiles(text, config, fingerprint))
     return tokenizer
+
+
+def _claims(tokenizer: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, bool, bool]]:
+    """(flag, what the configuration says, what is done), where a class of transformers 4 would obey it."""
+    kind = config.get("tokenizer_class")
+    if kind is not None and kind.removesuffix("Fast") not in _OBEDIENT:
+        return
+    for flag, does in _adds(tokenizer).items():
+        token = getattr(tokenizer, flag.removeprefix("add_"))
+        if isinstance(config.get(flag), bool) and config[flag] != does and token is not None:
+            yield flag, config[flag], does
+
+
+def _adds(tokenizer: Any) -> dict[str, bool]:
+    """Whether a text gets the token of a sequence's beginning, and that of its end."""
+    text = probe(tokenizer)
+    ids, plain = tokenizer(text).input_ids, tokenizer(text, add_special_tokens=False).input_ids
+    begins, ends = ids[: len(plain)] != plain, ids[len(ids) - len(plain) :] != plain
+    return {
+        "add_bos_token": begins and ids[:1] == [tokenizer.bos_token_id],
+        "add_eos_token": ends and ids[-1:] == [tokenizer.eos_token_id],
+    }
+
+
+def _fingerprint(tokenizer: Any) -> str:
+    """The same for tokenizers that are alike in every part that decides ids and texts."""
+    backend, digest = tokenizer.backend_tokenizer, hashlib.sha256()
+    for part in (*_PARTS, "post_processor"):
+        digest.update(repr(_state(backend, part)).encode())
+    for number, token in sorted(backend.get_added_tokens_decoder().items()):
+        digest.update(repr((number, token.__getstate__())).encode())
+    return digest.hexdigest()
 
 
 def _is_of(tokenizer: Any, own: Tokenizer) -> bool:
@@ -165,23 +203,37 @@ def _refusal(tokenizer: Any, own: Tokenizer) -> str:
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer into a folder that is there, with the tokenizer.json that it was read from, byte for byte.
 
-    A tokenizer that has got more tokens since is written with them. The names in tokenizer_config.json are those of
-    transformers 5 and of 4.
+    A tokenizer that has changed since, as by more tokens, is written as it is. The names in tokenizer_config.json are
+    those of transformers 5 and of 4, and its class is the one that follows the file in both.
     """
     tokenizer.save_pretrained(str(folder))
     files: TokenizerFiles | None = getattr(tokenizer, _READ_FROM, None)
-    if files is not None and len(tokenizer) == files.tokens:
+    if files is not None and _fingerprint(tokenizer) == files.fingerprint:
         (folder / TOKENIZER).write_bytes(files.text)
     place = folder / CONFIG
-    config = config_for_all(json.loads(place.read_text("utf-8")), files)
+    written = json.loads(place.read_text("utf-8"))
+    if (folder / TOKENIZER).is_file():
+        written |= _of_the_file(tokenizer, {} if files is None else files.config)
+    config = config_for_all(written, files)
     place.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", "utf-8")
+
+
+def _of_the_file(tokenizer: Any, read: Mapping[str, Any]) -> dict[str, Any]:
+    """The class that follows tokenizer.json in transformers 4 too, and what that class has otherwise by default."""
+    adds = {flag: does for flag, does in _adds(tokenizer).items() if flag in read}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    first = json.loads(_state(backend, "pre_tokenizer") or "{}") if backend is not None else {}
+    # transformers 4 changes this setting of the file's, where the configuration says otherwise or nothing.
+    spaces = {name: value for name, value in first.items() if name == "add_prefix_space"}
+    names = {"model_input_names": list(tokenizer.model_input_names), "padding_side": tokenizer.padding_side}
+    return {"tokenizer_class": FAST, **names, **spaces, **adds}
 
 
 def config_for_all(written: Mapping[str, Any], files: TokenizerFiles | None = None) -> dict[str, Any]:
     """tokenizer_config.json as transformers 5 has written it, with the names that transformers 4 reads.
 
-    Fields of the file that was read stay where the written one has none. The class is the one that was read, but one
-    that transformers 4 lacks, or that reads other ids than the file, is the general one.
+    Fields of the file that was read stay where the written one has none. A class that transformers 4 lacks is the
+    general one.
 
     >>> config_for_all({"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|im_end|>"]})
     {'tokenizer_class': 'PreTrainedTokenizerFast', 'additional_special_tokens': ['<|im_end|>']}
@@ -190,8 +242,6 @@ def config_for_all(written: Mapping[str, Any], files: TokenizerFiles | None = No
     left_out = ("chat_template", "extra_special_tokens")  # a template lies in a file of its own
     config = {name: value for name, value in read.items() if name not in left_out} | dict(written)
     config.pop("auto_map", None)  # code that is not there
-    if files is not None:
-        config["tokenizer_class"] = FAST if files.replaced else read.get("tokenizer_class", FAST)
     if config.get("tokenizer_class") == _VERSION_5:
         config["tokenizer_class"] = FAST
     named: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import remark
 from rl_bridge.data.messages import Chat
-from rl_bridge.models.chat_templates import rendered
+from rl_bridge.models.chat_templates import next_header, rendered
 from rl_bridge.models.encoding import special_ids
 from rl_bridge.models.model_source import ModelSource
 
@@ -41,7 +41,12 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _template_end(tokenizer: PreTrainedTokenizerBase, turn: Chat) -> int | None:
-    """The special token that the template writes behind the last turn of the assistant; None: it writes none."""
+    """The special token that the template writes behind the last turn of the assistant; None: it writes none.
+
+    None too, where a header of the next turn follows: rows of such a template are refused.
+    """
+    if next_header(tokenizer) is not None:
+        return None
     try:
         _, reply, behind = rendered(tokenizer, turn, generation_prompt=False).rpartition(_REPLY)
         ids = tokenizer(behind, add_special_tokens=False).input_ids if reply else []

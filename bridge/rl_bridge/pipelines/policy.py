@@ -302,6 +302,7 @@ def train_and_evaluate(
             objective=objective,
             census=census,
         )
+        pipeline.require_engine(stages.rollout)
         supervised = stages.warm_start()
         before = stages.evaluated_before()
         models = stages.models(supervised, teacher)

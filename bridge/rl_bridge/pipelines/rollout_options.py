@@ -191,8 +191,20 @@ class EnvironmentOptions(RewardOptions):
             return None
         with torch.device("meta"):
             longest = longest_sequence(source.empty())
-        Limits(max_turns=self.max_turns, turn_tokens=1, all_tokens=self.max_trajectory_tokens, longest=longest)
+        self._require_room(longest)
         return load_environment(self.environment)
+
+    def require_engine(self, rollout: InferenceEngine) -> None:
+        """Refuse conversations that are longer than this engine holds, before a warm start that would be in vain.
+
+        Raises:
+            ValueError: with both numbers.
+        """
+        if self.environment is not None:
+            self._require_room(rollout.ends()[1])
+
+    def _require_room(self, longest: int | None) -> None:
+        Limits(max_turns=self.max_turns, turn_tokens=1, all_tokens=self.max_trajectory_tokens, longest=longest)
 
     def complete(
         self, rollout: InferenceEngine, environment: EnvironmentFactory | None, budget: Mapping[str, Any] | None = None

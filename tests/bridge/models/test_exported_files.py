@@ -17,6 +17,8 @@ from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.model_source import FreezingSource, PretrainedSource, StateSource, ValueSource
 from rl_bridge.models.pretrained import save_pretrained, save_sharded_model, tokenizer_of
 from rl_bridge.models.small import TinySource, character_tokenizer, tiny_qwen2
+from rl_bridge.models.tokenizer_files import write_tokenizer
+from rl_bridge.weights.source import source_of
 from tests.bridge.families import zoo
 
 # GPT-BigCode's file uses what torch gives up.
@@ -56,6 +58,7 @@ def change(folder, file, **fields):
 
 # config.json: names that transformers 4 reads beside those of transformers 5.
 
+PART = "partial_rotary_factor"
 SCALINGS = [
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "dynamic", "factor": 2.0},
@@ -71,10 +74,11 @@ def configurations(kind):
     parameters = getattr(zoo.config(kind), "rope_parameters", None) or {}
     if "rope_theta" not in parameters or zoo.config(kind).sub_configs:
         return
-    for scaling in [{"rope_type": "default"}, *SCALINGS]:
-        part = {name: value for name, value in parameters.items() if name == "partial_rotary_factor"}
+    part = {name: value for name, value in parameters.items() if name == PART}
+    rotaries = [part | scaling for scaling in [{"rope_type": "default"}, *SCALINGS]]
+    for rotary in rotaries + ([{PART: one, "rope_type": "default"} for one in (0.25, 0.5, 1.0)] if part else []):
         config = zoo.config(kind)
-        config.rope_parameters = {"rope_theta": 12345.0, **part, **scaling}
+        config.rope_parameters = {"rope_theta": 12345.0, **rotary}
         yield config
 
 
@@ -83,7 +87,7 @@ def fields_of(config):
     if isinstance(rotary := fields.get("rope_parameters"), dict):
         rotary.pop("type", None)  # an older name of rope_type, which is there too
         # transformers 5 computes with the rotary parameters; Cohere's class has older fields beside them.
-        for older in ("rope_theta", "rope_scaling"):
+        for older in ("rope_theta", "rope_scaling", *({PART} & rotary.keys())):
             fields.pop(older, None)
     return fields
 
@@ -94,7 +98,8 @@ def test_older_names_change_nothing_that_transformers_5_reads(kind, tmp_path):
         written = json.loads(config.to_json_string())
         older = with_older_names(written)
         # Older names may stand there with another number; older words for infinity and for types of layers may, too.
-        names = written.keys() - {"rope_theta", "rope_scaling", "time_step_limit", "layer_types", "layers_block_type"}
+        names = written.keys() - {"rope_theta", "rope_scaling", PART, "time_step_limit"}
+        names -= {"layer_types", "layers_block_type"}
         assert all(older[name] == written[name] for name in names if not isinstance(written[name], dict))
         (tmp_path / "config.json").write_text(json.dumps(written))
         try:
@@ -127,6 +132,17 @@ LAYERS = {"full_attention": FULL, "sliding_attention": {"rope_type": "default", 
             "gpt_neox",
             {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.25},
             {"rotary_emb_base": 2e4, "rotary_pct": 0.25, "rope_scaling": None},
+        ),
+        *(
+            (
+                kind,
+                {"rope_type": "default", "rope_theta": 2e4, PART: 1.0},
+                {base: 2e4, part: 1.0, "rope_scaling": None},
+            )
+            for kind, base, part in (
+                ("gpt_neox", "rotary_emb_base", "rotary_pct"),
+                *((kind, "rope_theta", PART) for kind in ("phi", "stablelm", "glm", "nemotron")),
+            )
         ),
         (
             "phi3",
@@ -161,6 +177,21 @@ def test_names_of_a_part_and_of_the_dtype():
     config = with_older_names({"dtype": "bfloat16", "text_config": text})
     assert config["torch_dtype"] == "bfloat16"
     assert config["text_config"] == text | {"torch_dtype": "float16", "rope_theta": 1e6, "rope_scaling": None}
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "phi", "stablelm"])
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_a_part_of_the_rotary_frequencies_is_rehearsed(kind, part, tmp_path):
+    """Written under an older name too, which the configuration in hand may lack or have with another number."""
+    written = json.loads(zoo.config(kind).to_json_string())
+    written["rope_parameters"] |= {PART: part}
+    written.pop(PART, None)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.rope_parameters[PART] == part
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    rehearse_export(StateSource(model), TOKENIZER, ExportTypes())
 
 
 # generation_config.json: settings that transformers reads, it may refuse to write.
@@ -254,6 +285,20 @@ def test_a_number_that_float16_has_not_is_named():
     assert types.cast("n", torch.tensor([1])).dtype == torch.int64
 
 
+@pytest.mark.parametrize("place", [0, 3, -1])
+def test_a_refused_weight_is_named_when_all_are_gathered(place, monkeypatch, tmp_path):
+    """Each weight is gathered from all workers, and the one that writes would leave the others waiting."""
+    model, gathered = tiny_qwen2(TOKENIZER, **TINY), []
+    parameters = list(dict(model.named_parameters()).items())
+    for _, parameter in (parameters[place], parameters[-1]):
+        parameter.data.fill_(1e6)
+    monkeypatch.setattr(models_pretrained, "full", lambda tensor: gathered.append(tensor) or tensor)
+    with pytest.raises(ValueError, match=f"weight '{parameters[place][0]}' has numbers beyond float16's"):
+        save_sharded_model(model, str(tmp_path), ExportTypes(torch.float16))
+    assert len(gathered) == len(list(source_of(model).stream(adapter=False)))
+    assert not list(tmp_path.iterdir())
+
+
 # The rehearsal: what could not be exported after the training is refused before.
 
 
@@ -276,6 +321,45 @@ def test_a_template_that_transformers_does_not_write_is_refused(folder):
     source = PretrainedSource(str(folder))
     with pytest.raises(ValueError, match=r"could not be exported.*long/rag"):
         rehearse_export(source, tokenizer_of(str(folder)), export_types(source))
+
+
+TEMPLATES = {
+    "lines of Windows": "{{ messages }}\r\n{{ bos_token }}\r{{ eos_token }}\n",
+    "one by name": [{"name": "default", "template": "{{ messages }}"}],
+    "two by name": [
+        {"name": "default", "template": "{{ messages }}"},
+        {"name": "rag", "template": "{{ documents }}\r\n"},
+    ],
+    "no default": [{"name": "rag", "template": "{{ documents }}"}],
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_the_same_in_another_form(name, folder, tmp_path):
+    change(folder, "tokenizer_config.json", chat_template=TEMPLATES[name])
+    source, tokenizer = PretrainedSource(str(folder)), tokenizer_of(str(folder))
+    rehearse_export(source, tokenizer, export_types(source))
+    write_tokenizer(tokenizer, tmp_path)
+    if name in ("lines of Windows", "one by name"):
+        talk = [{"role": "user", "content": "1+1"}]
+        texts = [
+            one.apply_chat_template(talk, tokenize=False)
+            for one in (tokenizer, tokenizer_of(str(tmp_path), alone=True))
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_a_template_that_is_read_back_as_another_is_refused_by_the_place():
+    tokenizer, long = character_tokenizer("0123456789+="), "{{ messages }}" * 100
+    tokenizer.chat_template = f"{long}{{{{ bos_token }}}}{long}"
+    other = character_tokenizer("0123456789+=")
+    other.chat_template = long + long
+    tokenizer.save_pretrained = lambda folder: other.save_pretrained(folder)
+    place = r"the tokenizer's chat template 'default' is read back with '.{40}'… from character \d+ on, not '.{40}'…"
+    with pytest.raises(ValueError, match=place) as refusal:
+        rehearse_export(TinySource.for_tokenizer(TOKENIZER, **TINY), tokenizer, ExportTypes())
+    assert len(str(refusal.value)) < 400
 
 
 def test_a_folder_with_code_of_its_own_is_exported_without_its_name(folder, tmp_path):

@@ -16,7 +16,7 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-from rl_bridge.models.row_checks import rotary_bound
+from rl_bridge.models.row_checks import longest_sequence, rotary_bound
 
 SMALL = {
     "vocab_size": 40,
@@ -90,6 +90,17 @@ def test_a_row_within_the_bound_is_the_same_beside_any_other_within_it(name):
     whole = first_row(made(MODELS[name][0]), bound, beside=bound)
     first_row(model, 9, beside=bound + 20)
     np.testing.assert_allclose(first_row(model, bound, beside=bound), whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", [8, 192, None])
+@pytest.mark.parametrize("name", [*MODELS, "llama, linear"])
+def test_an_engine_draws_no_longer_sequence_than_the_trainer_reads(name, engine):
+    """vLLM multiplies the positions by the factor."""
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    others = (lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=linear)), 48)
+    make, bound = MODELS.get(name, others)
+    with torch.device("meta"):
+        assert longest_sequence(make(), engine) == min(bound, engine or bound)
 
 
 @pytest.mark.parametrize("rope", [PLAIN, YARN])

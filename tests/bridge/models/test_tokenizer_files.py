@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from rl_bridge.models.pretrained import tokenizer_of
-from rl_bridge.models.tokenizer_files import config_for_all, write_tokenizer
+from rl_bridge.models.tokenizer_files import FAST, config_for_all, write_tokenizer
 from tests.support.chat_templates import bytes_tokenizer, pieces_tokenizer
 
 TEXTS = ["hello world", " 2023 650841823", "a\n\n  b\t12\r\n", "naïve  – 🙂 It's", "x<|im_start|> y <|im_end|>z"]
@@ -99,7 +99,9 @@ def test_ids_are_those_of_the_file_in_every_family(family, written, tmp_path):
 def test_ids_are_those_of_the_file_under_a_class_of_another_family(family, name, kind, written, tmp_path):
     folder = place(written[kind], tmp_path / "model", family, name)
     config = require_export(require_ids_of_the_file(folder), folder, tmp_path / "out")
-    assert config["tokenizer_class"] in {name, "PreTrainedTokenizerFast"} - {None, "TokenizersBackend"}
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "another class of transformers 4 may build it anew"
+    names, side = config["model_input_names"], config["padding_side"]
+    assert (names, side) == (["input_ids", "attention_mask"], tokenizer_of(str(folder)).padding_side)
 
 
 def test_the_class_that_reads_other_ids_is_named_and_not_exported(written, tmp_path, capsys):
@@ -158,6 +160,56 @@ def test_a_tokenizer_with_more_tokens_than_its_file_is_exported_with_them(writte
     write_tokenizer(tokenizer, out)
     again = require_ids_of_the_file(out, alone=True)
     assert again.pad_token_id == tokenizer.pad_token_id == len(tokenizer) - 1
+
+
+# add_bos_token and add_eos_token of tokenizer_config.json: transformers 5 follows tokenizer.json alone.
+
+ENDS = {"add_bos_token": "<|im_start|>", "add_eos_token": "<|im_end|>"}
+
+
+@pytest.fixture(scope="module")
+def marked(written, tmp_path_factory):
+    """The flags that a file has → folder with its tokenizer."""
+    folders = {}
+    for flags in ((), *((flag,) for flag in ENDS), tuple(ENDS)):
+        folder = folders[flags] = tmp_path_factory.mktemp("-".join(flags) or "none")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(written["threes"], bos_token="<|im_start|>")
+        for flag in flags:
+            setattr(tokenizer, flag, True)
+        tokenizer.save_pretrained(folder)
+    return folders
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "GemmaTokenizer", "Qwen2TokenizerFast", FAST])
+@pytest.mark.parametrize("flag", ENDS)
+@pytest.mark.parametrize("value", [True, False, None])
+@pytest.mark.parametrize("does", [True, False])
+def test_a_flag_that_the_file_does_not_follow_is_named(flag, value, does, name, marked, tmp_path, capsys):
+    folder = place(marked[(flag,) if does else ()], tmp_path / "model", None, name, **{flag: value})
+    tokenizer = require_ids_of_the_file(folder, alone=True)
+    printed, obeys = capsys.readouterr().out, name in ("LlamaTokenizerFast", "GemmaTokenizer")
+    sentence = f'says "{flag}": {json.dumps(value)}, which transformers 4 obeys, and its tokenizer.json does otherwise'
+    assert (sentence in printed) == (obeys and value is not None and value != does)
+    assert printed.count("does otherwise") == (sentence in printed)
+    exported = require_export(tokenizer, folder, tmp_path / "out")
+    assert exported.get(flag) == (None if value is None else does), "who reads the flag alone does as the file"
+
+
+@pytest.mark.parametrize("before", [(), ("add_bos_token",), tuple(ENDS)])
+@pytest.mark.parametrize("flag", ENDS)
+@pytest.mark.parametrize("value", [True, False])
+def test_a_flag_that_is_set_on_the_tokenizer_is_exported(flag, value, before, marked, tmp_path):
+    folder, out = place(marked[before], tmp_path / "model", None, FAST), tmp_path / "out"
+    tokenizer = tokenizer_of(str(folder), alone=True)
+    for other in before:
+        setattr(tokenizer, other, True)
+    setattr(tokenizer, flag, value)
+    out.mkdir()
+    write_tokenizer(tokenizer, out)
+    again, expected = require_ids_of_the_file(out, alone=True), {*before, flag} if value else {*before} - {flag}
+    ids = again("hello").input_ids
+    assert ids == tokenizer("hello").input_ids
+    assert (ids[0] == again.bos_token_id, ids[-1] == again.eos_token_id) == tuple(flag in expected for flag in ENDS)
 
 
 NAMED = {"image_token": "<|pad|>"}

@@ -7,6 +7,7 @@ pip install --target DIR --no-deps transformers==4.57.3 tokenizers==0.22.1 huggi
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,11 +36,13 @@ SCALINGS = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0},
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 16},
+    "whole": {"rope_type": "default", "partial_rotary_factor": 1.0},
+    "half": {"rope_type": "default", "partial_rotary_factor": 0.5},
 }
-SCALED = [(kind, name) for kind in ("llama", "qwen2") for name in SCALINGS] + [
-    ("gpt_neox", "linear"),
-    ("phi", "linear"),
-]
+PARTS = ("glm", "gpt_neox", "nemotron", "phi", "stablelm")
+"""Families that turn a part of a head's numbers, by default another part than all."""
+SCALED = [(kind, name) for kind in ("llama", "qwen2") for name in ("linear", "dynamic", "yarn", "llama3")]
+SCALED += [("gpt_neox", "linear"), ("phi", "linear"), *((kind, part) for kind in PARTS for part in ("whole", "half"))]
 
 
 def export(model, folder, tokenizer=None):
@@ -89,6 +92,12 @@ def both(tmp_path_factory):
         model.generation_config = GenerationConfig(eos_token_id=[1, 2], temperature=0.6, top_p=0.9)
         export(model, written, bytes_tokenizer(kind))
         folders[f"tokenizer {kind}"] = export(model, place / f"again-{kind}", tokenizer_of(str(written)))
+        for name, about in BUILT_ANEW.items():
+            folder = place / f"{kind}-{name}"
+            shutil.copytree(written, folder)
+            config = json.loads((folder / "tokenizer_config.json").read_text()) | about
+            (folder / "tokenizer_config.json").write_text(json.dumps(config))
+            folders[f"{kind} {name}"] = export(model, place / f"again-{kind}-{name}", tokenizer_of(str(folder)))
     requests, out = place / "list.json", place / "out.json"
     requests.write_text(json.dumps(list(folders.values())))
     environment = {**os.environ, "PYTHONPATH": str(OTHER), "HF_HUB_OFFLINE": "1"}
@@ -112,6 +121,14 @@ def test_the_other_version_is_another(both):
     assert newer["version"].startswith("5.") and older["version"].startswith("4.")
 
 
+BUILT_ANEW = {
+    "begins": {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "bos_token": "<|im_start|>"},
+    "ends": {"tokenizer_class": "GemmaTokenizerFast", "add_eos_token": True},
+    "space": {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": True},
+    "qwen": {"tokenizer_class": "Qwen2Tokenizer"},
+    "general": {"tokenizer_class": "PreTrainedTokenizerFast"},
+}
+"""Classes and settings with which transformers 4 changes what a tokenizer.json says, and others."""
 NOT_COMPARED = "does not recognize this architecture"
 OTHERWISE = {
     "bigbird_pegasus": "the number of layers is the encoder's",
@@ -148,6 +165,15 @@ def test_a_model_is_the_same_in_both(name, both):
     assert older.get("error") == newer.get("error")
     torch.testing.assert_close(torch.tensor(older["logits"]), torch.tensor(newer["logits"]), rtol=1e-3, atol=1e-3)
     assert older["dtype"] == newer["dtype"] == "torch.float32"
+
+
+@pytest.mark.parametrize("kind", ["chatml", "llama3"])
+@pytest.mark.parametrize("name", BUILT_ANEW)
+def test_a_class_that_transformers_4_builds_anew_reads_the_file(kind, name, both):
+    newer, older = both[f"{kind} {name}"]
+    assert older.get("error") == newer.get("error")
+    assert older["ids"] == newer["ids"] == both[f"tokenizer {kind}"][0]["ids"]
+    assert older["fields"] == newer["fields"] == ["attention_mask", "input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["chatml", "llama3"])

@@ -1,11 +1,13 @@
 """The last trained token of a turn ends it: in the stop set of every sampler, and in every exported folder."""
 
 import json
+import re
 
 import pytest
 
 from rl_bridge.common.terminal import remarks
-from rl_bridge.models.encoding import encode_completion, encode_row
+from rl_bridge.models.chat_templates import next_header
+from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.own_model import own_source
 from rl_bridge.models.pretrained import save_pretrained
@@ -79,6 +81,60 @@ def test_a_special_token_before_the_words_ends_no_turn():
     assert stop_tokens(model_of(tokenizer, None), tokenizer) == {tokenizer.eos_token_id}
     tokenizer.chat_template = "{{ raise_exception('no messages at all') }}"
     assert stop_tokens(model_of(tokenizer, None), tokenizer) == {tokenizer.eos_token_id}
+
+
+ASKED = re.compile(r"{% if add_generation_prompt %}(.*){% endif %}$", re.DOTALL)
+
+
+@pytest.mark.parametrize("eos", ["own", "base"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_header_behind_every_reply_is_no_end_of_a_turn(kind, eos):
+    """The first template of Meta-Llama-3-8B-Instruct: the header of a reply stands behind the last one, too."""
+    tokenizer = tokenizer_of(kind, eos)
+    assert next_header(tokenizer) is None
+    tokenizer.chat_template, count = ASKED.subn(r"\1{{ '' }}", tokenizer.chat_template)  # a newline at the end stays
+    assert count == 1
+    tokenizer.name_or_path = "some/model"
+    for row in ({"messages": TALK[:2]}, {"prompt": TALK[:1], "response": "2"}, {"prompt": TALK[:3], "response": "4"}):
+        with pytest.raises(
+            ValueError, match=r"chat template of 'some/model' writes '.*' behind the last reply.*--chat-t"
+        ):
+            encode_row(tokenizer, row)
+    assert stop_tokens(model_of(tokenizer, None), tokenizer) == {tokenizer.eos_token_id}
+    encode_row(tokenizer, {"prompt": "1+1?", "response": "2"})
+    encode_row(tokenizer, {"messages": TALK[:2]}, apply_chat_template=False)
+    prompt = encode_prompt(tokenizer, TALK[:1])
+    tokenizer.chat_template = KINDS[kind][0]
+    assert prompt == encode_prompt(tokenizer, TALK[:1])
+    thought = "<think>so</think>" if kind == "opens thought" else ""
+    encode_row(tokenizer, {"messages": [TALK[0], {**TALK[1], "content": f"{thought}2"}]})
+
+
+REAL = {
+    "command-r": "{{ bos_token }}{% for m in messages %}<|im_start|>{{ '<|start_header_id|>' if m.role == 'user' else "
+    "'<start_of_turn>' }}{{ m.content }}<|end_header_id|>{% endfor %}{% if add_generation_prompt %}<|im_start|>"
+    "<start_of_turn>{% endif %}",
+    "instructions": "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    "no roles": "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+    "an end at last": "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% if loop.last and m.role != "
+    "'user' %}{{ eos_token }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}",
+    "elements": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "roles alternate": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}: {{ m.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}",
+}
+
+
+@pytest.mark.parametrize("form", REAL)
+def test_an_end_of_a_turn_is_no_header(form):
+    tokenizer = tokenizer_of("chatml", "own")
+    tokenizer.chat_template = REAL[form]
+    assert next_header(tokenizer) is None
+    always, count = ASKED.subn(r"\1", REAL[form])
+    tokenizer.chat_template = always
+    assert (next_header(tokenizer) is not None) == bool(count)
 
 
 CALLS = """{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.arguments | tojson }}{% endfor %}\

@@ -3,9 +3,12 @@ import re
 
 import pytest
 
+from rl_bridge.engines.dispatch import returns
+from rl_bridge.pipelines.policy import PolicyStages
 from rl_bridge.pipelines.rollout_options import EnvironmentOptions
 from rl_bridge.rewards import load
 from rl_bridge.rewards.function import RewardError
+from rl_bridge.rollout import InProcessRollout
 from rl_tools.cli import main
 from tests.support.trajectories import trajectory
 
@@ -64,6 +67,16 @@ def test_the_policy_learns_from_an_environment_s_rewards(arguments, run_to_end, 
 def test_an_environment_that_is_no_use_is_one_line(arguments, game, capsys, name, said):
     assert main(arguments("bad", **SMALL, **{"--environment": f"{game}:{name}"})) == 1
     assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("warm", [0, 1])
+def test_an_engine_that_is_too_short_is_refused_before_the_warm_start(arguments, game, capsys, monkeypatch, warm):
+    """An engine of its own may hold fewer tokens than the model has positions."""
+    monkeypatch.setattr(InProcessRollout, "ends", returns("same")(lambda worker: (frozenset(worker._stop), 20)))
+    options = SMALL | {"--sft.steps": warm, "--max-trajectory-tokens": 21, "--environment": f"{game}:Game"}
+    monkeypatch.setattr(PolicyStages, "warm_start", lambda stages: pytest.fail("it comes too late"))
+    assert main(arguments("short", **options)) == 1
+    assert "conversations of 21 tokens (max_tokens, --max-trajectory-tokens) are longer" in capsys.readouterr().err
 
 
 def test_the_reward_s_source_can_be_the_environment_among_others():

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.ahead.pumps import Pace
 from rl_bridge.rollout.cached_decoder import CachedDecoder
+from rl_bridge.rollout.served import served_rollout
+from rl_bridge.rollout.served.served_rollout import ServedRollout
 from tests.bridge.rollout.ahead.runs import CONFIG, SOURCE, TOKENIZER, Weights, ahead, shown, steps_of
 from tests.support.own_models import Tiny
 
@@ -169,6 +172,21 @@ def test_what_cannot_fit_is_refused_by_its_numbers(make, caplog):
     assert f"row {POSITIONS}, turn 0: ValueError: the environment opens with {POSITIONS} tokens" in caplog.text
     with pytest.raises(ValueError, match=rf"failed in all 4 conversations; row {POSITIONS}.* holds {POSITIONS}"):
         rollout.converse(rows[:1], SAMPLING, Talks, 2)
+
+
+@pytest.mark.parametrize(("make", "holds"), [(dynamic, 4 * POSITIONS), (tiny, 4 * POSITIONS), (dynamic, 12)])
+def test_a_served_engine_draws_no_more_than_the_trainer_reads(make, holds, monkeypatch):
+    """An engine may hold more, as vLLM multiplies positions by a rotary factor, or less."""
+    limits = SimpleNamespace(longest=holds)
+    engine = SimpleNamespace(limits=lambda: limits, close=lambda: None, forget=lambda rows: None)
+    monkeypatch.setattr(served_rollout, "ServedEngine", lambda *arguments, **options: engine)
+    monkeypatch.setattr(served_rollout, "UpdatedEngine", lambda *arguments, **options: None)
+    monkeypatch.setattr(served_rollout, "checkpoint", lambda *arguments: (None, None))
+    worker, bound = ServedRollout.__new__(ServedRollout), min(POSITIONS, holds)
+    worker._connect(make(), TOKENIZER, None, dtype=torch.float32, precision="fp32", at_once=1, restarts=0)
+    assert worker.ends()[1] == worker.longest == bound
+    with pytest.raises(ValueError, match=rf"the engine holds {bound} \(max_model_len, or the model's positions\)"):
+        worker.decoder(SAMPLING).add("long", [2] * bound, seed=0, limit=1)
 
 
 @pytest.mark.parametrize("scorer", [TokenScorer, ValueScorer])

@@ -308,10 +308,14 @@ class ServedDecoder(Decoder):
         *,
         stop: Collection[int],
         texts: StopTexts | None = None,
+        longest: int | None = None,
     ) -> None:
-        """``stop``, ``texts``: ids and texts that end a row. Rows that nobody takes are aborted with this object."""
+        """``stop``, ``texts``: ids and texts that end a row. ``longest``: tokens of a row, if fewer than the engine's.
+
+        Rows that nobody takes are aborted with this object.
+        """
         self._engine, self._sampling, self._stop = engine, sampling, frozenset(stop)
-        self._texts = texts or None
+        self._texts, self._longest = texts or None, longest
         self._pieces = self._texts is not None
         self._paused: list[_Row] = []
         self._in_rounds = False
@@ -340,6 +344,7 @@ class ServedDecoder(Decoder):
             ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
         """
         longest = self._engine.limits().longest
+        longest = longest if self._longest is None else min(longest, self._longest)
         check_row(tokens, limit=limit, drawn=drawn, longest=longest)
         text = None if self._texts is None else self._texts.begin(tokens[len(tokens) - said :])
         sampling = self._sampling.greedily() if greedy else self._sampling

@@ -14,6 +14,7 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
 from rl_bridge.models.model_source import ModelSource
+from rl_bridge.models.row_checks import longest_sequence
 from rl_bridge.models.turn_ends import stop_tokens
 from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.sampling import StopTexts
@@ -68,7 +69,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         folder, self._map = checkpoint(source, precision, dtype, self._folder.path)
         self.engine = ServedEngine(open_server, folder, at_once=at_once, restarts=restarts)
         self._close = weakref.finalize(self, self.engine.close)
-        self.longest = self.engine.limits().longest
+        self.longest = longest_sequence(model, self.engine.limits().longest)
         tolerance = tolerance or Tolerance.of(precision)
         self.updated = UpdatedEngine(
             self.engine, folder, tolerance=tolerance, replacements=replacements, adapter_rank=adapter_rank
@@ -77,7 +78,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
     def decoder(self, sampling: SamplingParams) -> ServedDecoder:
         """A decoder without rows; all decoders of a worker share its engine."""
         texts = StopTexts(self._tokenizer, sampling.stop)
-        return ServedDecoder(self.engine, sampling, stop=self._stop, texts=texts)
+        return ServedDecoder(self.engine, sampling, stop=self._stop, texts=texts, longest=self.longest)
 
     @returns("same")
     def weights_map(self) -> Through:

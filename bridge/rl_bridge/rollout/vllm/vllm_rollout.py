@@ -15,6 +15,7 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
 from rl_bridge.models.model_source import ModelSource
+from rl_bridge.models.row_checks import longest_sequence
 from rl_bridge.models.turn_ends import stop_tokens
 from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.sampling import StopTexts
@@ -75,7 +76,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         restart = weakref.WeakMethod(self.updated.restart)
         client.on_death = lambda: restart()()  # type: ignore[misc]  # who steps the client has its updates too
         self._outbox = Outbox(client, draws)
-        self.longest = facts(client.engine).max_model_len
+        self.longest = longest_sequence(model, facts(client.engine).max_model_len)
 
     def decoder(self, sampling: SamplingParams) -> VLLMDecoder:
         """A decoder without rows; all decoders of a worker share its engine."""
