@@ -120,9 +120,9 @@ def only_loops_reach_the_limit(monkeypatch):
 
 def test_a_busy_machine_may_take_its_time_to_begin_a_process(file):
     """The limit is of the environment's calls: nothing of a process that has not begun is the environment's."""
-    made = EnvironmentProcesses(load_environment(f"{file}:Game"), limit=0.2)
+    made = EnvironmentProcesses(load_environment(f"{file}:Game"), limit=3.0)
     os.kill(made._process.pid, signal.SIGSTOP)
-    resumed = threading.Timer(1.0, os.kill, (made._process.pid, signal.SIGCONT))
+    resumed = threading.Timer(4.0, os.kill, (made._process.pid, signal.SIGCONT))
     resumed.start()
     try:
         session = made.session()
