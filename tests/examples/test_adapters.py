@@ -89,7 +89,7 @@ def test_a_trained_part_has_the_command_s_numbers_to_the_bit(loop, part, model_f
         loop("stopped", stop_at=2, **options)
     assert loop("stopped", resume=True, **options) == expected
     before, after = (
-        load_pretrained(str(folder)).state_dict() for folder in (model_folder, tmp_path / "whole" / "model")
+        load_pretrained(str(folder))[0].state_dict() for folder in (model_folder, tmp_path / "whole" / "model")
     )
     trained = {name for name in before if not torch.equal(before[name], after[name])}
     own = ("q_proj.weight", "up_proj.weight") if part == "lora" else ("_proj.weight", "_proj.bias", "norm.weight")

@@ -28,17 +28,6 @@ def reward_matrix(trajectories: Sequence[Trajectory], names: Sequence[str], resp
     return flat.view(-1, responses, len(names)).transpose(1, 2)
 
 
-def require_rewards(trajectories: Sequence[Trajectory], applies: torch.Tensor) -> None:
-    """Refuse completions of which none has a reward: ``applies`` [P, R, n].
-
-    Raises:
-        RewardError: with the first row.
-    """
-    if not bool(applies.any()):
-        where = trajectories[0].row.get("_where", "a row")
-        raise RewardError(f"every reward returned None for all {len(trajectories)} completions, the first on {where}")
-
-
 def overlong(trajectories: Sequence[Trajectory], responses: int, *, max_length: int, buffer: int) -> torch.Tensor:
     """[P, n] in [−1, 0]: DAPO's penalty of completions longer than ``max_length − buffer`` tokens.
 
@@ -127,7 +116,7 @@ class Sampled:
     def _where_rewards_apply(self) -> dict[str, float]:
         """Means over the completions that have a reward, and the shares of those that have none."""
         metrics = {
-            "reward": float(self.rewards[self.rewarded].mean()),
+            "reward": float(self.rewards[self.rewarded].sum() / self.rewarded.sum().clamp(min=1)),
             "unrewarded": float((~self.rewarded).float().mean()),
         }
         for i, name in enumerate(self.names[: self.applies.shape[1]] if len(self.names) > 1 else ()):
@@ -164,15 +153,11 @@ def rewarded(
     """Groups of ``n`` trajectories that have the rewards, and all that is computed from them.
 
     ``max_new_tokens`` is the limit that ``overlong_buffer`` lies before. ``greedy`` [P]: rewards of greedy completions.
-
-    Raises:
-        RewardError: no reward applies to any of the completions.
     """
     names = rewards.names
     matrix = reward_matrix(trajectories, names, n)
     earned = (ScalarOptions() if scalar is None else scalar).combine(matrix, rewards.weights)
     applies = ~matrix.isnan()
-    require_rewards(trajectories, applies)
     matrix, earned = matrix.masked_fill(~applies, 0.0), earned.masked_fill(~applies.any(1), 0.0)
     total = earned
     if overlong_buffer is not None:
@@ -309,7 +294,9 @@ def without_signal(sampled: Sampled) -> str:
     """A line about the rewards of a step that gives no update."""
     values = sampled.rewards.unique().tolist()
     numbers = ", ".join(f"{value:g}" for value in values[:4]) + (", …" if len(values) > 4 else "")
-    if len(values) == 1:
+    if not bool(sampled.rewarded.any()):
+        reason = "no reward applies to any of these"
+    elif len(values) == 1:
         reason = f"every reward is {numbers}"
     elif bool((sampled.rewards == sampled.rewards[:, :1]).all()):
         reason = f"the rewards of each group are equal ({numbers})"

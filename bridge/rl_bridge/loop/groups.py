@@ -137,7 +137,8 @@ class Groups:
         alike = [(replace(part.sampling, seed=0), part.pad_token, part.scored.names) for part in parts]
         if strange := [way for way in alike if way != alike[0]]:
             raise ValueError(f"groups that are joined are sampled and scored alike, got {alike[0]} and {strange[0]}")
-        seed, count = Counter(part.sampling.seed for part in parts).most_common(1)[0]
+        draws = {(part.sampling.seed, part.drawn) for part in parts if part.drawn is not None}
+        seed, count = Counter(seed for seed, _ in draws).most_common(1)[0] if draws else (0, 0)
         if count > 1 and first.sampling.temperature:
             raise ValueError(
                 f"{count} of the joined groups have the seed {seed}, and drew by the same random numbers at each "

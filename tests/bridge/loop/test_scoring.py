@@ -75,7 +75,8 @@ def test_an_engine_that_a_sync_replaces_is_counted_and_said(model, batch, monkey
     assert not any(name.startswith("weights/") for name in policy.update(batch))
     rollout = SimpleNamespace(engine=SimpleNamespace(methods=("take_weights", "prove_weights")))
 
-    def sync(_):
+    def sync(_, adapter):
+        assert adapter is None
         policy.engine.replaced_engines += 1
         policy.engine.last_sync = SimpleNamespace(not_compared=2, replaced=["slot 0 held other weights"])
 

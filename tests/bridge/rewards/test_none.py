@@ -8,7 +8,7 @@ import torch
 
 import rl_bridge
 import rl_fn
-from rl_bridge.algorithms.completions import Sampler
+from rl_bridge.algorithms.completions import Sampler, without_signal
 from rl_bridge.algorithms.evaluation import evaluate, gain, interval
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
 from rl_bridge.data.rows import RowStream
@@ -103,8 +103,10 @@ def test_metrics_and_evaluations_are_of_the_completions_that_have_a_reward():
         groups.held_out(pass_at=(4,))
     assert not groups.select([1]).valid.any() and groups.select([0]).valid.tolist() == [[True, False, True, True]]
     assert rl_bridge.Groups.joined([groups.select([0]), groups.select([2])]).valid.sum() == 5
-    with pytest.raises(RewardError, match="every reward returned None for all 2 completions"):
-        groups_of([None, None])
+    nothing = groups_of([None, None])
+    assert (nothing.metrics()["reward"], nothing.metrics()["unrewarded"]) == (0.0, 1.0)
+    assert not nothing.batch().with_advantages(rl_fn.recipes.dapo()).computed.any()
+    assert without_signal(nothing.scored) == "no update, 1 groups of 2 completions: no reward applies to any of these"
 
 
 def test_several_rewards_make_the_number_of_those_that_apply():
