@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rl_bridge.loop.groups import GroupBatch, Groups
     from rl_bridge.loop.loop_run import Run
     from rl_bridge.loop.rollout import Rollout
-    from rl_bridge.loop.trained import AdamW, Policy, Reference
+    from rl_bridge.loop.scored import AdamW, Reference, Teacher
+    from rl_bridge.loop.trained import Policy
     from rl_bridge.loop.values import Critic, RewardModel
     from rl_bridge.modules.own_loss import torch_loss
     from rl_bridge.modules.scoring import ScoringConfig
@@ -50,6 +51,7 @@ __all__ = [
     "Run",
     "SamplingParams",
     "ScoringConfig",
+    "Teacher",
     "Trajectory",
     "VLLMOptions",
     "current_executor",
@@ -70,7 +72,8 @@ _PLACES = {
     "loop.groups": ("GroupBatch", "Groups"),
     "loop.rollout": ("Rollout",),
     "loop.loop_run": ("Run",),
-    "loop.trained": ("AdamW", "Policy", "Reference"),
+    "loop.scored": ("AdamW", "Reference", "Teacher"),
+    "loop.trained": ("Policy",),
     "loop.values": ("Critic", "RewardModel"),
     "modules.scoring": ("ScoringConfig",),
     "modules.own_loss": ("torch_loss",),

@@ -1,5 +1,7 @@
 """Rollouts ahead of training in a loop: the plain loop's numbers without staleness, and the same ones when resumed."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from rl_bridge import (
     load_model,
     load_rows,
 )
+from rl_bridge.environments import Step
 from tests.support import warm
 from tests.support.results import metrics
 
@@ -64,6 +67,63 @@ def test_without_staleness_the_numbers_are_the_plain_loop_s(plain, run_here):
     records = run_here("example", max_staleness=0)
     assert [{name: record[name] for name in own} for record, own in zip(records, plain, strict=True)] == plain
     assert plain[0]["policy_loss"] != plain[1]["policy_loss"] and records[2]["staleness_max"] == 0
+
+
+class Guess:
+    """Answers each turn with its number, and gives a reward for the ones in it."""
+
+    def reset(self, row):
+        self.turns = 0
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, messages):
+        self.turns += 1
+        answer = [{"role": "tool", "content": f"={self.turns}"}]
+        return Step(messages=answer, reward=messages[-1]["content"].count("1") - 0.1 * len(messages[-1]["content"]))
+
+
+def conversing(model_folder, problems, output, name, **changes):
+    """The records of a loop over conversations: ahead of training, or in turn without ``max_staleness``."""
+    current_executor().stop()
+    staleness, resume, stop_at = (changes.get(key) for key in ("max_staleness", "resume", "stop_at"))
+    source, rows, objective = load_model(str(model_folder)), load_rows(str(problems)), rl_fn.recipes.dapo()
+    rollout, policy = Rollout(source), Policy(source, objective, AdamW(0.02, total=3))
+    sampling, talk = SamplingParams(n=2, max_new_tokens=3), {"environment": Guess, "max_turns": 2}
+    drawn = None
+    if staleness is not None:
+        sizes = {"prompts": 4, "steps": 3, "max_staleness": staleness}
+        drawn = Ahead(rollout, policy, rows, "environment", sampling, **sizes, **talk)
+    try:
+        with (
+            drawn or nullcontext(),
+            Run(name, [policy, drawn or rows], output=output, checkpoint_every=1, resume=bool(resume)) as run,
+        ):
+            for step in run.steps(3):
+                if step == stop_at:
+                    raise KeyboardInterrupt
+                if drawn is None:
+                    policy.sync_weights(rollout)
+                    groups = rollout.converse(rows.take(4), replace(sampling, seed=step), **talk).score("environment")
+                else:
+                    groups = drawn.groups()
+                batch = policy.score(groups.batch()).with_advantages(objective)
+                run.log(policy.update(batch, stale=True), groups)
+    finally:
+        current_executor().stop()
+    return metrics(output / name)
+
+
+def test_conversations_ahead_of_training_are_those_of_the_plain_loop_and_taken_up_again(
+    model_folder, problems, tmp_path
+):
+    inputs = (model_folder, problems, tmp_path)
+    plain, records = conversing(*inputs, "plain"), conversing(*inputs, "turns", max_staleness=0)
+    assert [{name: record[name] for name in own} for record, own in zip(records, plain, strict=True)] == plain
+    assert plain[0]["policy_loss"] != plain[1]["policy_loss"]
+    whole = conversing(*inputs, "whole", max_staleness=1)
+    with pytest.raises(KeyboardInterrupt):
+        conversing(*inputs, "stopped", max_staleness=1, stop_at=2)
+    assert conversing(*inputs, "stopped", max_staleness=1, resume=True) == whole
 
 
 def test_a_resumed_loop_ends_bit_for_bit_as_one_that_was_not_stopped(run_here, tmp_path, monkeypatch):

@@ -175,6 +175,28 @@ def rewarded(
     )
 
 
+def baseline_of(
+    trajectories: Sequence[Trajectory],
+    rewards: Rewards,
+    *,
+    scalar: ScalarOptions,
+    overlong_buffer: int | None,
+    max_new_tokens: int,
+) -> torch.Tensor:
+    """ReMax's baseline [P]: what P greedy trajectories with rewards earned.
+
+    Raises:
+        RewardError: no reward applies to one of these.
+    """
+    earned = scalar.combine(reward_matrix(trajectories, rewards.names, 1), rewards.weights)
+    if overlong_buffer is not None:
+        earned = earned + overlong(trajectories, 1, max_length=max_new_tokens, buffer=overlong_buffer)
+    if bool(earned.isnan().any()):
+        where = trajectories[int(earned[:, 0].isnan().nonzero()[0, 0])].row.get("_where", "a row")
+        raise RewardError(f"no reward applies to the greedy completion of {where}, which is the group's baseline")
+    return earned[:, 0]
+
+
 class Sampler:
     """Makes the completions of a step. Its random numbers depend on the seed, the step and the prompt's place alone."""
 
@@ -189,6 +211,11 @@ class Sampler:
     ) -> None:
         self.complete, self.rewards, self.stream = complete, rewards, stream
         self._config, self._seed = config, seed
+        self._making: dict[str, Any] = {
+            "scalar": config.scalar,
+            "overlong_buffer": config.overlong_buffer,
+            "max_new_tokens": config.sampling.max_new_tokens,
+        }
         self._greedy = "greedy_rewards" in objective.required_rollout_fields
         dynamic: Any = objective.dynamic_sampling
         self._has_signal = None if dynamic is None or config.sampling_rounds == 1 else from_jax(dynamic.kept)
@@ -247,32 +274,15 @@ class Sampler:
 
     def _sampled(self, trajectories: list[Trajectory], greedy: torch.Tensor | None = None) -> Sampled:
         """Groups with rewards of each trajectory, and all that is computed from them."""
-        config = self._config
-        return rewarded(
-            trajectories,
-            self.rewards,
-            config.responses_per_prompt,
-            scalar=config.scalar,
-            overlong_buffer=config.overlong_buffer,
-            max_new_tokens=config.sampling.max_new_tokens,
-            greedy=greedy,
-        )
+        n = self._config.responses_per_prompt
+        return rewarded(trajectories, self.rewards, n, greedy=greedy, **self._making)
 
     def _greedy_rewards(self, rows: Sequence[dict]) -> torch.Tensor:
         """ReMax's baseline [P]: what the most likely completion of each prompt earns."""
         return self._baseline(scored(self.complete, self.rewards, rows, self._config.sampling.params().greedily()))
 
     def _baseline(self, trajectories: list[Trajectory]) -> torch.Tensor:
-        """[P] of P greedy trajectories with rewards."""
-        config = self._config
-        rewards = config.scalar.combine(reward_matrix(trajectories, self.rewards.names, 1), self.rewards.weights)
-        if config.overlong_buffer is not None:
-            limit = config.sampling.max_new_tokens
-            rewards = rewards + overlong(trajectories, 1, max_length=limit, buffer=config.overlong_buffer)
-        if bool(rewards.isnan().any()):
-            where = trajectories[int(rewards[:, 0].isnan().nonzero()[0, 0])].row.get("_where", "a row")
-            raise RewardError(f"no reward applies to the greedy completion of {where}, which is the group's baseline")
-        return rewards[:, 0]
+        return baseline_of(trajectories, self.rewards, **self._making)
 
 
 def joined(parts: Sequence[Sampled]) -> Sampled:

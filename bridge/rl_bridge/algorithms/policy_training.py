@@ -7,7 +7,7 @@ import torch
 
 from rl_bridge.algorithms.advantages import Inputs
 from rl_bridge.algorithms.completion_log import CompletionLog
-from rl_bridge.algorithms.completions import Sampler, without_signal
+from rl_bridge.algorithms.completions import Sampled, Sampler, without_signal
 from rl_bridge.algorithms.evaluation import Evaluator
 from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, Replaced, require_fit
 from rl_bridge.data.token_batch import TokenBatch, collate
@@ -31,9 +31,9 @@ class Mismatch:
     the trainer's own weights and arithmetic has ratio 1; a quantised or a stale one has not.
     """
 
-    def __init__(self, objective: Objective, *, least_share: float) -> None:
-        """``least_share``: of the tokens as an effective sample, from which down the alarm is 1."""
-        self._least_share, self._alarmed = least_share, False
+    def __init__(self, objective: Objective, *, least_share: float, option: str = "least_share") -> None:
+        """``least_share``: of the tokens as an effective sample, below which the alarm is 1; ``option`` is its name."""
+        self._least_share, self._option, self._alarmed = least_share, option, False
         self._metrics = from_jax(mismatch_metrics)
         self._sample = from_jax(effective_sample_size)
         correction: Any = objective.correction
@@ -79,7 +79,7 @@ class Mismatch:
         shares = ", ".join(f"{metrics[name]:.2f} ({name})" for name in _SHARES if name in metrics)
         return (
             f"the rollout samples from another policy than the trainer's: its tokens count as a share of {shares}, and "
-            f"--policy.least-effective-share is {self._least_share:g}; what follows is in the metric {ALARM}"
+            f"{self._option} is {self._least_share:g}; what follows is in the metric {ALARM}"
         )
 
 
@@ -89,7 +89,8 @@ class Updates:
     def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig) -> None:
         self._engines, self._config = engines, config
         self._denominator = from_jax(objective.denominator)
-        self.mismatch = Mismatch(objective, least_share=config.least_effective_share)
+        least, option = config.least_effective_share, "--policy.least-effective-share"
+        self.mismatch = Mismatch(objective, least_share=least, option=option)
 
     def make(
         self,
@@ -114,10 +115,7 @@ class Updates:
 
     def watched(self) -> dict[int, dict[str, list[float]]]:
         """Values in the loss of each watched row that was computed, since the last call."""
-        rows: dict[int, dict[str, list[float]]] = {}
-        for watched_rows in self._engines.policy.take_watched():
-            rows |= watched_rows
-        return rows
+        return watched_rows(self._engines.policy)
 
     def _update_policy(
         self,
@@ -174,6 +172,14 @@ def policy_update(
     return {name: mean(value) for name, value in loss_metrics.items()} | policy.optimizer_step()
 
 
+def watched_rows(policy: TrainEngine) -> dict[int, dict[str, list[float]]]:
+    """Values in the loss of each row that ``policy_update`` was given a number for, since the last call."""
+    rows: dict[int, dict[str, list[float]]] = {}
+    for of_worker in policy.take_watched():
+        rows |= of_worker
+    return rows
+
+
 def critic_update(critic: TrainEngine, minibatch: TokenBatch, denominator: float) -> dict[str, float]:
     """One update of a critic on one of ``shares_of``, and its metrics."""
     totals = critic.train_step(NeedParallel(minibatch), denominator)
@@ -224,6 +230,27 @@ MANY = 0.5
 """A share of completions without an end that a user should hear of."""
 
 
+class Remarks:
+    """Lines about steps that give no update, and about completions without an end."""
+
+    def __init__(self) -> None:
+        self._cut, self._idle = False, 0
+
+    def of_step(self, sampled: Sampled, computed: torch.Tensor, truncated: float, limit: str) -> Iterator[str]:
+        """The lines of a step. ``computed`` [N]: rows with a gradient. ``truncated``: share of completions cut at
+        ``limit``, an option by its name."""
+        if not bool(computed.any()):
+            self._idle += 1
+            if self._idle.bit_count() == 1:  # the 1st, 2nd, 4th … of this session: not a line each
+                yield without_signal(sampled) + (f"; {self._idle} such steps" if self._idle > 1 else "")
+        if not self._cut and truncated >= MANY:
+            self._cut = True
+            yield (
+                f"{truncated:.0%} of the completions were cut at {limit}: their rewards are of beginnings. The "
+                "metric truncated has what follows"
+            )
+
+
 @collector_waits()
 def train_policy(
     run: Run,
@@ -252,7 +279,7 @@ def train_policy(
     state |= {"coefficients": coefficients} if coefficients else {}
     state |= {} if evaluator.archive is None else {"archive": evaluator.archive}
     replaced = Replaced(engines)
-    warned, idle = False, 0
+    remarks, limit = Remarks(), f"--policy.sampling.max-new-tokens {config.sampling.max_new_tokens}"
     for step in run.steps("policy", config.steps, state=state):
         if engines.reference is not None and config.reference_every and step and step % config.reference_every == 0:
             engines.policy.follow(engines.reference, config.reference_share)
@@ -263,23 +290,16 @@ def train_policy(
         batch = inputs.scored(collate(sampled.trajectories, pad_token_id), sampled, step)
         terms = coefficients.values()
         batch, computed, counted = inputs.advantages(batch, sampled, terms)
-        if not bool(computed.any()):
-            idle += 1
-            if idle.bit_count() == 1:  # the 1st, 2nd, 4th … of this session: not a line each
-                run.print(f"step {step}: {without_signal(sampled)}" + (f"; {idle} such steps" if idle > 1 else ""))
+        metrics = sampled.metrics() | {"informative": float(computed.float().mean())}
+        for line in remarks.of_step(sampled, computed, metrics["truncated"], limit):
+            run.print(f"step {step}: {line}")
 
         phase_ended()
-        metrics = sampled.metrics() | {"informative": float(computed.float().mean())}
         metrics |= inputs.metrics(batch) | coefficients.metrics()
         watched = None if completions is None else completions.choose(step, computed)
         metrics |= updates.make(step, batch, computed, counted, terms, watched)
         if completions is not None and watched is not None:
             completions.write(step, sampled, batch, watched, updates.watched())
-        if not warned and metrics["truncated"] >= MANY:
-            warned = True
-            limit = f"--policy.sampling.max-new-tokens {config.sampling.max_new_tokens}"
-            share = f"{metrics['truncated']:.0%} of the completions were cut at {limit}"
-            run.print(f"step {step}: {share}: their rewards are of beginnings. The metric truncated has what follows")
         if warning := updates.mismatch.warning(metrics):
             run.print(warning)
         coefficients.update(metrics)

@@ -1,7 +1,7 @@
 """``Ahead``: groups of later steps are drawn while a loop trains on a step."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Self
 
@@ -9,11 +9,13 @@ import rl_fn
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.engine import Engine
+from rl_bridge.environments import EnvironmentFactory
+from rl_bridge.environments.functions import Parse
 from rl_bridge.loop.data import Rows
 from rl_bridge.loop.groups import Groups, loaded_rewards
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.trained import Policy
-from rl_bridge.pipelines.rollout_options import AsynchronousOptions
+from rl_bridge.pipelines.rollout_options import AsynchronousOptions, talking
 from rl_bridge.rewards import Rewards
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
@@ -30,6 +32,8 @@ class Ahead:
     With ``partial`` a completion goes on across an update of the weights, each token with its version; with
     ``deterministic=False`` the rollout takes new weights when there are any, and a step may choose among ``window``
     prompts. Both are explained in docs/rollouts.md.
+
+    With ``environment`` or ``tools`` conversations are drawn, and their arguments are those of ``Rollout.converse``.
 
     >>> ahead = Ahead(rollout, policy, rows, reward, sampling, prompts=32, steps=200)  # doctest: +SKIP
     >>> with ahead, Run("grpo", state=[policy, ahead]) as run:  # doctest: +SKIP
@@ -63,6 +67,13 @@ class Ahead:
         scalar: ScalarOptions | None = None,
         overlong_buffer: int | None = None,
         none: OnNone = "refuse",
+        environment: EnvironmentFactory | str | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        parse: Parse | None = None,
+        max_turns: int = 4,
+        max_tokens: int | None = None,
+        step_timeout: float = 60.0,
+        processes: int = 0,
     ) -> None:
         if not isinstance(policy.objective, rl_fn.Objective):
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
@@ -92,6 +103,13 @@ class Ahead:
         self._rewards = loaded_rewards(reward, weights, none)
         self._of_rewards = {"scalar": asdict(config.scalar), "overlong_buffer": overlong_buffer, "none": none}
         self._engines = PolicyEngines(policy=policy.engine, rollout=rollout.engine)
+        self._limits, conversations = dict[str, Any](), None
+        if environment is not None or tools:
+            factory = rollout.environment_of(rows.rows, environment, tools, parse)
+            self._limits = {"max_turns": max_turns, "max_tokens": max_tokens}
+            waiting: dict[str, Any] = {"step_timeout": step_timeout, "processes": processes}
+            tokenizer, turn_tokens = rollout.model.tokenizer, sampling.max_new_tokens
+            conversations = talking(rollout.engine, factory, tokenizer, turn_tokens, **self._limits, **waiting)
         self._sampler = self._options.sampler(
             rollout.engine,
             tokenizer=rollout.model.tokenizer,
@@ -100,6 +118,7 @@ class Ahead:
             objective=policy.objective,
             config=config,
             seed=sampling.seed,
+            talking=conversations,
         )
 
     def __enter__(self) -> Self:
@@ -131,6 +150,7 @@ class Ahead:
         sampling = asdict(self._sampling)
         sampling["stop"] = list(sampling["stop"])
         of_ahead = {"prompts": self._prompts, "ahead": asdict(self._options)}
+        of_ahead |= {"conversations": self._limits} if self._limits else {}
         return {"sampling": sampling, **of_ahead, "rewards": json.loads(json.dumps(self._of_rewards))}
 
     def fingerprints(self) -> dict[str, str]:

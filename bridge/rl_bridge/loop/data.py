@@ -204,7 +204,7 @@ class Rows:
         ``reader``: the source that ``load_rows`` read them of, and ``census`` how many there were.
         """
         self.stream = RowStream(rows, seed)
-        self._rows, self._seed, self._collate = rows, seed, collate
+        self.rows, self._seed, self._collate = rows, seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
         self._reader = reader_fingerprint(reader)
         self.count = len(rows)
@@ -246,10 +246,10 @@ class Rows:
         """
         if self._collate is not None:
             raise ValueError("these rows are encoded for a loss: hold_out is for prompts, which a reward scores")
-        train, held_out = split_rows(self._rows, count, self._seed)
+        train, held_out = split_rows(self.rows, count, self._seed)
         counts = {"trained": len(train), "held_out": self.census.held_out + len(held_out)}
         census = replace(self.census, **counts, left_out=dict(self.census.left_out))
-        census.leave_out("their prompts are those of held-out rows", len(self._rows) - len(train) - len(held_out))
+        census.leave_out("their prompts are those of held-out rows", len(self.rows) - len(train) - len(held_out))
         rows = Rows(train, seed=self._seed, census=census)
         rows._reader = self._reader
         return rows, held_out

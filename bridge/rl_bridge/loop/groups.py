@@ -10,7 +10,7 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Advantages
-from rl_bridge.algorithms.completions import Sampled, joined, rewarded
+from rl_bridge.algorithms.completions import Sampled, baseline_of, joined, rewarded
 from rl_bridge.algorithms.evaluation import interval, pass_rates_of, with_ends
 from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.token_batch import TokenBatch, collate
@@ -23,8 +23,8 @@ from rl_bridge.rewards.sources import Source
 SCORED_BY = {
     "ref_logprobs": "reference.score(batch)",
     "values": "critic.score(batch)",
-    "greedy_rewards": "the command, rl-fn train policy",
-    "teacher_logprobs": "the command, rl-fn train policy",
+    "greedy_rewards": "groups.score(reward, greedy=rollout.generate(prompts, greedy))",
+    "teacher_logprobs": "teacher.score(batch)",
 }
 """Inputs of an objective beyond the completions and their rewards, and what gives them."""
 
@@ -85,6 +85,7 @@ class Groups:
         scalar: ScalarOptions | None = None,
         overlong_buffer: int | None = None,
         none: OnNone = "refuse",
+        greedy: "Groups | None" = None,
     ) -> "Groups":
         """The groups with rewards.
 
@@ -93,20 +94,33 @@ class Groups:
         ``scalar`` make one number of several rewards. ``overlong_buffer``: DAPO's penalty of long completions. ``none``
         "leave-out": a reward that returns None does not apply to a completion, as to another task's rows; a completion
         that no reward applies to is in no group's statistics and in no loss, and ``metrics`` counts it (unrewarded).
+        ``greedy``: one completion of each prompt at temperature 0, whose reward is the group's baseline (ReMax).
 
         Raises:
             RewardError: a reward that raises, hangs, dies or returns no finite number: its name and the row.
+            ValueError: greedy completions of other prompts, or that are not greedy.
         """
         rewards = loaded_rewards(reward, weights, none)
-        sampled = rewarded(
-            rewards.score(self.trajectories),
-            rewards,
-            self.sampling.n,
-            max_new_tokens=self.sampling.max_new_tokens,
-            scalar=scalar,
-            overlong_buffer=overlong_buffer,
-        )
+        making: dict[str, Any] = {"scalar": ScalarOptions() if scalar is None else scalar}
+        making |= {"overlong_buffer": overlong_buffer, "max_new_tokens": self.sampling.max_new_tokens}
+        baseline = None
+        if greedy is not None:
+            self._require_baseline(greedy)
+            baseline = baseline_of(rewards.score(greedy.trajectories), rewards, **making)
+        sampled = rewarded(rewards.score(self.trajectories), rewards, self.sampling.n, greedy=baseline, **making)
         return replace(self, trajectories=sampled.trajectories, sampled=sampled)
+
+    def _require_baseline(self, greedy: "Groups") -> None:
+        """Refuse a baseline that is not of these prompts, each with one greedy completion."""
+        if greedy.sampling.temperature or greedy.sampling.n != 1:
+            raise ValueError(
+                "a baseline is one greedy completion of each prompt, SamplingParams(temperature=0.0), got "
+                f"n={greedy.sampling.n} at temperature {greedy.sampling.temperature}"
+            )
+        if [t.prompt_tokens for t in greedy.trajectories] != [
+            t.prompt_tokens for t in self.trajectories[:: self.sampling.n]
+        ]:
+            raise ValueError("the greedy completions are of other prompts than these groups, or in another order")
 
     def batch(self) -> "GroupBatch":
         """The completions as tensors; π_old is what the rollout sampled from, until ``policy.score`` says better.
@@ -188,10 +202,12 @@ class GroupBatch:
     """[N]: rows that the loss needs; None before ``with_advantages``."""
     counted: torch.Tensor | None = None
     """[N, L]: tokens in the denominator."""
-    reference: ScoringConfig | None = None
-    """How the reference scored."""
+    scorings: Mapping[str, ScoringConfig] = field(default_factory=dict)
+    """How the models beside the policy scored: ``reference``, ``teacher``."""
     objective: rl_fn.Objective | None = None
     """The objective whose advantages these are."""
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    """The coefficients that the advantages were made with, where a controller sets any."""
     rescored: bool = False
     """Whether π_old is the trainer's (``policy.score``), and not what the rollout sampled from."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -201,25 +217,38 @@ class GroupBatch:
         """The batch with other fields of its tokens."""
         return replace(self, tokens=self.tokens._replace(**fields))
 
-    def with_advantages(self, objective: rl_fn.Objective, *, correct_reward: float = 1.0) -> "GroupBatch":
+    def with_scoring(self, kind: str, scoring: ScoringConfig) -> "GroupBatch":
+        """The batch with how a model of this ``kind`` scored."""
+        return replace(self, scorings={**self.scorings, kind: scoring})
+
+    def with_advantages(
+        self,
+        objective: rl_fn.Objective,
+        *,
+        correct_reward: float = 1.0,
+        coefficients: Mapping[str, float] | None = None,
+    ) -> "GroupBatch":
         """The batch with the objective's advantages and returns, and the tokens that the loss counts.
 
-        ``correct_reward``: from which reward on a completion is correct, for losses that read that.
+        ``correct_reward``: from which reward on a completion is correct, for losses that read that. ``coefficients``:
+        ``policy.coefficients``, where the policy has a controller of the KL that is taken off the rewards.
 
         Raises:
             ValueError: the objective reads log-probabilities or values that no model has given yet.
         """
         advantages, sampled = _advantages(objective), self.groups.scored
-        present = {"ref_logprobs": self.tokens.ref_logprobs, "values": self.tokens.old_values}
+        tokens, terms = self.tokens, dict(coefficients or {})
+        present = {"ref_logprobs": tokens.ref_logprobs, "values": tokens.old_values}
+        present |= {"teacher_logprobs": tokens.teacher_logprobs, "greedy_rewards": sampled.greedy_rewards}
         for name, source in SCORED_BY.items():
             if name in advantages.fields and present.get(name) is None:
                 raise ValueError(f"{objective.name} reads {name}, which {source} gives")
         seed = self.groups.sampling.seed
         batch = advantages.marked(self.tokens, sampled, correct_reward=correct_reward, seed=seed)
-        batch, computed, counted = advantages.advantages(batch, sampled, {})
+        batch, computed, counted = advantages.advantages(batch, sampled, terms)
         metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch)
         of_objective: dict[str, Any] = {"computed": computed, "counted": counted, "objective": objective}
-        return replace(self, tokens=batch, metrics=metrics, **of_objective)
+        return replace(self, tokens=batch, metrics=metrics, coefficients=terms, **of_objective)
 
 
 def loaded_rewards(

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.common.terminal import tell
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.data import Part, Rows, changed
-from rl_bridge.loop.trained import Metrics, Policy, Scored
+from rl_bridge.loop.scored import Metrics, Scored
+from rl_bridge.loop.trained import Policy
 from rl_bridge.pipelines.placement import keep_threads
 from rl_bridge.run import run
 from rl_bridge.run.options import RunOptions
@@ -38,7 +40,8 @@ class Run:
 
     ``state`` are the objects that change from step to step: the policy, the rows, a critic, a reference that follows.
     With ``resume`` the loop goes on from the newest checkpoint, with the same numbers to the bit, if ``state`` is whole
-    and a step's random numbers are made of its number (``SamplingParams(seed=step)``).
+    and a step's random numbers are made of its number (``SamplingParams(seed=step)``). ``samples_kept`` completions of
+    every ``samples_every`` steps are in completions.jsonl, with what the loss had of each token; 0 keeps none.
 
     >>> with Run("grpo", state=[policy, rows]) as run:  # doctest: +SKIP
     ...     for step in run.steps(200):
@@ -63,8 +66,12 @@ class Run:
         checkpoint_every: int = 50,
         keep_checkpoints: int = 2,
         stop_after_skips: int = 3,
+        samples_every: int = 10,
+        samples_kept: int = 4,
         observers: Sequence[Observer] = (),
     ) -> None:
+        if samples_every < 0 or samples_kept < 1:
+            raise ValueError(f"need samples_every ≥ 0, samples_kept ≥ 1, got {samples_every, samples_kept}")
         if not state:
             raise ValueError("state holds the objects that change from step to step, and is empty")
         for part in state:
@@ -99,6 +106,7 @@ class Run:
         keep_threads(self._run, current_executor())
         if self._rows:
             tell(f"rows: {'; '.join(census.line() for census in self._rows)}")
+        self._samples = {"every": samples_every, "kept": samples_kept}
         self._step: int | None = None
         self._stages: list[str] = []
         self._entered = False
@@ -161,11 +169,15 @@ class Run:
         self._total += total
         holders = _holders(parts)
         policies = [part for part in parts.values() if isinstance(part, Policy)]
+        sampling = [policy for policy in policies if policy.kind == stage == "policy"]
+        completions = self._completions(sampling[0]) if sampling else None
         for step in self._run.steps(stage, total, state=holders):
             while policies:  # the first step, with the weights of a checkpoint
                 policies.pop().remember()
             changed.clear()
             self._step = step
+            if completions is not None:
+                sampling[0].log_completions(completions, step)
             try:
                 yield step
             except GeneratorExit:
@@ -211,6 +223,11 @@ class Run:
         """Say what came of the run: ``summary.json`` and ``rl-fn report`` have the line and the numbers."""
         self._result = {"result": result, **numbers}
         self.print(result)
+
+    def _completions(self, policy: Policy) -> CompletionLog:
+        """The file of some completions of a stage, with what the loss had of each token."""
+        tokenizer = policy.model.tokenizer
+        return CompletionLog(self.folder, lambda tokens: str(tokenizer.decode(tokens)), **self._samples)
 
     def _name_of(self, part: Part) -> str:
         """The name of an object of the state.

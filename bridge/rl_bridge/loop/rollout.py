@@ -87,21 +87,29 @@ class Rollout:
             ValueError: tools and an environment, or neither; a function that does not describe itself; a chat template
                 without tools, or one whose calls are not JSON.
         """
-        if (environment is None) == (not tools):
-            raise ValueError("a conversation is with an environment or with tools: converse(…, tools=[function])")
-        factory: EnvironmentFactory
-        if environment is None:
-            key = (*tools, parse)
-            if key not in self._tools:
-                self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}
-                if any(map(tools_of, rows)):
-                    tell("row key `tools` is not read: the policy is shown the functions of converse(tools=…)")
-            factory = self._tools[key]
-        else:
-            factory = load_environment(environment) if isinstance(environment, str) else environment
+        factory = self.environment_of(rows, environment, tools, parse)
         limits: dict[str, Any] = {"max_tokens": max_tokens, "step_timeout": step_timeout, "processes": processes}
         drawn = self.engine.converse(rows, sampling, factory, max_turns, **limits, **self._budget)
         return self._groups(drawn, rows, sampling)
+
+    def environment_of(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        environment: EnvironmentFactory | str | None,
+        tools: Sequence[Callable[..., Any]],
+        parse: Parse | None,
+    ) -> EnvironmentFactory:
+        """Makes the environment of each conversation of ``rows``: the one that is named, or one of tools."""
+        if (environment is None) == (not tools):
+            raise ValueError("a conversation is with an environment or with tools: converse(…, tools=[function])")
+        if environment is not None:
+            return load_environment(environment) if isinstance(environment, str) else environment
+        key = (*tools, parse)
+        if key not in self._tools:
+            self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}
+            if any(map(tools_of, rows)):
+                tell("row key `tools` is not read: the policy is shown the functions of converse(tools=…)")
+        return self._tools[key]
 
     def require_no_limits(self) -> None:
         """Refuse limits of one call: rollouts that run ahead of training have no call of a step.

@@ -1,42 +1,42 @@
-"""Language models of a loop: the policy and its reference, each over one engine."""
+"""``Policy``: the model that a loop trains, over one engine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 
 import rl_fn
 from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update
+from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.policy_setup import (
+    Coefficients,
+    Controlled,
+    PolicyConfig,
     PolicyEngines,
     Replaced,
     require_group,
     require_micro_batches,
     require_parts,
 )
-from rl_bridge.algorithms.policy_training import policy_update, shares_of
+from rl_bridge.algorithms.policy_training import Mismatch, Remarks, policy_update, shares_of, watched_rows
 from rl_bridge.algorithms.supervised_training import supervised_batch, supervised_update
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.token_batch import TokenBatch
-from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
+from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.engine import Engine
 from rl_bridge.engines.train import wants_proof
-from rl_bridge.executors.session import current_executor
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw
 from rl_bridge.loop.groups import GroupBatch, Groups
+from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored
 from rl_bridge.models.encoding import encode_row
-from rl_bridge.models.exported_files import ExportDtype, export_types
-from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
-from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.pipelines.placement import Engines, MeshOptions
 from rl_bridge.pipelines.training import LoRAOptions, trained_part
 from rl_bridge.run.run import Stateful
 
@@ -44,100 +44,8 @@ MOMENTUM = 0.9
 """Momentum of BCO's shift, as the command has it."""
 _REMEMBERED = 64
 """Versions of a policy's weights, and so updates, that a batch may be drawn before."""
-AnyBatch = TypeVar("AnyBatch", GroupBatch, PairBatch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamW(OptimizerConfig):
-    """AdamW with a linear warm-up; with ``total`` the rate decays to ``final`` of it by the last update.
-
-    >>> AdamW(1e-6).decay
-    'constant'
-    >>> AdamW(1e-6, warmup=10, total=200).decay
-    'linear'
-    """
-
-    learning_rate: float = field(kw_only=False)
-    """The highest rate, right after the warm-up."""
-    total: int | None = None
-    """Updates that the schedule is made for. None: the rate stays after the warm-up."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot train; without a total there is no decay."""
-        super().__post_init__()
-        if self.total is None:
-            object.__setattr__(self, "decay", "constant")
-        elif self.total < 1:
-            raise ValueError(f"total counts updates and is at least 1, or None, got {self.total}")
-
-    @property
-    def updates(self) -> int:
-        """The length of the schedule."""
-        return 0 if self.total is None else self.total
-
-
-class Metrics(dict[str, float]):
-    """Numbers of an update with the batch that it was made on: ``run.log`` takes both."""
-
-    def __init__(self, metrics: Mapping[str, float], batch: TokenBatch | PairBatch) -> None:
-        super().__init__(metrics)
-        self.batch = batch
-
-    @property
-    def tokens(self) -> int:
-        """How many went through the trainer."""
-        return sum(self.batch.row_tokens())
-
-
-class Placed(Protocol):
-    """An object with an engine in some of the workers: a ``Rollout``, a ``Policy``."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-
-class Scored:
-    """A model in the workers that ``mesh`` arranges, by default all there are with the model cut over them.
-
-    ``apart_from``: objects in whose workers this model has no part, so that both can work at the same time.
-    """
-
-    kind: str
-    """The name in checkpoints and in the record."""
-
-    def __init__(
-        self, model: Model, mesh: Mesh | None, parallel: ParallelConfig | None, apart_from: Sequence[Placed] = ()
-    ) -> None:
-        executor = current_executor()
-        foreign_slots = {slot for other in apart_from for slot in other.engine.slots}
-        mesh = MeshOptions().of(len(executor.slots) - len(foreign_slots)) if mesh is None else mesh
-        self.model = model
-        self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop")
-        self.engines.apart = [other.engine for other in apart_from]
-        self.engine: TrainEngine
-
-    def parts(self) -> dict[str, Engine | Stateful]:
-        """The engine, with weights and optimiser."""
-        return {self.kind: self.engine}
-
-    def settings(self) -> dict[str, Any]:
-        """How the model scores."""
-        return {"scoring": asdict(self.engine.scoring_config())}
-
-    def fingerprints(self) -> dict[str, str]:
-        """Hash of the model's files."""
-        return {f"{self.kind}'s {name}": mark for name, mark in self.model.fingerprints().items()}
-
-    def save(self, folder: str | Path, dtype: ExportDtype = "input") -> None:
-        """Write model and tokenizer in Hugging Face format; the folder appears when it is whole.
-
-        "input" writes each weight in the dtype of the folder that the model came from.
-        """
-        save_pretrained(Path(folder), self.engine, self.model.tokenizer, export_types(self.engines.source, dtype))
-
-    def release(self) -> None:
-        """Give the model's memory back."""
-        self.engine.release()
+_TERMS = ("kl", "reward_kl", "entropy")
+"""Parts of an objective whose coefficient a controller may set, by the metric of the same name."""
 
 
 class Policy(Scored):
@@ -146,7 +54,8 @@ class Policy(Scored):
     ``mesh`` arranges the workers; ``scoring`` says how a token's probability is computed, among others at which
     temperature completions are sampled and how many tokens one forward pass has. ``apart_from=[rollout]`` leaves the
     rollout its own workers, so that both can work at the same time. ``lora`` trains adapters, drawn from ``seed``, in
-    place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained.
+    place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained. ``control`` sets
+    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``.
 
     >>> model, rows = load_model("org/Small-1B"), load_rows("problems.jsonl")  # doctest: +SKIP
     >>> objective = rl_fn.recipes.grpo()  # doctest: +SKIP
@@ -157,7 +66,8 @@ class Policy(Scored):
     >>> policy.update(batch)["policy_loss"]  # doctest: +SKIP
 
     Raises:
-        ValueError: an objective that cannot be trained in micro-batches, or over this mesh.
+        ValueError: an objective that cannot be trained in micro-batches, or over this mesh; or a controller of a term
+            that the objective does not have, or has with another coefficient.
     """
 
     def __init__(
@@ -174,6 +84,7 @@ class Policy(Scored):
         lora: LoRAOptions | None = None,
         freeze: Sequence[str] = (),
         seed: int = 0,
+        control: Mapping[str, rl_fn.Controller] | None = None,
     ) -> None:
         super().__init__(model, mesh, parallel, apart_from)
         self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
@@ -186,8 +97,12 @@ class Policy(Scored):
         self._updates = 0
         self._versions: list[tuple[int, int]] = []
         self._seeds: dict[int, int] = {}
+        self.control, self._coefficients = dict(control or {}), Coefficients()
+        self._completions: tuple[CompletionLog, int] | None = None
         if not isinstance(objective, rl_fn.Objective):
             require_no_temperature(options["scoring"], objective)
+            if control:
+                raise ValueError(f"{objective} has no coefficient that a controller sets, got {sorted(control)}")
         if isinstance(objective, NLL):
             self.kind = "sft"
             self.engine = self.engines.supervised(optimizer, **options)
@@ -199,7 +114,10 @@ class Policy(Scored):
             self.kind = "policy"
             require_micro_batches(objective)
             require_parts(objective, self.engines.mesh)
+            self._coefficients = controlled_terms(objective, self.control)
             self._denominator = from_jax(objective.denominator)
+            self._mismatch = Mismatch(objective, least_share=PolicyConfig.least_effective_share)
+            self._remarks = Remarks()
             self.engine = self.engines.policy(optimizer, objective, fused_loss=fused_loss, **options)
             self.remember()
 
@@ -247,12 +165,40 @@ class Policy(Scored):
         self._require_own_draw(batch.groups, stale)
         # The critic's alone: a policy's loss reads none of them.
         tokens = batch.tokens._replace(old_values=None, returns=None, teacher_logprobs=None)
-        metrics = dict(batch.metrics) | self._of_syncs()
-        for minibatch, denominator, _, count in shares_of(tokens, computed, counted, self._denominator, updates):
-            metrics |= policy_update(self.engine, minibatch, denominator, count, {})
+        metrics = dict(batch.metrics) | self._of_syncs() | self._coefficients.metrics()
+        shares = list(shares_of(tokens, computed, counted, self._denominator, updates))
+        if batch.rescored:
+            metrics |= self._mismatch.metrics([minibatch for minibatch, *_ in shares])
+        (log, step), self._completions = self._completions or (None, self._updates), None
+        watched = None if log is None else log.choose(step, computed)
+        terms = self.coefficients
+        for minibatch, denominator, places, count in shares:
+            marks = () if watched is None else (NeedParallel(watched[places]),)
+            metrics |= policy_update(self.engine, minibatch, denominator, count, terms, *marks)
+        if log is not None and watched is not None:
+            log.write(step, batch.groups.scored, batch.tokens, watched, watched_rows(self.engine))
+        self._coefficients.update(metrics)
+        self._remark(batch.groups, computed, metrics, step)
         self._updates += 1
         self.remember()
         return Metrics(metrics, batch.tokens)
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """The coefficients that controllers have set for the next update, by term."""
+        return self._coefficients.values()
+
+    def log_completions(self, log: CompletionLog, step: int) -> None:
+        """Write some completions of the next update, with what the loss had of each token, as those of ``step``."""
+        self._completions = log, step
+
+    def _remark(self, groups: Groups, computed: torch.Tensor, metrics: Mapping[str, float], step: int) -> None:
+        """Tell the user of a step without an update, of completions that were cut, and of a rollout that is not π."""
+        limit = f"max_new_tokens={groups.sampling.max_new_tokens}"
+        for line in self._remarks.of_step(groups.scored, computed, groups.metrics()["truncated"], limit):
+            tell(f"step {step}: {line}")
+        if warning := self._mismatch.warning(metrics):
+            tell(warning)
 
     def remember(self) -> None:
         """Note the version of the present weights, with which completions are drawn from now on."""
@@ -319,14 +265,17 @@ class Policy(Scored):
         return metrics
 
     def parts(self) -> dict[str, Engine | Stateful]:
-        """The engine, and the moving statistics of a loss that has them."""
-        return super().parts() | ({} if self._statistics is None else {"statistics": self._statistics})
+        """The engine, the moving statistics of a loss that has them, and the coefficients that controllers set."""
+        parts: dict[str, Engine | Stateful] = {} if self._statistics is None else {"statistics": self._statistics}
+        parts |= {"coefficients": self._coefficients} if self._coefficients else {}
+        return super().parts() | parts
 
     def settings(self) -> dict[str, Any]:
         """The objective and the optimiser besides."""
         explain = self.objective.explain() if isinstance(self.objective, rl_fn.Objective) else repr(self.objective)
         part = {"lora": asdict(self.lora)} if self.lora.rank else {}
         part |= {"freeze": list(self.freeze)} if self.freeze else {}
+        part |= {"control": {term: response(own) for term, own in self.control.items()}} if self.control else {}
         return super().settings() | {"objective": explain, "optimizer": asdict(self.optimizer), **part}
 
     def _require_same_scoring(self, batch: GroupBatch) -> None:
@@ -342,41 +291,17 @@ class Policy(Scored):
                 f"the rollout's log-probabilities are not those of the trainer's weights with {scoring}, and no ratio "
                 "would start at 1: batch = policy.score(batch) gives π_old of the trainer"
             )
-        if batch.reference not in (None, scoring):
+        for kind, other in batch.scorings.items():
+            if other != scoring:
+                raise ValueError(
+                    f"the policy is scored with {scoring}, the {kind} with {other}: the KL of a model to its own copy "
+                    "would not be 0"
+                )
+        if "reward_kl" in self.control and "reward_kl" not in batch.coefficients:
             raise ValueError(
-                f"the policy is scored with {scoring}, the reference with {batch.reference}: the KL of a model to its "
-                "own copy would not be 0"
+                "the controller of reward_kl sets what the advantages are made with: "
+                "batch.with_advantages(objective, coefficients=policy.coefficients)"
             )
-
-
-class Reference(Scored):
-    """A frozen model that scores the policy's tokens, or whole completions of comparisons.
-
-    >>> reference = Reference(model)  # doctest: +SKIP
-    >>> batch = reference.score(groups.batch())  # doctest: +SKIP
-    >>> policy.sync_weights(reference)  # it follows; then it belongs to the run's state  # doctest: +SKIP
-    """
-
-    kind = "reference"
-
-    def __init__(
-        self,
-        model: Model,
-        *,
-        mesh: Mesh | None = None,
-        scoring: ScoringConfig | None = None,
-        parallel: ParallelConfig | None = None,
-        apart_from: Sequence[Placed] = (),
-    ) -> None:
-        super().__init__(model, mesh, parallel, apart_from)
-        self.engine = self.engines.completion_scorer(scoring or ScoringConfig())
-
-    def score(self, batch: AnyBatch) -> AnyBatch:
-        """The batch with log π_ref of each token that counts, or of each completion of comparisons."""
-        if isinstance(batch, PairBatch):
-            return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
-        scored = batch.with_fields(ref_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
-        return replace(scored, reference=self.engine.scoring_config())
 
 
 def require_no_temperature(scoring: ScoringConfig, objective: Any) -> None:
@@ -406,3 +331,36 @@ def selected(batch: GroupBatch, objective: rl_fn.Objective) -> tuple[torch.Tenso
             f"for with_advantages(objective) and for the models. The batch's:\n{batch.objective.explain()}"
         )
     return batch.computed, batch.counted
+
+
+def controlled_terms(objective: rl_fn.Objective, control: Mapping[str, rl_fn.Controller]) -> Coefficients:
+    """The coefficients that the controllers set, each of a term of the objective.
+
+    Raises:
+        ValueError: the objective has no such term, or another coefficient than the controller begins with.
+    """
+    terms: dict[str, Controlled] = {}
+    for name, controller in control.items():
+        term = getattr(objective, name) if name in _TERMS else None
+        if term is None:
+            raise ValueError(
+                f"{objective.name} has no term {name!r} whose coefficient a controller could set. A KL penalty is "
+                "objective.replace(kl=rl_fn.components.KL('k3', 0.02)), with control={'kl': …}"
+            )
+        begins, coef = float(controller.init().coef), float(np.float32(term.coef))
+        if begins and coef not in (0.0, begins):
+            raise ValueError(
+                f"the controller of {name} begins at {begins:g}, and the objective has {coef:g}: give both one number"
+            )
+        terms[name] = Controlled(controller, name)
+    return Coefficients(terms)
+
+
+def response(controller: rl_fn.Controller) -> list[float]:
+    """The coefficients that a controller sets for a few measurements, by which a resumed run notices another one."""
+    state = controller.init()
+    coefs = [float(state.coef)]
+    for measured in (0.0, 0.01, 0.1, 1.0, 10.0):
+        state = controller.update(state, measured)
+        coefs.append(float(state.coef))
+    return coefs

@@ -12,7 +12,8 @@ from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import Model, change
 from rl_bridge.loop.groups import GroupBatch
-from rl_bridge.loop.trained import MOMENTUM, AdamW, Metrics, Placed, Scored, require_no_temperature, selected
+from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored
+from rl_bridge.loop.trained import MOMENTUM, require_no_temperature, selected
 from rl_bridge.models.model_source import ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig

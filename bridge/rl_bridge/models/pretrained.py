@@ -54,6 +54,19 @@ def load_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return model, tokenizer
 
 
+def require_vocabulary(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> None:
+    """Refuse a teacher that does not have each token of the student's under its id.
+
+    Raises:
+        ValueError: the teacher's probabilities would be of other tokens.
+    """
+    # No completion has a token that only the teacher knows.
+    if missing := student.get_vocab().items() - teacher.get_vocab().items():
+        name, example = teacher.name_or_path, min(missing, key=lambda pair: pair[1])
+        named = f"the teacher {name!r}" if name else "the teacher"
+        raise ValueError(f"{named} has another vocabulary than the policy: it has no token {example}")
+
+
 def tokenizer_of(name: str, *, alone: bool = False) -> PreTrainedTokenizerBase:
     """A model's tokenizer, with a pad token. Raises ValueError where there is none, or none with an eos_token.
 

@@ -26,7 +26,7 @@ from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
-from rl_bridge.models.pretrained import pretrained, save_pretrained
+from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained
 from rl_bridge.models.row_checks import check_rows, prompted, require_as_long, supervised
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.own_loss import check_loss
@@ -85,10 +85,7 @@ def teacher_source(name: str, tokenizer: PreTrainedTokenizerBase) -> ModelSource
         ValueError: no such model, or its vocabulary is not the policy's: its probabilities would be of other tokens.
     """
     source, teacher_tokenizer = pretrained(name)
-    # No completion has a token that only the teacher knows.
-    if missing := tokenizer.get_vocab().items() - teacher_tokenizer.get_vocab().items():
-        example = min(missing, key=lambda pair: pair[1])
-        raise ValueError(f"the teacher {name!r} has another vocabulary than the policy: it has no token {example}")
+    require_vocabulary(teacher_tokenizer, tokenizer)
     return source
 
 

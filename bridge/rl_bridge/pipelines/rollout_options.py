@@ -234,20 +234,13 @@ class EnvironmentOptions(RewardOptions):
         """How conversations that run ahead of training are held; None: there are none."""
         if environment is None:
             return None
-        stops, longest = rollout.ends()
-        return Talking(
-            environment=environment,
-            limits=Limits(
-                max_turns=self.max_turns,
-                turn_tokens=sampling.max_new_tokens,
-                all_tokens=self.max_trajectory_tokens,
-                longest=longest,
-            ),
-            # The trainer's thread uses ``tokenizer``.
-            template=TurnTemplate(copy.deepcopy(tokenizer), stops),
-            step_timeout=self.environment_timeout,
-            processes=self.environment_processes,
-        )
+        limits: dict[str, Any] = {
+            "max_turns": self.max_turns,
+            "max_tokens": self.max_trajectory_tokens,
+            "step_timeout": self.environment_timeout,
+            "processes": self.environment_processes,
+        }
+        return talking(rollout, environment, tokenizer, sampling.max_new_tokens, **limits)
 
     def environment_fingerprint(self) -> dict[str, str]:
         """The fingerprint of the environment's file and its imports, which a resumed run compares."""
@@ -257,6 +250,29 @@ class EnvironmentOptions(RewardOptions):
         path = Path(file)
         content = content_of(path) if path.is_file() else self.environment
         return {"environment": hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:16]}
+
+
+def talking(
+    rollout: InferenceEngine,
+    environment: EnvironmentFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    turn_tokens: int,
+    *,
+    max_turns: int,
+    max_tokens: int | None,
+    step_timeout: float,
+    processes: int,
+) -> Talking:
+    """How conversations that run ahead of training are held. The limits are those of ``InferenceEngine.converse``."""
+    stops, longest = rollout.ends()
+    return Talking(
+        environment=environment,
+        limits=Limits(max_turns=max_turns, turn_tokens=turn_tokens, all_tokens=max_tokens, longest=longest),
+        # The trainer's thread uses ``tokenizer``.
+        template=TurnTemplate(copy.deepcopy(tokenizer), stops),
+        step_timeout=step_timeout,
+        processes=processes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,28 @@ def test_an_input_that_no_model_has_given_is_refused_with_the_call_that_gives_it
         batch.with_advantages(objective)
     with pytest.raises(ValueError, match=r"reads values, which critic\.score\(batch\) gives"):
         batch.with_advantages(rl_fn.recipes.ppo())
+    with pytest.raises(ValueError, match=r"reads teacher_logprobs, which teacher\.score\(batch\) gives"):
+        batch.with_advantages(rl_fn.recipes.on_policy_distillation())
+    with pytest.raises(ValueError, match=r"reads greedy_rewards, which groups\.score\(reward, greedy=rollout"):
+        batch.with_advantages(rl_fn.recipes.remax())
+
+
+def test_a_greedy_baseline_is_of_the_same_prompts(groups):
+    def number(completion, row):
+        return float(completion)
+
+    greedy = replace(SAMPLING, n=1, temperature=0.0)
+    baseline = rl_bridge.Groups(trajectories=[completion(0, 6), completion(1, 8)], sampling=greedy, pad_token=0)
+    batch = groups.score(number, greedy=baseline).batch().with_advantages(rl_fn.recipes.remax())
+    assert batch.tokens.advantages[:, 1].tolist() == [0.0, 1.0, -2.0, -1.0]
+    assert groups.score(number, greedy=baseline).select([1]).scored.greedy_rewards.tolist() == [8.0]
+    for wrong, words in (
+        (replace(baseline, sampling=replace(greedy, temperature=1.0)), "got n=1 at temperature 1.0"),
+        (replace(groups, sampling=replace(SAMPLING, temperature=0.0)), "got n=2 at temperature 0.0"),
+        (replace(baseline, trajectories=baseline.trajectories[:1]), "are of other prompts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            groups.score(number, greedy=wrong)
 
 
 def test_the_optimiser_s_rate_decays_to_its_total_or_stays():

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 import rl_fn
 from rl_bridge import (
+    NLL,
     AdamW,
     Model,
     Policy,
@@ -18,6 +19,7 @@ from rl_bridge import (
     Run,
     SamplingParams,
     ScoringConfig,
+    Teacher,
     current_executor,
 )
 from rl_bridge.models.small import TinySource, character_tokenizer
@@ -68,6 +70,42 @@ def test_another_temperature_is_refused(model, batch):
     policy = Policy(model, GRPO, AdamW(1e-3), scoring=ScoringConfig(temperature=0.5))
     with pytest.raises(ValueError, match=r"sampled at temperature 1\.0, the policy is scored at 0\.5"):
         policy.update(batch)
+
+
+def test_a_teacher_has_the_policy_s_temperature_and_vocabulary(model, batch):
+    policy, teacher = Policy(model, GRPO, AdamW(1e-3)), Teacher(model, model, scoring=ScoringConfig(temperature=0.5))
+    with pytest.raises(ValueError, match=r"the teacher with .*temperature=0\.5"):
+        policy.update(teacher.score(batch))
+    tokenizer = character_tokenizer("=+9876543210")
+    other = Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    with pytest.raises(ValueError, match="the teacher has another vocabulary than the policy"):
+        Teacher(other, model)
+    for engine in (policy, teacher):
+        engine.release()
+
+
+def test_a_controller_is_of_a_term_with_its_coefficient(model, batch):
+    in_loss = GRPO.replace(kl=rl_fn.components.KL("k3", 0.02))
+    for objective, control, words in (
+        (GRPO, {"kl": rl_fn.fixed_kl(0.02)}, "grpo has no term 'kl'"),
+        (in_loss, {"loss": rl_fn.fixed_kl(0.02)}, "grpo has no term 'loss'"),
+        (in_loss, {"kl": rl_fn.fixed_kl(0.2)}, "kl begins at 0.2, and the objective has 0.02"),
+        (NLL(), {"kl": rl_fn.fixed_kl(0.02)}, r"NLL\(\) has no coefficient"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Policy(model, objective, AdamW(1e-3), control=control)
+    in_reward = GRPO.replace(reward_kl=rl_fn.components.KL("k1", 0.02))
+    policy, reference = (
+        Policy(model, in_reward, AdamW(1e-3), control={"reward_kl": rl_fn.linear_kl(1.0, 0.02)}),
+        Reference(model),
+    )
+    scored = reference.score(batch)
+    with pytest.raises(ValueError, match=r"with_advantages\(objective, coefficients=policy\.coefficients\)"):
+        policy.update(scored.with_advantages(in_reward))
+    policy.update(scored.with_advantages(in_reward, coefficients=policy.coefficients))
+    assert policy.settings()["control"] != {"reward_kl": [0.02] * 6}
+    for engine in (policy, reference):
+        engine.release()
 
 
 def test_an_engine_that_a_sync_replaces_is_counted_and_said(model, batch, monkeypatch, capsys):

@@ -1,0 +1,181 @@
+"""Models of a loop over one engine each: what they share, and those that are not trained, a reference and a teacher."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rl_bridge.data.comparisons import PairBatch
+from rl_bridge.data.token_batch import TokenBatch
+from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
+from rl_bridge.engines.engine import Engine
+from rl_bridge.executors.session import current_executor
+from rl_bridge.loop.data import Model
+from rl_bridge.loop.groups import GroupBatch
+from rl_bridge.models.exported_files import ExportDtype, export_types
+from rl_bridge.models.pretrained import require_vocabulary, save_pretrained
+from rl_bridge.modules.scoring import ScoringConfig
+from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.pipelines.placement import Engines, MeshOptions
+from rl_bridge.run.run import Stateful
+
+AnyBatch = TypeVar("AnyBatch", GroupBatch, PairBatch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(OptimizerConfig):
+    """AdamW with a linear warm-up; with ``total`` the rate decays to ``final`` of it by the last update.
+
+    >>> AdamW(1e-6).decay
+    'constant'
+    >>> AdamW(1e-6, warmup=10, total=200).decay
+    'linear'
+    """
+
+    learning_rate: float = field(kw_only=False)
+    """The highest rate, right after the warm-up."""
+    total: int | None = None
+    """Updates that the schedule is made for. None: the rate stays after the warm-up."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot train; without a total there is no decay."""
+        super().__post_init__()
+        if self.total is None:
+            object.__setattr__(self, "decay", "constant")
+        elif self.total < 1:
+            raise ValueError(f"total counts updates and is at least 1, or None, got {self.total}")
+
+    @property
+    def updates(self) -> int:
+        """The length of the schedule."""
+        return 0 if self.total is None else self.total
+
+
+class Metrics(dict[str, float]):
+    """Numbers of an update with the batch that it was made on: ``run.log`` takes both."""
+
+    def __init__(self, metrics: Mapping[str, float], batch: TokenBatch | PairBatch) -> None:
+        super().__init__(metrics)
+        self.batch = batch
+
+    @property
+    def tokens(self) -> int:
+        """How many went through the trainer."""
+        return sum(self.batch.row_tokens())
+
+
+class Placed(Protocol):
+    """An object with an engine in some of the workers: a ``Rollout``, a ``Policy``."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+class Scored:
+    """A model in the workers that ``mesh`` arranges, by default all there are with the model cut over them.
+
+    ``apart_from``: objects in whose workers this model has no part, so that both can work at the same time.
+    """
+
+    kind: str
+    """The name in checkpoints and in the record."""
+
+    def __init__(
+        self, model: Model, mesh: Mesh | None, parallel: ParallelConfig | None, apart_from: Sequence[Placed] = ()
+    ) -> None:
+        executor = current_executor()
+        foreign_slots = {slot for other in apart_from for slot in other.engine.slots}
+        mesh = MeshOptions().of(len(executor.slots) - len(foreign_slots)) if mesh is None else mesh
+        self.model = model
+        self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop")
+        self.engines.apart = [other.engine for other in apart_from]
+        self.engine: TrainEngine
+
+    def parts(self) -> dict[str, Engine | Stateful]:
+        """The engine, with weights and optimiser."""
+        return {self.kind: self.engine}
+
+    def settings(self) -> dict[str, Any]:
+        """How the model scores."""
+        return {"scoring": asdict(self.engine.scoring_config())}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hash of the model's files."""
+        return {f"{self.kind}'s {name}": mark for name, mark in self.model.fingerprints().items()}
+
+    def save(self, folder: str | Path, dtype: ExportDtype = "input") -> None:
+        """Write model and tokenizer in Hugging Face format; the folder appears when it is whole.
+
+        "input" writes each weight in the dtype of the folder that the model came from.
+        """
+        save_pretrained(Path(folder), self.engine, self.model.tokenizer, export_types(self.engines.source, dtype))
+
+    def release(self) -> None:
+        """Give the model's memory back."""
+        self.engine.release()
+
+
+class Reference(Scored):
+    """A frozen model that scores the policy's tokens, or whole completions of comparisons.
+
+    >>> reference = Reference(model)  # doctest: +SKIP
+    >>> batch = reference.score(groups.batch())  # doctest: +SKIP
+    >>> policy.sync_weights(reference)  # it follows; then it belongs to the run's state  # doctest: +SKIP
+    """
+
+    kind = "reference"
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        mesh: Mesh | None = None,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+        apart_from: Sequence[Placed] = (),
+    ) -> None:
+        super().__init__(model, mesh, parallel, apart_from)
+        self.engine = self.engines.completion_scorer(scoring or ScoringConfig())
+
+    def score(self, batch: AnyBatch) -> AnyBatch:
+        """The batch with log π_ref of each token that counts, or of each completion of comparisons."""
+        if isinstance(batch, PairBatch):
+            return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
+        scored = batch.with_fields(ref_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+        return scored.with_scoring(self.kind, self.engine.scoring_config())
+
+
+class Teacher(Scored):
+    """A frozen model that a policy learns from, token by token: on-policy distillation.
+
+    ``student`` is the policy's model, whose vocabulary the teacher has.
+
+    >>> objective = rl_fn.recipes.on_policy_distillation()  # doctest: +SKIP
+    >>> teacher = Teacher(load_model("org/Large-70B"), student=model)  # doctest: +SKIP
+    >>> batch = teacher.score(groups.batch()).with_advantages(objective)  # doctest: +SKIP
+
+    Raises:
+        ValueError: a vocabulary that lacks a token of the student's: the probabilities would be of other tokens.
+    """
+
+    kind = "teacher"
+
+    def __init__(
+        self,
+        model: Model,
+        student: Model,
+        *,
+        mesh: Mesh | None = None,
+        scoring: ScoringConfig | None = None,
+        parallel: ParallelConfig | None = None,
+        apart_from: Sequence[Placed] = (),
+    ) -> None:
+        require_vocabulary(model.tokenizer, student.tokenizer)
+        super().__init__(model, mesh, parallel, apart_from)
+        self.engine = self.engines.teacher(model.source, scoring or ScoringConfig())
+
+    def score(self, batch: GroupBatch) -> GroupBatch:
+        """The batch with the teacher's log-probability of each token that counts."""
+        scored = batch.with_fields(teacher_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+        return scored.with_scoring(self.kind, self.engine.scoring_config())
