@@ -4,6 +4,7 @@ A folder's ``README.md`` may declare configurations as datasets of the hub do, b
 """
 
 import glob
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -305,7 +306,27 @@ def _readable(files: list[Path], asked_for: bool) -> list[Path]:
                 f"{first} and {file} are two forms of one name, so that rows may be there twice: name one of the "
                 "files, or move the other elsewhere"
             )
+    if not asked_for:
+        _refuse_copies(files)
     return files
+
+
+def _refuse_copies(files: Sequence[Path]) -> None:
+    """Refuse a file that is there twice, as in a folder of backups: each of its rows would be, too."""
+    by_size: dict[int, list[Path]] = {}
+    for file in files:
+        by_size.setdefault(file.stat().st_size, []).append(file)
+    for alike in by_size.values():
+        if len(alike) > 1 and alike[0].stat().st_size:
+            contents: dict[str, Path] = {}
+            for file in alike:
+                with file.open("rb") as content:
+                    mark = hashlib.file_digest(content, "sha256").hexdigest()
+                if (first := contents.setdefault(mark, file)) is not file:
+                    raise ValueError(
+                        f"{first} and {file} have the same content, so that each row is there twice: name one of the "
+                        "files, or move the other elsewhere"
+                    )
 
 
 def _once(files: Sequence[Path]) -> list[Path]:

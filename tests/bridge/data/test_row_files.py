@@ -321,6 +321,20 @@ def test_rows_that_may_be_there_twice_are_named(tmp_path, kind, split):
     assert sorted(prompts(f"{tmp_path}@train[:]")) == sorted(names)
 
 
+@pytest.mark.parametrize("copy", ["backup/rows.jsonl", "rows copy.jsonl", "rows.json"])
+def test_a_copy_in_the_folder_is_refused(tmp_path, copy):
+    lines(tmp_path / "rows.jsonl", rows_of("main train"))
+    (tmp_path / copy).parent.mkdir(exist_ok=True)
+    (tmp_path / copy).write_bytes((tmp_path / "rows.jsonl").read_bytes())
+    with pytest.raises(ValueError, match=r"same content, so that each row is there twice|two forms of one name"):
+        prompts(tmp_path)
+    lines(tmp_path / copy, rows_of("main test"))
+    if copy != "rows.json":
+        assert sorted(prompts(tmp_path)) == sorted(expected("main train", "main test"))
+        (tmp_path / copy).write_bytes((tmp_path / "rows.jsonl").read_bytes())
+        assert len(prompts(f"{tmp_path}@[:]")) == 6
+
+
 @pytest.mark.parametrize("suffixes", [(".jsonl", ".parquet"), (".csv", ".jsonl"), (".arrow", ".json")], ids="".join)
 def test_one_name_with_two_suffixes_is_refused(tmp_path, suffixes):
     tree(tmp_path, [f"rows{suffix}" for suffix in suffixes])
