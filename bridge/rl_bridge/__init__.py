@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_bridge.data.trajectory import SamplingParams, Trajectory
     from rl_bridge.engines import Mesh
+    from rl_bridge.engines.engine import Turns
     from rl_bridge.executors.session import current_executor, init
     from rl_bridge.loop.ahead import Ahead
     from rl_bridge.loop.data import NLL, Model, Rows, load_model, load_rows, preference_loss, tiny_model
@@ -53,6 +54,7 @@ __all__ = [
     "ScoringConfig",
     "Teacher",
     "Trajectory",
+    "Turns",
     "VLLMOptions",
     "current_executor",
     "init",
@@ -66,6 +68,7 @@ __all__ = [
 _PLACES = {
     "data.trajectory": ("SamplingParams", "Trajectory"),
     "engines": ("Mesh",),
+    "engines.engine": ("Turns",),
     "executors.session": ("current_executor", "init"),
     "loop.ahead": ("Ahead",),
     "loop.data": ("NLL", "Model", "Rows", "load_model", "load_rows", "preference_loss", "tiny_model"),

@@ -17,6 +17,7 @@ from rl_bridge import (
     RolloutOptions,
     Run,
     SamplingParams,
+    Turns,
     current_executor,
     load_model,
     load_rows,
@@ -173,6 +174,8 @@ def test_what_would_not_be_taken_up_again_or_drawn_is_refused(model_folder, prob
             Ahead(rollout, policy, rows, longer, sampling, **sizes, max_staleness=0, partial=True)
         with pytest.raises(ValueError, match="no limits of a step"):
             Ahead(Rollout(source, RolloutOptions(request_seconds=9.0)), policy, rows, longer, sampling, **sizes)
+        with pytest.raises(ValueError, match="this rollout takes turns with others"):
+            Ahead(Rollout(source, turns=Turns()), policy, rows, longer, sampling, **sizes)
         with pytest.raises(ValueError, match=r"NLL\(\) learns from rows"):
             Ahead(rollout, Policy(source, NLL(), AdamW(1e-3)), rows, longer, sampling, **sizes)
     finally:

@@ -356,6 +356,10 @@ class Turns:
 
     The devices then hold one engine at a time, or the two of a weight sync. Each change costs copies over the bus.
     Without an accelerator everything is in host memory already, and nothing moves.
+
+    >>> turns = Turns()  # one for all objects of a loop that share devices
+    >>> rollout, reference = Rollout(model, turns=turns), Reference(model, turns=turns)  # doctest: +SKIP
+    >>> policy = Policy(model, objective, AdamW(1e-6), turns=turns)  # doctest: +SKIP
     """
 
     def __init__(self) -> None:

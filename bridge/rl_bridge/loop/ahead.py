@@ -78,6 +78,11 @@ class Ahead:
         if not isinstance(policy.objective, rl_fn.Objective):
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
         rollout.require_no_limits()
+        if rollout.turns is not None:
+            raise ValueError(
+                "rollouts that run ahead of training draw beside them: this rollout takes turns with others, and its "
+                "weights would leave the device"
+            )
         policy.watch(rollout)
         self._rollout = rollout
         rollout.ahead = self

@@ -8,6 +8,7 @@ from rl_bridge.common.terminal import tell
 from rl_bridge.data.messages import tools_of
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import Mesh
+from rl_bridge.engines.engine import Turns
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.environments.functions import FunctionTools, Parse, function_tools
 from rl_bridge.executors.session import current_executor
@@ -25,7 +26,8 @@ class Rollout:
 
     ``options`` choose the backend: transformers' own model here, or vLLM
     (``RolloutOptions(backend="vllm", vllm=VLLMOptions(…))``), and limits of a call. ``workers``: so many processes
-    have a copy and no other does; ``Policy(…, apart_from=[rollout])`` then keeps away from them.
+    have a copy and no other does; ``Policy(…, apart_from=[rollout])`` then keeps away from them. ``turns``: those of
+    the loop's models (``Turns``), with which the rollout shares devices.
 
     >>> rollout = Rollout(load_model("org/Small-1B"))  # doctest: +SKIP
     >>> sampling = SamplingParams(n=2, max_new_tokens=16, seed=7)  # doctest: +SKIP
@@ -37,11 +39,19 @@ class Rollout:
         ValueError: there is no vLLM here, or there are fewer workers.
     """
 
-    def __init__(self, model: Model, options: RolloutOptions | None = None, *, workers: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: RolloutOptions | None = None,
+        *,
+        workers: int | None = None,
+        turns: Turns | None = None,
+    ) -> None:
         options = RolloutOptions() if options is None else options
         executor = current_executor()
         self.model, self.exact, self._budget = model, options.exact, options.budget()
-        engines = Engines(executor, Mesh(replicate=len(executor.slots)), model.source, ParallelConfig(), run="loop")
+        mesh, self.turns = Mesh(replicate=len(executor.slots)), turns
+        engines = Engines(executor, mesh, model.source, ParallelConfig(), run="loop", turns=turns)
         engines.rollout_workers = workers
         self.engine = engines.rollout(model.tokenizer, options)
         remark_on_ends(model.source, model.tokenizer)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
-from rl_bridge.engines.engine import Engine
+from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model
 from rl_bridge.loop.groups import GroupBatch
@@ -75,20 +75,27 @@ class Placed(Protocol):
 class Scored:
     """A model in the workers that ``mesh`` arranges, by default all there are with the model cut over them.
 
-    ``apart_from``: objects in whose workers this model has no part, so that both can work at the same time.
+    ``apart_from``: objects in whose workers this model has no part, so that both can work at the same time. ``turns``:
+    objects of the same turns share their devices, and what does not work waits in host memory.
     """
 
     kind: str
     """The name in checkpoints and in the record."""
 
     def __init__(
-        self, model: Model, mesh: Mesh | None, parallel: ParallelConfig | None, apart_from: Sequence[Placed] = ()
+        self,
+        model: Model,
+        mesh: Mesh | None,
+        parallel: ParallelConfig | None,
+        *,
+        apart_from: Sequence[Placed] = (),
+        turns: Turns | None = None,
     ) -> None:
         executor = current_executor()
         foreign_slots = {slot for other in apart_from for slot in other.engine.slots}
         mesh = MeshOptions().of(len(executor.slots) - len(foreign_slots)) if mesh is None else mesh
-        self.model = model
-        self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop")
+        self.model, self.turns = model, turns
+        self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop", turns=turns)
         self.engines.apart = [other.engine for other in apart_from]
         self.engine: TrainEngine
 
@@ -134,8 +141,9 @@ class Reference(Scored):
         scoring: ScoringConfig | None = None,
         parallel: ParallelConfig | None = None,
         apart_from: Sequence[Placed] = (),
+        turns: Turns | None = None,
     ) -> None:
-        super().__init__(model, mesh, parallel, apart_from)
+        super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         self.engine = self.engines.completion_scorer(scoring or ScoringConfig())
 
     def score(self, batch: AnyBatch) -> AnyBatch:
@@ -170,9 +178,10 @@ class Teacher(Scored):
         scoring: ScoringConfig | None = None,
         parallel: ParallelConfig | None = None,
         apart_from: Sequence[Placed] = (),
+        turns: Turns | None = None,
     ) -> None:
         require_vocabulary(model.tokenizer, student.tokenizer)
-        super().__init__(model, mesh, parallel, apart_from)
+        super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         self.engine = self.engines.teacher(model.source, scoring or ScoringConfig())
 
     def score(self, batch: GroupBatch) -> GroupBatch:

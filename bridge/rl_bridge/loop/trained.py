@@ -27,7 +27,7 @@ from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel
-from rl_bridge.engines.engine import Engine
+from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw
@@ -53,7 +53,8 @@ class Policy(Scored):
 
     ``mesh`` arranges the workers; ``scoring`` says how a token's probability is computed, among others at which
     temperature completions are sampled and how many tokens one forward pass has. ``apart_from=[rollout]`` leaves the
-    rollout its own workers, so that both can work at the same time. ``lora`` trains adapters, drawn from ``seed``, in
+    rollout its own workers, so that both can work at the same time; with ``turns=turns`` of one ``Turns()`` for all
+    objects, what does not work waits in host memory. ``lora`` trains adapters, drawn from ``seed``, in
     place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained. ``control`` sets
     coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``.
 
@@ -81,12 +82,13 @@ class Policy(Scored):
         parallel: ParallelConfig | None = None,
         fused_loss: bool = False,
         apart_from: Sequence[Placed] = (),
+        turns: Turns | None = None,
         lora: LoRAOptions | None = None,
         freeze: Sequence[str] = (),
         seed: int = 0,
         control: Mapping[str, rl_fn.Controller] | None = None,
     ) -> None:
-        super().__init__(model, mesh, parallel, apart_from)
+        super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
         self.engines.trained = trained_part(model.source, self.lora, self.freeze, seed)
         self.engines.rehearse_export(model.tokenizer, "input")

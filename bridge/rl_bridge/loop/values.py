@@ -9,6 +9,7 @@ from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison
 from rl_bridge.algorithms.policy_training import critic_update, shares_of
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.engines import Mesh, NeedParallel
+from rl_bridge.engines.engine import Turns
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import Model, change
 from rl_bridge.loop.groups import GroupBatch
@@ -44,8 +45,9 @@ class Critic(Scored):
         scoring: ScoringConfig | None = None,
         parallel: ParallelConfig | None = None,
         apart_from: Sequence[Placed] = (),
+        turns: Turns | None = None,
     ) -> None:
-        super().__init__(model, mesh, parallel, apart_from)
+        super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         if objective.value is None:
             raise ValueError(f"{objective.name} has no critic's loss: objective.replace(value=ValueLoss()) has one")
         self.objective, self.optimizer = objective, optimizer

@@ -131,13 +131,13 @@ class Engines:
         *,
         run: str = "",
         trained: ModelSource | None = None,
-        take_turns: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         """``mesh`` is of the trainers: policy, reference and warm start. The engines' names begin with ``run``.
 
         ``trained`` is the source of the trained models, where these have adapters or frozen parameters: the rollout
-        and the reference are of the plain ``source``, and get adapters merged. ``take_turns``: an engine that does not
-        work waits in host memory.
+        and the reference are of the plain ``source``, and get adapters merged. ``turns``: those in which an engine
+        that does not work waits in host memory.
         """
         self._run, self.trained = run, source if trained is None else trained
         self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
@@ -154,7 +154,7 @@ class Engines:
         """Notes of the engines made so far: where rows lie otherwise than asked for, and why."""
         self.tell: Callable[[str], None] = tell
         """Called once with each of the notes."""
-        self._turns = Turns() if take_turns else None
+        self._turns = turns
 
     def __enter__(self) -> Self:
         return self

@@ -21,6 +21,7 @@ from rl_bridge.data.row_readers import reader_fingerprint
 from rl_bridge.data.rows import policy_row, read_rows
 from rl_bridge.data.tasks import arithmetic_rows, split_rows
 from rl_bridge.engines import Mesh
+from rl_bridge.engines.engine import Turns
 from rl_bridge.executors import Executor
 from rl_bridge.models.chat_templates import dates_of, read_template, use_template
 from rl_bridge.models.exported_files import ExportDtype
@@ -213,8 +214,8 @@ class TrainingOptions(RunOptions, PlacementOptions):
 
     def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str = "") -> Engines:
         """The maker of a run's engines, with these options."""
-        trained, turns = self.trained(source), self.offload == "phases"
-        engines = Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, take_turns=turns)
+        trained, turns = self.trained(source), Turns() if self.offload == "phases" else None
+        engines = Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, turns=turns)
         engines.threads = self.threads
         return engines
 

@@ -20,6 +20,7 @@ from rl_bridge import (
     SamplingParams,
     ScoringConfig,
     Teacher,
+    Turns,
     current_executor,
 )
 from rl_bridge.models.small import TinySource, character_tokenizer
@@ -105,6 +106,35 @@ def test_a_controller_is_of_a_term_with_its_coefficient(model, batch):
     policy.update(scored.with_advantages(in_reward, coefficients=policy.coefficients))
     assert policy.settings()["control"] != {"reward_kl": [0.02] * 6}
     for engine in (policy, reference):
+        engine.release()
+
+
+def test_objects_of_the_same_turns_are_called_one_at_a_time(model, monkeypatch):
+    moves = []
+
+    class Noted(Turns):
+        """Turns on slots that are no accelerators: the moves are noted."""
+
+        def add(self, engine):
+            name = engine.name.removeprefix("loop/").partition("-")[0]
+            for move in ("cpu", "cuda"):
+                monkeypatch.setattr(engine, move, lambda move=move: moves.append(f"{name}: {move}"))
+            engine.before_call = self.take
+
+    turns = Noted()
+    rollout, reference, policy = (
+        Rollout(model, turns=turns),
+        Reference(model, turns=turns),
+        Policy(model, GRPO, AdamW(1e-3), turns=turns),
+    )
+    policy.sync_weights(rollout)
+    moves.clear()
+    batch = batch_of(rollout)
+    assert moves == ["policy: cpu"]
+    batch = reference.score(batch).with_advantages(GRPO)
+    policy.update(batch)
+    assert moves[1:] == ["rollout: cpu", "reference: cuda", "reference: cpu", "policy: cuda"]
+    for engine in (rollout, reference, policy):
         engine.release()
 
 
