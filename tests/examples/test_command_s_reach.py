@@ -1,6 +1,7 @@
 """A loop reaches what the command reaches: teacher, greedy baseline, controlled terms, kept completions; to the bit."""
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_tools.cli import main
 from tests.support.results import metrics
 
-LENGTH = "def reward(completion, row):\n    return len(completion) + 0.1 * completion.count('1')\n"
+REWARD = "import zlib\n\ndef reward(completion, row):\n    return zlib.crc32(completion.encode()) % 997 / 997\n"
 RECIPES, KL, ENTROPY = rl_fn.recipes, rl_fn.components.KL, rl_fn.components.EntropyBonus
 LINEAR = ["--kl-control.kind", "linear", "--kl-control.target", "0.001", "--kl-control.horizon", "64"]
 ADAPTIVE = ["--entropy-control.kind", "adaptive", "--entropy-control.target", "9.0", "--entropy-control.step", "0.01"]
@@ -74,8 +75,9 @@ VARIANTS = {
 }
 
 
-def longer(completion, row):
-    return len(completion) + 0.1 * completion.count("1")
+def unlike(completion, row):
+    """A reward that differs in each group: all rows have a gradient, and go through the same micro-batches."""
+    return zlib.crc32(completion.encode()) % 997 / 997
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def loop(model_folder, problems, teacher_folder, tmp_path):
                     greedy = None
                     if "greedy_rewards" in fields:
                         greedy = rollout.generate(prompts, SamplingParams(max_new_tokens=5, temperature=0.0))
-                    groups = rollout.generate(prompts, sampling).score(longer, greedy=greedy)
+                    groups = rollout.generate(prompts, sampling).score(unlike, greedy=greedy)
                     batch = policy.score(groups.batch()) if variant.rescored else groups.batch()
                     for model in beside:
                         batch = model.score(batch)
@@ -140,7 +142,7 @@ def only_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in record.items()
-        if not name.startswith("held_out") and name not in ("reward/reward", "reward/longer")
+        if not name.startswith("held_out") and name not in ("reward/reward", "reward/unlike")
     }
 
 
@@ -148,7 +150,7 @@ def only_numbers(record: Mapping[str, Any]) -> dict[str, Any]:
 def test_a_loop_has_the_command_s_numbers_and_lines_and_goes_on_with_these(
     loop, variant, model_folder, problems, teacher_folder, tmp_path
 ):
-    (tmp_path / "reward.py").write_text(LENGTH)
+    (tmp_path / "reward.py").write_text(REWARD)
     settings = {
         "--model": model_folder, "--data": problems, "--eval-data": problems, "--output": tmp_path, "--name": "command",
         "--reward": f"{tmp_path / 'reward.py'}:reward", "--policy.steps": 3, "--policy.prompts-per-step": 4,
@@ -162,7 +164,7 @@ def test_a_loop_has_the_command_s_numbers_and_lines_and_goes_on_with_these(
     assert main(["train", "policy", first, "--no-track-kl", *pairs, *others]) == 0
     expected = [only_numbers(record) for record in metrics(tmp_path / "command") if "stage" in record]
     whole = [only_numbers(record) for record in loop("whole", variant)]
-    assert whole == expected
+    assert [record for record in whole if record not in expected] == [record for record in expected if record not in whole]
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("command", "whole")]
     assert weights[0] == weights[1]
     assert lines(tmp_path / "whole") == lines(tmp_path / "command")
