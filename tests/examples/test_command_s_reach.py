@@ -28,6 +28,7 @@ from tests.support.results import metrics
 
 REWARD = "import zlib\n\ndef reward(completion, row):\n    return zlib.crc32(completion.encode()) % 997 / 997\n"
 RECIPES, KL, ENTROPY = rl_fn.recipes, rl_fn.components.KL, rl_fn.components.EntropyBonus
+GRPO = ["objective:grpo", "--objective.kl.coef", "0.02"]
 LINEAR = ["--kl-control.kind", "linear", "--kl-control.target", "0.001", "--kl-control.horizon", "64"]
 ADAPTIVE = ["--entropy-control.kind", "adaptive", "--entropy-control.target", "9.0", "--entropy-control.step", "0.01"]
 
@@ -52,13 +53,13 @@ VARIANTS = {
     "teacher": Variant(["objective:on-policy-distillation"], RECIPES.on_policy_distillation()),
     "greedy baseline": Variant(["objective:remax"], RECIPES.remax()),
     "controlled KL": Variant(
-        ["objective:grpo", "--objective.kl.coef", "0.02", *LINEAR],
+        [*GRPO, *LINEAR],
         RECIPES.grpo().replace(kl=KL("k3", 0.02)),
         {"kl": linear(0.02)},
         "kl_coef",
     ),
     "controlled KL in the reward": Variant(
-        ["objective:grpo", "--objective.kl.coef", "0.02", "--objective.kl.place", "reward", *LINEAR],
+        [*GRPO, "--objective.kl.place", "reward", "--objective.kl.estimator", "k1", *LINEAR],
         RECIPES.grpo().replace(kl=None, reward_kl=KL("k1", 0.02)),
         {"reward_kl": linear(0.02)},
         "reward_kl_coef",
@@ -164,7 +165,7 @@ def test_a_loop_has_the_command_s_numbers_and_lines_and_goes_on_with_these(
     assert main(["train", "policy", first, "--no-track-kl", *pairs, *others]) == 0
     expected = [only_numbers(record) for record in metrics(tmp_path / "command") if "stage" in record]
     whole = [only_numbers(record) for record in loop("whole", variant)]
-    assert [record for record in whole if record not in expected] == [record for record in expected if record not in whole]
+    assert whole == expected
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("command", "whole")]
     assert weights[0] == weights[1]
     assert lines(tmp_path / "whole") == lines(tmp_path / "command")
