@@ -114,17 +114,28 @@ def conversing(model_folder, problems, output, name, **changes):
     return metrics(output / name)
 
 
+def alike(records, others):
+    """Whether the records have the others' numbers: which turns are decoded together, and so the last bits of these,
+    depends on how soon an environment answers."""
+    for record, other in zip(records, others, strict=True):
+        names = [name for name, value in other.items() if not isinstance(value, str)]
+        if [record[name] for name in names] != pytest.approx([other[name] for name in names], rel=1e-4, abs=1e-5):
+            return False
+    return True
+
+
 def test_conversations_ahead_of_training_are_those_of_the_plain_loop_and_taken_up_again(
     model_folder, problems, tmp_path
 ):
     inputs = (model_folder, problems, tmp_path)
-    plain, records = conversing(*inputs, "plain"), conversing(*inputs, "turns", max_staleness=0)
-    assert [{name: record[name] for name in own} for record, own in zip(records, plain, strict=True)] == plain
-    assert plain[0]["policy_loss"] != plain[1]["policy_loss"]
+    plain = conversing(*inputs, "plain")
+    assert alike(conversing(*inputs, "turns", max_staleness=0), plain)
+    assert plain[0]["policy_loss"] != plain[1]["policy_loss"] and plain[0]["turns"] > 1
     whole = conversing(*inputs, "whole", max_staleness=1)
+    assert [record["staleness_max"] for record in whole] == [0, 1, 1]
     with pytest.raises(KeyboardInterrupt):
         conversing(*inputs, "stopped", max_staleness=1, stop_at=2)
-    assert conversing(*inputs, "stopped", max_staleness=1, resume=True) == whole
+    assert alike(conversing(*inputs, "stopped", max_staleness=1, resume=True), whole)
 
 
 def test_a_resumed_loop_ends_bit_for_bit_as_one_that_was_not_stopped(run_here, tmp_path, monkeypatch):
