@@ -95,7 +95,10 @@ class ModuleReceiver:
             ValueError: there are none: they were freed, or a sync failed.
         """
         if self.version is None:
-            raise ValueError("the weights here are incomplete: they were freed, or an update failed; sync them first")
+            raise ValueError(
+                "the weights here are incomplete: they were freed, or an update failed; sync them first, or load a "
+                "checkpoint"
+            )
         return self.version
 
     def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
