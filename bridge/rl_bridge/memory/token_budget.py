@@ -53,6 +53,14 @@ class TokenBudget:
         elif 2 * tokens >= self.tokens:
             self.tokens = max(self.tokens, min(2 * self.tokens, fitting, self.ceiling))
 
+    def learnt(self) -> dict[str, int]:
+        """What it has learnt, for a checkpoint."""
+        return {"tokens": self.tokens, "ceiling": self.ceiling, "failures": self.failures}
+
+    def go_on(self, learnt: dict[str, int]) -> None:
+        """Take back what ``learnt`` gave."""
+        self.tokens, self.ceiling, self.failures = (learnt[name] for name in ("tokens", "ceiling", "failures"))
+
     def failed(self) -> bool:
         """Memory was short: half as many. False where there are no fewer."""
         self.failures += 1

@@ -169,7 +169,7 @@ def test_weights_that_an_update_left_half_way_are_refused_until_a_checkpoint_com
         patch.setattr(module.optimizer, "step", half_way)
         update("sft", module)
     for use in (module.require_weights, module.weights_version, module.checkpoint_state):
-        with pytest.raises(ValueError, match="the weights here are incomplete.*or load a checkpoint"):
+        with pytest.raises(ValueError, match=r"the weights here are incomplete.*or load a checkpoint"):
             use()
     module.load_checkpoint_state(first)
     same(update("sft", module), alone)
