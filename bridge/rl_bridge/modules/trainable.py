@@ -1,6 +1,7 @@
 """The parts of a trained module beyond its scores: an optimiser, its schedule, and their state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -160,12 +161,13 @@ class Trainable(Scorer):
         try:
             result = add()
         except BaseException:
-            forget_pass(self.model)
-            if self.balance is not None:
-                self.balance.forget()
-            if not had_gradient:
-                self._drop_gradient()
-                self._losses_are_finite, self._gradient_is_whole = finite, True
+            with suppress(Exception):  # of a collective that failed: the first error is the cause
+                forget_pass(self.model)
+                if self.balance is not None:
+                    self.balance.forget()
+                if not had_gradient:
+                    self._drop_gradient()
+                    self._losses_are_finite, self._gradient_is_whole = finite, True
             raise
         self._gradient_is_whole = True
         return result
