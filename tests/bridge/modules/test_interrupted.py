@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import rl_fn
 from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update
@@ -18,6 +19,7 @@ from rl_bridge.executors import Slot
 from rl_bridge.executors.driver import RemoteExecutor
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.slots import Own
+from rl_bridge.memory.token_budget import LEAST
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.comparison import ComparisonLoss, PreferenceModule
 from rl_bridge.modules.policy import PolicyModule
@@ -30,15 +32,23 @@ BFLOAT16 = ParallelConfig(param_dtype=torch.bfloat16)
 MODULES: dict[str, Any] = TRAINED | {
     "policy over the batch": partial(PolicyModule, SOURCE, OPTIMIZER, rl_fn.recipes.m2po(threshold=0.01)),
     "sorted pairs": partial(PreferenceModule, SOURCE, OPTIMIZER, ComparisonLoss(name="dpo", constants={})),
-    "mixture": lambda **options: SupervisedModule(
-        StateSource(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)), OPTIMIZER, **options
-    ),
+    "mixture": None,
     "sharded": partial(SupervisedModule, SOURCE, OPTIMIZER, parallel=BFLOAT16),
     "budget": partial(SupervisedModule, SOURCE, OPTIMIZER),
 }
+
+
+def factory_of(name):
+    if name != "mixture":
+        return MODULES[name]
+    model = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    return partial(SupervisedModule, StateSource(model), OPTIMIZER)
+
+
 ERRORS = {"an error": ValueError("a row has 9 tokens"), "Ctrl-C": KeyboardInterrupt()}
 PLACES = ("forward", "in the backward pass", "after it")
-TOKENS = 64
+TOKENS = LEAST
+"""Tokens of a micro-batch: a step has several."""
 
 
 def rows_of(name, step=0):
@@ -56,9 +66,13 @@ def add(name, module, step=0):
 
 
 def update(name, module):
-    """Metrics and weights after an update; the module is as new then."""
+    """Metrics and weights of an update."""
     metrics = add(name, module), module.optimizer_step()
-    return metrics, [p.detach().clone() for p in module.parameters()]
+    return metrics, weights_of(module)
+
+
+def weights_of(module):
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in module.parameters()]
 
 
 class Break:
@@ -98,10 +112,9 @@ def modules():
 
     def get(name):
         if name not in cache:
-            module = made(MODULES[name], "auto" if name == "budget" else TOKENS, updates=9)
+            module = made(factory_of(name), "auto" if name == "budget" else TOKENS, updates=9)
             if name == "budget":
-                module.budget.share = 0.0  # the least tokens, whatever memory there is
-                module.budget.tokens = TOKENS
+                module.budget.tokens = module.budget.ceiling = LEAST  # whatever memory there is
             first = copy.deepcopy(module.checkpoint_state())
             cache[name] = module, first, update(name, module)
         module, first, alone = cache[name]
@@ -148,11 +161,12 @@ def test_a_failed_try_after_a_whole_one_is_refused_until_all_are_made_again(modu
 
 def test_an_update_that_ends_before_it_changes_a_weight_can_be_made_again(modules, monkeypatch):
     module, alone = modules("sft")
+    version = module.weights_version()
     add("sft", module)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module.optimizer, "step", raises)
         module.optimizer_step()
-    assert module.weights_version() == 0
+    assert module.weights_version() == version
     module.zero_grad()
     same(update("sft", module), alone)
 
@@ -218,7 +232,7 @@ def test_an_update_whose_caller_was_interrupted_leaves_no_gradient(modules, name
     executor = RemoteExecutor([Slot(0)], [Own(Host(0))], timeout=60)
 
     def made_update():
-        return UPDATES[name](engine, batch), [p.detach().clone() for p in module.parameters()]
+        return UPDATES[name](engine, batch), weights_of(module)
 
     def waits(loss):
         assert goes_on.wait(30)
