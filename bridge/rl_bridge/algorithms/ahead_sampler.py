@@ -147,6 +147,7 @@ class AheadSampler(Sampler):
             head = self._ledger.head
             return {
                 "ledger": saved(self._ledger),
+                "rewards": self.rewards.checkpoint_state(),
                 "step": driver.training.step,
                 "weights": [list(pair) for pair in self._weights.items()],
                 "stream": self._places.get(head) or self.stream.checkpoint_state(),
@@ -162,6 +163,8 @@ class AheadSampler(Sampler):
         prompts = {number: self._prompt(number)[0] for number in untrained}
         self._ledger = loaded(state["ledger"], prompts.__getitem__)
         self._weights, self._step = dict(state["weights"]), state["step"]
+        if "rewards" in state:  # a checkpoint of an earlier version has none
+            self.rewards.load_checkpoint_state(state["rewards"])
 
     def close(self) -> None:
         """End the threads."""

@@ -13,6 +13,7 @@ from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example, batch_of
 from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.engines.train import one_update
 from rl_bridge.functional import from_jax
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.modules.comparison import ComparisonLoss
@@ -113,7 +114,8 @@ def comparison_update(
 ) -> dict[str, float]:
     """One update on a batch, and its metrics; the statistics move on."""
     numbers = statistics.of(model, batch)
-    metrics = accumulate(model, loss, batch, numbers) | numbers | model.optimizer_step()
+    with one_update(model):
+        metrics = accumulate(model, loss, batch, numbers) | numbers | model.optimizer_step()
     statistics.update(metrics)
     return metrics
 
@@ -233,7 +235,8 @@ def train_reward_model(
     """
     for step in run.steps("reward_model", config.steps, state={"model": model, "stream": stream}):
         batch = batch_of(stream.take(config.rows_per_step), pad_token_id)
-        metrics = accumulate(model, loss, batch, {}) | model.optimizer_step()
+        with one_update(model):
+            metrics = accumulate(model, loss, batch, {}) | model.optimizer_step()
         if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
             metrics |= evaluate()
         run.log(step, metrics, tokens=sum(batch.row_tokens()), batch=batch)

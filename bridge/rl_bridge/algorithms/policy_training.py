@@ -12,6 +12,7 @@ from rl_bridge.algorithms.evaluation import Evaluator
 from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, Replaced, require_fit
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.engines.train import one_update
 from rl_bridge.functional import from_jax
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.modules.policy import mean
@@ -167,9 +168,10 @@ def policy_update(
     *marks: NeedParallel,
 ) -> dict[str, float]:
     """One update of a policy on one of ``shares_of``, and its metrics. ``terms`` and ``marks``: of ``train_step``."""
-    totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
-    loss_metrics = over_counted(totals, denominator, tokens)
-    return {name: mean(value) for name, value in loss_metrics.items()} | policy.optimizer_step()
+    with one_update(policy):
+        totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
+        loss_metrics = over_counted(totals, denominator, tokens)
+        return {name: mean(value) for name, value in loss_metrics.items()} | policy.optimizer_step()
 
 
 def watched_rows(policy: TrainEngine) -> dict[int, dict[str, list[float]]]:
@@ -182,8 +184,9 @@ def watched_rows(policy: TrainEngine) -> dict[int, dict[str, list[float]]]:
 
 def critic_update(critic: TrainEngine, minibatch: TokenBatch, denominator: float) -> dict[str, float]:
     """One update of a critic on one of ``shares_of``, and its metrics."""
-    totals = critic.train_step(NeedParallel(minibatch), denominator)
-    update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
+    with one_update(critic):
+        totals = critic.train_step(NeedParallel(minibatch), denominator)
+        update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
     return {name: mean(value) for name, value in totals.items()} | update
 
 

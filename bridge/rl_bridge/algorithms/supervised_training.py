@@ -9,6 +9,7 @@ from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines import NeedParallel, TrainEngine
+from rl_bridge.engines.train import one_update
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.modules.policy import mean
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -77,9 +78,20 @@ def train_sft(
 
 
 def supervised_update(policy: TrainEngine, batch: TokenBatch) -> dict[str, float]:
-    """One update on the tokens that count, and its metrics."""
-    totals = policy.train_step(NeedParallel(batch), float(batch.mask.sum()))
-    return {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
+    """One update on the tokens that count, and its metrics.
+
+    Raises:
+        ValueError: no token counts, so that there is nothing to learn.
+    """
+    counted = float(batch.mask.sum())
+    if not counted:
+        raise ValueError(
+            f"none of the {int(batch.lengths.sum())} tokens in the batch's {len(batch.mask)} rows counts: mask must be "
+            "True where a token is to be learnt"
+        )
+    with one_update(policy):
+        totals = policy.train_step(NeedParallel(batch), counted)
+        return {name: mean(value) for name, value in totals.items()} | policy.optimizer_step()
 
 
 def held_out_nll(policy: TrainEngine, batch: TokenBatch) -> float:

@@ -98,6 +98,7 @@ def stage(host: Host, request: Request) -> None:
     """
     saver = _savers.setdefault(host, _Saver())
     assert saver.thread is None
+    saver.error = None
     saver.buffers.only(request.engines)
     saver.share = Share(
         request,
@@ -119,19 +120,20 @@ def start(host: Host) -> None:
 
 
 def finish(host: Host, timeout: float) -> None:
-    """Wait until what was begun is written.
+    """Wait until what was begun is written. A driver that did not see the end, as after Ctrl-C, asks again.
 
     Raises:
         CheckpointError: it was not written, or not within ``timeout`` seconds.
     """
     saver = _savers[host]
-    assert saver.thread is not None and saver.share is not None
-    saver.thread.join(timeout)
-    if saver.thread.is_alive():
-        raise CheckpointError(f"{saver.share.request.path} was not written within {timeout} s")
-    error, saver.thread, saver.share, saver.error = saver.error, None, None, None
-    if error is not None:
-        raise error
+    if saver.thread is not None:
+        assert saver.share is not None
+        saver.thread.join(timeout)
+        if saver.thread.is_alive():
+            raise CheckpointError(f"{saver.share.request.path} was not written within {timeout} s")
+        saver.thread, saver.share = None, None
+    if saver.error is not None:
+        raise saver.error
 
 
 def forget(host: Host) -> None:
@@ -223,8 +225,8 @@ class Checkpointer:
         }
         self._copied_on = executor, slots
         executor.call(stage, arguments, what=f"snapshot for {path.name}", timeout=self._timeout)
+        self._writers = executor, slots  # before the start, whose end Ctrl-C may keep from this process
         executor.call(start, dict.fromkeys(slots, ()), what=f"start of {path.name}")
-        self._writers = executor, slots
         if not self._asynchronous:
             self.wait()
         return path
@@ -237,11 +239,13 @@ class Checkpointer:
         """
         if self._writers is None:
             return
-        (executor, slots), self._writers = self._writers, None
+        executor, slots = self._writers
         arguments = dict.fromkeys(slots, (self._timeout,))
         try:
             executor.call(finish, arguments, what="writing a checkpoint", timeout=self._timeout + 60)
+            self._writers = None
         except Exception as error:
+            self._writers = None
             reason = error.__cause__ if isinstance(error.__cause__, CheckpointError) else error
             newest = self.newest()
             older = "there is no older one" if newest is None else f"the newest is {newest}"

@@ -138,7 +138,8 @@ def shares_of(data: Sequence[Any], rows: int, parts: int) -> list[np.ndarray]:
         whole = balance([max(1, unit.tokens) for unit in units], parts)
         loads = [sum(units[i].tokens for i in share) for share in whole]
         if max(loads) * parts <= (1 + GROUPS_BALANCE) * sum(loads):
-            return [np.sort(np.concatenate([units[i].rows for i in share])) for share in whole]
+            nothing = np.arange(0)  # a share may be empty
+            return [np.sort(np.concatenate([nothing, *(units[i].rows for i in share)])) for share in whole]
     # A row without a token still costs its place.
     return [np.sort(share) for share in balance([max(1, n) for n in batch.row_tokens()], parts)]
 

@@ -289,7 +289,10 @@ class Lifecycle:
     def require_weights(self) -> None:
         """Raise ValueError if the weights were freed, or a sync to here failed half-way."""
         if self.weight_receiver().version is None:
-            raise ValueError("the weights here are incomplete: they were freed, or an update failed; sync them first")
+            raise ValueError(
+                "the weights here are incomplete: they were freed, or an update failed; sync them first, or load a "
+                "checkpoint"
+            )
 
     def move(self, what: str, device: torch.device) -> None:
         """Move ``what`` to ``device``; weights and optimisers' states that go to ``meta`` are freed.

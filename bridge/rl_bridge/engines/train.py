@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -105,6 +105,23 @@ def _together(*engines: "Engine") -> Iterator[None]:
         for engine, hook in before:
             if hook is not None:
                 engine.before_call = hook
+
+
+# One update: a train_step and its optimizer_step.
+
+
+@contextmanager
+def one_update(engine: "Engine") -> Iterator[None]:
+    """Around a ``train_step`` and its ``optimizer_step``: where they end early, no gradient is left for later updates.
+
+    A worker may go on with a call that the driver did not see end, as after Ctrl-C: what that adds is dropped after it.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):  # where workers are gone or out of step, no later call is sent either
+            engine.submit("zero_grad")
+        raise
 
 
 # The engine, called like the module itself.

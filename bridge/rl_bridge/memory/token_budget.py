@@ -53,6 +53,14 @@ class TokenBudget:
         elif 2 * tokens >= self.tokens:
             self.tokens = max(self.tokens, min(2 * self.tokens, fitting, self.ceiling))
 
+    def learnt(self) -> dict[str, int]:
+        """What it has learnt, for a checkpoint."""
+        return {"tokens": self.tokens, "ceiling": self.ceiling, "failures": self.failures}
+
+    def go_on(self, learnt: dict[str, int]) -> None:
+        """Take back what ``learnt`` gave."""
+        self.tokens, self.ceiling, self.failures = (learnt[name] for name in ("tokens", "ceiling", "failures"))
+
     def failed(self) -> bool:
         """Memory was short: half as many. False where there are no fewer."""
         self.failures += 1
@@ -117,28 +125,19 @@ def room(device: torch.device) -> int:
 
 
 def within_memory(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """``train_step`` of a module with a ``budget``; without one it is the method itself.
+    """``train_step`` of a trained module, which adds its whole gradient or none, and of one with a ``budget``.
 
-    Where memory is short the gradients of the try are dropped and the step is done again with half of the budget, as
-    long as gradients from before the call are not among them. Workers of a mesh compute together, so that one of them
-    cannot begin again: there the error is raised.
+    Where memory is short the step is done again with half of the budget, as long as gradients from before the call are
+    not among those of the try. Workers of a mesh compute together, so that one of them cannot begin again: there the
+    error is raised.
     """
 
     @functools.wraps(train_step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = functools.partial(self._whole, functools.partial(train_step, self, *args, **kwargs))
         if self.budget is None:
-            return train_step(self, *args, **kwargs)
-        clean = self._mesh is None and all(p.grad is None for p in self.trained_parameters())
-        finite = self._losses_are_finite
-
-        def undo() -> None:
-            for parameter in self.trained_parameters():
-                parameter.grad = None
-            self._losses_are_finite = finite
-
-        return _within_budget(
-            self, functools.partial(train_step, self, *args, **kwargs), undo if clean else None, learns=True
-        )
+            return whole()
+        return _within_budget(self, whole, again=self._mesh is None and not self._has_gradient(), learns=True)
 
     return step
 
@@ -155,13 +154,13 @@ def scores_within_memory(score: Callable[..., Any]) -> Callable[..., Any]:
         call = functools.partial(score, self, *args, **kwargs)
         if self.budget is None:
             return call()
-        return _within_budget(self, call, _nothing if self._mesh is None else None, learns=not self.trainable)
+        return _within_budget(self, call, again=self._mesh is None, learns=not self.trainable)
 
     return scored
 
 
-def _within_budget(self: Any, call: Callable[[], Any], undo: Callable[[], None] | None, *, learns: bool) -> Any:
-    """The call, with half of the budget as often as memory is short; None for ``undo``: it cannot begin again."""
+def _within_budget(self: Any, call: Callable[[], Any], *, again: bool, learns: bool) -> Any:
+    """The call, with half of the budget as often as memory is short, where it can be made ``again``."""
     place = self.compute_device()
     while True:
         begin_peak(place)
@@ -169,7 +168,7 @@ def _within_budget(self: Any, call: Callable[[], Any], undo: Callable[[], None] 
         try:
             result = call()
         except Exception as error:
-            if undo is None or not is_out_of_memory(error) or not self.budget.failed():
+            if not again or not is_out_of_memory(error) or not self.budget.failed():
                 raise
         else:
             if learns:
@@ -177,12 +176,7 @@ def _within_budget(self: Any, call: Callable[[], Any], undo: Callable[[], None] 
                 self.budget.measured(**measurement, tokens=self.largest_micro_batch)
             return result
         # Outside of the handler, whose traceback would keep what the try allocated.
-        undo()
         collect(place)
-
-
-def _nothing() -> None:
-    pass
 
 
 def collect(place: torch.device) -> None:
@@ -198,18 +192,18 @@ def optimizer_within_memory(optimizer: torch.optim.Optimizer, place: torch.devic
     Raises:
         Exception: memory was short in the middle of the update, which cannot be made twice.
     """
-    before = _steps(optimizer)
+    before = update_counts(optimizer)
     try:
         optimizer.step()
         return
     except Exception as error:
-        after = _steps(optimizer)
-        begun = any(count != before.get(parameter, 0) for parameter, count in after.items())
-        if begun or not is_out_of_memory(error):
+        if update_counts(optimizer) != before or not is_out_of_memory(error):
             raise
     collect(place)
     optimizer.step()
 
 
-def _steps(optimizer: torch.optim.Optimizer) -> dict[Any, float]:
-    return {parameter: float(state["step"]) for parameter, state in optimizer.state.items() if "step" in state}
+def update_counts(optimizer: torch.optim.Optimizer) -> dict[Any, float]:
+    """How many updates were made or begun of each parameter that has had one."""
+    counts = {parameter: float(state.get("step", 0)) for parameter, state in optimizer.state.items()}
+    return {parameter: count for parameter, count in counts.items() if count}

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel
 
+from rl_bridge.common.terminal import remark
 from rl_bridge.models.conversion import ConvertedTensors
-from rl_bridge.models.model_folder import config_of, folder_of, made, require_causal, require_floats
+from rl_bridge.models.model_folder import CONFIG, config_of, folder_of, made, require_causal, require_floats
 from rl_bridge.models.stored_tensors import (
     SafetensorsFolder,
     StoredTensors,
@@ -83,7 +84,15 @@ class PretrainedSource:
             fill(model, stored, device)
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raise the errors of ``load`` for names, shapes and types, from the headers of the files alone."""
+        """Raise the errors of ``load`` for names, shapes and types, from the headers of the files alone.
+
+        A folder with code of its own is remarked on.
+        """
+        if code := getattr(model.config, "auto_map", None):
+            remark(
+                f"{self.name}: the code that its {CONFIG} names ({', '.join(map(str, code.values()))}) is not run: the "
+                f"model is transformers' {type(model).__name__}, also where it is exported"
+            )
         stored = self.stored()
         with _named(self.name):
             require_fit(model, stored)

@@ -66,13 +66,18 @@ class SafetensorsFolder:
 
     @classmethod
     def of_folder(cls, folder: Path) -> "SafetensorsFolder":
-        """Raises ValueError where the folder has no safetensors, or an index names what no file holds."""
-        if (folder / INDEX).is_file():
-            files = {name: folder / file for name, file in _weight_map(folder / INDEX).items()}
-        elif (folder / ONE_FILE).is_file():
+        """Raises ValueError where the folder has no safetensors, or weights twice, or an index that names no file."""
+        if not (folder / INDEX).is_file():
+            if not (folder / ONE_FILE).is_file():
+                raise ValueError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
             return cls.of_file(folder / ONE_FILE)
-        else:
-            raise ValueError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
+        files = {name: folder / file for name, file in _weight_map(folder / INDEX).items()}
+        others = sorted({path.name for path in files.values()} - {ONE_FILE})
+        if others and (folder / ONE_FILE).is_file():
+            raise ValueError(
+                f"{folder} has weights twice: {ONE_FILE}, which transformers reads, and {INDEX} with {others[0]}"
+                f"{'' if len(others) == 1 else f' and {len(others) - 1} more'}. Take those out that are not the model's"
+            )
         for path in set(files.values()):
             if not path.is_file():
                 raise ValueError(f"{folder / INDEX} names {path.name}, which is not there")

@@ -248,6 +248,11 @@ class PolicyModule(CausalLMModule):
                 metrics[name] = metrics.get(name, 0) + value
         return metrics | self.balance_metrics()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what ``train_step`` left for ``optimizer_step`` and for ``take_watched``."""
+        super().zero_grad(set_to_none)
+        self._watch.take()
+
     @returns("local")
     def take_watched(self) -> dict[int, dict[str, list[float]]]:
         """Values in the loss of each watched row since the last call, by the row's number; see ``Watch``."""

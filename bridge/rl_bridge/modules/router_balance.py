@@ -95,6 +95,10 @@ class RouterBalance:
         self._total = self._total + Ratio(*ratio)
         return self.coefficient * total / max(1.0, tokens)
 
+    def forget(self) -> None:
+        """Begin anew after a pass that ended in its middle: no later loss gets the term of its micro-batch."""
+        self._current, self._logits = None, None
+
     def metrics(self) -> dict[str, Any]:
         """The loss of the last step without its coefficient, undivided."""
         return {METRIC: self._total}

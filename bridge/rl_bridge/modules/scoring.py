@@ -227,15 +227,26 @@ class Scorer(ParallelModule):
         save_sharded_model(self.model, folder, types)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """The weights and their version, and the optimiser of a module that has one; with LoRA the frozen base too."""
-        return {"model": self.model.state_dict(), "version": self.weights_version(), **self.optimizer_states()}
+        """The weights and their version, the optimiser of a module that has one, and what a token budget has learnt.
+
+        With LoRA the frozen base belongs to the weights.
+        """
+        state = {"model": self.model.state_dict(), "version": self.weights_version(), **self.optimizer_states()}
+        return state if self.budget is None else state | {"budget": self.budget.learnt()}
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``checkpoint_state`` gave."""
+        """Take back what ``checkpoint_state`` gave.
+
+        Weights of an earlier version than there was here are a new one: who has the later ones takes them, and no two
+        weights have one version.
+        """
         self.make_room()
         self.model.load_state_dict(state["model"])
         self.load_optimizer_states(state)
-        self.weight_receiver().version = state["version"]
+        if self.budget is not None and "budget" in state:
+            self.budget.go_on(state["budget"])
+        receiver, version = self.weight_receiver(), state["version"]
+        receiver.version = version if version >= receiver.latest else receiver.latest + 1
 
     def _ranks(self, axis: str) -> int:
         return 1 if self._mesh is None else self._mesh.get_group(axis).size()

@@ -1,6 +1,7 @@
 """The parts of a trained module beyond its scores: an optimiser, its schedule, and their state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,11 +12,12 @@ from rl_bridge.common.terminal import given
 from rl_bridge.data.token_batch import MicroBatch, TokenBatch
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import load_optimizer_state, optimizer_state, require_states
-from rl_bridge.memory.token_budget import optimizer_within_memory
+from rl_bridge.memory.token_budget import optimizer_within_memory, update_counts
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.router_balance import Part, require_whole_rows, router_balance
 from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
 from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.parallel.fsdp import forget_pass
 from rl_bridge.parallel.mesh import AXES, agree_max, clip_grad_norm
 
 # The optimiser's options and its schedule.
@@ -97,6 +99,7 @@ class Trainable(Scorer):
         super().__init__(source, scoring, parallel=parallel)
         self.optimizer_config, self._updates = optimizer, updates
         self._losses_are_finite: bool | torch.Tensor = True
+        self._gradient_is_whole = True
         self.balance = router_balance(self.model)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
@@ -143,29 +146,88 @@ class Trainable(Scorer):
         loss.backward()
         self._losses_are_finite = self._losses_are_finite & torch.isfinite(loss.detach())
 
+    def _has_gradient(self) -> bool:
+        """Whether a call has added to the gradient since the last ``optimizer_step`` or ``zero_grad``."""
+        return any(parameter.grad is not None for parameter in self.trained_parameters())
+
+    def _whole(self, add: Callable[[], Any]) -> Any:
+        """``add()``, which adds to the gradient: where it ends early, by an error or Ctrl-C, its part is dropped.
+
+        The part cannot be told from a gradient that was there before: then ``optimizer_step`` refuses both.
+        """
+        self._require_whole_gradient()
+        had_gradient, finite = self._has_gradient(), self._losses_are_finite
+        self._gradient_is_whole = False
+        try:
+            result = add()
+        except BaseException:
+            with suppress(Exception):  # of a collective that failed: the first error is the cause
+                forget_pass(self.model)
+                if self.balance is not None:
+                    self.balance.forget()
+                if not had_gradient:
+                    self._drop_gradient()
+                    self._losses_are_finite, self._gradient_is_whole = finite, True
+            raise
+        self._gradient_is_whole = True
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradient of all calls since the last ``optimizer_step``, whole or not."""
+        super().zero_grad(set_to_none)
+        self._losses_are_finite, self._gradient_is_whole = True, True
+
+    def _drop_gradient(self) -> None:
+        for parameter in self.trained_parameters():
+            parameter.grad = None
+
+    def _require_whole_gradient(self) -> None:
+        if not self._gradient_is_whole:
+            raise RuntimeError(
+                "an earlier call ended in the middle, and its part of the gradient cannot be told from that of the "
+                "batches before it: call zero_grad(), then train_step of each of these batches again"
+            )
+
     @returns("same")
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update, advance the schedule.
 
         Where a loss since the last call or the gradient is not finite, on any worker, nothing is updated: the gradient
         is dropped, schedule and version stay, and the result has ``skipped`` 1.
+
+        Raises:
+            RuntimeError: a ``train_step`` that added to the gradient of an earlier one, or this method, ended early.
         """
+        self._require_whole_gradient()
+        self._gradient_is_whole = False
         norm = clip_grad_norm(self.trained_parameters(), self.optimizer_config.max_grad_norm, self._mesh)
         version = self.weights_version()
         require_states([self.optimizer])
         rate = self.optimizer.param_groups[0]["lr"]
         skipped = self._any_worker(not (self._losses_are_finite and bool(torch.isfinite(norm))))
         if not skipped:
-            optimizer_within_memory(self.optimizer, self.compute_device())
-            self.scheduler.step()
-            self.weight_receiver().version = version + 1
+            self._update(version)
         self.optimizer.zero_grad(set_to_none=True)
+        self._gradient_is_whole = True
         self._losses_are_finite = True
         metrics = {"grad_norm": float(norm), "learning_rate": rate} | ({"skipped": 1.0} if skipped else {})
         if self.budget is not None:
             metrics |= {"micro_batch_tokens": float(self.micro_batch_tokens())}
             metrics |= {"out_of_memory": float(self.budget.failures)} if self._mesh is None else {}
         return metrics
+
+    def _update(self, version: int) -> None:
+        """Make the weights' next version. Where that ends half-way they are of none, and nobody may use them."""
+        before = update_counts(self.optimizer)
+        self.weight_receiver().version = None
+        try:
+            optimizer_within_memory(self.optimizer, self.compute_device())
+            self.scheduler.step()
+        except BaseException:
+            if update_counts(self.optimizer) == before:
+                self.weight_receiver().version = version
+            raise
+        self.weight_receiver().version = version + 1
 
     def _any_worker(self, here: bool) -> bool:
         """Whether it is so on any of the workers: else a fault of one of them would let the copies drift apart."""
@@ -186,6 +248,7 @@ class Trainable(Scorer):
         """Take back what ``optimizer_states`` gave."""
         load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self.zero_grad()
 
 
 class CausalLMModule(Trainable, TokenScorer):

@@ -64,9 +64,15 @@ def reshard(model: nn.Module) -> None:
 
 
 def forget_pass(model: nn.Module) -> None:
-    """Begin anew after a pass that raised in its middle: else the next one would reduce no gradients."""
-    if isinstance(model, FSDPModule):
-        model.reset_iter_state()
+    """Begin anew after a pass that ended in its middle: else the next one would reduce no gradients, or add its own."""
+    if not isinstance(model, FSDPModule):
+        return
+    model.reset_iter_state()
+    for record in fsdp_parameters(model):
+        # Gradients that were on their way to the shards. A parameter that was never gathered has none.
+        record.unsharded_accumulated_grad = None
+        if hasattr(record, "_unsharded_param"):
+            record._unsharded_param.grad = None
 
 
 def fsdp_parameters(model: nn.Module) -> list[Any]:

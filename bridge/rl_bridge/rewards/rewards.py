@@ -162,6 +162,14 @@ class Rewards:
             self._check()
         return [replace(trajectory, rewards=rewards) for trajectory, rewards in zip(trajectories, results, strict=True)]
 
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The names that functions gave their rewards: a resumed run may train on rewards of the run before."""
+        return {"names": [list(names) for names in self._names], "tried": self._tried}
+
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``checkpoint_state`` gave."""
+        self._names, self._tried = [tuple(names) for names in state["names"]], state["tried"]
+
     def total(self, rewards: Mapping[str, float]) -> float:
         """The weighted sum of a trajectory's rewards.
 

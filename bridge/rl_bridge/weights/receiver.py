@@ -82,11 +82,23 @@ class ModuleReceiver:
 
         A peft model takes over adapters, into its active one.
         """
+        self.latest = 0
+        """The highest version so far."""
         self.version = version
         self._module = module
         self._targets: dict[str, torch.Tensor] = {}
         self._seen: set[str] = set()
         self._lent: set[str] = set()
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights; None: there are none that may be used."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        self._version = version
+        self.latest = max(self.latest, version or 0)
 
     def usable_version(self) -> int:
         """The version of the weights in use.
@@ -95,7 +107,10 @@ class ModuleReceiver:
             ValueError: there are none: they were freed, or a sync failed.
         """
         if self.version is None:
-            raise ValueError("the weights here are incomplete: they were freed, or an update failed; sync them first")
+            raise ValueError(
+                "the weights here are incomplete: they were freed, or an update failed; sync them first, or load a "
+                "checkpoint"
+            )
         return self.version
 
     def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:

@@ -3,6 +3,8 @@
 import copy
 import pickletools
 import random
+import threading
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import numpy as np
@@ -149,6 +151,34 @@ def test_weights_that_were_read_in_part_are_not_used(tmp_path):
         checkpointer.save(2, {"policy": policy}, {})
     checkpointer.load(path, {"policy": policy})
     checkpointer.save(2, {"policy": policy}, {})
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["written", "not written"])
+def test_a_wait_that_ctrl_c_ends_is_waited_again(tmp_path, monkeypatch, fails):
+    """The run's folder is given up only when nothing is being written to it."""
+    policy, goes_on, real = engine_of(), threading.Event(), hosts.write
+
+    def write(share):
+        assert goes_on.wait(30)
+        if fails:
+            raise OSError("the disk is gone")
+        real(share)
+
+    def ended(thread, timeout=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hosts, "write", write)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"policy": policy}, {})
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "join", ended)
+        checkpointer.wait()
+    assert names(tmp_path) != ["step-00000001"]
+    goes_on.set()
+    for _ in range(2):  # the end is told to whoever asks first, and not again
+        with pytest.raises(CheckpointError, match="the disk is gone") if fails and _ == 0 else nullcontext():
+            checkpointer.wait()
+    assert names(tmp_path) == ([] if fails else ["step-00000001"])
 
 
 def test_damage_is_named_and_an_older_one_taken(tmp_path):

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Mesh, NeedParallel
-from rl_bridge.engines.dispatch import in_order, split
+from rl_bridge.engines.dispatch import in_order, row_count, shares_of, split, take
 from rl_fn.packing import zigzag_split
 
 LAYOUTS = st.builds(
@@ -35,6 +35,36 @@ class Batch(NamedTuple):
 
     def rows(self, index):
         return Batch(self.tokens[index], self.lengths[index])
+
+
+class Groups(NamedTuple):
+    """A batch that knows which of its rows go together, two at a time."""
+
+    lengths: list[int]
+
+    def row_tokens(self):
+        return self.lengths
+
+    def rows(self, index):
+        return Groups([self.lengths[i] for i in index])
+
+    def row_units(self):
+        return [Together(np.arange(i, min(i + 2, len(self.lengths)))) for i in range(0, len(self.lengths), 2)]
+
+
+class Together(NamedTuple):
+    rows: np.ndarray
+    tokens: int = 7
+
+
+@given(parts=st.integers(1, 130), rows=st.integers(0, 140), grouped=st.booleans())
+@example(parts=64, rows=126, grouped=True)
+def test_every_row_is_in_one_share_however_few_there_are(parts, rows, grouped):
+    batch = Groups([7] * rows) if grouped else Batch(torch.zeros(rows, 1), torch.full((rows,), 7))
+    shares = shares_of([batch], rows, parts)
+    assert len(shares) == parts and sorted(np.concatenate(shares).tolist()) == list(range(rows))
+    assert all((np.diff(share) > 0).all() for share in shares)
+    assert sum(map(row_count, (take(batch, share) for share in shares))) == rows
 
 
 def same(a, b):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import rl_fn
 from rl_bridge import (
@@ -20,6 +21,7 @@ from rl_bridge import (
     SamplingParams,
     ScoringConfig,
     current_executor,
+    load_model,
     preference_loss,
 )
 from rl_bridge.models.small import TinySource, character_tokenizer
@@ -232,4 +234,16 @@ def test_the_best_step_s_weights_come_back(policy, rollout, tmp_path):
         policy.save(tmp_path / "best-model")
         with pytest.raises(ValueError, match="a policy changes in these steps that"):
             run.load_best(Policy(policy.model, GRPO, AdamW(1e-3)))
+        # Who has later weights takes the best ones, as weights of a version of their own.
+        reference, best = Reference(policy.model), load_model(str(tmp_path / "best-model"))
+        policy.sync_weights(reference)
+        policy.sync_weights(rollout)
+        groups = drawn(rollout, 7)
+        versions = {version for t in groups.trajectories for version in t.weights_versions} - {-1}
+        assert versions == {policy.engine.call("weights_version")} == {4}
+        tokens = [(t.tokens, t.logprobs) for t in groups.trajectories]
+        fresh = Rollout(best)
+        assert [(t.tokens, t.logprobs) for t in drawn(fresh, 7).trajectories] == tokens
+        scored = [reference.score(groups.batch()).tokens.ref_logprobs for reference in (reference, Reference(best))]
+        assert torch.equal(*scored)
     assert (tmp_path / "best-model" / "model.safetensors").read_bytes() == saved[1] != saved[2]

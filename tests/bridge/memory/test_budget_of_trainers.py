@@ -1,5 +1,6 @@
 """Weights after several steps do not depend on the token budget, also where memory was short in one of them."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from rl_bridge.algorithms.comparison_training import accumulate
 from rl_bridge.engines.worker import torch_worker
+from rl_bridge.memory import token_budget
 from rl_bridge.memory.token_budget import LEAST
 from rl_bridge.models.model_source import ValueSource
 from rl_bridge.models.small import TinySource
@@ -90,6 +92,34 @@ def test_weights_after_several_steps_are_those_of_a_fixed_budget(name: str):
     assert any(not torch.equal(a, b) for a, b in zip(moved.parameters(), fixed.parameters(), strict=True))
     for a, b in zip(fixed.parameters(), auto.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SOON)
+def test_a_resumed_budget_goes_on_where_it_was(name: str, monkeypatch):
+    """With memory that each step takes alike: a ceiling that was learnt once is not run into again."""
+    for measured, value in {"in_use": 10, "peak": 20, "room": 10**9}.items():
+        monkeypatch.setattr(token_budget, measured, lambda place, value=value: value)
+
+    def budget_after(module, steps):
+        found = []
+        for step in steps:
+            make_step(name, module, batch_of(name, step))
+            found.append((module.budget.learnt(), module.largest_micro_batch))
+        return found, [p.detach().clone() for p in module.parameters()]
+
+    whole = made(TRAINED[name], "auto", updates=9)
+    whole.budget.tokens = 2 * LEAST
+    whole.backward = fails(whole.backward, 0)
+    budget_after(whole, range(2))
+    state, resumed = copy.deepcopy(whole.checkpoint_state()), made(TRAINED[name], "auto", updates=9)
+    resumed.load_checkpoint_state(state)
+    wanted, weights = budget_after(whole, range(2, 4))
+    found, again = budget_after(resumed, range(2, 4))
+    assert found == wanted and wanted[0][0]["failures"] == 1 and wanted[0][0]["ceiling"] < 2 * LEAST
+    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    fixed = made(TRAINED[name], 16384, updates=9)
+    fixed.load_checkpoint_state(state)  # another budget takes the rest
+    assert fixed.weights_version() == 2
 
 
 SCORED: dict[str, tuple[Any, ...]] = {

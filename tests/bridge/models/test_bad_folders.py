@@ -107,6 +107,20 @@ def test_a_folder_that_cannot_be_loaded_is_named_usr_16_17_18(case, saved, tmp_p
     assert str(folder) in str(refused.value) and message in str(refused.value), str(refused.value)
 
 
+def test_code_of_a_folder_is_named_and_not_run(saved, tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in saved.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    pretrained(str(folder))
+    assert capsys.readouterr().out == ""
+    changed("config.json", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})(folder)
+    (folder / "modeling_mine.py").write_text("raise SystemExit('it was run')")
+    pretrained(str(folder))
+    line = f"{folder}: the code that its config.json names (modeling_mine.Mine) is not run: the model is transformers' "
+    assert capsys.readouterr().out.startswith(line)
+
+
 @pytest.mark.parametrize("name", ["runs/no/model", "./none", "/no/such", "README.md", "docs/none"])
 def test_a_place_without_a_model_is_no_hub_id_usr_17(name):
     with pytest.raises(ValueError, match=r"there is no such folder|it is a file") as refused:

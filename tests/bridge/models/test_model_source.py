@@ -150,6 +150,27 @@ def test_folders_without_readable_weights_are_refused(tmp_path):
         source.load(make("Llama"))
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["both", "shards gone"])
+def test_a_folder_with_weights_twice_is_refused_with_both_names(tmp_path, lost):
+    """transformers reads the one file, whatever the index says."""
+    folder = folder_of(tmp_path, make("Llama"), max_shard_size="4KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    folder_of(tmp_path / "whole", make("Llama", seed=1))
+    (tmp_path / "whole" / "model.safetensors").rename(folder / "model.safetensors")
+    for shard in shards if lost else ():
+        shard.unlink()
+    with pytest.raises(ValueError, match=rf"weights twice: model\.safetensors, .* with {shards[0].name} and \d+ more"):
+        loaded(PretrainedSource(str(folder)))
+
+
+def test_an_index_of_the_one_file_there_is_changes_nothing(tmp_path):
+    folder = folder_of(tmp_path, make("Llama"))
+    names = load_file(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same(loaded(PretrainedSource(str(folder))), make("Llama"))
+
+
 def test_a_hub_id_is_downloaded_and_a_failure_names_it(tmp_path, monkeypatch):
     folder, asked = folder_of(tmp_path, make("Llama")), []
     monkeypatch.setattr(model_folder, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))

@@ -159,6 +159,27 @@ def test_two_steps_are_two_losses():
     assert float(first[0].total) == float(first[1].total) and float(first[0].denominator) == 2 * (58 - 6)
 
 
+def test_a_step_that_ends_early_leaves_no_term_for_the_next_one(monkeypatch):
+    """A loss over the batch goes back before the first micro-batch has a term."""
+    kind, args, options, step = STEPS["policy, over the batch"]
+    alone, module = (module_of(kind, mixture("mixtral"), *args, **options) for _ in range(2))
+    real, calls = torch.autograd.backward, []
+
+    def backward(*args, **kwargs):
+        real(*args, **kwargs)
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.autograd, "backward", backward)
+        step(module)
+    assert module.balance.term() is None
+    metrics = step(module), step(alone)
+    assert metrics[0] == metrics[1]
+    assert all(torch.equal(a, gradients(alone)[name]) for name, a in gradients(module).items())
+
+
 def test_with_adapters():
     model, rows = mixture("mixtral"), batch()
     source = LoRASource(StateSource(model), 2, 4, seed=1)

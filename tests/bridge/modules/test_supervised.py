@@ -4,13 +4,14 @@ import math
 import pytest
 import torch
 
-from rl_bridge.algorithms.supervised_training import supervised_batch
+from rl_bridge.algorithms.supervised_training import supervised_batch, supervised_update
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
+from tests.support.direct_engine import Direct
 from tests.support.ready import ready
 
 BATCH = collate([single_turn([2, 3, 4], [4, 5, 1]), single_turn([6], [7, 1])], 0)
@@ -72,6 +73,13 @@ def test_a_step_is_adamw_on_the_clipped_gradient(module):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
         assert p.grad is None
     assert module.weights_version() == 1
+
+
+def test_a_batch_in_which_no_token_counts_is_refused(module):
+    nothing = BATCH._replace(mask=torch.zeros_like(BATCH.mask))
+    with pytest.raises(ValueError, match=r"none of the 9 tokens in the batch's 2 rows counts: mask must be True"):
+        supervised_update(Direct(module), nothing)
+    assert module.weights_version() == 0 and all(p.grad is None for p in module.model.parameters())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -250,7 +250,6 @@ class VLLMReceiver(ModuleReceiver):
         """
         super().__init__(torch.nn.Module(), version=0)
         self.copies = Copies(checkpoint, copies)
-        self.version: int | None = 0
         self._arriving: Copy | None = None
         self._complete = False
         self.adapter_rank = adapter_rank

@@ -110,11 +110,25 @@ def test_the_same_seed_is_the_same_run_whatever_takes_how_long(run):
     assert shown(run(pace=PARTIAL, staleness=2, beside=0.03)) == first
 
 
-def test_a_checkpoint_between_any_two_steps_goes_on_as_if_nothing_had_been(run, rollout):
-    whole = shown(run(pace=PARTIAL, staleness=2))
+def named(completion, row):
+    return {"even": digits(completion, row), "short": -float(len(completion))}
+
+
+REWARDS = {
+    "a function": lambda: load(digits),
+    "a function of two": lambda: load(named, weights=[1.0, 0.5]),
+    "two, of which one is two": lambda: load(["exact", named], weights=[2.0, 1.0, 0.5]),
+}
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_a_checkpoint_between_any_two_steps_goes_on_as_if_nothing_had_been(run, rollout, reward):
+    """Also where the rewards of the next step are in the checkpoint, and none was asked for since."""
+    steps = run(pace=PARTIAL, staleness=2, reward=REWARDS[reward]())
+    whole = shown(steps)
     state, found = None, []
     for step in STEPS:
-        sampler, policy = ahead(rollout, pace=PARTIAL, staleness=2), Weights()
+        sampler, policy = ahead(rollout, pace=PARTIAL, staleness=2, reward=REWARDS[reward]()), Weights()
         if state is not None:
             sampler.load_checkpoint_state(json.loads(state))
         policy.step = step
@@ -122,6 +136,9 @@ def test_a_checkpoint_between_any_two_steps_goes_on_as_if_nothing_had_been(run, 
         state = json.dumps(sampler.checkpoint_state())
         sampler.close()
     assert shown(found) == whole
+    for one, other in zip(found, steps, strict=True):
+        assert one.names == other.names and torch.equal(one.matrix, other.matrix)
+        assert torch.equal(one.rewards, other.rewards)
 
 
 def unfinished(ledger):
