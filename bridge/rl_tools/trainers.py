@@ -67,7 +67,9 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     import tyro
 
     default = default(words) if callable(default) and not isinstance(default, type) else default
-    settings: Any = {"args": list(words), "prog": prog, "config": (tyro.conf.CascadeSubcommandArgs,)}
+    # Help stands in docstrings: without the last, tyro reads the source of every class for comments, at every start.
+    config = (tyro.conf.CascadeSubcommandArgs, tyro.conf.HelptextFromCommentsOff)
+    settings: Any = {"args": list(words), "prog": prog, "config": config}
     if not isinstance(default, type):
         settings["default"] = default
     kind = default if isinstance(default, type) else type(default)

@@ -1,4 +1,5 @@
 import signal
+import sys
 
 import pytest
 import torch
@@ -32,6 +33,19 @@ def process_group():
     yield
     if dist.is_initialized() and not before:
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_curves(request, monkeypatch):
+    """Drawing takes longer than a tiny run: the tests that ask for the fixture ``curves`` draw."""
+    recorder = sys.modules.get("rl_bridge.run.recorder")
+    if recorder is not None and "curves" not in request.fixturenames:
+        monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
+
+
+@pytest.fixture
+def curves():
+    """Asked for by a test whose runs draw their curves."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Processes of a test that runs over several ranks: forked from one that has imported what they need, once for all."""
+"""Processes of tests: ranks above all, forked from one process that has imported what they need, once for all."""
 
 import faulthandler
 import gc
@@ -12,23 +12,34 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from tests.support import warm
+
 LIMIT = 300.0
 """Seconds until ranks that do not answer are asked where they are."""
 
-# Importing takes longer than the tests. Nothing here starts a thread, as JAX would.
+# Importing takes longer than the tests. Nothing here starts a thread, as JAX does when it computes.
 IMPORTED = [
-    "torch.distributed.fsdp",
+    *warm.IMPORTED,
     "torch._dynamo.backends.debugging",
     "torch._functorch.aot_autograd",
+    "transformers.masking_utils",
     "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
 ]
+
+
+def forking() -> Any:
+    """The context of multiprocessing whose processes begin with everything imported.
+
+    A process has one such server, which imports what its first user names: a list of another user would be lost.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 def results(rank: Callable[..., None], count: int, folder: Path) -> list[tuple[Any, ...]]:
     """What each `rank(number, address, queue)` put, `(number, …)`, in the order of their numbers."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context = forking()
     queue = context.Queue()
     traces = [folder / f"stacks of rank {n}.txt" for n in range(count)]
     processes = [

@@ -8,6 +8,7 @@ template's: one thread, on the CPU. /proc shows the template's command line and 
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -201,6 +202,8 @@ def main() -> None:
         __import__(name)
     warnings.filterwarnings("ignore", message=r"os.fork\(\) was called", category=RuntimeWarning)
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
+    gc.collect()
+    gc.freeze()  # the collections of engines that end need not look at what was imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     awake, wake = os.pipe()
     os.set_blocking(wake, False)

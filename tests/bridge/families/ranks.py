@@ -4,7 +4,6 @@ What one rank alone raises, or a rank that hangs, ends the pair; another goes on
 """
 
 import json
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.bridge.families.cells import WRONG, Cell
+from tests.support.ranks import forking
 
 AXES = {"shard": (1, 2, 1, 1), "sequence": (1, 1, 2, 1), "tensor": (1, 1, 1, 2)}
 """Columns, and the sizes of their meshes: replicate, shard, sequence, tensor."""
 SECONDS = 60.0
 """That a cell may take, on a machine that does other things too."""
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "transformers.masking_utils", "peft"]
 
 Place = tuple[str, str]
 """A family and a column."""
@@ -45,8 +44,7 @@ def measured_by_ranks(
 
 def _walk(places: Sequence[Place], folder: Path) -> Iterator[dict[Place, Cell]]:
     """The cells of the first places up to the one that a pair of processes does not survive, as they come."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forking()
     pair: list[BaseProcess] = [context.Process(target=_rank, args=(n, places, str(folder))) for n in range(2)]
     for process in pair:
         process.start()

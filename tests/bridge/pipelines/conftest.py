@@ -1,10 +1,12 @@
 import functools
+import json
+from pathlib import Path
 
 import pytest
 
+from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
-from rl_bridge.run import recorder
 from rl_tools.cli import main
 
 OPTIONS = {
@@ -41,24 +43,25 @@ def model_folder(tmp_path_factory):
     return folder
 
 
+def problems(model_folder):
+    """A file beside the model with a twentieth of two-digit addition: checking all of it takes longer than a run."""
+    file = Path(model_folder).with_name("problems.jsonl")
+    if not file.exists():
+        file.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows(["+"])[::20]))
+    return file
+
+
 def words_of(folder, model_folder, name, *more, **changes):
-    """The words of a command: ``OPTIONS``, into ``folder``, with what is given here on top, the algorithm first."""
-    options = {**OPTIONS, "--output": folder, "--model": model_folder, "--name": name, **changes}
+    """The words of a command: ``OPTIONS``, into ``folder``, with what is given here on top, the algorithm first.
+
+    An option that is None is left out: ``--data`` None takes all of two-digit addition.
+    """
+    data = {} if "--data" in changes else {"--data": problems(model_folder)}
+    options = {**OPTIONS, "--output": folder, "--model": model_folder, "--name": name, **data, **changes}
+    options = {name: value for name, value in options.items() if value is not None}
     algorithm = [word for word in more if word.startswith("objective:")]
     rest = [word for word in more if word not in algorithm]
     return ["train", "policy", *algorithm, *(str(word) for pair in options.items() for word in pair), *rest]
-
-
-@pytest.fixture(autouse=True)
-def no_curves(request, monkeypatch):
-    """Drawing takes longer than a tiny run: the tests that ask for the fixture ``curves`` draw."""
-    if "curves" not in request.fixturenames:
-        monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
-
-
-@pytest.fixture
-def curves():
-    """Asked for by a test whose runs draw their curves."""
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ControlOptions, objective_options
 from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, prepare, train_and_evaluate
-from rl_bridge.run import recorder
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
 # Of four completions there is one set of four, which has no lead over another.
@@ -73,8 +72,7 @@ def run(pipeline, start, tokenizer, rewards=even):
 
 
 @pytest.mark.parametrize("recipe", rl_fn.recipes.__all__)
-def test_every_recipe_trains(recipe, start, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
+def test_every_recipe_trains(recipe, start, tokenizer, tmp_path):
     rewards = even_and_short if recipe == "gdpo" else even
     records = run(pipeline_of(recipe, tmp_path, start[1]), start, tokenizer, rewards)
     assert [(record["stage"], record["step"]) for record in records] == [("policy", 0), ("policy", 1)]
@@ -94,7 +92,6 @@ CONTROLLED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", CONTROLLED)
 def test_critic_controllers_and_archive_go_on_from_a_checkpoint(recipe, start, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
     options, reward = CONTROLLED[recipe]
     options = options | {"policy": {"steps": 4, "evaluate_every": 1}, "checkpoint_every": 1}
 

@@ -62,6 +62,7 @@ def traced(tmp_path_factory, model_folder):
     }
     with pytest.MonkeyPatch.context() as patch:
         trace = trace_calls(patch)
+        patch.setattr("rl_bridge.run.recorder.draw_curves", lambda *_, **__: None)
         assert main(short_words(folder, model_folder, **options)) == 0
     asked = [eval(line) for line in (folder / "asked").read_text().splitlines()]
     # The trial of the reward comes first: two rows, each with its answer and with nothing as the completion.

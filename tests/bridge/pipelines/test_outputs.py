@@ -166,7 +166,7 @@ MISTAKES = {
     "reward": ({"--reward": "absent.py:f"}, "no such reward file: absent.py"),
     "form": ({"--reward": "absent"}, "a reward is named FILE.py:function, got 'absent'"),
     "model": ({"--model": "no/such/folder/here"}, "no model can be loaded from 'no/such/folder/here'"),
-    "held out": ({"--held-out": 9000}, "cannot hold out 9000 distinct prompts of 8100 rows"),
+    "held out": ({"--data": None, "--held-out": 9000}, "cannot hold out 9000 distinct prompts of 8100 rows"),
 }
 
 

@@ -28,7 +28,7 @@ def words(tmp_path, model_folder):
     (tmp_path / "reward.py").write_text(REWARD)
 
     def of(name, *more, **others):
-        options = {**SHORT, **ENGINE, "--reward": f"{tmp_path / 'reward.py'}:even_digits", **others}
+        options = {**SHORT, **ENGINE, "--data": None, "--reward": f"{tmp_path / 'reward.py'}:even_digits", **others}
         return words_of(tmp_path, model_folder, name, "objective:grpo", *more, **options)[2:]
 
     return of

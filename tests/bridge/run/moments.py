@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from rl_bridge.common.files import replacing
 from rl_bridge.engines import TrainEngine
 from rl_bridge.run import recorder
 from rl_bridge.run.run import Run
+from tests.support.ranks import forking
 
 CALLS = ("rename", "replace", "fsync", "mkdir", "unlink", "ftruncate", "rmdir")
 STEPS = 6
@@ -86,9 +86,7 @@ def result(folder):
 
 def status_of(folder: Path, moment: int, *, resume: bool) -> int | None:
     """The exit code of a process that has its torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=session, args=(folder, moment, resume))
+    process = forking().Process(target=session, args=(folder, moment, resume))
     process.start()
     process.join(300)
     return process.exitcode

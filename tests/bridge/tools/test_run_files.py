@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from rl_bridge.models.small import TinySource
 from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 from rl_tools.cli import main
@@ -21,6 +23,12 @@ SMALL = {
 ANSWERED = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 COMPARED = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "0"} for row in ANSWERED]
 ROWS = {"policy": ANSWERED, "sft": ANSWERED, "preference": COMPARED, "reward-model": COMPARED}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A new model has one layer and not four: a plan goes through all operations of each."""
+    monkeypatch.setattr(TinySource, "for_tokenizer", partial(TinySource.for_tokenizer, hidden=16, layers=1))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -44,9 +52,12 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, capsys):
 
 
 def test_a_plan_is_of_a_run_file_with_options_over_it(tmp_path, capsys):
-    start = quickstart()
+    start, data = quickstart(), tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"1{a}+1{b}=", "answer": str(20 + a + b)} for a in range(4) for b in range(4)]
+    data.write_text("\n".join(map(json.dumps, rows)))
     small = replace(
         start,
+        data=str(data),
         micro_batch_tokens=99,
         held_out=4,
         sft=replace(start.sft, rows_per_step=4),

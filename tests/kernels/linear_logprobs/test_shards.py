@@ -1,7 +1,5 @@
 """A vocabulary in unequal shards over three processes gives what one process gives, bit for bit on every rank."""
 
-import multiprocessing
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +7,7 @@ import torch.distributed as dist
 from tests.kernels.cases import OPTIONS, N, V, ids, normal
 from tests.kernels.exact import gradients
 from tests.kernels.operations import linear_logprobs
+from tests.support.ranks import results
 
 H = 19
 CUTS = [0, 5, 30, V]
@@ -40,17 +39,7 @@ def rank(number, address, queue):
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    address = f"file://{tmp_path_factory.mktemp('gloo')}/store"
-    ranks = [context.Process(target=rank, args=(n, address, queue)) for n in range(3)]
-    for process in ranks:
-        process.start()
-    results = dict(queue.get(timeout=300) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
-    return [results[n] for n in range(3)]
+    return [found for _, found in results(rank, 3, tmp_path_factory.mktemp("gloo"))]
 
 
 @pytest.mark.parametrize("name", NAMES)

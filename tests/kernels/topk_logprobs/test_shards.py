@@ -1,6 +1,5 @@
 """A vocabulary in unequal shards over two processes gives what one process gives, bit for bit on both ranks."""
 
-import multiprocessing
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from tests.kernels.cases import OPTIONS, N, V, ids, normal
 from tests.kernels.exact import gradients
 from tests.kernels.operations import linear_topk_logprobs
+from tests.support.ranks import results
 
 H, K = 19, 5
 # The first rank holds the last ids, and only three of them: fewer than K.
@@ -49,17 +49,7 @@ def rank(number, address, queue):
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    address = f"file://{tmp_path_factory.mktemp('gloo')}/store"
-    ranks = [context.Process(target=rank, args=(n, address, queue)) for n in range(2)]
-    for process in ranks:
-        process.start()
-    results = dict(queue.get(timeout=300) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
-    return [results[n] for n in range(2)]
+    return [found for _, found in results(rank, 2, tmp_path_factory.mktemp("gloo"))]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,6 @@ import pytest
 
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.modules.trainable import CausalLMModule
-from rl_bridge.run import recorder
 from rl_tools.cli import main
 from tests.support.results import assert_same, result
 
@@ -36,7 +35,6 @@ class Killed(BaseException):
 
 
 def test_killed_with_requests_in_the_engine_it_ends_as_if_it_had_not_been(tmp_path, model, tokenizer, monkeypatch):
-    monkeypatch.setattr(recorder, "draw_curves", lambda *_, **__: None)
     (tmp_path / "reward.py").write_text(REWARD)
     save_pretrained(tmp_path / "model", model, tokenizer)
     options = OPTIONS | {"--reward": f"{tmp_path / 'reward.py'}:even_digits", "--model": tmp_path / "model"}

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,11 @@ def test_what_no_plan_is_of_is_refused(fields: dict):
         plan(replace(start, **fields), SOURCE, SHORT)
 
 
-def test_the_command_says_what_it_is_of(tmp_path, capsys):
+def test_the_command_says_what_it_is_of(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(TinySource, "for_tokenizer", partial(TinySource.for_tokenizer, hidden=16, layers=1))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     words = ["sft", "--workers", "4", "--mesh.tensor", "2", "--no-knobs", "--json", str(tmp_path / "plan.json")]
+    words += ["--data", str(tmp_path / "rows.jsonl"), "--held-out", "8"]
     assert rl_fn_plan(words) == 0
     assert "one of 4 workers, Mesh(replicate=1, shard=2, tensor=2, sequence=1)" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["mesh"]["shard"] == 2
