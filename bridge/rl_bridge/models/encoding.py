@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.messages import Chat, chat_of, is_trained, shortened
+from rl_bridge.data.messages import UNTRAINED, Chat, chat_of, is_trained, shortened
 from rl_bridge.data.rows import RESPONSES, response_field
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 from rl_bridge.models.chat_templates import next_header, rendered, spans, template_of
+from rl_bridge.models.left_out import require_whole
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
@@ -64,7 +65,8 @@ def encode_row(
 
     Raises:
         ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
-            that changes earlier tokens when a message is added, or begins another reply behind the last one.
+            that changes earlier tokens when a message is added, begins another reply behind the last one, or, without
+            ``to_end``, leaves out words of a turn that counts.
     """
     messages, alone = conversation_of(row)
     chat = Chat.of(row, messages)
@@ -99,14 +101,18 @@ def encode_row(
                 "{% if add_generation_prompt %} around what begins a reply behind the messages; or "
                 "apply_chat_template=false concatenates the contents"
             )
+        turns = dict.fromkeys((place for place, message in enumerate(messages) if is_trained(message)), "")
         for text, place in spans(tokenizer, chat):
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
-            counts = place is not None and is_trained(messages[place])
-            add(ids, _length_of_turn(tokenizer, ids) if counts else 0)
+            add(ids, _length_of_turn(tokenizer, ids) if place in turns else 0)
+            if place in turns:
+                turns[place] = text
         if any(mask[-1:]) and tokens[-1] not in special_ids(tokenizer) and not to_end:
             add([_end(tokenizer)], 1)  # the template ends no turn
         if not any(mask) and any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{template_of(tokenizer)} writes nothing of what the assistant says: nothing to learn")
+        for place, text in () if to_end else turns.items():
+            require_whole(tokenizer, chat, place, text)
     return replace(_trajectory(tokens, mask, row, messages, to_end=to_end), tools=tuple(chat.tools))
 
 
@@ -125,20 +131,12 @@ def encode_completion(
     Raises:
         ValueError: as ``encode_row`` does.
     """
-    response = completion if isinstance(completion, str) else list(completion)
-    example_row = {**chat_of(prompt).row(), "response": response}
-    row = encode_row(tokenizer, example_row, apply_chat_template=apply_chat_template, to_end=to_end)
-    earlier = sum(map(is_trained, messages_of(prompt)))
-    if not earlier:
-        return row
-    turns = 0
-    mask: list[bool] = []
-    for place, counts in enumerate(row.loss_mask):
-        turns += counts and not row.loss_mask[place - 1]
-        mask.append(counts and turns > earlier)
-    if True not in mask:
-        raise ValueError(f"the completion has no token that is not the prompt's: {shortened(response)}")
-    return replace(row, loss_mask=tuple(mask))
+    chat, prompted = chat_of(prompt), messages_of(prompt)
+    row = {**chat.row(), "response": completion if isinstance(completion, str) else list(completion)}
+    if any(map(is_trained, prompted)):
+        row["prompt"] = [{**message, UNTRAINED: False} if is_trained(message) else message for message in prompted]
+    trajectory = encode_row(tokenizer, row, apply_chat_template=apply_chat_template, to_end=to_end)
+    return replace(trajectory, messages=(*prompted, *trajectory.messages[len(prompted) :]))
 
 
 def content_of(message: Mapping[str, Any]) -> str:
