@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.messages import UNTRAINED, Chat, chat_of, is_trained, shortened
-from rl_bridge.data.rows import RESPONSES, response_field
+from rl_bridge.data.rows import RESPONSES, missing, response_field, text_of
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 from rl_bridge.models.chat_templates import next_header, rendered, spans, template_of
 from rl_bridge.models.left_out import require_whole
@@ -81,12 +81,14 @@ def encode_row(
         return _encode(tokenizer, text, what, behind=tokens) if tokens else _beginning(tokenizer, text)
 
     def add_turn(text: str, what: str, *, counts: bool = True) -> None:
-        ids = [*of(text, what), _end(tokenizer)]
+        end = str(tokenizer.eos_token)
+        ids = of(text.rstrip() if text.rstrip().endswith(end) else text, what)
+        ids = ids if ids[-1:] == [_end(tokenizer)] else [*ids, _end(tokenizer)]  # the text has its own
         add(ids, len(ids) if counts else 0)
 
     if alone is not None:
         add(encode_prompt(tokenizer, row["prompt"]))
-        add_turn(str(row[alone]), alone)
+        add_turn(text_of(row[alone]), alone)
     elif not apply_chat_template:
         for message in messages:
             if message["role"] == "assistant":
@@ -156,14 +158,14 @@ def content_of(message: Mapping[str, Any]) -> str:
 def conversation_of(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str | None]:
     """The row's messages; and the field of the response, if prompt and response stand there without roles."""
     prompt, field = row.get("prompt"), response_field(row)
-    if row.get("messages") and (prompt is None or field is None):
+    if row.get("messages") and (missing(row, "prompt") or field is None):
         return tuple(row["messages"]), None
     if prompt is None or field is None:
         raise ValueError(
             f"a row has messages, or prompt and one of {', '.join(RESPONSES)}; got {sorted(map(str, row))}"
         )
     in_roles = isinstance(row[field], list)
-    replies = row[field] if in_roles else [{"role": "assistant", "content": str(row[field])}]
+    replies = row[field] if in_roles else [{"role": "assistant", "content": text_of(row[field])}]
     prompted = messages_of(prompt)
     alone = not in_roles and (isinstance(prompt, str) or not prompted)
     return (*prompted, *replies), field if alone else None
@@ -232,7 +234,9 @@ def _puts_space(tokenizer: PreTrainedTokenizerBase, first: int, text: str) -> bo
 def _length_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
     """Tokens of a turn up to its end, as the policy draws them: not the line's end that a template writes behind."""
     special = special_ids(tokenizer)
-    return next((place for place in range(len(ids), 0, -1) if ids[place - 1] in special), len(ids))
+    end = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in special), len(ids))
+    # A special token in the middle, as </think>, ends no turn.
+    return len(ids) if str(tokenizer.decode(ids[end:])).strip() else end
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
