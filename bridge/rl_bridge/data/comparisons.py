@@ -189,7 +189,8 @@ def _require_beginning(row: Mapping[str, Any], common: Sequence[dict]) -> None:
         behind_prompt(common, prompt, "chosen and rejected")
     if not missing(row, "messages"):
         messages = messages_of_field(row["messages"], "messages")
-        behind_prompt(max(messages, common, key=len), min(messages, common, key=len), "messages")
+        shorter, longer = sorted((messages, list(common)), key=len)
+        behind_prompt(longer, shorter, "messages")
 
 
 def _label(value: Any) -> bool:

@@ -81,6 +81,7 @@ def write(folder, form, rows):
         whole = [
             {**row, "messages": [{"content": None, "tool_calls": None, **m} for m in row["messages"]]} for row in rows
         ]
+        path = folder / "rows.parquet"
         datasets.Dataset.from_list(whole, features=features).to_parquet(str(path))
     elif form in ("in hand", "reader", "records"):
         table = datasets.Dataset.from_list(rows)

@@ -1,4 +1,4 @@
-"""The fingerprint of rows: of any values a reader gives, the same in every process, another where a value is another."""
+"""The fingerprint of rows: of any values that a reader gives, one in all processes, another one of another value."""
 
 import dataclasses
 import json
