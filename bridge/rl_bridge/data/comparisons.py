@@ -9,9 +9,9 @@ import torch
 
 from rl_bridge.common.terminal import remark
 from rl_bridge.data.census import SourceCensus
-from rl_bridge.data.messages import Chat, messages_of_field, shortened
+from rl_bridge.data.messages import Chat, in_one_form, messages_of_field, read_json, shortened
 from rl_bridge.data.row_readers import RowSource, name_of
-from rl_bridge.data.rows import missing, read_rows
+from rl_bridge.data.rows import behind_prompt, missing, read_rows
 from rl_bridge.data.token_batch import TokenBatch, collate, packed_rows, padded_rows
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 
@@ -91,9 +91,11 @@ def comparison_of(row: Mapping[str, Any]) -> Comparison:
     Raises:
         ValueError: with the field and what was expected.
     """
+    row = in_one_form(row)
     kind = _kind(row)
     if kind == "pair" and all(_is_conversation(row[name]) for name in FIELDS["pair"]):
         prompt, completions = _split(*(messages_of_field(row[name], name) for name in FIELDS["pair"]))
+        _require_beginning(row, prompt)
     else:
         prompt, completions = _prompt(row), _completions(row, kind)
     return Comparison(
@@ -145,7 +147,7 @@ def _completions(row: Mapping[str, Any], kind: Kind) -> tuple[Completion, ...]:
         return (_completion(row["completion"], "completion"),)
     if kind == "pair":
         return tuple(_completion(row[name], name) for name in FIELDS["pair"])
-    listed = row["completions"]
+    listed = read_json(row["completions"], "completions")
     if not isinstance(listed, list) or len(listed) < 2:
         raise ValueError(f"completions must be a list of at least two, best first, got {shortened(listed)}")
     return tuple(_completion(value, f"completions[{place}]") for place, value in enumerate(listed))
@@ -178,6 +180,17 @@ def _split(chosen: list[dict], rejected: list[dict]) -> tuple[Prompt, tuple[Comp
             f"they are equal in {common} messages of {len(chosen)} and {len(rejected)}"
         )
     return chosen[:common], ends
+
+
+def _require_beginning(row: Mapping[str, Any], common: Sequence[dict]) -> None:
+    """Refuse a prompt beside whole conversations with which these do not begin."""
+    if not missing(row, "prompt"):
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else messages_of_field(row["prompt"], "prompt")
+        behind_prompt(common, prompt, "chosen and rejected")
+    if not missing(row, "messages"):
+        messages = messages_of_field(row["messages"], "messages")
+        shorter, longer = sorted((messages, list(common)), key=len)
+        behind_prompt(longer, shorter, "messages")
 
 
 def _label(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ ARGUMENTS = "chat_template_kwargs"
 """The column with variables of the chat template by name."""
 CONVERSATIONS = (*TURNS, "tools", ARGUMENTS)
 """Columns that a chat template reads."""
+NUMBERED = ("answer", "label", "margin", "chosen_win_rate", "rejected_win_rate")
+"""Columns that may hold a number, in hand one of an array's kinds."""
 RESERVED = ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 RESERVED += ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
 RESERVED += ("return_assistant_tokens_mask",)
@@ -70,7 +72,7 @@ def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     Raises:
         ValueError: they are neither.
     """
-    tools = _read_json(row.get("tools"), "tools")
+    tools = read_json(row.get("tools"), "tools")
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError(f"tools must be a list of JSON schemas, got {shortened(row['tools'])}")
     return tuple(tools or ())
@@ -82,7 +84,7 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: they are neither, or name what is no variable of a template.
     """
-    arguments = _read_json(row.get(ARGUMENTS), ARGUMENTS)
+    arguments = read_json(row.get(ARGUMENTS), ARGUMENTS)
     if arguments and not isinstance(arguments, Mapping):
         raise ValueError(f"{ARGUMENTS} must be an object, got {shortened(row[ARGUMENTS])}")
     if reserved := sorted(set(arguments or ()) & set(RESERVED)):
@@ -126,7 +128,7 @@ def _may_hold(value: Any) -> bool:
     return not value.isascii() if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
 
 
-def _read_json(value: Any, field: str) -> Any:
+def read_json(value: Any, field: str) -> Any:
     """The value of a JSON text, as a CSV file has it. A text that is no JSON stays, and is refused by its type."""
     if not isinstance(value, str) or not value.strip():
         return value if not isinstance(value, str) else None
@@ -136,6 +138,53 @@ def _read_json(value: Any, field: str) -> Any:
         return value
     require_characters(parsed, field)
     return parsed
+
+
+def in_one_form(row: Mapping[str, Any], fields: Iterable[str] = ()) -> dict[str, Any]:
+    """The row with messages where its columns of messages hold their JSON text, and with lists in place of arrays.
+
+    Text of one message is read as a list of it. ``fields`` are more columns that may hold messages.
+
+    >>> in_one_form({"prompt": '[{"role": "user", "content": "1+1"}]', "note": '[{"role": "user", "content": ""}]'})
+    {'prompt': [{'role': 'user', 'content': '1+1'}], 'note': '[{"role": "user", "content": ""}]'}
+
+    Raises:
+        ValueError: half of a surrogate pair in one of these, with its place.
+    """
+    read: dict[str, Any] = {}
+    for name in dict.fromkeys((*CONVERSATIONS, *NUMBERED, *fields)):
+        value = row.get(name)
+        if hasattr(value, "tolist"):
+            # A table's structs have the keys of all rows.
+            read[name] = _own(_listed(value))
+        elif isinstance(value, str) and name not in ("tools", ARGUMENTS) and '"role"' in value:
+            messages = _messages_in(value)
+            read |= {} if messages is None else {name: messages}
+    require_characters(read)
+    return {**row, **read}
+
+
+def _listed(value: Any) -> Any:
+    """A value with lists and numbers of Python in place of arrays, as a table in memory holds them."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _messages_in(text: str) -> list[Any] | None:
+    """The messages that the text is JSON of; None of another text."""
+    try:
+        value = json.loads(text) if text.lstrip()[:1] in ("[", "{") else None
+    except (ValueError, RecursionError):
+        return None
+    messages = [value] if isinstance(value, dict) else value
+    return messages if isinstance(messages, list) and messages and all(map(_is_message, messages)) else None
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value and not {"content", "tool_calls"}.isdisjoint(value)
 
 
 def messages_of_field(value: Any, field: str) -> list[dict[str, Any]]:
@@ -157,6 +206,7 @@ def messages_of_field(value: Any, field: str) -> list[dict[str, Any]]:
         except ValueError:
             raise ValueError(f"{field} must be a list of messages, got the text {shortened(value)}") from None
         require_characters(value, field)
+    value = _listed(value) if hasattr(value, "tolist") else value
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"{field} must be a list of messages, got {shortened(value)}")
     return [_message(message, f"{field}[{place}]") for place, message in enumerate(value)]
@@ -198,7 +248,7 @@ def _own(value: Any) -> Any:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    called = isinstance(message, Mapping) and message.get("tool_calls")
+    called = isinstance(message, Mapping) and read_json(message.get("tool_calls"), f"{where}.tool_calls")
     if not isinstance(message, Mapping) or not {"role", *(() if called else ("content",))} <= message.keys():
         raise ValueError(f"{where} must be a message with role and content, got {shortened(message)}")
     if not isinstance(message["role"], str) or not message["role"]:
@@ -208,7 +258,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     # A call of a tool has no text of its own.
     plain["content"] = "" if called and message.get("content") is None else _text(message["content"], where)
     if called:
-        plain["tool_calls"] = _calls(message["tool_calls"], where)
+        plain["tool_calls"] = _calls(called, where)
     return plain if trained else {**plain, UNTRAINED: False}
 
 

@@ -3,7 +3,9 @@
     read_rows("problems.py:rows")
     read_rows(rows)
 
-Whatever a reader gives is checked row by row as the rows of a file are, and an error names the reader and the row.
+Whatever a reader gives is checked row by row as the rows of a file are, and an error names the reader and the row. A
+dataset of ``datasets`` in hand, or returned by a reader, is read as its files are: None that a struct has under keys of
+other rows is taken out. A reader that yields such rows one by one takes it out itself.
 """
 
 import functools
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.common.user_files import content_of, load_file, mark_of, the_users_code
+from rl_bridge.data.messages import without_keys_of_others
 
 Reader = Callable[..., Iterable[Mapping[str, Any]]]
 """A function without arguments, or of the split's name, that yields or returns rows as dicts."""
@@ -64,13 +67,20 @@ def rows_of(source: RowSource) -> Iterator[tuple[str, Any]]:
         with the_users_code():
             if callable(source):
                 rows = _called(source, name, split)
+            of_table = _is_table(rows)
             for number, row in enumerate(_iterable(rows, name), 1):
                 # A reader may give one dict again and again, changed.
-                yield f"{name}, row {number}", dict(row) if isinstance(row, Mapping) else row
+                row = dict(row) if isinstance(row, Mapping) else row
+                yield f"{name}, row {number}", without_keys_of_others(row) if of_table else row
     except _WrongUse:
         raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name}: row {number + 1} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _is_table(rows: Any) -> bool:
+    """Whether these are rows of the package ``datasets``, whose structs have the keys of all rows."""
+    return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(rows).__mro__)
 
 
 class _WrongUse(TypeError):

@@ -14,6 +14,7 @@ from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.messages import (
     ARGUMENTS,
     arguments_of,
+    in_one_form,
     is_trained,
     messages_of_field,
     require_characters,
@@ -40,9 +41,9 @@ def policy_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the field and what was expected.
     """
+    row = _with_tools(in_one_form(row))
     if missing(row, "prompt") and missing(row, "messages"):
         raise ValueError(f"field 'prompt' is missing or empty; the row has {sorted(map(str, row))}")
-    row = _with_tools(row)
     if not missing(row, "prompt"):
         prompt = _text_or_messages(row["prompt"], "prompt")
         _require_one_prompt(row, prompt)
@@ -65,10 +66,26 @@ def answered_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the field and what was expected.
     """
-    answer = row.get("answer")
-    if not isinstance(answer, str | int | float):
-        raise ValueError(f"answer must be text or a number to be compared (the reward 'exact'), got {answer!r:.80}")
+    row = in_one_form(row)
+    if not is_comparable(row.get("answer")):
+        answer = f"{row.get('answer')!r:.80}"
+        raise ValueError(f"answer must be text or a number to be compared (the reward 'exact'), got {answer}")
     return policy_row(row)
+
+
+def is_comparable(answer: Any) -> bool:
+    """Whether a completion may equal the answer: text, or a number that is one."""
+    return isinstance(answer, str | int) or (isinstance(answer, float) and math.isfinite(answer))
+
+
+def text_of(value: Any) -> str:
+    """The text of a response or an answer; a whole number is one in a column of floats, as one with a hole is.
+
+    >>> text_of(4.0), text_of(2.5), text_of(" 4")
+    ('4', '2.5', ' 4')
+    """
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return str(int(value) if whole else value)
 
 
 def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,15 +97,20 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the field and what was expected.
     """
-    row = _with_tools(row)
+    row = _with_tools(in_one_form(row, RESPONSES))
     field = response_field(row)
     if not missing(row, "prompt") and (field is not None or missing(row, "messages")):
         if field is None:
             names = ", ".join(map(repr, RESPONSES))
             raise ValueError(f"a row with 'prompt' needs one of {names}; it has {sorted(map(str, row))}")
         prompt = _text_or_messages(row["prompt"], "prompt")
-        _require_one_prompt(row, prompt)
-        return {**row, "prompt": prompt, field: _response(row[field], field)}
+        behind = _require_one_prompt(row, prompt)
+        response = _response(row[field], field)
+        if any(message["role"] == "assistant" for message in behind) and not _says(behind, response):
+            raise ValueError(
+                f"messages and {field} both hold what the assistant is to say, and differ; give one of them"
+            )
+        return {**row, "prompt": prompt, field: response}
     if missing(row, "messages"):
         raise ValueError(f"expected 'messages', or 'prompt' and a response; the row has {sorted(map(str, row))}")
     messages = messages_of_field(row["messages"], "messages")
@@ -132,17 +154,46 @@ def _text_or_messages(value: Any, field: str) -> Any:
     return messages_of_field(value, field)
 
 
-def _require_one_prompt(row: Mapping[str, Any], prompt: Any) -> None:
-    """Refuse a row whose ``messages`` say something else than its prompt."""
+def _require_one_prompt(row: Mapping[str, Any], prompt: Any) -> list[dict[str, Any]]:
+    """What the row's ``messages`` say behind its prompt; refuse messages that do not hold the prompt."""
     if missing(row, "messages"):
-        return
-    messages = messages_of_field(row["messages"], "messages")
+        return []
+    return behind_prompt(messages_of_field(row["messages"], "messages"), prompt, "messages")
+
+
+def behind_prompt(messages: Sequence[dict[str, Any]], prompt: Any, name: str) -> list[dict[str, Any]]:
+    """The messages behind the prompt. A prompt that is text is the content of one of them.
+
+    Raises:
+        ValueError: the messages, whose column is ``name``, do not hold the prompt.
+    """
     if isinstance(prompt, str):
-        agree = any(message.get("content") == prompt for message in messages)
+        places = [place for place, message in enumerate(messages) if message["content"].strip() == prompt.strip()]
+        end = places[-1] + 1 if places else None
     else:
-        agree = messages[: len(prompt)] == prompt
-    if not agree:
-        raise ValueError("prompt and messages are both given, and the messages do not hold the prompt; give one")
+        end = len(prompt) if list(messages[: len(prompt)]) == prompt else None
+    if end is None:
+        raise ValueError(f"prompt and {name} are both given, and the {name} do not hold the prompt; give one")
+    return list(messages[end:])
+
+
+def unread_responses(row: Mapping[str, Any]) -> list[str]:
+    """Columns of a read row to imitate that hold a response, another one than the row's.
+
+    >>> unread_responses({"messages": [{"role": "assistant", "content": "It is 2"}], "answer": "2"})
+    ['answer']
+    """
+    field = response_field(row)
+    imitated = row["messages"][-1:] if field is None or missing(row, "prompt") else row[field]
+    turns = imitated if isinstance(imitated, list) else [{"content": imitated}]
+    return [name for name in RESPONSES if not missing(row, name) and not _says(turns, row[name])]
+
+
+def _says(messages: Sequence[Mapping[str, Any]], response: Any) -> bool:
+    """Whether these messages are the response, which is text or messages."""
+    if isinstance(response, list):
+        return list(messages) == response
+    return len(messages) == 1 and text_of(messages[0]["content"]).strip() == text_of(response).strip()
 
 
 def _response(value: Any, field: str) -> Any:
@@ -208,7 +259,7 @@ def read_rows(
     for where, row in _numbered(source, census):
         try:
             rows.append(_checked(row, fields, check) | {"_where": where})
-            unread.look(row, where)
+            unread.look(row, where, unread_responses(rows[-1]) if check is supervised_row else ())
         except ValueError as error:
             bad.append(f"{where}: {error}")
     refuse(bad, len(bad) + len(rows))
@@ -329,19 +380,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
                 expected = len(reader.fieldnames or ())
                 yield number, Unreadable(f"expected {expected} columns as in the header line")
             else:
-                yield number, {name: _messages_or_text(cell) for name, cell in row.items()}
-
-
-def _messages_or_text(cell: str) -> Any:
-    """A cell; messages, which are JSON text there, are read. Other JSON is what the row's reward makes of it."""
-    if not cell.lstrip().startswith("["):
-        return cell
-    try:
-        value = json.loads(cell)
-    except ValueError:
-        return cell
-    of_messages = value and all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
-    return value if of_messages else cell
+                yield number, dict(row)
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
+from rl_bridge.data.messages import Chat
+from rl_bridge.data.rows import missing
+
 # Two-digit arithmetic with a verifiable answer: the task of the quickstart. Pure Python, no framework.
 
 ALPHABET = "0123456789+-="
@@ -48,9 +51,18 @@ def split_rows(rows: Sequence[dict], held_out: int, seed: int) -> tuple[list[dic
 
 def _prompt_of(row: dict) -> str:
     """The prompt as it is written; of a whole conversation, what stands before the assistant's first message."""
-    if "prompt" in row:
-        return repr(row["prompt"])
-    return repr(list(takewhile(lambda message: message["role"] != "assistant", row["messages"])))
+    if not missing(row, "prompt"):
+        return repr(_in_order(row["prompt"]))
+    return repr(_in_order(list(takewhile(lambda message: message["role"] != "assistant", row["messages"]))))
+
+
+def _in_order(value: Any) -> Any:
+    """The value with the keys of its objects in one order, which says nothing about a prompt."""
+    if isinstance(value, Chat):
+        value = value.row()
+    if isinstance(value, Mapping):
+        return sorted(((key, _in_order(item)) for key, item in value.items()), key=repr)
+    return [_in_order(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # Tasks of the package ``reasoning-gym``: problems made from a seed, each scored by the gym's own rule.

@@ -34,19 +34,22 @@ class UnreadColumns:
         self._count: Counter[str] = Counter()
         self._first: dict[str, str] = {}
 
-    def look(self, row: Mapping[str, Any], where: str) -> None:
-        """Count the columns of one row, whose place ``where`` is."""
+    def look(self, row: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> None:
+        """Count the columns of one row, whose place ``where`` is, and ``others`` of it."""
         self._rows += 1
-        for name in self._names:
-            if row.get(name) not in (None, "", [], {}):
-                self._count[name] += 1
-                self._first.setdefault(name, where)
+        for name in (*(name for name in self._names if _says_something(row.get(name))), *others):
+            self._count[name] += 1
+            self._first.setdefault(name, where)
 
     def remark(self, but_by: str = "") -> None:
         """Name each column that any row has. ``but_by``: whoever else may read it."""
         for name, count in self._count.items():
             share = f"{count} of {self._rows} rows have it"
             remark(f"row key `{name}` is not read{but_by}: {share}, first {self._first[name]}")
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 
 def remark_on_keys(rows: Iterable[Mapping[str, Any]], encode: Callable[[Mapping[str, Any]], Sequence[int]]) -> None:

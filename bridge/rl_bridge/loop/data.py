@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,13 +16,12 @@ from rl_bridge.data.row_readers import RowSource, reader_fingerprint
 from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
-from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines.engine import Engine
 from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
 from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
-from rl_bridge.models.row_checks import check_rows, prompted
+from rl_bridge.models.row_checks import check_rows, prompted, remark_on_conversations, remark_on_prompts
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.pipelines import comparison, sft
 from rl_bridge.pipelines.training import own_fingerprints
@@ -311,7 +309,7 @@ def load_rows(
         census.trained = len(rows)
         if model is not None:
             check_rows(model.source, model.tokenizer, rows, prompted(model.tokenizer), new_tokens=new_tokens)
-            remark_on_keys(rows, lambda row: prompted(model.tokenizer)(row)[1])
+            remark_on_prompts(model.tokenizer, rows)
         return Rows(rows, seed=seed, reader=data, census=census)
     if model is None:
         raise ValueError(f"rows for {loss} are encoded for a model: load_rows(data, model, loss)")
@@ -319,7 +317,7 @@ def load_rows(
     reading: dict[str, Any] = {"apply_chat_template": apply_chat_template, "max_length": max_length}
     if isinstance(loss, NLL):
         rows = read_rows(data, fields=(), check=supervised_row, census=census)
-        remark_on_keys(rows, partial(sft.tokens_of, tokenizer, apply_chat_template))
+        remark_on_conversations(tokenizer, rows, apply_chat_template=apply_chat_template)
         trajectories, left_out = sft.encoded(source, tokenizer, rows, **reading)
         _count(census, len(trajectories), left_out, max_length)
         batches: dict[str, Any] = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}

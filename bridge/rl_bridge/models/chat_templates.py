@@ -135,6 +135,8 @@ def _watch() -> None:
 
 # A conversation as text, message by message: a chat template must only add to what the model has already seen.
 
+PRIVATE = {"918273645546372819": ["918273645546372819"]}
+"""Arguments of a call that no conversation has."""
 ADVICE = (
     "train with apply_chat_template=false, which concatenates the contents, or with a --chat-template FILE of your own "
     "that only adds text"
@@ -202,13 +204,16 @@ def rendered(
     if not called:
         return _rendered(tokenizer, chat, generation_prompt)
     # Some templates write a call's arguments as JSON, and others add them to a text.
-    in_text = replace(chat, prompt=[_with_text_arguments(message) for message in chat.prompt])
+    in_text = replace(chat, prompt=[_with_arguments(message, _json) for message in chat.prompt])
     try:
         text = _rendered(tokenizer, chat, generation_prompt)
     except ValueError:
         return _rendered(tokenizer, in_text, generation_prompt)
+    # Somebody may have said what Python prints: the template itself prints arguments that nobody has.
     if any(str(arguments) in text for arguments in called if arguments and str(arguments) != json.dumps(arguments)):
-        return _rendered(tokenizer, in_text, generation_prompt)
+        private = replace(chat, prompt=[_with_arguments(message, lambda _: PRIVATE) for message in chat.prompt])
+        if str(PRIVATE) in _rendered(tokenizer, private, generation_prompt):
+            return _rendered(tokenizer, in_text, generation_prompt)
     return text
 
 
@@ -280,21 +285,25 @@ def _arguments_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield function["arguments"]
 
 
-def _with_text_arguments(message: Message) -> Message:
-    """The message with its calls' arguments as JSON text."""
+def _with_arguments(message: Message, change: Callable[[dict], Any]) -> Message:
+    """The message with other arguments of its calls, where they are objects."""
     calls: Any = message.get("tool_calls")
     if not calls:
         return message
-    return {**message, "tool_calls": [_with_text(call) for call in calls]}  # type: ignore[dict-item]
+    return {**message, "tool_calls": [_changed_call(call, change) for call in calls]}  # type: ignore[dict-item]
 
 
-def _with_text(call: Any) -> Any:
+def _changed_call(call: Any, change: Callable[[dict], Any]) -> Any:
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_text(call["function"])}
+        return {**call, "function": _changed_call(call["function"], change)}
     arguments = call.get("arguments")
-    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else call
+    return {**call, "arguments": change(arguments)} if isinstance(arguments, dict) else call
+
+
+def _json(arguments: dict) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _bounded(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> str:

@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.messages import Chat, chat_of, is_trained, shortened
-from rl_bridge.data.rows import RESPONSES, response_field
+from rl_bridge.data.messages import UNTRAINED, Chat, chat_of, is_trained, shortened
+from rl_bridge.data.rows import RESPONSES, missing, response_field, text_of
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 from rl_bridge.models.chat_templates import next_header, rendered, spans, template_of
+from rl_bridge.models.left_out import require_whole
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
@@ -64,7 +65,8 @@ def encode_row(
 
     Raises:
         ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
-            that changes earlier tokens when a message is added, or begins another reply behind the last one.
+            that changes earlier tokens when a message is added, begins another reply behind the last one, or, without
+            ``to_end``, leaves out words of a turn that counts.
     """
     messages, alone = conversation_of(row)
     chat = Chat.of(row, messages)
@@ -79,12 +81,14 @@ def encode_row(
         return _encode(tokenizer, text, what, behind=tokens) if tokens else _beginning(tokenizer, text)
 
     def add_turn(text: str, what: str, *, counts: bool = True) -> None:
-        ids = [*of(text, what), _end(tokenizer)]
+        end = str(tokenizer.eos_token)
+        ids = of(text.rstrip() if text.rstrip().endswith(end) else text, what)
+        ids = ids if ids[-1:] == [_end(tokenizer)] else [*ids, _end(tokenizer)]  # the text has its own
         add(ids, len(ids) if counts else 0)
 
     if alone is not None:
         add(encode_prompt(tokenizer, row["prompt"]))
-        add_turn(str(row[alone]), alone)
+        add_turn(text_of(row[alone]), alone)
     elif not apply_chat_template:
         for message in messages:
             if message["role"] == "assistant":
@@ -99,14 +103,18 @@ def encode_row(
                 "{% if add_generation_prompt %} around what begins a reply behind the messages; or "
                 "apply_chat_template=false concatenates the contents"
             )
+        turns = dict.fromkeys((place for place, message in enumerate(messages) if is_trained(message)), "")
         for text, place in spans(tokenizer, chat):
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
-            counts = place is not None and is_trained(messages[place])
-            add(ids, _length_of_turn(tokenizer, ids) if counts else 0)
+            add(ids, _length_of_turn(tokenizer, ids) if place in turns else 0)
+            if place in turns:
+                turns[place] = text
         if any(mask[-1:]) and tokens[-1] not in special_ids(tokenizer) and not to_end:
             add([_end(tokenizer)], 1)  # the template ends no turn
         if not any(mask) and any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{template_of(tokenizer)} writes nothing of what the assistant says: nothing to learn")
+        for place, text in () if to_end else turns.items():
+            require_whole(tokenizer, chat, place, text)
     return replace(_trajectory(tokens, mask, row, messages, to_end=to_end), tools=tuple(chat.tools))
 
 
@@ -125,20 +133,12 @@ def encode_completion(
     Raises:
         ValueError: as ``encode_row`` does.
     """
-    response = completion if isinstance(completion, str) else list(completion)
-    example_row = {**chat_of(prompt).row(), "response": response}
-    row = encode_row(tokenizer, example_row, apply_chat_template=apply_chat_template, to_end=to_end)
-    earlier = sum(map(is_trained, messages_of(prompt)))
-    if not earlier:
-        return row
-    turns = 0
-    mask: list[bool] = []
-    for place, counts in enumerate(row.loss_mask):
-        turns += counts and not row.loss_mask[place - 1]
-        mask.append(counts and turns > earlier)
-    if True not in mask:
-        raise ValueError(f"the completion has no token that is not the prompt's: {shortened(response)}")
-    return replace(row, loss_mask=tuple(mask))
+    chat, prompted = chat_of(prompt), messages_of(prompt)
+    row = {**chat.row(), "response": completion if isinstance(completion, str) else list(completion)}
+    if any(map(is_trained, prompted)):
+        row["prompt"] = [{**message, UNTRAINED: False} if is_trained(message) else message for message in prompted]
+    trajectory = encode_row(tokenizer, row, apply_chat_template=apply_chat_template, to_end=to_end)
+    return replace(trajectory, messages=(*prompted, *trajectory.messages[len(prompted) :]))
 
 
 def content_of(message: Mapping[str, Any]) -> str:
@@ -158,14 +158,14 @@ def content_of(message: Mapping[str, Any]) -> str:
 def conversation_of(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str | None]:
     """The row's messages; and the field of the response, if prompt and response stand there without roles."""
     prompt, field = row.get("prompt"), response_field(row)
-    if row.get("messages") and (prompt is None or field is None):
+    if row.get("messages") and (missing(row, "prompt") or field is None):
         return tuple(row["messages"]), None
     if prompt is None or field is None:
         raise ValueError(
             f"a row has messages, or prompt and one of {', '.join(RESPONSES)}; got {sorted(map(str, row))}"
         )
     in_roles = isinstance(row[field], list)
-    replies = row[field] if in_roles else [{"role": "assistant", "content": str(row[field])}]
+    replies = row[field] if in_roles else [{"role": "assistant", "content": text_of(row[field])}]
     prompted = messages_of(prompt)
     alone = not in_roles and (isinstance(prompt, str) or not prompted)
     return (*prompted, *replies), field if alone else None
@@ -234,7 +234,9 @@ def _puts_space(tokenizer: PreTrainedTokenizerBase, first: int, text: str) -> bo
 def _length_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
     """Tokens of a turn up to its end, as the policy draws them: not the line's end that a template writes behind."""
     special = special_ids(tokenizer)
-    return next((place for place in range(len(ids), 0, -1) if ids[place - 1] in special), len(ids))
+    end = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in special), len(ids))
+    # A special token in the middle, as </think>, ends no turn.
+    return len(ids) if str(tokenizer.decode(ids[end:])).strip() else end
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

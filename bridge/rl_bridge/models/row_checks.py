@@ -9,6 +9,7 @@ import copy
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import remark
-from rl_bridge.data.messages import Chat
+from rl_bridge.data.messages import Chat, shortened
 from rl_bridge.data.rows import refuse
 from rl_bridge.data.trajectory import Message
+from rl_bridge.data.unread_keys import TRIES, remark_on_keys
+from rl_bridge.models.chat_templates import rendered, template_of
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
+from rl_bridge.models.left_out import ADVICE, left_out
 from rl_bridge.models.model_source import ModelSource
 
 # A model's positions. Rotary frequencies that depend on the longest row of a call, and rows so short that none does.
@@ -168,6 +172,76 @@ def supervised(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool 
         return conversation_of(row)[0], trajectory.tokens
 
     return encode
+
+
+def remark_on_prompts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Name once what no prompt's tokens have: keys that nothing reads, and words that the chat template leaves out."""
+    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1])
+    remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)])
+
+
+def remark_on_conversations(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], *, apply_chat_template: bool = True
+) -> None:
+    """As ``remark_on_prompts``, of rows that are imitated."""
+    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1])
+    if apply_chat_template:
+        remark_on_words(tokenizer, rows, lambda row: [chat_of_row(row)])
+
+
+def chat_of_row(row: Mapping[str, Any]) -> Chat:
+    """The row's conversation as the chat template reads it; of a prompt and a response without roles, the prompt."""
+    messages, alone = conversation_of(row)
+    return Chat.of(row, messages if alone is None else row["prompt"])
+
+
+def remark_on_words(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Mapping[str, Any]],
+    chats: Callable[[Mapping[str, Any]], Iterable[Chat]],
+) -> None:
+    """Name once by role what the chat template leaves out of the messages: the rows, the characters, the first words.
+
+    ``chats`` gives the conversations of a row, of which the one that loses most counts.
+    """
+    count: Counter[str] = Counter()
+    characters: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    tries: Counter[str] = Counter()
+    total = 0
+    for total, row in enumerate(rows, 1):
+        lengths: Counter[str] = Counter()
+        for chat in chats(row):
+            of_chat: Counter[str] = Counter()
+            for role, words in _words_left_out(tokenizer, chat, tries):
+                of_chat[role] += len(words)
+                first.setdefault(role, f"{row.get('_where', f'row {total}')}, {shortened(words, 80)}")
+            lengths |= of_chat  # completions of one prompt share what it loses
+        count.update(lengths.keys())
+        characters.update(lengths)
+    for role, rows_with in count.items():
+        remark(
+            f"{template_of(tokenizer)} leaves out {characters[role]} characters of what {role} says in {rows_with} of "
+            f"{total} rows: first {first[role]}; {ADVICE}"
+        )
+
+
+def _words_left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str]) -> Iterator[tuple[str, str]]:
+    """(Role, words) of each message of which the template leaves something out. ``tries``: messages by their role.
+
+    Of the first ones of a role nothing is taken for written because the same words stand elsewhere in the text.
+    """
+    if isinstance(chat.prompt, str) or not all(isinstance(message, Mapping) for message in chat.prompt):
+        return
+    try:
+        text = rendered(tokenizer, chat, generation_prompt=False)
+    except ValueError:  # a row that the template refuses is refused with its words
+        return
+    for place, message in enumerate(chat.prompt):
+        tries[message["role"]] += 1
+        doubtful = tries[message["role"]] <= TRIES
+        if words := left_out(tokenizer, chat, place, None if doubtful else text):
+            yield message["role"], words
 
 
 def check_rows(

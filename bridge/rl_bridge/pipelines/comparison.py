@@ -31,7 +31,7 @@ from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.models.encoding import encode_completion
 from rl_bridge.models.model_source import ModelSource, ValueSource
 from rl_bridge.models.pretrained import save_pretrained
-from rl_bridge.models.row_checks import check_rows, pad_with_no_end
+from rl_bridge.models.row_checks import chat_of_row, check_rows, pad_with_no_end, remark_on_words
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES, REWARD_LOSSES, UNMATCHED, ComparisonLoss, constants_of
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -206,7 +206,7 @@ def load_data(options: ComparisonOptions, loss: ComparisonLoss) -> ComparisonDat
 
 
 def remark_on_unread(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Comparison], apply_chat_template: bool) -> None:
-    """Name the keys of messages, tools and the like that change no token of any completion."""
+    """Name keys of messages, tools and the like that change no token, and words that the chat template leaves out."""
 
     def encode(row: Mapping[str, Any]) -> list[int]:
         tokens: list[int] = []
@@ -215,17 +215,19 @@ def remark_on_unread(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Comparis
             tokens += trajectory.tokens
         return tokens
 
-    remark_on_keys(
-        (
-            {
-                **chat_of(row.prompt).row(),
-                "completions": [*row.completions, *(() if row.gold is None else (row.gold,))],
-                "_where": row.where,
-            }
-            for row in rows
-        ),
-        encode,
-    )
+    records = [
+        {
+            **chat_of(row.prompt).row(),
+            "completions": [*row.completions, *(() if row.gold is None else (row.gold,))],
+            "_where": row.where,
+        }
+        for row in rows
+    ]
+    remark_on_keys(records, encode)
+    if apply_chat_template:
+        remark_on_words(
+            tokenizer, records, lambda row: [chat_of_row({**row, "response": c}) for c in row["completions"]]
+        )
 
 
 def has_roles(row: Comparison) -> bool:

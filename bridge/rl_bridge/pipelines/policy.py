@@ -20,14 +20,20 @@ from rl_bridge.common.plots import spared
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.census import Census
 from rl_bridge.data.rows import RowStream, answered_row, policy_row
-from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource, ValueSource
 from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained
-from rl_bridge.models.row_checks import check_rows, prompted, require_as_long, supervised
+from rl_bridge.models.row_checks import (
+    check_rows,
+    prompted,
+    remark_on_conversations,
+    remark_on_prompts,
+    require_as_long,
+    supervised,
+)
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.own_loss import check_loss
 from rl_bridge.modules.policy import require_token_local
@@ -218,10 +224,11 @@ def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> 
     new_tokens = pipeline.policy.sampling.max_new_tokens
     check_rows(source, tokenizer, [*train_rows, *held_out], prompted(tokenizer), new_tokens=new_tokens)
     if pipeline.sft.steps:
+        # A warm start reads the prompts, and responses too.
         check_rows(source, tokenizer, train_rows, supervised(tokenizer))
-    # A warm start reads the prompts, and responses too.
-    rows, encode = (train_rows, supervised) if pipeline.sft.steps else ([*train_rows, *held_out], prompted)
-    remark_on_keys(rows, lambda row: encode(tokenizer)(row)[1])
+        remark_on_conversations(tokenizer, train_rows)
+    else:
+        remark_on_prompts(tokenizer, [*train_rows, *held_out])
     return train_and_evaluate(
         pipeline,
         executor,

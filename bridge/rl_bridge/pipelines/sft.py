@@ -1,9 +1,8 @@
 """Supervised fine-tuning from a config: data, model, training, evaluation, the best model exported."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
@@ -13,11 +12,10 @@ from rl_bridge.data.census import Census, too_long
 from rl_bridge.data.rows import RowStream, refuse, supervised_row
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.pretrained import save_pretrained
-from rl_bridge.models.row_checks import check_rows
+from rl_bridge.models.row_checks import check_rows, remark_on_conversations
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
@@ -74,7 +72,8 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
     prepare_processes(pipeline, executor)
     source, tokenizer = load_model(pipeline, [*train_rows, *held_rows])
     remark_on_ends(source, tokenizer)
-    remark_on_keys([*train_rows, *held_rows], partial(tokens_of, tokenizer, pipeline.apply_chat_template))
+    rows = [*train_rows, *held_rows]
+    remark_on_conversations(tokenizer, rows, apply_chat_template=pipeline.apply_chat_template)
     train, left_out = encoded(source, tokenizer, train_rows, **pipeline.reading())
     held_out, held_left_out = encoded(source, tokenizer, held_rows, **pipeline.reading())
     if pipeline.max_length is not None:
@@ -112,11 +111,6 @@ def run_sft(pipeline: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[s
         }
         run.finish(summary)
     return summary
-
-
-def tokens_of(tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool, row: Mapping[str, Any]) -> Sequence[int]:
-    """The tokens of a row that is imitated."""
-    return encode_row(tokenizer, row, apply_chat_template=apply_chat_template).tokens
 
 
 def encoded(

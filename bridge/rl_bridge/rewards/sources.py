@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_bridge.common.user_files import content_of
+from rl_bridge.data.rows import is_comparable, text_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.function import Asked, Protocol, Reward, RewardError, load_reward
 from rl_bridge.rewards.reward_process import AskedElsewhere, RewardProcess
@@ -23,12 +24,18 @@ from rl_bridge.run.provenance import of_folder, of_function
 def exact_match(completion: str, row: Mapping[str, Any]) -> float:
     """1 if the completion is the row's ``answer``, surrounding white space aside, else 0.
 
-    >>> exact_match(" 95", {"answer": "95"}), exact_match("96", {"answer": "95"})
-    (1.0, 0.0)
+    A whole number is itself in a column of floats too.
+
+    >>> exact_match(" 95", {"answer": "95"}), exact_match("96", {"answer": "95"}), exact_match("95", {"answer": 95.0})
+    (1.0, 0.0, 1.0)
+
+    Raises:
+        ValueError: the answer is neither text nor a number.
     """
-    if isinstance(row["answer"], Mapping | list | tuple):
-        raise ValueError(f"answer must be text or a number to be compared, got {row['answer']!r}")
-    return float(completion.strip() == str(row["answer"]).strip())
+    answer = row["answer"]
+    if not is_comparable(answer):
+        raise ValueError(f"answer must be text or a number to be compared, got {answer!r}")
+    return float(completion.strip() in (str(answer).strip(), text_of(answer).strip()))
 
 
 class EnvironmentReward:

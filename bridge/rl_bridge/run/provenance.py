@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from rl_bridge.common.user_files import content_of
 
 PLACE = "_where"
 """The key of a row that says where the row came from. Every other key can be read by a reward."""
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 _CHUNK = 1 << 22
 _known: dict[tuple[str, int, int, int], str] = {}
 """(path, inode, size, time of the last change) → hash. Policy, reference and critic may be of one folder."""
@@ -39,9 +41,38 @@ def of_rows(*groups: Iterable[Mapping[str, Any]]) -> str:
     for rows in groups:
         for row in rows:
             counted = {key: value for key, value in row.items() if key != PLACE}
-            digest.update(json.dumps(counted, sort_keys=True, default=repr).encode() + b"\n")
+            try:
+                digest.update(_text(counted).encode() + b"\n")
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"{row.get(PLACE, 'a row')}: a value has no fingerprint: {error}") from error
         digest.update(b"\0")
     return digest.hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    """A value as text that is the same in every process."""
+    try:
+        return json.dumps(value, sort_keys=True, default=_described)
+    except TypeError:  # names of which JSON has none, or of several kinds
+        return json.dumps(_described(value), sort_keys=True, default=_described)
+
+
+def _described(value: Any) -> Any:
+    """What stands for a value of which JSON knows nothing: no address, and no order of a set."""
+    if isinstance(value, Mapping):
+        return ["a mapping", *sorted([_text(key), _text(item)] for key, item in value.items())]
+    if isinstance(value, list | tuple):
+        return [_described(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return ["a set", *sorted(map(_text, value))]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if value is None or isinstance(value, str | int | float):
+        return value
+    text = repr(value)
+    if not _ADDRESS.search(text):
+        return text
+    return [type(value).__qualname__, getattr(value, "__qualname__", None) or getattr(value, "__dict__", {})]
 
 
 def of_folder(folder: Path, tell: Callable[[str], None] | None = None) -> str:

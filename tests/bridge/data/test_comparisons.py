@@ -77,6 +77,32 @@ def test_every_form_of_a_pair(form):
     assert (found.kind, found.prompt, found.completions) == ("pair", prompt, completions)
 
 
+SYSTEM, QUESTION = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}
+
+
+@pytest.mark.parametrize("before", [[QUESTION], [SYSTEM, QUESTION]], ids=["question", "with system"])
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+@pytest.mark.parametrize(
+    "beside",
+    ["2+2?", "2+2?\n", "other", [QUESTION], [SYSTEM, QUESTION], [{**QUESTION, "content": "other"}]],
+    ids=lambda value: value.strip() if isinstance(value, str) else f"{len(value)} {value[-1]['content']}",
+)
+def test_a_prompt_beside_whole_conversations_is_theirs_or_refused(before, field, beside):
+    replies = ([{"role": "assistant", "content": text}] for text in ("4", "5"))
+    chosen, rejected = ([*before, *reply] for reply in replies)
+    row = {field: beside, "chosen": chosen, "rejected": rejected}
+    if isinstance(beside, str):
+        agree = field == "prompt" and beside.strip() == QUESTION["content"]
+    else:
+        agree = before[: len(beside)] == beside
+    if agree:
+        assert comparison_of(row).prompt == before
+        assert comparison_of({**row, "messages": chosen}).prompt == before
+    else:
+        with pytest.raises(ValueError, match=r"do not hold the prompt|must be a list of messages"):
+            comparison_of(row)
+
+
 def test_labels_rankings_and_numbers(tmp_path):
     rows = [
         {"prompt": "a", "completion": "b", "label": True},

@@ -1,10 +1,15 @@
 import json
 import re
 
+import numpy
+import pandas
 import pytest
 
-from rl_bridge.data.rows import policy_row, read_rows, supervised_row
-from rl_bridge.models.encoding import conversation_of
+from rl_bridge.common.terminal import remarks
+from rl_bridge.data.rows import RESPONSES, answered_row, policy_row, read_rows, supervised_row
+from rl_bridge.models.encoding import conversation_of, encode_row
+from rl_bridge.rewards.sources import exact_match
+from tests.support.chat_templates import bytes_tokenizer
 
 USER, SYSTEM = {"role": "user", "content": "1+1?"}, {"role": "system", "content": "Be brief."}
 REPLY, TOOL = {"role": "assistant", "content": "2"}, {"role": "tool", "content": "2"}
@@ -34,6 +39,82 @@ def test_supervised_rows_stay_as_they_are(row):
 def test_messages_beside_their_prompt_are_what_is_imitated(prompt):
     row = supervised_row({"prompt": prompt, "messages": [USER, REPLY, TOOL, REPLY]})
     assert conversation_of(row) == ((USER, REPLY, TOOL, REPLY), None)
+
+
+@pytest.mark.parametrize("prompt", ["1+1?", [USER]], ids=["text", "messages"])
+@pytest.mark.parametrize("field", RESPONSES)
+@pytest.mark.parametrize(
+    ("behind", "response", "agree"),
+    [
+        ([REPLY], "2", True),
+        ([REPLY], 2.0, True),
+        ([REPLY], [REPLY], True),
+        ([], "3", True),
+        ([REPLY], "3", False),
+        ([REPLY], [{**REPLY, "content": "3"}], False),
+        ([REPLY, USER, REPLY], "2", False),
+        ([{**REPLY, "content": "I think so: 2"}], "2", False),
+    ],
+)
+def test_a_row_with_two_targets_is_refused_unless_they_are_one(prompt, field, behind, response, agree):
+    row = {"prompt": prompt, "messages": [USER, *behind], field: response}
+    if isinstance(prompt, str) and len(behind) == 3:
+        row["messages"][2] = {**USER, "content": "And?"}
+    if agree:
+        assert supervised_row(row)[field] == response
+    else:
+        with pytest.raises(ValueError, match=f"messages and {field} both hold what the assistant is to say, and diff"):
+            supervised_row(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "unread"),
+    [
+        ({"messages": [USER, REPLY], "answer": "42"}, ["answer"]),
+        ({"messages": [USER, REPLY], "answer": 2}, []),
+        ({"messages": [USER], "answer": "42"}, []),
+        ({"prompt": "1+1?", "response": "It is 2", "answer": "2"}, ["answer"]),
+        ({"prompt": "1+1?", "response": "2", "completion": "3", "answer": 2}, ["completion"]),
+        ({"prompt": "", "messages": [USER, REPLY], "answer": "42"}, ["answer"]),
+        ({"prompt": [USER], "response": [REPLY], "answer": "2"}, []),
+    ],
+)
+def test_a_response_that_is_not_imitated_is_named(row, unread):
+    remarks()
+    read_rows([row, row], fields=(), check=supervised_row)
+    assert [line.split("`")[1] for line in remarks() if "is not read: 2 of 2 rows have it" in line] == unread
+
+
+FOUR = [4, 4.0, "4", " 4", numpy.int64(4), numpy.float64(4), numpy.float32(4)]
+
+
+@pytest.mark.parametrize("answer", FOUR, ids=lambda value: f"{type(value).__name__} {value}")
+def test_a_whole_number_is_one_text_for_the_reward_and_in_training(answer, tmp_path):
+    tokenizer = bytes_tokenizer("chatml")
+    (row,) = read_rows([{"prompt": "2+2=", "answer": answer}], check=answered_row)
+    assert exact_match("4", row) == exact_match(" 4\n", row) == 1.0 and exact_match("5", row) == 0.0
+    for prompt in ("2+2=", [USER]):
+        (read,) = read_rows([{"prompt": prompt, "answer": answer}], fields=(), check=supervised_row)
+        trained = tokenizer.decode(encode_row(tokenizer, read).tokens)
+        assert trained.removesuffix("<|im_end|>").split("=")[-1].split("\n")[-1].strip() == "4"
+
+
+def test_a_column_of_numbers_with_a_hole_is_read_as_the_numbers(tmp_path):
+    table = pandas.DataFrame({"prompt": ["2+2=", "?"], "answer": [4, None]})
+    table.to_parquet(tmp_path / "rows.parquet")
+    rows = read_rows(str(tmp_path / "rows.parquet"))
+    assert exact_match("4", rows[0]) == 1.0
+    for bad in (rows[1], *table.to_dict("records")[1:], {"prompt": "?", "answer": float("inf")}):
+        with pytest.raises(ValueError, match="answer must be text or a number to be compared"):
+            answered_row(bad)
+        with pytest.raises(ValueError, match="answer must be text or a number to be compared"):
+            exact_match("nan", bad)
+
+
+def test_an_array_in_a_column_that_nothing_reads_is_named():
+    remarks()
+    read_rows([{"prompt": "a", "labels": numpy.array([1, 2])}, {"prompt": "a", "labels": numpy.array([])}])
+    assert ["`labels`" in line and "1 of 2 rows" in line for line in remarks()] == [True]
 
 
 def test_messages_that_end_with_the_user_are_the_prompt_of_the_answer():

@@ -7,9 +7,9 @@ import json
 import datasets
 import pytest
 
-from rl_bridge.data.comparisons import comparison_of
+from rl_bridge.data.comparisons import comparison_of, read_comparisons
 from rl_bridge.data.messages import FLAGS, messages_of_field
-from rl_bridge.data.rows import read_rows, supervised_row
+from rl_bridge.data.rows import policy_row, read_rows, supervised_row
 from rl_bridge.models.chat_templates import rendered
 from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row
 from tests.support.chat_templates import CHATML, bytes_tokenizer
@@ -75,11 +75,26 @@ def write(folder, form, rows):
             writer.writerows({name: json.dumps(value) for name, value in row.items()} for row in rows)
     elif form == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(str(path))
+    elif form == "typed":
+        message = {"role": TEXT, "content": TEXT, "tool_calls": datasets.Json()}
+        features = datasets.Features({"tools": datasets.Json(), "messages": datasets.List(message)})
+        whole = [
+            {**row, "messages": [{"content": None, "tool_calls": None, **m} for m in row["messages"]]} for row in rows
+        ]
+        path = folder / "rows.parquet"
+        datasets.Dataset.from_list(whole, features=features).to_parquet(str(path))
+    elif form in ("in hand", "reader", "records"):
+        table = datasets.Dataset.from_list(rows)
+        return {"in hand": table, "reader": lambda: table, "records": table.to_pandas().to_dict("records")}[form]
     else:
         datasets.Dataset.from_list(rows).save_to_disk(str(path))
     return str(path)
 
 
+FORMS = ("jsonl", "json", "csv", "parquet", "typed", "saved", "in hand", "reader", "records")
+TABLES = FORMS[3:]
+"""Columns of Arrow, of which each has one type."""
+TEXT = datasets.Value("string")
 EMPTY = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}
 SPELLINGS = list(itertools.product((False, True), EMPTY, (False, True)))
 
@@ -89,9 +104,9 @@ def test_spellings_of_a_conversation_are_one_in_every_file(written, tmp_path):
     tokenizer, seen, sampled = tokenizer_of(written), set(), set()
     for number, (as_text, empty, parts) in enumerate(SPELLINGS):
         rows = rows_of(as_text=as_text, empty=EMPTY[empty], parts=parts)
-        for form in ("jsonl", "json", "csv", "parquet", "saved"):
-            if parts and form in ("parquet", "saved") and empty != "null":
-                continue  # a column of Arrow has one type: text, or parts and null
+        for form in FORMS:
+            if parts and (form == "typed" or (form in TABLES and empty != "null")):
+                continue  # text, or parts and null
             folder = tmp_path / f"{number}-{form}"
             folder.mkdir()
             source = write(folder, form, rows)
@@ -107,6 +122,79 @@ def test_spellings_of_a_conversation_are_one_in_every_file(written, tmp_path):
     arguments = json.dumps(ARGUMENTS)
     assert said == f"<call>w {arguments}</call><|im_end|>the answer is 12<|im_end|>"
     assert '"b"' not in tokenizer.decode(tokens) and "null" not in tokenizer.decode(tokens)
+
+
+TALK = conversation("w", ARGUMENTS, as_text=False, empty={}, parts=False)
+COLUMNS = {
+    "messages": {"messages": TALK},
+    "prompt, response": {"prompt": TALK[:-1], "response": TALK[-1:]},
+    "prompt, completion": {"prompt": TALK[:-1], "completion": TALK[-1:]},
+    "prompt, answer": {"prompt": TALK[:-1], "answer": TALK[-1:]},
+    "prompt, chosen": {"prompt": TALK[:-1], "chosen": TALK[-1:], "rejected": TALK[1:2]},
+    "chosen": {"chosen": TALK, "rejected": [*TALK[:-1], TALK[1]]},
+    "prompt, completions": {"prompt": TALK[:-1], "completions": [TALK[-1:], TALK[1:2]]},
+}
+
+
+def text_columns(row, *, one):
+    """The row's columns as JSON text; ``one``: of a single message, and not of a list of it."""
+    values = {name: value[0] if one and len(value) == 1 else value for name, value in row.items()}
+    return {name: json.dumps(value) for name, value in values.items()}
+
+
+def table_file(folder, form, row):
+    """A file of texts."""
+    path = folder / f"rows.{form}"
+    if form == "jsonl":
+        path.write_text(json.dumps(row))
+    elif form == "csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([list(row), list(row.values())])
+    else:
+        datasets.Dataset.from_list([row]).to_parquet(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_messages_as_json_text_are_messages_in_every_column_of_every_file(columns, tmp_path):
+    tokenizer, row = tokenizer_of("as JSON"), COLUMNS[columns]
+
+    def tokens(source):
+        if "chosen" in row or "completions" in row:
+            (pair,) = read_comparisons(source)
+            return [encode_completion(tokenizer, pair.prompt, completion).tokens for completion in pair.completions]
+        (read,) = read_rows(source, fields=(), check=supervised_row)
+        return encode_row(tokenizer, read).tokens
+
+    expected = tokens([row])
+    for form, one in itertools.product(("jsonl", "csv", "parquet"), (False, True)):
+        text = text_columns(row, one=one)
+        assert tokens(table_file(tmp_path, form, text)) == tokens([text]) == expected, (form, one)
+        if "prompt" in row:
+            (sampled,) = read_rows(table_file(tmp_path, form, {"prompt": text["prompt"], "note": text["prompt"]}))
+            assert encode_prompt(tokenizer, sampled["prompt"]) == encode_prompt(tokenizer, TALK[:-1])
+            assert sampled["note"] == text["prompt"], "a column of the user's own"
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[]", "{}", '{"role": "a"}', '[{"role": "a"}, 3]', '{"role" is', "[[" * 9999]
+)
+def test_json_of_anything_else_is_a_text(text):
+    assert policy_row({"prompt": text})["prompt"] == text
+    assert supervised_row({"prompt": "?", "answer": text})["answer"] == text
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("quoted", [str(ARGUMENTS), str(OTHER), json.dumps(ARGUMENTS), "{}", "{'city': 'Oslo'}"])
+@pytest.mark.parametrize("arguments", [ARGUMENTS, {"city": "Oslo"}, {}], ids=str)
+def test_a_message_that_quotes_a_call_s_arguments_does_not_change_how_they_are_written(written, quoted, arguments):
+    tokenizer = tokenizer_of(written)
+
+    def text(content):
+        messages = conversation("w", arguments, as_text=False, empty={}, parts=False)
+        return rendered(tokenizer, [{"role": "user", "content": content}, *messages], generation_prompt=False)
+
+    assert text(f"call it with {quoted}") == text("?").replace("?", f"call it with {quoted}", 1)
 
 
 def test_null_that_a_user_wrote_stays(tmp_path):

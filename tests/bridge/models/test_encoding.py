@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rl_bridge.models.chat_templates import ChangedEarlierText, use_template
-from rl_bridge.models.encoding import encode_prompt, encode_row, special_ids
+from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row, special_ids
 from tests.support.chat_templates import CHATML, KINDS, bytes_tokenizer, pieces_tokenizer
 
 CHAT = [
@@ -169,6 +169,35 @@ def test_a_prompt_and_its_response(tokenizers, field, kind):
         assert (chat.tokens, chat.loss_mask, chat.messages) == (same.tokens, same.loss_mask, same.messages)
     # Text without roles that is answered by a message is the user's.
     assert encode_row(tokenizer, {"prompt": "1+1?", field: CHAT[1:2]}).tokens == same.tokens
+
+
+@pytest.mark.parametrize("kind", ["chatml", "gemma", "roles"])
+@pytest.mark.parametrize("written", ["{}", "{}\n", " {} \n"])
+def test_a_text_that_has_its_own_end_gets_no_other(tokenizers, kind, written):
+    tokenizer = tokenizers(kind)
+    text, end = "2" + written, tokenizer.eos_token
+    bare = text.partition("{")[0]
+    expected = encode_row(tokenizer, {"prompt": "1+1?", "response": bare})
+    said = text.format(end)
+    talk = {"messages": [CHAT[0], {"role": "assistant", "content": said}]}
+    plain = {"messages": [CHAT[0], {"role": "assistant", "content": bare}]}
+    for found, same in (
+        (encode_row(tokenizer, {"prompt": "1+1?", "response": said}), expected),
+        (encode_completion(tokenizer, "1+1?", said), expected),
+        *[[encode_row(tokenizer, row, apply_chat_template=False) for row in (talk, plain)]],
+    ):
+        assert (found.tokens, found.loss_mask) == (same.tokens, same.loss_mask)
+
+
+@pytest.mark.parametrize("content", ["<think>hm</think>2 is right", "<think>hm</think>", "2</think>\n", "2"])
+def test_a_special_token_within_a_turn_is_not_its_end(content):
+    tokenizer = bytes_tokenizer("roles")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    chat = [CHAT[0], {"role": "assistant", "content": content}]
+    for messages, turns in ((chat, 1), ([*chat, *CHAT[2:]], 2)):
+        runs = drawn(tokenizer, encode_row(tokenizer, {"messages": messages}))
+        assert len(runs) == turns and runs[0].startswith(content.strip())
+        assert runs[-1].endswith("<eos>") or content.strip().endswith("</think>")
 
 
 def test_the_result_of_a_tool_does_not_count(tokenizers):

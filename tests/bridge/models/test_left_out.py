@@ -1,0 +1,198 @@
+"""Every word of a message is in the tokens, or is named; and a turn that is trained on is trained on as it stands."""
+
+import itertools
+
+import pytest
+
+from rl_bridge.common.terminal import remarks
+from rl_bridge.data.comparisons import comparison_of
+from rl_bridge.data.rows import policy_row, supervised_row
+from rl_bridge.models.encoding import encode_completion, encode_row
+from rl_bridge.models.row_checks import remark_on_conversations, remark_on_prompts
+from rl_bridge.pipelines.comparison import remark_on_unread
+from tests.support.chat_templates import CHATML, GEMMA, LLAMA3, THOUGHTS, bytes_tokenizer
+
+BESIDE = "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}"
+ROLES = CHATML.replace("<|im_start|>{{", "{% if m.role in ('user', 'assistant') %}<|im_start|>{{", 1)
+
+
+def nothing(message):
+    return ""
+
+
+def thoughts(message):
+    """What stands before the last </think> of an assistant's content, with it."""
+    before, mark, _ = message["content"].rpartition("</think>")
+    return before + mark if message["role"] == "assistant" else ""
+
+
+def blocks(message):
+    parts = message["content"].split("<think>")
+    return "".join(f"<think>{part.split('</think>')[0]}</think>" for part in parts[1:])
+
+
+# Template → (its text, what it leaves out of a message).
+TEMPLATES = {
+    "all": (CHATML, nothing),
+    "trimmed": (LLAMA3, nothing),
+    "as JSON": (CHATML.replace("m.content", "m.content | tojson"), nothing),
+    "escaped": (CHATML.replace("m.content", "m.content | e"), nothing),
+    "in capitals": (CHATML.replace("m.content", "m.content | upper"), nothing),
+    "no thoughts": (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), thoughts),
+    "no blocks": (
+        CHATML.replace(
+            "{{ m.content }}",
+            "{% for part in m.content.split('<think>') %}{{ part.split('</think>')[-1] }}{% endfor %}",
+        ),
+        blocks,
+    ),
+    "two roles": (
+        ROLES.replace("<|im_end|>\n", "<|im_end|>\n{% endif %}", 1),
+        lambda message: "" if message["role"] in ("user", "assistant") else message["content"],
+    ),
+    "call alone": (
+        CHATML.replace("{{ m.content }}", BESIDE),
+        lambda message: message["content"] if message.get("tool_calls") else "",
+    ),
+    "no sign": (
+        CHATML.replace("{{ m.content }}", "{{ m.content | replace('<image>', '') }}"),
+        lambda message: "<image>" * message["content"].count("<image>"),
+    ),
+}
+CALL = [{"function": {"name": "f", "arguments": {}}}]
+BEGINNINGS = {
+    "user": [],
+    "system": [{"role": "system", "content": "Be brief.\n"}],
+    "developer": [{"role": "developer", "content": "user"}],
+    "same words": [{"role": "developer", "content": "What is it?"}],
+    "call": [
+        {"role": "user", "content": "f?"},
+        {"role": "assistant", "content": "I think, so I call", "tool_calls": CALL},
+        {"role": "tool", "content": "12"},
+    ],
+}
+SAID = {
+    "plain": "the answer is 12",
+    "quoted": 'say "12" &\n\tgo',
+    "thought": "<think>a long reason</think>12",
+    "two thoughts": "<think>a</think>1 <think>b </think>2",
+    "sign": "<image> 12",
+}
+CASES = list(itertools.product(TEMPLATES, BEGINNINGS))
+
+
+@pytest.fixture(autouse=True)
+def no_remarks():
+    remarks()
+    yield
+    remarks()
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of():
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = bytes_tokenizer("llama3" if name == "trimmed" else "chatml")
+            made[name].chat_template = TEMPLATES[name][0]
+        return made[name]
+
+    return of
+
+
+def squeezed(text):
+    return "".join(text.split())
+
+
+def lost_by_role(name, messages):
+    """Role → characters that the template leaves out of a conversation, white space aside."""
+    lost = {}
+    for message in messages:
+        if words := squeezed(TEMPLATES[name][1](message)):
+            lost[message["role"]] = lost.get(message["role"], 0) + len(words)
+    return lost
+
+
+def named():
+    """Role → (characters, rows with them, rows) of the remarks."""
+    lines = [line.split(" leaves out ")[1].split() for line in remarks() if " leaves out " in line]
+    return {words[4]: (int(words[0]), int(words[7]), int(words[9])) for words in (line for line in map(tuple, lines))}
+
+
+@pytest.mark.parametrize("name, beginning", CASES)
+def test_what_a_template_leaves_out_is_refused_where_it_is_trained_on_and_named_elsewhere(
+    tokenizer_of, name, beginning
+):
+    for said in SAID:
+        check_conversation(tokenizer_of(name), name, beginning, said)
+
+
+def check_conversation(tokenizer, name, beginning, said):
+    prompt = [*BEGINNINGS[beginning], {"role": "user", "content": "What is it?"}]
+    messages = [*prompt, {"role": "assistant", "content": SAID[said]}]
+    row = supervised_row({"messages": messages})
+    lost = lost_by_role(name, messages)
+    remark_on_conversations(tokenizer, [row, row])
+    assert {role: (count, rows) for role, (count, rows, _) in named().items()} == {
+        role: (2 * count, 2) for role, count in lost.items()
+    }
+    if count := lost.get("assistant"):
+        first = next(place for place, m in enumerate(messages) if lost_by_role(name, [m]).get("assistant"))
+        number = lost_by_role(name, [messages[first]])["assistant"]
+        with pytest.raises(ValueError, match=f"leaves out {number} characters of .* in message {first}, which is tra"):
+            encode_row(tokenizer, row)
+        assert count >= number
+    else:
+        encode_row(tokenizer, row)
+    encode_row(tokenizer, row, to_end=True)  # a reward model reads as it is read elsewhere
+    untrained = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in messages]
+    ended = [*untrained, {"role": "user", "content": "So?"}, {"role": "assistant", "content": "2"}]
+    encode_row(tokenizer, supervised_row({"messages": ended}))
+    remark_on_prompts(tokenizer, [policy_row({"prompt": prompt}), policy_row({"prompt": "1+1="})])
+    assert named() == {role: (count, 1, 2) for role, count in lost_by_role(name, prompt).items()}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_completions_of_a_pair_are_trained_on_and_its_prompt_is_not(tokenizer_of, name):
+    for said in SAID:
+        check_pair(tokenizer_of(name), name, said)
+
+
+def check_pair(tokenizer, name, said):
+    prompt = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID["thought"]}]
+    prompt = [*prompt, {"role": "user", "content": "So?"}]
+    pair = comparison_of({"prompt": prompt, "chosen": SAID[said], "rejected": "45"})
+    remark_on_unread(tokenizer, [pair], True)
+    both = [*prompt, {"role": "assistant", "content": SAID[said]}]
+    assert {role: count for role, (count, _, _) in named().items()} == lost_by_role(name, both)
+    rejected = encode_completion(tokenizer, pair.prompt, "45")
+    counted = tokenizer.decode([t for t, m in zip(rejected.tokens, rejected.loss_mask, strict=True) if m])
+    assert "45" in counted and len(counted) < 20
+    if lost_by_role(name, both[-1:]):
+        with pytest.raises(ValueError, match=r"in message 3, which is trained on"):
+            encode_completion(tokenizer, pair.prompt, SAID[said])
+    else:
+        chosen = encode_completion(tokenizer, pair.prompt, SAID[said])
+        assert chosen.messages == tuple(both)
+    remark_on_unread(tokenizer, [pair], False)
+    assert named() == {}
+
+
+def test_thoughts_that_only_earlier_turns_lose_are_named_and_those_of_the_last_one_are_trained():
+    tokenizer = bytes_tokenizer("thoughts")
+    assert tokenizer.chat_template == THOUGHTS
+    thought = {"role": "assistant", "content": SAID["thought"]}
+    question = {"role": "user", "content": "?"}
+    last = encode_row(tokenizer, {"messages": [question, thought]})
+    assert SAID["thought"] in tokenizer.decode(last.tokens)
+    remark_on_prompts(tokenizer, [{"prompt": [question, thought, question], "_where": "a, row 1"}])
+    (line,) = remarks()
+    assert "leaves out 26 characters of what assistant says in 1 of 1 rows: first a, row 1, '<think>alongreaso" in line
+
+
+def test_a_row_that_the_template_refuses_is_no_remark():
+    tokenizer = bytes_tokenizer("gemma")
+    assert tokenizer.chat_template == GEMMA
+    remark_on_prompts(tokenizer, [{"prompt": [{"role": "system", "content": "a"}]}])
+    assert remarks() == []
