@@ -16,7 +16,7 @@ from rl_tools.trainers import observers_of
 from tests.bridge.tools.export.ledgers import curves
 from tests.bridge.tools.export.stores import READERS
 from tests.bridge.tools.export.watching import processes_of, wait_for
-from tests.support.short_policy import SHORT
+from tests.support.short_policy import SHORT, short_words
 
 
 def test_options_make_their_observers():
@@ -37,7 +37,8 @@ def test_a_tracker_that_is_not_installed_is_told_before_there_is_a_folder(tmp_pa
 def training(tmp_path):
     """Trains with all options that observers read; returns the run's folder."""
     words = ["--trackers", "tensorboard", "--tracker-output", str(tmp_path / "store"), "--tracker-project", "tests"]
-    words += ["--system-every", "0.2", "--memory", "--output", str(tmp_path), "--name", "run", *SHORT]
+    words += ["--system-every", "0.2", "--memory", "--output", str(tmp_path), "--name", "run"]
+    words += short_words(tmp_path)
 
     def train(*more):
         assert main(["train", "policy", *words, *more]) == 0

@@ -4,13 +4,14 @@ import json
 
 from rl_tools.cli import main
 from rl_tools.tune.study_report import read_study, summary_of
-from tests.support.short_policy import SHORT
+from tests.support.short_policy import short_words
 
 
 def test_a_study_over_the_trainer_with_a_constraint_a_recipe_and_two_goals(tmp_path, capsys):
     words = ["--space.objective", "gspo,dapo", "--space.optimizer.learning-rate", "log:1e-5..1e-3", "--sampler", "tpe"]
     words += ["--maximize", "held_out", "--minimize", "tokens", "--constraint", "seconds<=600", "--trials", "2"]
-    words += ["--parallel", "2", "--output", str(tmp_path), "--name", "study", *SHORT]
+    words += ["--parallel", "2", "--output", str(tmp_path), "--name", "study"]
+    words += short_words(tmp_path)
     assert main(["tune", "policy", *words]) == 0
     printed = capsys.readouterr().out
     assert "2 trials: 2 complete" in printed and "Pareto front" in printed and "one seed: no interval" in printed
