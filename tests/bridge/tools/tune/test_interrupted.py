@@ -1,9 +1,8 @@
 """A study of the real trainer that is interrupted in the middle of a run ends as the one that never was."""
 
+import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,28 +11,35 @@ import pytest
 from rl_bridge.run.records import METRICS, read_records
 from rl_tools.cli import main
 from rl_tools.tune.study_report import read_study
+from tests.support import warm
 from tests.support.processes import gone
 
 ROOT = Path(__file__).parents[4]
-STEPS = 150
+STEPS, REACHED = 100, 30
 NEVER = 10_000
 TINY = {"sft.steps": STEPS, "sft.rows-per-step": 1, "sft.evaluate-every": NEVER, "held-out": 4, "threads": 1}
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 20) for b in range(10, 20)]
 # The second trial is the one that is interrupted, after the first has ended.
 WORDS = ["sft", "--space.optimizer.learning-rate", "log:1e-4..1e-2", "--trials", "2", "--minimize", "held_out_nll"]
 WORDS += ["--minimize", "tokens", *(word for name, value in TINY.items() for word in (f"--{name}", str(value)))]
 SECOND = "trial-0001-seed-0"
 
 
+# As a terminal starts a command: the leader of a group of its own, which gets Ctrl-C.
+TUNER = "import os, sys; os.setsid(); from rl_tools.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
 def tuner(folder, every):
-    """``rl-fn tune`` as a terminal starts a command: the leader of a group of its own, which gets Ctrl-C."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "bridge"))}
-    with folder.with_name(f"{folder.name}.log").open("wb") as log:
-        words = [sys.executable, "-m", "rl_tools.cli", "tune", *words_of(folder, every)]
-        return subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+    """``rl-fn tune`` in a process that has imported everything; its trainers begin as they do for a user."""
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "bridge"))
+    return warm.start("-c", TUNER, "tune", *words_of(folder, every), PYTHONPATH=path)
 
 
 def words_of(folder, every):
-    return [*WORDS, "--checkpoint-every", str(every), "--name", folder.name, "--output", str(folder.parent)]
+    rows = folder.with_name("rows.jsonl")
+    rows.write_text("\n".join(map(json.dumps, ROWS)))
+    places = ["--data", str(rows), "--name", folder.name, "--output", str(folder.parent)]
+    return [*WORDS, "--checkpoint-every", str(every), *places]
 
 
 def records(folder):
@@ -90,15 +96,15 @@ def test_an_interrupted_study_ends_as_one_that_never_was(how, tmp_path, undistur
     folder, every = tmp_path / "study", 20 if how == "power cut" else NEVER
     process = tuner(folder, every)
     deadline = time.monotonic() + 240
-    while len(records(folder)) < 45:
-        assert process.poll() is None and time.monotonic() < deadline, "the second run has made no 45 steps"
+    while len(records(folder)) < REACHED:
+        assert process.poll() is None and time.monotonic() < deadline, f"the second run has made no {REACHED} steps"
         time.sleep(0.01)
     running = processes_of(folder)
     assert len(running) == 2, "a guard and a trainer"
     interrupt(process, how, running)
     status = process.wait(timeout=60)
     if how == "Ctrl-C":
-        assert status == 130 and "stopped after 1 of 2 trials" in folder.with_name("study.log").read_text("utf-8")
+        assert status == 130 and "stopped after 1 of 2 trials" in "".join(process.outputs())
         assert all(gone(number, 0.5) for number in running), "Ctrl-C returns when all have ended"
     assert all(gone(number) for number in running) and not processes_of(folder)
     made, before = len(records(folder)), read_study(folder)
