@@ -20,6 +20,7 @@ LIMIT = 300.0
 # Importing takes longer than the tests. Nothing here starts a thread, as JAX does when it computes.
 IMPORTED = [
     *warm.IMPORTED,
+    "pytest",
     "torch._dynamo.backends.debugging",
     "torch._functorch.aot_autograd",
     "transformers.masking_utils",
