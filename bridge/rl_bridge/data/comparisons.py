@@ -168,7 +168,7 @@ def _is_conversation(value: Any) -> bool:
     return isinstance(first, Mapping) and first.get("role") != "assistant"
 
 
-def _split(chosen: list[dict], rejected: list[dict]) -> tuple[Prompt, tuple[Completion, ...]]:
+def _split(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], tuple[Completion, ...]]:
     """Common beginning and the two ends, which are the assistant's: what others say belongs to the prompt."""
     common = 0
     while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:

@@ -155,7 +155,7 @@ def _text_or_messages(value: Any, field: str) -> Any:
 
 
 def _require_one_prompt(row: Mapping[str, Any], prompt: Any) -> list[dict[str, Any]]:
-    """What the row's ``messages`` say behind its prompt; refuse messages that do not hold the prompt."""
+    """Messages of the row behind its prompt; refuse messages that do not hold the prompt."""
     if missing(row, "messages"):
         return []
     return behind_prompt(messages_of_field(row["messages"], "messages"), prompt, "messages")

@@ -183,7 +183,7 @@ def remark_on_prompts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping
 def remark_on_conversations(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], *, apply_chat_template: bool = True
 ) -> None:
-    """As ``remark_on_prompts``, of rows that are imitated."""
+    """Name once what no tokens of rows that are imitated have, as ``remark_on_prompts`` does."""
     remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1])
     if apply_chat_template:
         remark_on_words(tokenizer, rows, lambda row: [chat_of_row(row)])

@@ -58,7 +58,7 @@ def _text(value: Any) -> str:
 
 
 def _described(value: Any) -> Any:
-    """What stands for a value of which JSON knows nothing: no address, and no order of a set."""
+    """JSON in place of a value that is none: without an address, and without the order of a set."""
     if isinstance(value, Mapping):
         return ["a mapping", *sorted([_text(key), _text(item)] for key, item in value.items())]
     if isinstance(value, list | tuple):
