@@ -229,7 +229,7 @@ def test_an_update_whose_caller_was_interrupted_leaves_no_gradient(modules, name
     """A worker goes on with the call that the driver no longer waits for."""
     module, _ = modules(name)
     batch, goes_on = rows_of(name), threading.Event()
-    executor = RemoteExecutor([Slot(0)], [Own(Host(0))], timeout=60)
+    executor: Any = RemoteExecutor([Slot(0)], [Own(Host(0))], timeout=60)
 
     def made_update():
         return UPDATES[name](engine, batch), weights_of(module)
