@@ -54,7 +54,7 @@ class TokenBudget:
             self.tokens = max(self.tokens, min(2 * self.tokens, fitting, self.ceiling))
 
     def learnt(self) -> dict[str, int]:
-        """What it has learnt, for a checkpoint."""
+        """All that it has learnt, for a checkpoint."""
         return {"tokens": self.tokens, "ceiling": self.ceiling, "failures": self.failures}
 
     def go_on(self, learnt: dict[str, int]) -> None:

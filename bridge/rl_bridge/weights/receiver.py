@@ -38,7 +38,11 @@ class WeightReceiver(Protocol):
     ``version`` is None from ``begin`` on: a worker with version None refuses to be used.
     """
 
-    version: int | None
+    @property
+    def version(self) -> int | None: ...
+
+    @version.setter
+    def version(self, version: int | None) -> None: ...
 
     def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
         """Names, and tensors of the shape, dtype and placement that are expected here."""
