@@ -449,7 +449,7 @@ def test_the_policy_s_last_words_are_the_completion_whatever_the_environment_say
     row = {"prompt": [USER], "answer": "2"}
     conversation = single_turn([2], [3], messages=messages + BEHIND[behind], turns=turns, row=row)
 
-    def of_verl(data_source, solution_str, ground_truth):
+    def of_verl(data_source, solution_str, ground_truth, extra_info):
         return float(solution_str == ground_truth)
 
     def of_trl(completions, answer):
@@ -457,9 +457,7 @@ def test_the_policy_s_last_words_are_the_completion_whatever_the_environment_say
 
     rewards = load(["exact", of_trl, lambda completion, row: float(completion == "2")])
     assert list(rewards.score([conversation])[0].rewards.values()) == [1.0, 1.0, 1.0]
-    assert (
-        load(of_verl, protocol="verl").score([replace(conversation, row={"answer": "2"})])[0].rewards["reward"] == 1.0
-    )
+    assert load(of_verl).score([replace(conversation, row={"answer": "2"})])[0].rewards["reward"] == 1.0
     before = single_turn([2], [3], messages=messages, turns=turns)
     assert prompt_text(conversation) == prompt_text(before) and "2" not in prompt_text(before).replace("1+1=", "")
 
