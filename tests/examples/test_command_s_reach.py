@@ -164,7 +164,9 @@ def test_a_loop_has_the_command_s_numbers_and_lines_and_goes_on_with_these(
     assert main(["train", "policy", first, "--no-track-kl", *pairs, *others]) == 0
     expected = [only_numbers(record) for record in metrics(tmp_path / "command") if "stage" in record]
     whole = [only_numbers(record) for record in loop("whole", variant)]
-    assert [record for record in whole if record not in expected] == [record for record in expected if record not in whole]
+    assert [record for record in whole if record not in expected] == [
+        record for record in expected if record not in whole
+    ]
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("command", "whole")]
     assert weights[0] == weights[1]
     assert lines(tmp_path / "whole") == lines(tmp_path / "command")

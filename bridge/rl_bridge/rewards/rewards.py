@@ -98,7 +98,7 @@ class Rewards:
         self._none = none
         self._rewards = tuple(rewards)
         self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
-        self._shown: set[int] = set()
+        self._settled: set[int] = set()
         """Places of the rewards whose values have shown their names."""
         self._tried = False
         self._weights = tuple(float(weight) for weight in weights)
@@ -164,8 +164,8 @@ class Rewards:
 
         The values of the first call that has any show the names; None is that of all names.
         """
-        leaves_out, shown = self._none == "leave-out", place in self._shown
-        results, names = list[dict[str, float]](), dict.fromkeys(self._names[place] if shown else ())
+        leaves_out, settled = self._none == "leave-out", place in self._settled
+        results, names = list[dict[str, float]](), dict.fromkeys(self._names[place] if settled else ())
         for trajectory, values in zip(trajectories, _awaited(reward, trajectories), strict=True):
             where = trajectory.row.get("_where", "a row")
             if not leaves_out and any(map(math.isnan, values.values())):
@@ -178,7 +178,7 @@ class Rewards:
                 results.append({})
                 continue
             others = values.keys() - names.keys() if leaves_out else values.keys() ^ names.keys()
-            if others and (shown or (names and not leaves_out)):
+            if others and (settled or (names and not leaves_out)):
                 raise RewardError(
                     f"reward {reward.name} on {where} returned the rewards {sorted(values)}, before they were "
                     f"{sorted(names)}: a dictionary has every name, with None where one does not apply"
@@ -187,7 +187,7 @@ class Rewards:
             results.append(values)
         if names:
             self._names[place] = tuple(names)
-            self._shown.add(place)
+            self._settled.add(place)
         return results
 
     def total(self, rewards: Mapping[str, float]) -> float:
